@@ -1,0 +1,49 @@
+"""The exception tree. Every error a user can cause derives from `AutoshardError`.
+
+A message says what went wrong, where (module path and the user's file:line) and what to do next;
+the command line prints it without a traceback and exits with 2.
+"""
+
+
+class AutoshardError(Exception):
+    """Base of everything autoshard raises on purpose."""
+
+
+class UsageError(AutoshardError):
+    """An argument, option or file the user gave is not usable."""
+
+
+class MeshError(UsageError):
+    """A mesh that is malformed or does not match the world."""
+
+
+class ModelError(UsageError):
+    """A model that cannot be found or built."""
+
+
+class TraceError(AutoshardError):
+    """The model cannot be captured as one graph (data-dependent control flow, unsupported construct)."""
+
+
+class SeedError(UsageError):
+    """A seed that matches nothing, is malformed or conflicts with another."""
+
+
+class ClusterError(UsageError):
+    """A cluster profile that is unknown or not physical."""
+
+
+class ProblemError(UsageError):
+    """A search problem file or object that is malformed."""
+
+
+class InfeasibleError(AutoshardError):
+    """No plan fits the memory limit or satisfies all seeds."""
+
+
+class PlanError(UsageError):
+    """A plan that is malformed or was made for another model, mesh or version."""
+
+
+class LoweringError(AutoshardError):
+    """The plan cannot be turned into a local graph; always a bug or an unsupported op, never silent."""

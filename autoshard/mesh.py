@@ -1,0 +1,66 @@
+"""The device mesh as the planner sees it: named axes with sizes, no devices and no process group."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from autoshard.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named mesh axes, major first: rank = sum of coordinate * product of the sizes that follow."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or not self.names:
+            raise MeshError(f"mesh needs one size per axis, got names {self.names} and sizes {self.sizes}")
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if not str(name).isidentifier():
+                raise MeshError(f"mesh axis name {name!r} is not an identifier; write for example dp=2,tp=4")
+            if not isinstance(size, int) or size < 1:
+                raise MeshError(f"mesh axis {name!r} has size {size!r}; sizes are integers of at least 1")
+        twice = sorted({n for n in self.names if self.names.count(n) > 1})
+        if twice:
+            raise MeshError(f"mesh axis {twice[0]!r} is named twice; give every axis its own name")
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def size(self) -> int:
+        return prod(self.sizes)
+
+    def index(self, axis: str) -> int:
+        if axis not in self.names:
+            raise MeshError(f"no mesh axis {axis!r}; the axes are {', '.join(self.names)}")
+        return self.names.index(axis)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Coordinates of `rank`, one per axis, major first."""
+        out = []
+        for size in reversed(self.sizes):
+            out.append(rank % size)
+            rank //= size
+        return tuple(reversed(out))
+
+    def __str__(self) -> str:
+        return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`"dp=2,tp=4"` (or `"2x4"` / `"8"`, axes then named d0, d1, ...) to a Mesh. Raises MeshError."""
+    parts = [p.strip() for p in text.replace("x", ",").split(",")] if "=" not in text else [
+        p.strip() for p in text.split(",")]
+    names, sizes = [], []
+    for i, part in enumerate(parts):
+        name, _, size = part.rpartition("=")
+        try:
+            sizes.append(int(size))
+        except ValueError:
+            raise MeshError(f"cannot read mesh {text!r} at {part!r}; write for example dp=2,tp=4") from None
+        names.append(name.strip() or f"d{i}")
+    return Mesh(tuple(names), tuple(sizes))

@@ -1,0 +1,203 @@
+"""The plan: what was chosen, in full, as data. Sorted-key JSON; the same inputs give the same bytes."""
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from autoshard.errors import PlanError, UsageError
+from autoshard.mesh import Mesh
+from autoshard.spec import Spec, format_spec, parse_spec
+
+FORMAT = 1
+Window = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """Chosen specs of one op, on logical dims: one per tensor input (argument order) and per output."""
+
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A value held in another spec than its producer's, during one window (phase).
+
+    Exactly one entry exists per (value, window, spec) that some consumer in that window reads and that
+    differs from the producer's spec. source "made": redistributed from the producer's spec in this window;
+    "kept": the forward window's copy of the same spec, saved for backward."""
+
+    value: str
+    window: Window
+    spec: Spec
+    source: Literal["made", "kept"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One planned collective call, in execution order. nbytes: see cost/collectives.py for the convention.
+
+    `hideable`: a parameter gather or a gradient reduction, which may overlap compute. `inner`: runs inside
+    the op's own implementation, not on an edge."""
+
+    kind: str
+    axis: str
+    nbytes: int
+    seconds: float
+    phase: Window
+    value: str
+    op: str
+    reduce_op: str = ""
+    dtype: str = ""
+    hideable: bool = False
+    inner: bool = False
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """An op without a sharding rule, run replicated at the price shown."""
+
+    op: str
+    target: str
+    seconds: float
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the field names; seconds and bytes are per rank and step.
+
+    predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
+                optimizer_s; step_s == objective_s
+    memory      parameters, gradients, optimizer, saved (activations), buffers, total, limit (or null)
+    model       reference, batch, seq, dtype ... as the user gave them
+    settings    optimizer, precision, inputs, outputs, training, loss
+    placements  stored spec per parameter and buffer
+    """
+
+    graph_hash: str
+    mesh: Mesh
+    cluster: Mapping[str, Any]
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    ops: Mapping[str, OpPlan]
+    placements: Mapping[str, Spec]
+    copies: tuple[Copy, ...]
+    collectives: tuple[Collective, ...]
+    fallbacks: tuple[Fallback, ...]
+    predicted: Mapping[str, float]
+    memory: Mapping[str, float | None]
+    objective_s: float
+    bound_s: float
+    gap: float
+    status: str
+    seeds: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    search: Mapping[str, Any] = field(default_factory=dict)
+    stages: tuple[Mapping[str, Any], ...] = ({"index": 0},)
+    format: int = FORMAT
+    timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def key(self) -> str:
+        """Digest of the JSON text: equal plans have equal keys on every rank."""
+        import hashlib
+
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """Sorted-key JSON text. Run times are left out, so equal inputs give equal bytes."""
+        data = {f.name: _encode(getattr(self, f.name)) for f in fields(self) if f.name != "timings"}
+        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write atomically. Raises UsageError when the file cannot be written."""
+        write_atomically(path, self.to_json())
+
+    @staticmethod
+    def from_json(text: str, origin: str = "plan") -> "Plan":
+        """Raises PlanError, naming `origin`, for text that is not a plan of this format."""
+        try:
+            data = json.loads(text)
+        except ValueError as e:
+            raise PlanError(f"{origin} is not JSON ({e}); make one with `autoshard plan MODEL --mesh ... -o plan.json`") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else None
+            raise PlanError(f"{origin} is not a plan of format {FORMAT} (found {found!r}); plan the model again")
+        try:
+            return _decode_plan(data)
+        except (KeyError, TypeError, ValueError, AttributeError, UsageError) as e:
+            raise PlanError(f"{origin} is not a valid plan: {type(e).__name__}: {e}") from None
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Plan":
+        """Raises PlanError when the file is missing or not a plan."""
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as e:
+            raise PlanError(f"cannot read plan {path}: {e}") from None
+        return Plan.from_json(text, str(path))
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write a whole file or nothing. Raises UsageError naming the path."""
+    path = Path(path)
+    try:
+        handle, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as e:
+        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another folder") from None
+    try:
+        with os.fdopen(handle, "w") as f:
+            f.write(text)
+        os.chmod(tmp, 0o644)
+        os.replace(tmp, path)
+    except OSError as e:
+        os.unlink(tmp)
+        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another file") from None
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Mesh):
+        return str(value)
+    if isinstance(value, OpPlan):
+        return {"in": [format_spec(s) for s in value.inputs], "out": [format_spec(s) for s in value.outputs]}
+    if isinstance(value, Copy):
+        return {**asdict(value), "spec": format_spec(value.spec)}
+    if isinstance(value, (Collective, Fallback)):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return {str(k): _encode(v) for k, v in value.items()}
+    if isinstance(value, tuple) and value and all(type(v) is int for v in value):
+        return format_spec(value)
+    if isinstance(value, (tuple, list)):
+        return [_encode(v) for v in value]
+    return value
+
+
+def _decode_plan(data: dict[str, Any]) -> Plan:
+    from autoshard.mesh import parse_mesh
+
+    known = {f.name for f in fields(Plan)} - {"timings"}
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}")
+    out = dict(data)
+    out["mesh"] = parse_mesh(data["mesh"])
+    out["ops"] = {k: OpPlan(tuple(map(parse_spec, v["in"])), tuple(map(parse_spec, v["out"])))
+                  for k, v in data["ops"].items()}
+    out["placements"] = {k: parse_spec(v) for k, v in data["placements"].items()}
+    out["copies"] = tuple(Copy(**{**c, "spec": parse_spec(c["spec"])}) for c in data["copies"])
+    out["collectives"] = tuple(Collective(**c) for c in data["collectives"])
+    out["fallbacks"] = tuple(Fallback(**c) for c in data["fallbacks"])
+    out["notes"] = tuple(data["notes"])
+    out["stages"] = tuple(data["stages"])
+    return Plan(**out)

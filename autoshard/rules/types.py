@@ -1,0 +1,91 @@
+"""What a rule is: the types every rule file shares."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from autoshard.graph import Call
+from autoshard.spec import Placement, Spec
+
+Origin = Literal["own", "dtensor", "replicate"]
+
+
+@dataclass(frozen=True)
+class InnerCollective:
+    """A collective that runs inside an op's local implementation, over the row's own mesh axis.
+
+    Its buffer is the local shape of `tensor` ("in0", "out1", ...) without the logical dims `drop`, in
+    `dtype` (default: that tensor's)."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    tensor: str
+    reduce_op: str = "sum"
+    drop: tuple[int, ...] = ()
+    dtype: Any = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run an op over ONE mesh axis: a placement per tensor input and per tensor output
+    (R for outputs that are None). The strategies on a mesh are the product of rows over axes."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    inner: tuple[InnerCollective, ...] = ()
+
+
+class LocalContext(Protocol):
+    """What a local implementation may ask of the rank it runs on. The numeric oracle, the lowering and
+    the tests each provide one; tensors are real tensors or FX proxies, so implementations call
+    `torch.ops.aten.*` overloads and methods of this class only."""
+
+    call: Call
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+
+    def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
+        """Mesh axis indices that split logical `dim` under `spec`, major first."""
+
+    def ranks(self, axes: Sequence[int]) -> int:
+        """Product of the sizes of mesh axes."""
+
+    def index(self, axes: Sequence[int]) -> Any:
+        """Which piece this rank holds over `axes` (major first): an int, or a 0-dim int64 tensor."""
+
+    def local_in(self, i: int) -> tuple[int, ...]:
+        """Local tensor shape (flattened dims, as torch sees it) of input `i`."""
+
+    def local_out(self, i: int) -> tuple[int, ...]:
+        """Local tensor shape of output `i`."""
+
+    def all_reduce(self, x: Any, reduce_op: str, axes: Sequence[int]) -> Any:
+        """All-reduce `x` over each of `axes` in turn, minor first; waits for the result."""
+
+
+LocalImpl = Callable[..., Any]
+"""`impl(ctx, *args, **kwargs)`: the op's own arguments with local tensors in place; returns its outputs."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Everything autoshard knows about an op.
+
+    rows     (call) -> rows for one mesh axis; the all-Replicate row first. Divisibility is checked later.
+    factors  (call) -> factors of each output (see TensorMeta), from those of the inputs; None: plain dims.
+    local    local implementation; None runs the op itself with `sizes` localised.
+    sizes    schema argument name -> "out0" / "in1": that argument is replaced by the local tensor shape.
+    flops    (call, local input shapes, local output shapes) -> FLOP; shapes are per logical dim and may
+             hold numpy arrays (one entry per strategy); None: 0.
+    family   key of the profile's efficiency table: matmul, attention, conv, pointwise, reduction, norm,
+             gather, random, view (free), copy.
+    """
+
+    rows: Callable[[Call], tuple[Row, ...]]
+    factors: Callable[[Call], tuple[tuple[tuple[int, ...], ...] | None, ...]] | None = None
+    local: LocalImpl | None = None
+    sizes: tuple[tuple[str, str], ...] = ()
+    flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
+    family: str = "pointwise"
+    origin: Origin = "own"
+    notation: str = field(default="", compare=False)

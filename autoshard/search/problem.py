@@ -1,0 +1,152 @@
+"""The inner search problem and its answer. Knows numpy only.
+
+    minimise  sum_n cost_n[s_n] + sum_(u,v) table_uv[s_u, s_v] + sum_r price_r * max(0, load_r - limit_r)
+    where     load_r = sum of the amounts of items (n, s, r, amount) with s == s_n,
+    and a row with infinite price is hard: load_r <= limit_r.
+
+Infinite costs (np.inf) forbid a choice or a pair.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from autoshard.errors import ProblemError
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """Cost of a pair of choices: `table[rows[s_u], cols[s_v]]`. Tables and index vectors are shared
+    between edges (interned), so dense per-edge matrices exist only after presolve."""
+
+    u: int
+    v: int
+    table: np.ndarray
+    rows: np.ndarray
+    cols: np.ndarray
+
+    def dense(self) -> np.ndarray:
+        return self.table[np.ix_(self.rows, self.cols)]
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Parallel arrays: strategy `strategy[i]` of node `node[i]` puts `amount[i]` on row `row[i]`."""
+
+    node: np.ndarray
+    strategy: np.ndarray
+    row: np.ndarray
+    amount: np.ndarray
+
+    @staticmethod
+    def empty() -> "Items":
+        return Items(*(np.zeros(0, dtype=np.int64),) * 3, np.zeros(0))
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Nodes with a cost vector each, edges, and items on rows.
+
+    node_costs   one float64 (or int64) array per node
+    edges        see Edge; several edges between the same pair add up
+    row_limit    limit per row; row_price: cost per unit of excess, inf = hard
+    items        usage
+    intervals    the contest's form of hard memory rows, kept implicit: per item (lo, hi, amount) half open
+                 time intervals under `usage_limit`; rows for time points are made lazily. May be None.
+    groups       optional per node: nodes with equal id >= 0 are copies of each other in repeated layers
+                 (same strategy count and cost vector); -1 = free. A hint, never a constraint.
+    names        optional, for messages
+    """
+
+    node_costs: tuple[np.ndarray, ...]
+    edges: tuple[Edge, ...] = ()
+    row_limit: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    row_price: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    items: Items = field(default_factory=Items.empty)
+    intervals: "Intervals | None" = None
+    groups: np.ndarray | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def n(self) -> int:
+        return len(self.node_costs)
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Usage `amount[i]` of strategy `strategy[i]` of node `node[i]` during [lo[i], hi[i])."""
+
+    limit: float
+    node: np.ndarray
+    strategy: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    amount: np.ndarray
+
+
+class Status(Enum):
+    """The value is what a user reads."""
+
+    OPTIMAL = "optimal"
+    OPTIMAL_TIED = "optimal among tied plans"
+    TIME_LIMIT = "best found within the time limit"
+    WORK_LIMIT = "best found within the work limit"
+    INTERRUPTED = "best found before it was interrupted"
+    INFEASIBLE = "no feasible choice exists"
+    UNKNOWN = "no feasible choice found within the limit"
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """One strategy per node, its exact cost, and a valid lower bound on the best cost.
+
+    `choice` is None when nothing feasible was found. `gap` = (cost - bound) / |cost|, 0 when proven."""
+
+    choice: np.ndarray | None
+    cost: float
+    bound: float
+    status: Status
+    seconds: float
+    stats: dict = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        if self.choice is None:
+            return float("inf")
+        return max(0.0, self.cost - self.bound) / max(abs(self.cost), 1e-30)
+
+
+def evaluate(problem: Problem, choice: np.ndarray) -> float:
+    """Exact cost of a choice, +inf when it is infeasible. Integer problems are summed as Python ints by
+    the contest reader's own evaluator. Raises ProblemError for a choice of the wrong length."""
+    if len(choice) != problem.n:
+        raise ProblemError(f"a choice for {problem.n} nodes is needed, got {len(choice)} entries")
+    total = float(sum(c[s] for c, s in zip(problem.node_costs, choice, strict=True)))
+    total += float(sum(e.table[e.rows[choice[e.u]], e.cols[choice[e.v]]] for e in problem.edges))
+    load = row_loads(problem, choice)
+    excess = np.maximum(0.0, load - problem.row_limit)
+    hard = np.isinf(problem.row_price)
+    tolerance = 1e-9 * np.maximum(1.0, np.abs(problem.row_limit))
+    if np.any(excess[hard] > tolerance[hard]) or not _intervals_fit(problem.intervals, choice):
+        return float("inf")
+    return total + float(np.sum(excess[~hard] * problem.row_price[~hard]))
+
+
+def row_loads(problem: Problem, choice: np.ndarray) -> np.ndarray:
+    items, load = problem.items, np.zeros(len(problem.row_limit))
+    if len(items.node):
+        chosen = choice[items.node] == items.strategy
+        np.add.at(load, items.row[chosen], items.amount[chosen])
+    return load
+
+
+def _intervals_fit(intervals: Intervals | None, choice: np.ndarray) -> bool:
+    if intervals is None or not len(intervals.node):
+        return True
+    on = (choice[intervals.node] == intervals.strategy) & (intervals.lo < intervals.hi)
+    times = np.concatenate([intervals.lo[on], intervals.hi[on]])
+    deltas = np.concatenate([intervals.amount[on], -intervals.amount[on]])
+    order = np.lexsort((deltas, times))  # at equal times, frees first: intervals are half open
+    return bool(np.all(np.cumsum(deltas[order]) <= intervals.limit)) if len(order) else True
