@@ -1,0 +1,42 @@
+# Everything a fresh machine needs: `make demo` and `make test` create .venv and install into it first.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+
+# Two planner threads on a small machine fight with the processes of the tests.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all clean
+
+help:
+	@echo "make demo      plan models/gpt.py for two local processes and train it beside one process"
+	@echo "make test      run the tests (a few minutes)"
+	@echo "make test-all  run the slow tests too"
+	@echo "make install   make .venv and install autoshard into it"
+	@echo "make clean     remove .venv and caches"
+
+# torch goes first and pinned by series: a package that asks for torch without a version could bring
+# a build with gigabytes of CUDA libraries.
+$(INSTALLED): pyproject.toml
+	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
+	$(PIP) install 'torch==2.13.*'
+	$(PIP) install -e '.[test]'
+	touch $@
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(PY) examples/demo.py
+
+test: $(INSTALLED)
+	$(PY) -m pytest -n 2 -m "not slow"
+
+test-all: $(INSTALLED)
+	$(PY) -m pytest -n 2
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
