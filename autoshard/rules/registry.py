@@ -1,0 +1,122 @@
+"""Which rule an op has: own tables first, then DTensor's registries, then all-Replicate.
+
+Every family file holds a table `RULES: {op overload: Rule}`; this file merges them. `rows` is the one
+place where rows are cleaned, so that no rule has to care about ints, size-1 dims or duplicates.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from autoshard.graph import Call, TensorMeta
+from autoshard.rules.notation import NotationMismatch, is_number
+from autoshard.rules.types import LocalContext, Origin, Row, Rule
+from autoshard.spec import R, Placement, is_partial
+
+FAMILIES = ("contraction", "pointwise", "reduction", "view", "factory", "embedding", "loss", "attention", "conv",
+            "norm", "random", "index")
+
+
+def all_replicate(call: Call) -> Row:
+    return Row((R,) * len(call.inputs), (R,) * len(call.outputs))
+
+
+REPLICATE = Rule(rows=lambda call: (all_replicate(call),), origin="replicate")
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[Any, Rule]:
+    """All own rules by op overload. Raises ValueError when two families claim one op."""
+    out: dict[Any, Rule] = {}
+    for name in FAMILIES:
+        if find_spec(f"autoshard.rules.{name}") is None:
+            continue
+        rules = import_module(f"autoshard.rules.{name}").RULES
+        if twice := out.keys() & rules.keys():
+            raise ValueError(f"op {next(iter(twice))} has a second rule in autoshard/rules/{name}.py")
+        out.update(rules)
+    return out
+
+
+@lru_cache(maxsize=None)
+def rule_of(target: Any) -> Rule:
+    """The rule of an op overload: own, by tag, borrowed, or all-Replicate."""
+    if target in table():
+        return table()[target]
+    return REPLICATE
+
+
+@lru_cache(maxsize=None)
+def rows(call: Call) -> tuple[Row, ...]:
+    """Every way to run `call` over one mesh axis, all-Replicate first, none twice. Divisibility is not
+    checked here."""
+    return _resolve(call)[1]
+
+
+def origin(call: Call) -> Origin:
+    """Where the rows come from; "replicate" deserves a line in the report."""
+    return _resolve(call)[0]
+
+
+@lru_cache(maxsize=None)
+def _resolve(call: Call) -> tuple[Origin, tuple[Row, ...]]:
+    rule = rule_of(call.target)
+    try:
+        found = rule.rows(call)
+    except NotationMismatch:
+        return "replicate", (all_replicate(call),)
+    metas = (*call.inputs, *call.outputs)
+    kept = [row for row in found if all(_fits(p, m) for p, m in zip((*row.inputs, *row.outputs), metas, strict=True))]
+    return rule.origin, tuple(dict.fromkeys((all_replicate(call), *kept)))
+
+
+def _fits(p: Placement, meta: TensorMeta | None) -> bool:
+    if meta is None or p == R:
+        return p == R
+    if is_partial(p):
+        return is_number(meta.dtype)
+    return p < meta.ndim and meta.logical_shape[p] > 1
+
+
+def factors(call: Call) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+    """Factors of every output (None where the output is None); plain dims where the rule says nothing."""
+    rule = rule_of(call.target)
+    plain = tuple(None if m is None else tuple((n,) for n in m.shape) for m in call.outputs)
+    if rule.factors is None:
+        return plain
+    try:
+        return rule.factors(call)
+    except NotationMismatch:
+        return plain
+
+
+def run_local(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
+    """Run `ctx.call`'s op on the local tensors in `args`: its local implementation, or the op itself with
+    size arguments replaced by local shapes. Works on tensors and on FX proxies."""
+    call = ctx.call
+    rule = rule_of(call.target)
+    if rule.local is not None:
+        return rule.local(ctx, *args, **kwargs)
+    args, kwargs = localize_sizes(ctx, rule.sizes, args, kwargs)
+    return call.target(*args, **kwargs)
+
+
+def localize_sizes(ctx: LocalContext, sizes: tuple[tuple[str, str], ...], args: tuple[Any, ...],
+                   kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`args`, `kwargs` with each schema argument named in `sizes` replaced by a local tensor shape."""
+    if not sizes:
+        return args, kwargs
+    places = {a.name: i for i, a in enumerate(ctx.call.target._schema.arguments)}
+    new, named = list(args), dict(kwargs)
+    for name, tensor in sizes:
+        index = int(tensor.lstrip("inout"))
+        shape = list(ctx.local_in(index) if tensor.startswith("in") else ctx.local_out(index))
+        if places[name] < len(new):
+            new[places[name]] = shape
+        else:
+            named[name] = shape
+    return tuple(new), named
