@@ -73,6 +73,20 @@ class Fallback:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How one tensor that a reader knows by name lies on the mesh: what reports and diffs show.
+
+    `shape` and `spec` are on logical dims. Made by `autoshard.layouts`; execution never reads it."""
+
+    kind: Literal["weight", "buffer", "input", "activation", "output"]
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the field names; seconds and bytes are per rank and step.
 
@@ -82,6 +96,7 @@ class Plan:
     model       reference, batch, seq, dtype ... as the user gave them
     settings    optimizer, precision, inputs, outputs, training, loss
     placements  stored spec per parameter and buffer
+    layouts     weights, inputs, module outputs and user outputs with shape and spec, for reports
     """
 
     graph_hash: str
@@ -102,6 +117,7 @@ class Plan:
     status: str
     seeds: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[Mapping[str, Any], ...] = ({"index": 0},)
     format: int = FORMAT
@@ -172,6 +188,8 @@ def _encode(value: Any) -> Any:
         return {"in": [format_spec(s) for s in value.inputs], "out": [format_spec(s) for s in value.outputs]}
     if isinstance(value, Copy):
         return {**asdict(value), "spec": format_spec(value.spec)}
+    if isinstance(value, Layout):
+        return {**asdict(value), "shape": list(value.shape), "spec": format_spec(value.spec)}
     if isinstance(value, (Collective, Fallback)):
         return asdict(value)
     if isinstance(value, Mapping):
@@ -186,7 +204,7 @@ def _encode(value: Any) -> Any:
 def _decode_plan(data: dict[str, Any]) -> Plan:
     from autoshard.mesh import parse_mesh
 
-    known = {f.name for f in fields(Plan)} - {"timings"}
+    known = {f.name for f in fields(Plan)}
     unknown = sorted(set(data) - known)
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}")
@@ -199,5 +217,7 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
     out["collectives"] = tuple(Collective(**c) for c in data["collectives"])
     out["fallbacks"] = tuple(Fallback(**c) for c in data["fallbacks"])
     out["notes"] = tuple(data["notes"])
+    out["layouts"] = tuple(Layout(**{**x, "shape": tuple(x["shape"]), "spec": parse_spec(x["spec"])})
+                           for x in data.get("layouts", ()))
     out["stages"] = tuple(data["stages"])
     return Plan(**out)
