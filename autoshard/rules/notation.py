@@ -101,7 +101,7 @@ class Operand:
 @dataclass(frozen=True)
 class Binding:
     """A notation bound to a call. `inputs[i]` is tensor input i; outputs that are None stay None.
-    `constants` are the addends made of numbers only, which therefore cannot be Partial."""
+    `constants` are the addends that have a number for an operand."""
 
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand | None, ...]
@@ -135,7 +135,7 @@ def bind(notation: Notation, call: Call) -> Binding:
     whole = notation.whole
     if "..." in whole:
         whole |= {x for o in (*inputs, *outputs) if o for x in o.letters if x.startswith("...")}
-    return Binding(inputs, outputs, whole, frozenset(constants - {o.addend for o in inputs}))
+    return Binding(inputs, outputs, whole, frozenset(constants))
 
 
 def _tensor_arguments(call: Call, notation: Notation) -> list[Any]:
@@ -240,19 +240,27 @@ def contraction_flops(b: Binding, inputs: Sequence[Any], outputs: Sequence[Any])
     return 2.0 * prod(sizes.values())
 
 
-def rule(text: str, *, family: str = "pointwise", partial: Passes = "none", reduce: str = "sum",
+def rule(text: str | Callable[[Call], str], *, family: str = "pointwise",
+         partial: Passes | Callable[[Call], Passes] = "none", reduce: str = "sum",
          flops: Callable[..., Any] | None = None, local: LocalImpl | None = None,
          sizes: tuple[tuple[str, str], ...] = ()) -> Rule:
-    """The rule of one notation line.
+    """The rule of one notation line, or of a line made from the call (ops whose dims are arguments).
 
     reduce  what a letter found only in inputs does to the output: "sum", "max" or "min".
     flops   as in Rule; the matmul family gets `contraction_flops` by itself.
     Raises ValueError for a malformed line, NotationMismatch when a call does not fit it.
     """
-    notation = parse(text)
+    if isinstance(text, str):
+        parse(text)
+
+    def bound(call: Call) -> Binding:
+        return bind(parse(text if isinstance(text, str) else text(call)), call)
+
+    def rows(call: Call) -> tuple[Row, ...]:
+        return binding_rows(bound(call), partial if isinstance(partial, str) else partial(call), reduce)
+
     if flops is None and family == "matmul":
         def flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-            return contraction_flops(bind(notation, call), inputs, outputs)
-    return Rule(rows=lambda call: binding_rows(bind(notation, call), partial, reduce),
-                factors=lambda call: binding_factors(bind(notation, call)),
-                local=local, sizes=sizes, flops=flops, family=family, notation=text)
+            return contraction_flops(bound(call), inputs, outputs)
+    return Rule(rows=rows, factors=lambda call: binding_factors(bound(call)), local=local, sizes=sizes,
+                flops=flops, family=family, notation=text if isinstance(text, str) else "")

@@ -14,6 +14,7 @@ import torch
 
 from autoshard.graph import Call, TensorMeta
 from autoshard.rules.notation import NotationMismatch, is_number
+from autoshard.rules.pointwise import tagged
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
 from autoshard.spec import R, Placement, is_partial
 
@@ -47,6 +48,8 @@ def rule_of(target: Any) -> Rule:
     """The rule of an op overload: own, by tag, borrowed, or all-Replicate."""
     if target in table():
         return table()[target]
+    if torch.Tag.pointwise in getattr(target, "tags", ()):
+        return tagged(target)
     return REPLICATE
 
 
