@@ -1,0 +1,119 @@
+"""The pipeline on one page: model + mesh -> plan (`plan`), and plan -> running module (`compile`)."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from autoshard.annotate import resolve_seeds
+from autoshard.assemble import make_plan
+from autoshard.cost.cluster import load_cluster
+from autoshard.cost_table import Training, build_cost_table
+from autoshard.feasible import explain_infeasible
+from autoshard.formulate import formulate
+from autoshard.incumbents import solve_with_known_plans
+from autoshard.layers import repeated_layers
+from autoshard.mesh import Mesh, parse_mesh
+from autoshard.options import Options, Progress, parse_bytes
+from autoshard.plan import Plan
+from autoshard.precision import Precision
+from autoshard.rules.factors import factor_graph
+from autoshard.simplify import simplify
+from autoshard.strategies import enumerate_strategies
+from autoshard.trace import Traced, trace
+
+
+def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
+         loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
+         precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
+         outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str = "h100-dgx",
+         time_limit: float = 60.0, backend: str = "auto", progress: Progress | None = None,
+         model_info: Mapping[str, Any] | None = None) -> Plan:
+    """Find the cheapest plan that fits. No process group, no GPU, no real weights.
+
+    mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh
+    example_inputs the positional inputs (real, fake or meta tensors); with `loss_fn` the last one is the
+                   target and the graph computes loss_fn(model(*inputs[:-1]), target)
+    training       None: as `model.training` says
+    optimizer      "adamw", "adam", "sgd", "momentum", "none", or a torch.optim class
+    seeds          see annotate.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
+    time_limit     seconds the search may take; the best plan so far is returned with its gap
+    progress       called with (phase, detail)
+
+    Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
+    options = Options(optimizer_name(optimizer), precision, seeds or {}, inputs, outputs,
+                      parse_bytes(memory_budget), cluster, time_limit, backend)
+    mesh, clock = as_mesh(mesh), Clock(progress)
+    load_cluster(cluster).links_for(mesh)  # a bad cluster or mesh is reported before the long work
+    with clock("trace"):
+        traced = trace(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn=loss_fn,
+                       training=training, precision=precision)
+    return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
+
+
+def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
+                model_info: Mapping[str, Any] | None = None) -> Plan:
+    """The search half of the pipeline, for a graph that is traced already."""
+    clock = clock or Clock(None)
+    with clock("simplify"):
+        graph = factor_graph(simplify(traced.graph))
+        seeds = resolve_seeds(graph, mesh, options.seeds)
+        profile = load_cluster(options.cluster)
+    with clock("strategies"):
+        strategies = enumerate_strategies(graph, mesh, seeds, outputs=options.outputs)
+    with clock("costs"):
+        table = build_cost_table(graph, mesh, profile, strategies, Training(options.optimizer, graph.training))
+    with clock("formulate"):
+        limit = options.memory_budget or profile.device.memory_capacity
+        formulation = formulate(table, memory_limit=limit, layers=repeated_layers(graph))
+    with clock("search"):
+        solution = solve_with_known_plans(formulation, backend=options.backend, time_limit=options.time_limit,
+                                          progress=clock.search)
+        if solution.choice is None:
+            raise explain_infeasible(formulation, solution, limit)
+    with clock("assemble"):
+        return make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
+                         settings=options.settings(graph.training, has_loss),
+                         seeds={k: str(v) for k, v in options.seeds.items()},
+                         timings=clock.seconds)
+
+
+def as_mesh(mesh: Any) -> Mesh:
+    """A Mesh from text, a Mesh, or a torch DeviceMesh. Raises MeshError."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, str):
+        return parse_mesh(mesh)
+    names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
+    return Mesh(tuple(names), tuple(mesh.shape))
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """"adamw" for torch.optim.AdamW and the like; SGD with momentum is "momentum"."""
+    if isinstance(optimizer, str) or optimizer is None:
+        return optimizer or "none"
+    return getattr(optimizer, "__name__", type(optimizer).__name__).lower()
+
+
+class Clock:
+    """Times phases by wall clock and by CPU time of the process, and tells the user where the work is."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+        self._progress = progress or (lambda phase, detail: None)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._progress(phase, "")
+        start, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.seconds[phase] = time.perf_counter() - start
+        self.cpu_seconds[phase] = time.process_time() - cpu
+
+    def search(self, cost: float, bound: float, gap: float, seconds: float, message: str = "") -> None:
+        """Progress of the search: incumbent, bound, gap."""
+        self._progress("search", f"{cost:.6g} s, bound {bound:.6g} s, gap {gap:.2%} after {seconds:.1f} s {message}".strip())

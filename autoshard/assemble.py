@@ -1,0 +1,198 @@
+"""A chosen strategy per op -> the Plan, priced once more from the chosen specs themselves."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.memory import stored_parts
+from autoshard.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
+from autoshard.formulate import Formulation, State, local_bytes, storage_root
+from autoshard.graph import Op, Ref
+from autoshard.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
+from autoshard.rules import registry
+from autoshard.search.problem import Solution
+from autoshard.spec import REDUCE_OPS, Spec
+
+WINDOWS: tuple[Window, Window] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the search decided: strategy per op and the copies that are really read, with their producer's spec."""
+
+    table: CostTable
+    strategies: Mapping[str, int]
+    copies: tuple[tuple[Ref, Spec, Copy], ...]
+
+    def out_spec(self, ref: Ref) -> Spec:
+        return tuple(self.table.strategies[ref.op].outputs[self.strategies[ref.op], ref.index].tolist())
+
+    def in_spec(self, op: str, index: int) -> Spec:
+        return tuple(self.table.strategies[op].inputs[self.strategies[op], index].tolist())
+
+
+def choose(formulation: Formulation, solution: Solution) -> Chosen:
+    """Read a solution: which strategy, and for every (value, window, spec) read how it comes about."""
+    table = formulation.table
+    strategies = formulation.strategy_of(solution.choice)
+    states = formulation.state_of(solution.choice)
+    bare = Chosen(table, strategies, ())
+    copies: dict[tuple[Ref, Window, Spec], tuple[Ref, Spec, Copy]] = {}
+    for op in table.graph.ops:
+        for i, ref in enumerate(op.refs):
+            source, wanted = bare.out_spec(ref), bare.in_spec(op.name, i)
+            key = (ref, op.phase, wanted)
+            if source != wanted and key not in copies:
+                kept = _is_kept(states.get((ref, wanted)), key, copies)
+                copies[key] = (ref, source, Copy(str(ref), op.phase, wanted, "kept" if kept else "made"))
+    return Chosen(table, strategies, tuple(copies.values()))
+
+
+def _is_kept(state: State | None, key: tuple[Ref, Window, Spec], copies: Mapping) -> bool:
+    """A kept state counts only where forward reads the copy too; else backward makes it, at the same price."""
+    return (state is not None and state.name == "kept" and key[1] == "backward"
+            and (key[0], "forward", key[2]) in copies)
+
+
+def price(chosen: Chosen) -> dict[str, float]:
+    """Predicted seconds of one step by the one objective (see docs/costs.md), from the chosen specs.
+
+    Keys: compute_s, blocking_s, hideable_s, hidden_s, exposed_s, optimizer_s, step_s."""
+    table, overlap = chosen.table, chosen.table.cluster.overlap
+    compute = blocking = update = 0.0
+    heavy, hide = dict.fromkeys(WINDOWS, 0.0), dict.fromkeys(WINDOWS, 0.0)
+    for op in table.graph.ops:
+        cost, s = table.ops[op.name], chosen.strategies[op.name]
+        compute += float(cost.compute[s])
+        blocking += float(cost.inner[s])
+        update += float(cost.update[s])
+        if op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
+            heavy[op.phase] += float(cost.compute[s])
+    overlaps = overlap.eta > 0 and table.mesh.size > 1
+    for ref, source, copy in chosen.copies:
+        seconds = 0.0 if copy.source == "kept" else table.seconds(table.graph.meta(ref), source, copy.spec)
+        if overlaps and table.hideable(ref):
+            hide[copy.window] += seconds
+        else:
+            blocking += seconds
+    exposed = sum(max(0.0, hide[w] - overlap.eta * heavy[w]) for w in WINDOWS)
+    hideable = sum(hide.values())
+    paid = overlap.interference * hideable + (1.0 - overlap.interference) * exposed
+    return {"compute_s": compute, "blocking_s": blocking, "hideable_s": hideable, "hidden_s": hideable - exposed,
+            "exposed_s": exposed, "optimizer_s": update, "step_s": compute + blocking + update + paid}
+
+
+def memory(chosen: Chosen, limit: float | None) -> dict[str, float | None]:
+    """Bytes per rank by category, counted as the search counts them."""
+    table, graph = chosen.table, chosen.table.graph
+    out = dict.fromkeys(("parameters", "gradients", "optimizer", "saved", "buffers"), 0.0)
+    for op in graph.of_kind("param"):
+        trained = bool(table.ops[op.name].update.any())
+        parts = stored_parts(op.outputs[0], chosen.out_spec(Ref(op.name)), table.mesh,
+                             table.training.optimizer if trained else None)
+        for name, nbytes in parts.items():
+            out[name] += nbytes
+    out["buffers"] = float(sum(op.outputs[0].nbytes for op in graph.of_kind("buffer")))
+    out["saved"] = sum(local_bytes(table, ref, spec) for ref, spec in saved_values(chosen))
+    total = sum(out.values())
+    return {**out, "total": total, "limit": limit}
+
+
+def saved_values(chosen: Chosen) -> list[tuple[Ref, Spec]]:
+    """(value, spec) pairs that backward reads from forward, each buffer once; parameters and buffers are stored."""
+    graph = chosen.table.graph
+    kept = {(ref, copy.spec) for ref, _, copy in chosen.copies if copy.source == "kept"}
+    found: dict[tuple[Ref, Spec], tuple[Ref, Spec]] = {}
+    for op in graph.ops:
+        for i, ref in enumerate(op.refs if op.phase == "backward" else ()):
+            producer = graph.op(ref.op)
+            root = storage_root(graph, ref)
+            if producer.phase == "backward" or graph.op(root.op).kind in ("param", "buffer"):
+                continue
+            wanted = chosen.in_spec(op.name, i)
+            spec = wanted if (ref, wanted) in kept else chosen.out_spec(ref)
+            same_buffer = (root, spec) if spec == chosen.out_spec(ref) else (ref, spec)
+            found.setdefault(same_buffer, (ref, spec))
+    return list(found.values())
+
+
+def collectives(chosen: Chosen) -> tuple[Collective, ...]:
+    """Every collective of one step: those of copies at their first reader, then the op's own."""
+    table, mesh = chosen.table, chosen.table.mesh
+    made = {(ref, c.window, c.spec): source for ref, source, c in chosen.copies if c.source == "made"}
+    out: list[Collective] = []
+    for op in table.graph.ops:
+        for i, ref in enumerate(op.refs):
+            wanted = chosen.in_spec(op.name, i)
+            source = made.pop((ref, op.phase, wanted), None)
+            if source is not None:
+                out += _redistribution(chosen, op, ref, source, wanted)
+        if op.kind == "call":
+            out += _inner(chosen, op, mesh)
+    return tuple(out)
+
+
+def _redistribution(chosen: Chosen, op: Op, ref: Ref, source: Spec, wanted: Spec) -> list[Collective]:
+    table, meta = chosen.table, chosen.table.graph.meta(ref)
+    producer = table.graph.op(ref.op)
+    shown = op if op.module or op.source else producer
+    return [Collective(step.kind, table.mesh.names[step.axis], int(step.nbytes), step.seconds, op.phase, str(ref), op.name,
+                       step.reduce_op or "", str(meta.dtype).removeprefix("torch."), table.hideable(ref), False,
+                       shown.module, shown.source)
+            for step in table.steps(meta, source, wanted) if step.kind != "slice"]
+
+
+def _inner(chosen: Chosen, op: Op, mesh) -> list[Collective]:
+    from autoshard.cost.collectives import seconds
+
+    found, s = chosen.table.strategies[op.name], chosen.strategies[op.name]
+    one = found.keep(np.arange(len(found)) == s)
+    ins, outs = local_shapes(one, mesh)
+    links = chosen.table.cluster.links_for(mesh)
+    result = []
+    for axis in range(mesh.ndim):
+        for inner in found.rows[int(found.picked[s, axis])].inner if mesh.sizes[axis] > 1 else ():
+            nbytes = int(inner_bytes(inner, one, ins, outs)[0])
+            side = found.input_metas if inner.tensor.startswith("in") else found.output_metas
+            dtype = inner.dtype or side[int(inner.tensor.lstrip("inout"))].dtype
+            result.append(Collective(inner.kind, mesh.names[axis], nbytes, float(seconds(inner.kind, nbytes, links[axis])),
+                                     op.phase, op.name, op.name, inner.reduce_op, str(dtype).removeprefix("torch."),
+                                     False, True, op.module, op.source))
+    return result
+
+
+def fallbacks(chosen: Chosen) -> tuple[Fallback, ...]:
+    """Ops that run replicated for want of a rule, with what that costs."""
+    graph = chosen.table.graph
+    return tuple(Fallback(op.name, str(op.target), float(chosen.table.ops[op.name].compute[chosen.strategies[op.name]]),
+                          op.module, op.source)
+                 for op in graph.of_kind("call") if registry.origin(graph.calls[op.name]) == "replicate")
+
+
+def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: float | None,
+              model: Mapping[str, Any], settings: Mapping[str, Any], seeds: Mapping[str, str],
+              notes: tuple[str, ...] = (), timings: Mapping[str, float] | None = None) -> Plan:
+    """Assemble the plan of a solution. The objective is the re-priced one; it may only be lower than the
+    search's (a state chosen but not needed costs nothing)."""
+    chosen = choose(formulation, solution)
+    table, graph = formulation.table, formulation.table.graph
+    predicted = price(chosen)
+    objective = predicted["step_s"]
+    bound = min(float(solution.bound), objective)
+    return Plan(
+        graph_hash=graph.hash, mesh=table.mesh, cluster=table.cluster.snapshot(), model=dict(model), settings=dict(settings),
+        ops={op.name: OpPlan(*table.strategies[op.name].strategy(chosen.strategies[op.name])) for op in graph.ops},
+        placements={op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")},
+        copies=tuple(c for _, _, c in chosen.copies), collectives=collectives(chosen), fallbacks=fallbacks(chosen),
+        predicted=predicted, memory=memory(chosen, memory_limit), objective_s=objective, bound_s=bound,
+        gap=max(0.0, objective - bound) / max(objective, 1e-30), status=solution.status.value,
+        seeds=dict(seeds), notes=notes, search=_search_facts(formulation, solution), timings=dict(timings or {}))
+
+
+def _search_facts(formulation: Formulation, solution: Solution) -> dict[str, Any]:
+    problem = formulation.problem
+    return {"nodes": problem.n, "edges": len(problem.edges), "choices": int(sum(map(len, problem.node_costs))),
+            **{k: v for k, v in solution.stats.items() if isinstance(v, (int, str, bool))}}

@@ -1,0 +1,174 @@
+"""Seconds for every strategy of every op, and for every change of layout on every edge.
+
+Arrays are interned: equal ops share node costs, equal (shape, dtype, spec set, spec set) share edge tables.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from autoshard.cost import collectives, compute
+from autoshard.cost.cluster import Cluster
+from autoshard.cost.redistribute import Redistribution, Step
+from autoshard.graph import Graph, Op, Ref, TensorMeta
+from autoshard.mesh import Mesh
+from autoshard.rules import registry
+from autoshard.rules.types import InnerCollective
+from autoshard.spec import Spec, local_shape
+from autoshard.strategies import SpecIndex, Strategies, StrategySet, local_shape_array
+
+HEAVY = ("matmul", "attention", "conv")
+"""Op families whose compute time can hide communication; the others are too short or memory-bound."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one step does besides the graph: the optimizer and how parameters are stored."""
+
+    optimizer: str = "adamw"
+    training: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class OpCost:
+    """Per strategy, seconds: `compute` on local shapes, `inner` collectives of the implementation,
+    `update` of the optimizer (parameters only)."""
+
+    compute: np.ndarray
+    inner: np.ndarray
+    update: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        return self.compute + self.inner + self.update
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """All prices of one graph on one mesh and cluster. See `edge`, `steps`, and `ops`."""
+
+    graph: Graph
+    mesh: Mesh
+    cluster: Cluster
+    strategies: Strategies
+    training: Training
+    ops: Mapping[str, OpCost]
+    redistribution: Redistribution
+    _tables: dict = field(default_factory=dict)
+
+    def edge(self, ref: Ref, consumer: str, index: int) -> tuple[np.ndarray, SpecIndex, SpecIndex]:
+        """(seconds [source specs, target specs], source specs, target specs) of one edge; inf: impossible."""
+        src = self.strategies[ref.op].output_specs[ref.index]
+        dst = self.strategies[consumer].input_specs[index]
+        return self.table(self.graph.meta(ref), src, dst), src, dst
+
+    def table(self, meta: TensorMeta, src: SpecIndex, dst: SpecIndex) -> np.ndarray:
+        key = (meta.logical_shape, meta.dtype, src.specs, dst.specs)
+        if key not in self._tables:
+            self._tables[key] = self.redistribution.table(meta.logical_shape, meta.dtype, src.specs, dst.specs)
+        return self._tables[key]
+
+    def seconds(self, meta: TensorMeta, src: Spec, dst: Spec) -> float:
+        return sum(s.seconds for s in self.steps(meta, src, dst))
+
+    def steps(self, meta: TensorMeta, src: Spec, dst: Spec) -> tuple[Step, ...]:
+        """The redistribution that is priced, and that lowering executes."""
+        return self.redistribution.steps(meta.logical_shape, meta.dtype, src, dst)
+
+    @cached_property
+    def param_derived(self) -> frozenset[Ref]:
+        """Parameters and what views and casts make of them alone: their gathers may be issued early."""
+        out: set[Ref] = set()
+        for op in self.graph.ops:
+            if op.kind == "param" or (is_passing(op) and op.refs[0] in out):
+                out.add(Ref(op.name))
+        return frozenset(out)
+
+    @cached_property
+    def gradient_bound(self) -> frozenset[Ref]:
+        """Values that only flow, through views and casts, into gradient outputs: reductions may finish late."""
+        out: set[Ref] = set()
+        ends = {op.name for op in self.graph.ops if op.kind == "output" and str(op.target).startswith("grad:")}
+        for op in reversed(self.graph.ops):
+            for i in range(len(op.outputs)):
+                users = self.graph.users.get(Ref(op.name, i), ())
+                if users and all(u in ends or (Ref(u) in out and is_passing(self.graph.op(u))) for u, _ in users):
+                    out.add(Ref(op.name, i))
+        return frozenset(out)
+
+    def hideable(self, ref: Ref) -> bool:
+        """Whether redistributing this value can overlap compute (design: parameter gathers, gradient reductions)."""
+        return ref in self.param_derived or ref in self.gradient_bound
+
+
+def is_passing(op: Op) -> bool:
+    """A view or cast of a single tensor: the value stays the same parameter or gradient."""
+    return op.kind == "call" and len(op.refs) == 1 and (
+        registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target))
+
+
+def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Strategies,
+                     training: Training) -> CostTable:
+    """Price every strategy of every op; edge tables are made on first use and shared."""
+    links = cluster.links_for(mesh)
+    trained = {str(op.target).removeprefix("grad:") for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
+    cache: dict[tuple[int, bool], OpCost] = {}
+    ops: dict[str, OpCost] = {}
+    for op in graph.ops:
+        found = strategies[op.name]
+        key = (id(found), op.kind == "param" and op.target in trained)
+        if key not in cache:
+            cache[key] = _op_cost(op, found, mesh, cluster, links, training, key[1])
+        ops[op.name] = cache[key]
+    return CostTable(graph, mesh, cluster, strategies, training, ops, Redistribution(mesh, cluster))
+
+
+def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, training: Training, trained: bool) -> OpCost:
+    zero = np.zeros(len(found))
+    if op.kind == "call":
+        ins, outs = local_shapes(found, mesh)
+        seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device), float), zero.shape)
+        return OpCost(seconds, inner_seconds(found, ins, outs, mesh, links), zero)
+    if op.kind == "param" and trained:
+        meta = op.outputs[0]
+        local = np.array([prod(local_shape(meta.logical_shape, s, mesh.sizes)) * meta.dtype.itemsize
+                          for s in found.output_specs[0].specs], dtype=float)[found.output_specs[0].index]
+        return OpCost(zero, zero, np.asarray(compute.optimizer_seconds(training.optimizer, local, meta.dtype, cluster.device)))
+    return OpCost(zero, zero, zero)
+
+
+def local_shapes(found: StrategySet, mesh: Mesh) -> tuple[list, list]:
+    """Local logical shapes of inputs and outputs, arrays [strategies] per dim (None for absent outputs)."""
+    ins = [local_shape_array(m, found.inputs[:, i], mesh.sizes) for i, m in enumerate(found.input_metas)]
+    outs = [None if m is None else local_shape_array(m, found.outputs[:, i], mesh.sizes)
+            for i, m in enumerate(found.output_metas)]
+    return ins, outs
+
+
+def inner_seconds(found: StrategySet, ins: list, outs: list, mesh: Mesh, links) -> np.ndarray:
+    """Seconds of the collectives inside the op, summed over mesh axes, per strategy."""
+    total = np.zeros(len(found))
+    if not any(row.inner for row in found.rows):
+        return total
+    for axis, size in enumerate(mesh.sizes):
+        for r, row in enumerate(found.rows):
+            hit = found.picked[:, axis] == r
+            for inner in row.inner if size > 1 and hit.any() else ():
+                nbytes = inner_bytes(inner, found, ins, outs)
+                total[hit] += np.asarray(collectives.seconds(inner.kind, nbytes, links[axis]))[hit]
+    return total
+
+
+def inner_bytes(inner: InnerCollective, found: StrategySet, ins: list, outs: list) -> np.ndarray:
+    """Buffer bytes of an inner collective per strategy, from the local shapes."""
+    side, index = (ins, found.input_metas) if inner.tensor.startswith("in") else (outs, found.output_metas)
+    i = int(inner.tensor.lstrip("inout"))
+    numel = np.ones(len(found))
+    for dim, n in enumerate(side[i]):
+        numel = numel * (1 if dim in inner.drop else n)
+    return numel * (inner.dtype or index[i].dtype).itemsize
+

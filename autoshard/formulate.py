@@ -1,0 +1,321 @@
+"""CostTable -> Problem and back: the only bridge between the program and the search.
+
+Nodes are ops (a strategy each) and **copy nodes**. A value read in one spec by several consumers is
+redistributed once, so the redistribution is a node of its own: per (value, target spec), with states
+
+    absent         nobody reads the value in this spec
+    own            the producer made it in this spec
+    made           redistributed for the one window (forward or backward) that reads it
+    forward / backward / both   redistributed in that window, or once in each
+    kept           redistributed in forward and kept until backward
+
+A (value, spec) that only one consumer could read needs no node: the producer-consumer edge carries its
+price. Gathers of parameters and reductions of gradients may hide behind compute; their seconds must sit on
+node states to enter the overlap rows, so their copy nodes have one `made` state per distinct price.
+
+Rows: 0 = memory (hard), then, where the cluster overlaps at all, 1 = forward and 2 = backward overlap with
+load = hideable seconds - eta * heavy compute seconds, limit 0 and price 1 - interference.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from autoshard.cost.memory import stored_bytes
+from autoshard.cost_table import HEAVY, CostTable
+from autoshard.graph import Op, Ref
+from autoshard.plan import Window
+from autoshard.rules import registry
+from autoshard.search.problem import Edge, Items, Problem
+from autoshard.spec import Spec, is_partial, local_shape
+from autoshard.strategies import SpecIndex
+
+MEMORY, FORWARD, BACKWARD = 0, 1, 2
+Serves = tuple[bool, bool]  # readable in the forward window, in the backward window
+
+
+@dataclass(frozen=True)
+class State:
+    """One state of a copy node. `times`: how often the redistribution runs; `price`: its seconds where the
+    state fixes them (overlap), else None and the producer edge carries them."""
+
+    name: str
+    serves: Serves
+    times: tuple[int, int]
+    price: float | None = None
+
+
+ABSENT = State("absent", (False, False), (0, 0))
+OWN = State("own", (True, True), (0, 0))
+MADE = {"forward": State("made", (True, True), (1, 0)), "backward": State("made", (True, True), (0, 1))}
+BOTH_WINDOWS = (State("forward", (True, False), (1, 0)), State("backward", (False, True), (0, 1)),
+                State("both", (True, True), (1, 1)), State("kept", (True, True), (1, 0)))
+
+
+@dataclass(frozen=True)
+class CopyNode:
+    """Copy node of `value` in `spec`; `states[s]` is its strategy s. `readers` = (op, input index)."""
+
+    value: Ref
+    spec: Spec
+    states: tuple[State, ...]
+    readers: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Formulation:
+    """The problem with what is needed to read a solution: node n is op `op_names[n]`, or, from
+    `len(op_names)` on, copy node `copies[n - len(op_names)]`."""
+
+    problem: Problem
+    op_names: tuple[str, ...]
+    copies: tuple[CopyNode, ...]
+    table: CostTable
+
+    def strategy_of(self, choice: np.ndarray) -> dict[str, int]:
+        """Chosen strategy index per op name."""
+        return {name: int(choice[i]) for i, name in enumerate(self.op_names)}
+
+    def state_of(self, choice: np.ndarray) -> dict[tuple[Ref, Spec], State]:
+        offset = len(self.op_names)
+        return {(c.value, c.spec): c.states[int(choice[offset + i])] for i, c in enumerate(self.copies)}
+
+
+@dataclass(eq=False)
+class _Builder:
+    """Collects nodes, edges and items; `memo` shares arrays between equal edges."""
+
+    table: CostTable
+    eta: float
+    kappa: float
+    number: dict[str, int] = field(default_factory=dict)
+    costs: list[np.ndarray] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    items: list[tuple[int, np.ndarray, int, np.ndarray]] = field(default_factory=list)
+    copies: list[CopyNode] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    memo: dict = field(default_factory=dict)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.eta > 0 and self.table.mesh.size > 1
+
+    def shared(self, key: object, make) -> object:
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    def add_items(self, node: int, row: int, amounts: np.ndarray) -> None:
+        hit = np.flatnonzero(amounts)
+        if len(hit):
+            self.items.append((node, hit, row, amounts[hit]))
+
+
+def formulate(table: CostTable, *, memory_limit: float | None = None,
+              layers: Mapping[str, int] | None = None) -> Formulation:
+    """Build the search problem. `memory_limit`: bytes per rank for what is stored and saved, None: unlimited.
+    `layers`: op name -> class id of ops that repeat in equal layers (see layers.py)."""
+    overlap = table.cluster.overlap
+    b = _Builder(table, overlap.eta, overlap.interference)
+    layers = layers or {}
+    for op in table.graph.ops:
+        _add_op(b, op, layers)
+    names = tuple(b.number)
+    for op in table.graph.ops:
+        for index in range(len(op.outputs)):
+            _add_value(b, Ref(op.name, index), layers)
+    _tie_gradients(b)
+    limit = np.inf if memory_limit is None else float(memory_limit)
+    row_limit, row_price = [limit], [np.inf]
+    if b.overlaps:
+        row_limit += [0.0, 0.0]
+        row_price += [1.0 - b.kappa] * 2
+    problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), _items(b),
+                      groups=np.array(b.groups, dtype=np.int64) if layers else None)
+    return Formulation(problem, names, tuple(b.copies), table)
+
+
+def _items(b: _Builder) -> Items:
+    if not b.items:
+        return Items.empty()
+    counts = [len(s) for _, s, _, _ in b.items]
+    return Items(np.repeat(np.array([n for n, *_ in b.items], dtype=np.int64), counts),
+                 np.concatenate([s for _, s, _, _ in b.items]),
+                 np.repeat(np.array([r for _, _, r, _ in b.items], dtype=np.int64), counts),
+                 np.concatenate([a for *_, a in b.items]))
+
+
+def _add_op(b: _Builder, op: Op, layers: Mapping[str, int]) -> None:
+    cost = b.table.ops[op.name]
+    node = b.number[op.name] = len(b.costs)
+    b.costs.append(b.shared(("cost", id(cost)), lambda: cost.total))
+    b.groups.append(layers.get(op.name, -1))
+    if op.kind == "param":
+        b.add_items(node, MEMORY, _stored(b, op))
+    if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
+        b.add_items(node, FORWARD if op.phase == "forward" else BACKWARD, -b.eta * cost.compute)
+
+
+def _stored(b: _Builder, op: Op) -> np.ndarray:
+    t, meta = b.table, op.outputs[0]
+    trained = bool(t.ops[op.name].update.any())
+    index = t.strategies[op.name].output_specs[0]
+    return np.array([stored_bytes(meta, s, t.mesh, t.training.optimizer if trained else None)
+                     for s in index.specs], dtype=float)[index.index]
+
+
+def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
+    """Bytes of a value on one rank."""
+    meta = table.graph.meta(ref)
+    return float(prod(local_shape(meta.logical_shape, spec, table.mesh.sizes)) * meta.dtype.itemsize)
+
+
+def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
+    graph = b.table.graph
+    readers = graph.users.get(ref, ())
+    if not readers:
+        return
+    windows = {r: graph.op(r[0]).phase for r in readers}
+    wanted: dict[Spec, list[tuple[str, int]]] = defaultdict(list)
+    for reader in readers:
+        for spec in b.table.strategies[reader[0]].input_specs[reader[1]].specs:
+            wanted[spec].append(reader)
+    priced = b.overlaps and b.table.hideable(ref)
+    shared = {spec: tuple(rs) for spec, rs in wanted.items() if priced or len(rs) > 1}
+    for reader in readers:
+        _add_direct_edge(b, ref, reader, frozenset(s for s, rs in shared.items() if reader in rs))
+    for spec, rs in shared.items():
+        _add_copy_node(b, ref, spec, rs, {windows[r] for r in rs}, priced, layers)
+    _add_saved(b, ref, windows, bool(shared))
+
+
+def _add_direct_edge(b: _Builder, ref: Ref, reader: tuple[str, int], through_copies: frozenset[Spec]) -> None:
+    """Producer-consumer prices; targets served by copy nodes are free here."""
+    seconds, src, dst = b.table.edge(ref, *reader)
+    if len(through_copies) == len(dst.specs):
+        return
+    columns = tuple(i for i, s in enumerate(dst.specs) if s in through_copies)
+
+    def make() -> np.ndarray:
+        out = seconds.copy()
+        out[:, columns] = 0.0
+        return out
+
+    table = b.shared(("direct", id(seconds), columns), make) if columns else seconds
+    b.edges.append(Edge(b.number[ref.op], b.number[reader[0]], table, src.index, dst.index))
+
+
+def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[tuple[str, int], ...],
+                   windows: set[Window], priced: bool, layers: Mapping[str, int]) -> None:
+    src = b.table.strategies[ref.op].output_specs[ref.index]
+    target = b.shared(("target", spec), lambda: SpecIndex((spec,), np.zeros(1, dtype=np.int64)))
+    seconds = b.table.table(b.table.graph.meta(ref), src, target)
+    states = b.shared(("states", id(seconds), len(windows), min(windows), priced),
+                      lambda: _states(src, spec, seconds[:, 0], windows, priced))
+    node = len(b.costs)
+    copy = CopyNode(ref, spec, states, readers)
+    b.copies.append(copy)
+    b.costs.append(b.shared(("copy cost", id(states)), lambda: np.array(
+        [(s.price or 0.0) * sum(s.times) * b.kappa for s in states])))
+    b.groups.append(_copy_group(b, copy, layers))
+    producer = b.shared(("producer", id(states)), lambda: _producer_table(src, spec, seconds[:, 0], states))
+    every = b.shared(("every", len(states)), lambda: np.arange(len(states)))
+    b.edges.append(Edge(b.number[ref.op], node, producer, src.index, every))
+    for name, index in readers:
+        dst = b.table.strategies[name].input_specs[index]
+        backward = b.table.graph.op(name).phase == "backward"
+        table = b.shared(("reader", id(states), dst.specs, backward), lambda: _reader_table(dst, spec, states, backward))
+        b.edges.append(Edge(node, b.number[name], table, every, dst.index))
+    if priced:
+        for row, window in ((FORWARD, 0), (BACKWARD, 1)):
+            b.add_items(node, row, np.array([(s.price or 0.0) * s.times[window] for s in states]))
+    kept = np.array([local_bytes(b.table, ref, spec) if s.name == "kept" else 0.0 for s in states])
+    b.add_items(node, MEMORY, kept)
+
+
+def _states(src: SpecIndex, spec: Spec, prices: np.ndarray, windows: set[Window], priced: bool) -> tuple[State, ...]:
+    possible = sorted({float(p) for s, p in zip(src.specs, prices, strict=True) if s != spec and np.isfinite(p)})
+    plain = BOTH_WINDOWS if len(windows) == 2 else (MADE[next(iter(windows))],)
+    made = [State(s.name, s.serves, s.times, p) for s in plain for p in possible] if priced else list(plain)
+    return (ABSENT, *([OWN] if spec in src.specs else []), *(made if possible else []))
+
+
+def _producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple[State, ...]) -> np.ndarray:
+    """[producer specs, states]: inf where the state contradicts the producer's spec; else edge seconds."""
+    out = np.zeros((len(src.specs), len(states)))
+    for p, (source, price) in enumerate(zip(src.specs, prices, strict=True)):
+        for s, state in enumerate(states):
+            if state.name == "own":
+                out[p, s] = 0.0 if source == spec else np.inf
+            elif state.name != "absent":
+                fits = source != spec and np.isfinite(price) and (state.price is None or state.price == price)
+                out[p, s] = np.inf if not fits else 0.0 if state.price is not None else price * sum(state.times)
+    return out
+
+
+def _reader_table(dst: SpecIndex, spec: Spec, states: tuple[State, ...], backward: bool) -> np.ndarray:
+    """[states, consumer specs]: inf where the consumer reads `spec` and the state does not serve its window."""
+    out = np.zeros((len(states), len(dst.specs)))
+    if spec in dst.specs:
+        out[[not s.serves[backward] for s in states], dst.specs.index(spec)] = np.inf
+    return out
+
+
+def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
+    """Copies of corresponding values for corresponding readers are tied like the ops themselves."""
+    names = (copy.value.op, *(r for r, _ in copy.readers))
+    if any(n not in layers for n in names):
+        return -1
+    key = (tuple(layers[n] for n in names), copy.value.index, copy.spec, tuple(i for _, i in copy.readers), id(copy.states))
+    first = b.memo.setdefault("groups", {})
+    return first.setdefault(key, 1_000_000 + len(first))
+
+
+def _add_saved(b: _Builder, ref: Ref, windows: Mapping[tuple[str, int], Window], has_copies: bool) -> None:
+    """Memory of a forward value that backward reads: the producer's spec is saved (views of one buffer once).
+
+    A Partial value with copies is never saved itself: what backward reads is a reduced copy, counted as kept."""
+    graph = b.table.graph
+    producer = graph.op(ref.op)
+    root = storage_root(graph, ref)
+    if (producer.phase == "backward" or "backward" not in windows.values()
+            or graph.op(root.op).kind in ("param", "buffer") or ("saved", root) in b.memo):
+        return
+    b.memo["saved", root] = True
+    index = b.table.strategies[ref.op].output_specs[ref.index]
+    amounts = np.array([0.0 if has_copies and any(map(is_partial, s)) else local_bytes(b.table, ref, s)
+                        for s in index.specs])
+    b.add_items(b.number[ref.op], MEMORY, amounts[index.index])
+
+
+def storage_root(graph, ref: Ref) -> Ref:
+    """The value whose buffer `ref` is a view of."""
+    op = graph.op(ref.op)
+    while op.kind == "call" and registry.rule_of(op.target).family == "view" and len(op.refs) == 1:
+        ref = op.refs[0]
+        op = graph.op(ref.op)
+    return ref
+
+
+def _tie_gradients(b: _Builder) -> None:
+    """A gradient leaves in its parameter's stored spec, a tangent enters as the dual of its output."""
+    graph = b.table.graph
+    stored = {op.target: op for op in graph.of_kind("param")}
+    users = {str(op.target): op for op in graph.of_kind("output")}
+    for name, out in users.items():
+        if name.startswith("grad:"):
+            _add_equality(b, stored[name.removeprefix("grad:")], out)
+    for tangent in graph.of_kind("tangent"):
+        _add_equality(b, tangent, users[f"user:{tangent.target}"])
+
+
+def _add_equality(b: _Builder, source: Op, output: Op) -> None:
+    src = b.table.strategies[source.name].output_specs[0]
+    dst = b.table.strategies[output.name].input_specs[0]
+    table = b.shared(("equal", src.specs, dst.specs), lambda: np.where(
+        np.array([[s == d for d in dst.specs] for s in src.specs]), 0.0, np.inf))
+    b.edges.append(Edge(b.number[source.name], b.number[output.name], table, src.index, dst.index))
