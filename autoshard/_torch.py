@@ -1,0 +1,161 @@
+"""The only file that uses torch's private names. Small wrappers, each saying what it stands for."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+# --- tracing -----------------------------------------------------------------------------------------
+
+class Recorder(FakeTensorMode):
+    """Fake tensors that report every functional aten op: `on_op(target, args, kwargs, result)`.
+
+    Sits below functionalization and autograd, so it sees what a device would run and nothing in place.
+    Ops that fake tensors run internally to find a shape are not reported. `before` maps the arguments first."""
+
+    def __init__(self, on_op: Callable[..., None]) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.on_op = on_op
+        self.recording = False
+        self._depth = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._depth += 1
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if result is NotImplemented:
+            return result
+        if self.recording and self._depth == 0 and func is not torch.ops.prim.device.default:
+            self.on_op(func, args, kwargs or {}, result)
+        return result
+
+    def empty(self, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A fake CPU tensor, not recorded. CPU, because autograd yields no gradients for real meta tensors."""
+        recording, self.recording = self.recording, False
+        try:
+            return from_fun(torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu"))
+        finally:
+            self.recording = recording
+
+
+@contextlib.contextmanager
+def functional_tracing(recorder: Recorder) -> Iterator[None]:
+    """Run under fake tensors and functionalization, with torch's Python dispatcher (which makes dropout one
+    op) and the flags that library code reads to avoid data-dependent checks. All undone on exit."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        with enable_python_dispatcher(), recorder, FunctionalTensorMode():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+        torch.clear_autocast_cache()  # it may hold fake casts, keyed by addresses that will be reused
+
+
+def functional(fake: torch.Tensor) -> torch.Tensor:
+    """Wrap a fake tensor for functionalization. Needs `functional_tracing`."""
+    return to_fun(fake)
+
+
+def unwrap(value: Any) -> Any:
+    """The fake tensor that holds a functional tensor's present value; other values pass."""
+    return from_fun(value)
+
+
+def was_mutated(value: torch.Tensor) -> bool:
+    """Whether a functional tensor was written in place."""
+    return has_data_mutation(value)
+
+
+def is_fake(value: Any) -> bool:
+    return isinstance(value, (FakeTensor, FunctionalTensor))
+
+
+def no_autocast() -> Any:
+    """Backward runs outside the user's autocast context."""
+    return torch._C._DisableAutocast()
+
+
+def sequence_number() -> int:
+    """Number of the autograd node whose forward is running."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def backward_sequence_number() -> int | None:
+    """Number of the autograd node whose backward is running, None outside backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+# --- running ------------------------------------------------------------------------------------------
+
+COLLECTIVES = {
+    "all_gather": torch.ops._c10d_functional.all_gather_into_tensor.default,
+    "reduce_scatter": torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    "all_reduce": torch.ops._c10d_functional.all_reduce.default,
+    "all_to_all": torch.ops._c10d_functional.all_to_all_single.default,
+}
+"""Functional collectives: they start the transfer and return a tensor that `WAIT` completes."""
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def group_names(device_mesh: Any) -> dict[str, str]:
+    """Process-group name per mesh axis, as functional collectives want it."""
+    return {axis: device_mesh.get_group(axis).group_name for axis in device_mesh.mesh_dim_names}
+
+
+def default_store() -> Any:
+    """The key-value store all ranks of the default process group share."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def dtensor(local: torch.Tensor, device_mesh: Any, placements: Any, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A DTensor of global `shape` over `local`, contiguous, without checks or communication."""
+    return DTensor(local, dtensor_spec(device_mesh, placements, shape, dtype), requires_grad=False)
+
+
+def dtensor_spec(device_mesh: Any, placements: Any, shape: Any, dtype: torch.dtype) -> Any:
+    shape = torch.Size(shape)
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
+    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
+
+
+def dtensor_like(local: torch.Tensor, other: Any) -> torch.Tensor:
+    """A DTensor with `other`'s global shape and placements over `local`."""
+    return DTensor(local, other._spec, requires_grad=False)
+
+
+def swap(dtensor: Any, local: torch.Tensor, placements: Any) -> None:
+    """Give a DTensor another local tensor and placements in place, so that all who hold it (an optimizer,
+    a tied module) see the change."""
+    spec = dtensor._spec
+    dtensor._local_tensor = local
+    dtensor._spec = dtensor_spec(spec.mesh, placements, spec.shape, local.dtype)
+
+
+def boxed(graph: torch.fx.Graph) -> None:
+    """Make the graph's code take one list and empty it, so that arguments die at their last use."""
+    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+
+
+def drop_saved(ctx: Any) -> None:
+    """Let go of an autograd function's saved tensors, unless the graph is kept for another backward."""
+    ctx.maybe_clear_saved_tensors()

@@ -1,0 +1,407 @@
+"""Model + example inputs -> Graph: the forward, or the joint forward + backward, as functional aten ops.
+
+The model runs once, eagerly, on fake tensors, and its backward once through autograd; a recorder below both
+writes down every op. There is no other compiler in between, so Python runs as it is, tied weights are one
+value because they are one tensor, and `torch.utils.checkpoint` recomputes in backward because it does.
+
+Conventions of the graph
+* `device` and `pin_memory` arguments are dropped: where the program runs is the runtime's choice.
+  Lowering passes its device to every op whose schema has a `device` argument.
+* Op names: "param:NAME", "buffer:NAME", "input:i" (i-th tensor among the flattened (args, kwargs)),
+  "tangent:i", "mm_0", "mm_3_recompute"; outputs "user:i", "grad:NAME", "mutation:NAME".
+* A "grad:NAME" output has kwargs ("reduce", dtype), the dtype the sum over ranks must be done in, and
+  ("cast", op name or ""), the op that cast the gradient back to the stored dtype under a precision policy.
+* Constant tensors are buffers "_constant_i", with their data in `Calling.constants`.
+* Writes to buffers during a recomputation are dropped: they repeat those of the forward pass.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard import _torch
+from autoshard.errors import AutoshardError, TraceError, UsageError
+from autoshard.graph import Graph, Op, Ref, TensorMeta
+from autoshard.precision import Precision
+from autoshard.recorder import Tape, innermost_user_line, meta_of
+
+NORMS_IN_MASTER = (nn.modules.batchnorm._NormBase,)
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """Stands for tensor `index` of the inputs (or of the user outputs) in a flattened pytree."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Calling:
+    """How a call of the model maps to the graph.
+
+    leaves / out_leaves   flattened (args, kwargs) / result, with `TensorLeaf`s where tensors are; the other
+                          leaves are baked into the graph and must be equal at every call
+    inputs                shape and dtype of each tensor input;  names: where each comes from, for messages
+    constants             "_constant_i" -> its data
+    """
+
+    in_spec: Any
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    inputs: tuple[TensorMeta, ...]
+    out_spec: Any
+    out_leaves: tuple[Any, ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
+        """The tensor inputs in graph order. Raises UsageError when the call differs from the traced one in
+        structure, in a non-tensor argument, or in a shape or dtype."""
+        flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+        if spec != self.in_spec:
+            raise UsageError("the model was traced with other arguments: pass the same positional and keyword arguments")
+        tensors = []
+        for leaf, value in zip(self.leaves, flat, strict=True):
+            if isinstance(leaf, TensorLeaf):
+                self._check(leaf.index, value)
+                tensors.append(value)
+            elif isinstance(value, torch.Tensor) or not _same(leaf, value):
+                raise UsageError(f"the model was traced with the argument {leaf!r} and is called with {value!r}; "
+                                 "non-tensor arguments are part of the graph, trace again")
+        return tuple(tensors)
+
+    def _check(self, index: int, value: Any) -> None:
+        want = self.inputs[index]
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != want.shape or value.dtype != want.dtype:
+            found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+            raise UsageError(f"argument {self.names[index]} was traced as {want.shape} {want.dtype} and is now {found}")
+
+    def unflatten(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """The model's result from the tensors of the graph's "user:i" outputs."""
+        leaves = [outputs[v.index] if isinstance(v, TensorLeaf) else v for v in self.out_leaves]
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a is b or bool(a == b))
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A graph and how to call it."""
+
+    graph: Graph
+    calling: Calling
+
+
+def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
+          loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
+          precision: Precision | None = None) -> Traced:
+    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`.
+
+    Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
+    left as it is. `training` asks for the backward pass (default: gradients are enabled and some parameter
+    is trainable); dropout and batch norm follow `model.training`. The autocast context around the call holds
+    for the forward. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
+
+    Raises TraceError, naming the user's line, for data-dependent control flow and what else cannot be one graph.
+    """
+    if training is None:
+        training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    with torch.random.fork_rng(devices=()):
+        return _Run(model, tuple(args), dict(kwargs or {}), loss_fn, training, precision).traced()
+
+
+class _Run:
+    """State of one trace; nothing of it outlives `traced()`."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+                 loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None) -> None:
+        if loss_fn is not None and not args:
+            raise TraceError("with loss_fn the last positional argument is the target, and there is none; pass (x, target)")
+        self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
+        self.flat, self.in_spec = pytree.tree_flatten((args, kwargs))
+        self.tape = Tape()
+        self.recorder = _torch.Recorder(self.tape.on_op)
+        self.params = dict(model.named_parameters())
+        self.buffers = {n: b for n, b in model.named_buffers() if b is not None}
+        self.stored: dict[str, torch.Tensor] = {}   # functional tensors of params and buffers
+        self.tape.forbidden = {id(t): n for n, t in (self.params | self.buffers).items()}
+
+    def traced(self) -> Traced:
+        with _torch.functional_tracing(self.recorder), torch.set_grad_enabled(self.training):
+            self._stored_values()
+            inputs = self._inputs()
+            twin = self._twin_model()
+            self.recorder.recording = True
+            values = self._cast_stored(twin)
+            leaves = [self._cast_input(inputs[v.index]) if isinstance(v, TensorLeaf) else v for v in self.leaves]
+            call_args, call_kwargs = pytree.tree_unflatten(leaves, self.in_spec)
+            out = self._forward(twin, call_args, call_kwargs)
+            users, out_leaves, out_spec, wanted = self._outputs(out)
+            self._mutations(inputs)
+            if self.training:
+                self._backward(users, wanted, inputs)
+        del values
+        return self._finish(out_leaves, out_spec)
+
+    # --- placeholders ---
+
+    def _placeholder(self, kind: Any, target: str, t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        fake = self.recorder.empty(t.shape, _dense_strides(t), dtype or t.dtype)
+        name = target if kind == "input" else f"{kind}:{target}"
+        self.tape.add(Op(name, kind, target, outputs=(meta_of(fake),)))
+        self.tape.bind(fake, Ref(name))
+        return _torch.functional(fake)
+
+    def _stored_values(self) -> None:
+        for name, p in self.params.items():
+            keep = self.precision is None or not p.dtype.is_floating_point
+            t = self._placeholder("param", name, p, None if keep else self.precision.stored)
+            self.stored[name] = t.requires_grad_(p.requires_grad and self.training)
+        for name, b in self.buffers.items():
+            self.stored[name] = self._placeholder("buffer", name, b)
+
+    def _inputs(self) -> list[torch.Tensor]:
+        out, self.leaves, names = [], [], []
+        for path, value in pytree.tree_flatten_with_path(pytree.tree_unflatten(self.flat, self.in_spec))[0]:
+            if isinstance(value, torch.Tensor):
+                self.leaves.append(TensorLeaf(len(out)))
+                t = self._placeholder("input", f"input:{len(out)}", value)
+                needs_grad = value.requires_grad and self.training and value.dtype.is_floating_point
+                out.append(t.requires_grad_(needs_grad))
+                names.append(_path_name(path))
+            else:
+                self.leaves.append(value)
+        self.names = tuple(names)
+        return out
+
+    # --- the model ---
+
+    def _twin_model(self) -> nn.Module:
+        """A copy of the module tree that holds the traced tensors; the weights themselves are not copied."""
+        memo: dict[int, Any] = {}
+        for name, t in (self.params | self.buffers).items():
+            memo[id(t)] = self.stored[name]
+        for module in self.model.modules():
+            for value in vars(module).values():
+                if isinstance(value, torch.Tensor):
+                    memo.setdefault(id(value), value)
+        self.memo_keys = {id(t): n for n, t in (self.params | self.buffers).items()}
+        try:
+            twin = copy.deepcopy(self.model, memo)
+        except Exception as e:
+            raise TraceError(f"the module tree of {type(self.model).__name__} cannot be copied ({_short(e)}); "
+                             "keep objects that cannot be copied out of module attributes") from None
+        for name, module in twin.named_modules():
+            _track(module, name, self.tape.modules)
+        return twin
+
+    def _cast_stored(self, twin: nn.Module) -> dict[str, torch.Tensor]:
+        """Replace floating parameters and buffers by their casts to the compute dtype."""
+        if self.precision is None:
+            return {}
+        dtype, casts = self.precision.compute, {}
+        for module in twin.modules():
+            if isinstance(module, NORMS_IN_MASTER):
+                continue
+            for table in (module._parameters, module._buffers):
+                for key, t in table.items():
+                    if t is not None and t.dtype.is_floating_point and t.dtype != dtype:
+                        if id(t) not in casts:
+                            casts[id(t)] = (t, t.to(dtype))
+                        table[key] = casts[id(t)][1]
+        return casts
+
+    def _cast_input(self, t: torch.Tensor) -> torch.Tensor:
+        if self.precision is None or not t.dtype.is_floating_point:
+            return t
+        return t.to(self.precision.compute)
+
+    def _forward(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _user_errors("forward"):
+            if self.loss_fn is None:
+                return twin(*args, **kwargs)
+            return self.loss_fn(twin(*args[:-1], **kwargs), args[-1])
+
+    # --- outputs ---
+
+    def _outputs(self, out: Any) -> tuple[list[torch.Tensor], tuple[Any, ...], Any, list[int]]:
+        flat, spec = pytree.tree_flatten(out)
+        users: list[torch.Tensor] = []
+        leaves: list[Any] = []
+        for value in flat:
+            if isinstance(value, torch.Tensor):
+                leaves.append(TensorLeaf(len(users)))
+                users.append(value)
+            else:
+                leaves.append(_plain(value))
+        for i, value in enumerate(users):
+            self._output(f"user:{i}", value)
+        return users, tuple(leaves), spec, _differentiable(out, users, leaves)
+
+    def _output(self, target: str, value: torch.Tensor, kwargs: tuple[tuple[str, Any], ...] = ()) -> None:
+        ref = self.tape.ref(_torch.unwrap(value))
+        self.tape.add(Op(target, "output", target, (ref,), kwargs, phase=self.tape.phase))
+
+    def _mutations(self, inputs: list[torch.Tensor]) -> None:
+        for i, t in enumerate(inputs):
+            if _torch.was_mutated(t):
+                raise TraceError(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone())")
+        for name in self.params:
+            if _torch.was_mutated(self.stored[name]):
+                raise TraceError(f"the model writes into its parameter {name!r} in place; make it a buffer")
+        for name in self.buffers:
+            if _torch.was_mutated(self.stored[name]):
+                self._output(f"mutation:{name}", self.stored[name])
+
+    # --- backward ---
+
+    def _backward(self, users: list[torch.Tensor], wanted: list[int], inputs: list[torch.Tensor]) -> None:
+        self.tape.phase = "backward"
+        tangents = [self._tangent(i, users[i]) for i in wanted]
+        sources = {n: t for n, t in self.stored.items() if t.requires_grad}
+        sources |= {f"input:{i}": t for i, t in enumerate(inputs) if t.requires_grad}
+        if not wanted or not sources:
+            raise TraceError("nothing to differentiate: no output depends on a trainable parameter; "
+                             "pass training=False, or set requires_grad on the parameters to train")
+        with _user_errors("backward"), _torch.no_autocast():
+            grads = torch.autograd.grad([users[i] for i in wanted], list(sources.values()), tangents, allow_unused=True)
+        if all(g is None for g in grads):
+            raise TraceError("no trainable parameter receives a gradient; do not detach the loss from the parameters")
+        for (name, t), g in zip(sources.items(), grads, strict=True):
+            if g is not None:
+                self._gradient(name, t, g)
+
+    def _tangent(self, i: int, user: torch.Tensor) -> torch.Tensor:
+        fake = self.recorder.empty(user.shape, _dense_strides(user), user.dtype)
+        self.tape.add(Op(f"tangent:{i}", "tangent", i, outputs=(meta_of(fake),), phase="backward"))
+        self.tape.bind(fake, Ref(f"tangent:{i}"))
+        return _torch.functional(fake)
+
+    def _gradient(self, name: str, t: torch.Tensor, g: torch.Tensor) -> None:
+        if g.shape != t.shape or g.dtype != t.dtype:
+            raise TraceError(f"the gradient of {name!r} is {tuple(g.shape)} {g.dtype} instead of {tuple(t.shape)} {t.dtype}")
+        kwargs: tuple[tuple[str, Any], ...] = ()
+        if self.precision is not None:
+            kwargs = (("reduce", self.precision.reduction),)
+        self._output(f"grad:{name}", g, kwargs)
+
+    # --- result ---
+
+    def _finish(self, out_leaves: tuple[Any, ...], out_spec: Any) -> Traced:
+        ops = [_with_cast(op, self.tape.ops) for op in self.tape.ops]
+        used = {r.op for op in ops for r in op.refs}
+        drop = {op.name for op in ops if op.kind in ("param", "buffer") and op.name not in used}
+        unused = tuple(op.target for op in ops if op.name in drop and op.kind == "param")
+        # in_tree and out_tree make the graph's hash cover the calling convention
+        graph = Graph(_placeholders_first(op for op in ops if op.name not in drop), self.training,
+                      f"{self.in_spec} {[v for v in self.leaves if not isinstance(v, TensorLeaf)]}", str(out_spec),
+                      _tied(self.model), unused)
+        inputs = tuple(op.outputs[0] for op in graph.of_kind("input"))
+        return Traced(graph, Calling(self.in_spec, tuple(self.leaves), self.names, inputs, out_spec, out_leaves,
+                                     dict(self.tape.constants)))
+
+
+def _placeholders_first(ops: Iterator[Op]) -> tuple[Op, ...]:
+    """Parameters, buffers (constants found on the way among them) and inputs, then the rest in order."""
+    ops = list(ops)
+    first = [replace(op, phase="forward") for op in ops if op.kind in ("param", "buffer", "input")]
+    return tuple(first + [op for op in ops if op.kind not in ("param", "buffer", "input")])
+
+
+def _with_cast(op: Op, ops: list[Op]) -> Op:
+    """Name the op that cast a gradient to its stored dtype, so later phases may reduce on either side."""
+    if op.kind != "output" or not op.kwargs:
+        return op
+    made = next((o for o in reversed(ops) if o.name == op.args[0].op), None)
+    is_cast = made is not None and made.target is torch.ops.aten._to_copy.default
+    return replace(op, kwargs=(*op.kwargs, ("cast", made.name if is_cast else "")))
+
+
+def _tied(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """(alias, kept name) for every tensor that the model knows under several names."""
+    out: list[tuple[str, str]] = []
+    for named in (model.named_parameters, model.named_buffers):
+        kept: dict[int, str] = {}
+        for name, t in named(remove_duplicate=False):
+            if kept.setdefault(id(t), name) != name:
+                out.append((name, kept[id(t)]))
+    return tuple(out)
+
+
+def _differentiable(out: Any, users: list[torch.Tensor], leaves: list[Any]) -> list[int]:
+    """Indices of user outputs that get a tangent. Of a mapping with a scalar "loss" only the loss: a tangent
+    for the logits beside it would cost a pass over the largest tensor of the model, for zeros."""
+    loss = out.get("loss") if isinstance(out, Mapping) else None
+    if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.requires_grad:
+        return [next(i for i, t in enumerate(users) if t is loss)]
+    return [i for i, t in enumerate(users) if t.requires_grad]
+
+
+def _plain(value: Any) -> Any:
+    """A result leaf that is not a tensor is returned as it was when traced, so it must hold no tensors."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
+        return value
+    raise TraceError(f"the model returns a {type(value).__module__}.{type(value).__name__}, which is not a pytree of tensors and "
+                     "plain values; return tensors (for a Hugging Face model pass use_cache=False), or register it "
+                     "with torch.utils._pytree.register_pytree_node")
+
+
+def _dense_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a dense tensor in the same dim order (an expanded or sliced argument is taken as dense)."""
+    order = sorted(range(t.ndim), key=lambda d: (t.stride(d), -d))
+    strides, step = [0] * t.ndim, 1
+    for d in order:
+        strides[d], step = step, step * max(t.shape[d], 1)
+    return tuple(strides)
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    """(1, "labels") -> "labels": how messages name an argument."""
+    side, *rest = path
+    text = pytree.keystr(tuple(rest))
+    return f"args{text}" if getattr(side, "idx", 0) == 0 else f"kwargs{text}"
+
+
+def _track(module: nn.Module, name: str, stack: list[str]) -> None:
+    """Keep the path of the running module on `stack`."""
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    module.register_forward_pre_hook(lambda *_: stack.append(name), prepend=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _short(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0][:200]}" if lines else type(e).__name__
+
+
+@contextmanager
+def _user_errors(phase: str) -> Iterator[None]:
+    """Turn what goes wrong under the user's code into a TraceError that names the user's line."""
+    try:
+        yield
+    except AutoshardError:
+        raise
+    except Exception as e:
+        where = innermost_user_line(e.__traceback__)
+        raise TraceError(_explain(e, phase, where)) from None
+
+
+def _explain(e: BaseException, phase: str, where: str) -> str:
+    at = f"\n  at {where}" if where else ""
+    if isinstance(e, _torch.DATA_DEPENDENT):
+        return (f"the {phase} pass depends on the data of a tensor, so it is not one graph{at}\n"
+                "  replace Python control flow, .item(), .tolist() or boolean indexing on tensors by tensor ops such as "
+                "torch.where, or move that line out of the model")
+    if "not compatible with .grad()" in str(e):
+        return f"torch.utils.checkpoint is used with use_reentrant=True{at}\n  pass use_reentrant=False"
+    return f"the model's {phase} pass raised {_short(e)}{at}"
