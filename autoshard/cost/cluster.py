@@ -1,0 +1,305 @@
+"""The machine as the planner sees it: a profile of numbers with sources, never the machine it runs on.
+
+A profile is a TOML file; every number is written `{ value = ..., source = "..." }`. See docs/add-a-cluster.md.
+Units: seconds, bytes, bytes/s, FLOP/s.
+"""
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib import resources
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoshard.errors import ClusterError
+from autoshard.mesh import Mesh
+
+VERSION = 1
+FAMILIES = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "gather", "random", "copy")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    peak              (dtype name, dense FLOP/s) pairs, dtype names as torch writes them ("bfloat16")
+    memory_bandwidth  bytes/s;  memory_capacity  bytes;  kernel_overhead  seconds an op costs at least
+    efficiency        (op family, achievable fraction of peak or bandwidth) pairs, one per `FAMILIES`
+    """
+
+    name: str
+    peak: tuple[tuple[str, float], ...]
+    memory_bandwidth: float
+    memory_capacity: float
+    kernel_overhead: float
+    efficiency: tuple[tuple[str, float], ...]
+
+    @cached_property
+    def _peak(self) -> dict[str, float]:
+        return dict(self.peak)
+
+    @cached_property
+    def _efficiency(self) -> dict[str, float]:
+        return dict(self.efficiency)
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s for `dtype`; dtypes without a number of their own (integers) run at the float32 rate."""
+        return self._peak.get(str(dtype).removeprefix("torch."), self._peak["float32"])
+
+    def efficiency_of(self, family: str) -> float:
+        """Achievable fraction for an op family. Raises ClusterError for a family no profile knows."""
+        if family not in self._efficiency:
+            raise ClusterError(f"no efficiency for op family {family!r}; the families are {', '.join(FAMILIES)}")
+        return self._efficiency[family]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the physical hierarchy.
+
+    devices     devices one domain of this link joins (8 in a node); inf for no limit
+    latency     seconds per step of an algorithm;  overhead  seconds per collective call
+    bandwidth   bytes/s one device can send while it receives as much, as the data sheet says
+    efficiency  fraction of it that collectives reach (bus bandwidth / bandwidth)
+    in_network  whether the switch can reduce (NVLS, SHARP); recorded, not priced yet
+    """
+
+    name: str
+    devices: float
+    latency: float
+    overhead: float
+    bandwidth: float
+    efficiency: float
+    in_network: bool = False
+
+    @property
+    def bus_bandwidth(self) -> float:
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """The links one mesh axis uses: (link, ranks along it) pairs, innermost first, sizes above 1 only.
+
+    Two pairs make the axis hierarchical: groups of `levels[0][1]` ranks inside a node, `levels[1][1]` nodes."""
+
+    levels: tuple[tuple[Link, int], ...]
+
+    @property
+    def size(self) -> int:
+        out = 1
+        for _, n in self.levels:
+            out *= n
+        return out
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """eta: fraction of matmul-like compute behind which collectives can hide (0: no overlap).
+    interference: fraction of a hidden collective's time that is paid all the same, because it takes
+    compute units and memory bandwidth from the compute it hides behind."""
+
+    eta: float
+    interference: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A profile: the device, its links innermost first, and how well communication overlaps compute."""
+
+    name: str
+    device: Device
+    links: tuple[Link, ...]
+    overlap: Overlap
+    description: str = field(default="", compare=False)
+    sources: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    @property
+    def limit(self) -> float:
+        """Devices in the whole cluster; inf when the profile does not limit it."""
+        return self.links[-1].devices
+
+    def links_for(self, mesh: Mesh) -> tuple[AxisLink, ...]:
+        """Per mesh axis the links it uses, when ranks fill nodes in order (minor axes inside the node first).
+
+        A group that would straddle node borders unevenly is priced as if all of it crossed them.
+        Raises ClusterError for a mesh larger than the cluster."""
+        if mesh.size > self.limit:
+            raise ClusterError(f"mesh {mesh} needs {mesh.size} devices, cluster {self.name} has {int(self.limit)}; "
+                               "use a smaller mesh or another profile")
+        out, stride = [], 1
+        for n in reversed(mesh.sizes):
+            out.append(self._axis_link(n, stride, mesh.size))
+            stride *= n
+        return tuple(reversed(out))
+
+    def _axis_link(self, n: int, stride: int, total: int) -> AxisLink:
+        levels = []
+        for link in self.links:
+            inner = n if total <= link.devices else max(
+                k for k in range(1, n + 1) if n % k == 0 and (k == 1 or link.devices % (stride * k) == 0))
+            if inner > 1:
+                levels.append((link, inner))
+            n, stride = n // inner, stride * inner
+        return AxisLink(tuple(levels))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain JSON-able numbers, enough to price with: what a plan keeps of its cluster."""
+        data = asdict(self)
+        del data["sources"]
+        data["device"] |= {k: dict(data["device"][k]) for k in ("peak", "efficiency")}
+        data["links"] = [{k: v for k, v in link.items() if v != inf} for link in data["links"]]
+        return {"version": VERSION, **data}
+
+    @staticmethod
+    def from_snapshot(data: Mapping[str, Any]) -> "Cluster":
+        """Inverse of `snapshot`. Raises ClusterError, naming the key, for anything that is not physical."""
+        return _build(data, f"cluster {data.get('name', '?')}" if isinstance(data, Mapping) else "cluster", ())
+
+
+def available() -> tuple[str, ...]:
+    """Names of the built-in profiles."""
+    files = resources.files("autoshard.cost").joinpath("clusters").iterdir()
+    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A built-in profile by name, or a user's own TOML file by path.
+
+    Raises ClusterError: unknown name (with the nearest ones), unreadable file, missing or non-physical number."""
+    text = str(name_or_path)
+    if text in available():
+        return _parse(resources.files("autoshard.cost").joinpath("clusters", f"{text}.toml").read_text(), text)
+    if not text.endswith(".toml") and not Path(text).is_file():
+        near = difflib.get_close_matches(text, available(), n=3, cutoff=0.3) or available()
+        raise ClusterError(f"no cluster profile {text!r}; did you mean {' or '.join(near)}? "
+                           "(a path to a .toml file also works)")
+    try:
+        return _parse(Path(text).read_text(), text)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ClusterError(f"cannot read cluster profile {text}: {e}") from None
+
+
+def _parse(text: str, origin: str) -> Cluster:
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ClusterError(f"cluster profile {origin} is not TOML: {e}") from None
+    sources: list[tuple[str, str]] = []
+    return _build(_strip_sources(raw, "", sources, origin), f"cluster profile {origin}", sources)
+
+
+def _strip_sources(value: Any, path: str, sources: list[tuple[str, str]], origin: str) -> Any:
+    """Replace every `{value, source}` by its value and note the source; a bare number has none and is refused."""
+    if isinstance(value, dict) and "value" in value:
+        if not isinstance(value.get("source"), str) or not value["source"].strip():
+            raise ClusterError(f"cluster profile {origin}: {path} has no source; write source = \"where the number is from\"")
+        sources.append((path, value["source"]))
+        return value["value"]
+    if isinstance(value, dict):
+        return {k: _strip_sources(v, f"{path}.{k}".lstrip("."), sources, origin) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_strip_sources(v, f"{path}[{i}]", sources, origin) for i, v in enumerate(value)]
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and path != "version":
+        raise ClusterError(f"cluster profile {origin}: {path} is a bare number; "
+                           f"write {path.rpartition('.')[2]} = {{ value = {value}, source = \"...\" }}")
+    return value
+
+
+def _build(data: Any, origin: str, sources: Any) -> Cluster:
+    top = _Reader(data, origin, "")
+    if top.take("version", object) != VERSION:
+        raise ClusterError(f"{origin}: version is not {VERSION}, the format this autoshard reads")
+    links = top.take("links", list)
+    if not links:
+        raise ClusterError(f"{origin}: links is empty; give at least one [[links]]")
+    cluster = Cluster(
+        name=top.take("name", str), device=_device(top.table("device")),
+        links=tuple(_link(_Reader(link, origin, f"links[{i}]")) for i, link in enumerate(links)),
+        overlap=_overlap(top.table("overlap")), description=top.take("description", str, ""), sources=tuple(sources))
+    top.finish()
+    for inner, outer in zip(cluster.links, cluster.links[1:], strict=False):
+        if outer.devices <= inner.devices:
+            raise ClusterError(f"{origin}: link {outer.name} joins {outer.devices:g} devices, not more than the "
+                               f"{inner.devices:g} of {inner.name}; list links innermost first")
+    return cluster
+
+
+def _device(r: "_Reader") -> Device:
+    peak, efficiency = r.table("peak"), r.table("efficiency")
+    rates = tuple((k, peak.number(k)) for k in sorted(peak.keys() | {"float32"}))
+    fractions = tuple((k, efficiency.fraction(k, above_zero=True)) for k in FAMILIES)
+    efficiency.finish()
+    out = Device(r.take("name", str), rates, r.number("memory_bandwidth"), r.number("memory_capacity"),
+                 r.number("kernel_overhead"), fractions)
+    r.finish()
+    return out
+
+
+def _link(r: "_Reader") -> Link:
+    out = Link(r.take("name", str), r.number("devices", inf), r.number("latency"), r.number("overhead"),
+               r.number("bandwidth"), r.fraction("efficiency", above_zero=True), r.take("in_network", bool, False))
+    r.finish()
+    return out
+
+
+def _overlap(r: "_Reader") -> Overlap:
+    out = Overlap(r.fraction("eta"), r.fraction("interference"))
+    r.finish()
+    return out
+
+
+class _Reader:
+    """One table of a profile; knows its path for messages and refuses keys nobody asked for."""
+
+    def __init__(self, data: Any, origin: str, path: str):
+        if not isinstance(data, Mapping):
+            raise ClusterError(f"{origin}: {path or 'the profile'} is {data!r}, a table is needed")
+        self.data, self.origin, self.path, self.seen = data, origin, path, set()
+
+    def where(self, key: str) -> str:
+        return f"{self.origin}: {self.path}.{key}" if self.path else f"{self.origin}: {key}"
+
+    def keys(self) -> set[str]:
+        return set(self.data)
+
+    def take(self, key: str, kind: type, default: Any = None) -> Any:
+        self.seen.add(key)
+        value = self.data.get(key, default)
+        if value is None:
+            raise ClusterError(f"{self.where(key)} is missing")
+        if not isinstance(value, kind):
+            raise ClusterError(f"{self.where(key)} is {value!r}, a {kind.__name__} is needed")
+        return value
+
+    def table(self, key: str) -> "_Reader":
+        return _Reader(self.take(key, Mapping), self.origin, f"{self.path}.{key}".lstrip("."))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        if key not in self.data and default is not None:
+            return default
+        value = self.take(key, object)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
+            raise ClusterError(f"{self.where(key)} is {value!r}; a positive number is needed")
+        return float(value)
+
+    def fraction(self, key: str, above_zero: bool = False) -> float:
+        value = self.take(key, object)
+        ok = not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value <= 1
+        if not ok or (above_zero and value == 0):
+            raise ClusterError(f"{self.where(key)} is {value!r}; a fraction between 0 and 1 is needed")
+        return float(value)
+
+    def finish(self) -> None:
+        extra = sorted(self.keys() - self.seen)
+        if extra:
+            near = difflib.get_close_matches(extra[0], self.seen, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; remove it"
+            raise ClusterError(f"{self.where(extra[0])} is not a key of a profile{hint}")

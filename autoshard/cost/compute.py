@@ -1,0 +1,134 @@
+"""Seconds of an op on one device: a roofline on local shapes, and the optimizer update.
+
+    seconds = max(FLOPs / (peak x e), bytes / (bandwidth x e), overhead)        views: 0
+
+e is the profile's efficiency of the op's family. Bytes are those of all local inputs and outputs, except
+that an op which only picks rows of an input is charged for what it picks. Every shape entry may be a numpy
+array with one element per strategy; one call then prices all strategies of an op.
+Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009.
+"""
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.cost.cluster import Device
+from autoshard.errors import UsageError
+from autoshard.graph import Call
+
+# Ops that read only as much of one input as they write: op -> position of that tensor input.
+PICKS_FROM = {
+    "aten::embedding": 0, "aten::index_select": 0, "aten::gather": 0, "aten::index.Tensor": 0,
+    "aten::_unsafe_index.Tensor": 0, "aten::take": 0, "aten::nll_loss_forward": 0,
+    "aten::slice.Tensor": 0, "aten::slice_copy.Tensor": 0, "aten::select.int": 0, "aten::select_copy.int": 0,
+    "aten::narrow_copy": 0,
+}
+
+# Per element of a parameter: tensors of state kept, and tensors read or written by one fused update.
+OPTIMIZERS = {
+    "none": (0, 0),
+    "sgd": (0, 3),        # read p, g; write p
+    "momentum": (1, 5),   # read p, g, m; write p, m
+    "adam": (2, 7),       # read p, g, m, v; write p, m, v
+    "adamw": (2, 7),
+}
+
+
+def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device) -> Any:
+    """Roofline seconds; `flops` (FLOP) and `nbytes` (bytes moved) may be arrays. Views cost 0.
+
+    Raises ClusterError for an unknown family.
+    >>> op_seconds("matmul", 2 * 4096**3, 3 * 2 * 4096**2, torch.bfloat16, h100)
+    1.98...e-04                                # 137.4e9 / (989.4e12 x 0.70), compute bound
+    """
+    flops, nbytes = np.asarray(flops, np.float64), np.asarray(nbytes, np.float64)
+    if family == "view":
+        out = np.zeros(np.broadcast_shapes(flops.shape, nbytes.shape))
+    else:
+        e = device.efficiency_of(family)
+        compute, memory = flops / (device.peak_flops(dtype) * e), nbytes / (device.memory_bandwidth * e)
+        out = np.maximum(np.maximum(compute, memory), device.kernel_overhead)
+    return out if out.ndim else float(out)
+
+
+def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None],
+                 device: Device) -> Any:
+    """Seconds of one call on local logical shapes: one shape per tensor input and output (None for an
+    absent output). Entries are ints, or int arrays [n_strategies], and then so is the result.
+
+    Pricing one strategy gives bit for bit the element of pricing many: both take the same numpy path."""
+    from autoshard.rules.registry import rule_of
+
+    rule = rule_of(call.target)
+    ins, outs = [_int64(s) for s in inputs], [None if s is None else _int64(s) for s in outputs]
+    flops = rule.flops(call, ins, outs) if rule.flops is not None else 0
+    return op_seconds(rule.family, flops, call_bytes(call, ins, outs), compute_dtype(call), device)
+
+
+def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None]) -> Any:
+    """Bytes a call reads and writes on local logical shapes (see `PICKS_FROM` for partial reads)."""
+    written = sum(_numel(s) * m.dtype.itemsize for s, m in zip(outputs, call.outputs, strict=True)
+                  if s is not None and m is not None)
+    picked = PICKS_FROM.get(_name(call.target))
+    total = written
+    for i, (shape, meta) in enumerate(zip(inputs, call.inputs, strict=True)):
+        size = _numel(shape) * meta.dtype.itemsize
+        total = total + (np.minimum(size, written) if i == picked else size)
+    return total
+
+
+def compute_dtype(call: Call) -> torch.dtype:
+    """The dtype an op computes in: that of its first floating input, else output, else float32."""
+    metas = [m for m in (*call.inputs, *call.outputs) if m is not None]
+    return next((m.dtype for m in metas if m.dtype.is_floating_point or m.dtype.is_complex), torch.float32)
+
+
+def optimizer_seconds(name: str, numel: Any, dtype: torch.dtype, device: Device) -> Any:
+    """Seconds of one fused update of `numel` local elements (may be an array) held in `dtype`, the master
+    dtype: tensors moved x numel x itemsize / (bandwidth x e_pointwise). No overhead per parameter: a fused
+    or foreach update launches few kernels for the whole model.
+
+    Raises UsageError for an unknown optimizer.
+    >>> optimizer_seconds("adamw", 8.03e9, torch.float32, h100)     # 7 x 4 x 8.03e9 / (3.35e12 x 0.85)
+    0.0789...
+    """
+    moved = _optimizer(name)[1] * np.asarray(numel, np.float64) * dtype.itemsize
+    out = moved / (device.memory_bandwidth * device.efficiency_of("pointwise"))
+    return out if out.ndim else float(out)
+
+
+def optimizer_state_bytes(name: str, dtype: torch.dtype) -> int:
+    """Bytes of optimizer state per parameter element (step counters left out). AdamW in float32: 8.
+
+    Raises UsageError for an unknown optimizer."""
+    return _optimizer(name)[0] * dtype.itemsize
+
+
+def _optimizer(name: str) -> tuple[int, int]:
+    if name not in OPTIMIZERS:
+        near = difflib.get_close_matches(str(name).lower(), OPTIMIZERS, n=2) or sorted(OPTIMIZERS)
+        raise UsageError(f"no cost for optimizer {name!r}; use {' or '.join(near)}")
+    return OPTIMIZERS[name]
+
+
+def _name(target: Any) -> str:
+    """`aten::slice.Tensor`, without the overload where it is `default`."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return str(target)
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+
+
+def _int64(shape: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(np.asarray(n, np.int64) for n in shape)
+
+
+def _numel(shape: Sequence[Any]) -> Any:
+    out = np.ones((), np.int64)
+    for n in shape:
+        out = out * n
+    return out

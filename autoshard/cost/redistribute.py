@@ -1,0 +1,267 @@
+"""Redistribution between two specs of one tensor: the cheapest sequence of steps, and its price.
+
+A step changes the placement on ONE mesh axis:
+    slice           Replicate -> Shard(d)      free: each rank keeps its piece
+    all_gather      Shard(d) -> Replicate
+    all_to_all      Shard(d) -> Shard(e)
+    all_reduce      Partial -> Replicate
+    reduce_scatter  Partial -> Shard(d)
+Where several axes split a dim, the later is the minor one: a step that touches dim d on axis a is legal only
+while no later axis splits d. Nothing becomes Partial, integers never are, and sharded dims divide evenly
+before and after every step.
+
+Collectives put pieces together along the first dim of a buffer. For another dim, with more than one local
+element before it, lowering rearranges the buffer; that is priced as a copy (read + write):
+    all_gather      output     if the local output has elements before d
+    reduce_scatter  input      if the local input has elements before d
+    all_to_all      input for e, output for d, likewise
+    step seconds = collectives.seconds(kind, nbytes, axis) + op_seconds("copy", 2 x bytes rearranged)
+
+Which moves exist depends on (number of dims, mesh) only and is laid out once as index arrays; a shape then needs
+a few vectorised prices and all-pairs shortest paths (Floyd, Algorithm 97, CACM 5(6), 1962).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Literal
+
+import numpy as np
+import torch
+
+from autoshard.cost import collectives
+from autoshard.cost.cluster import AxisLink, Cluster
+from autoshard.cost.compute import op_seconds
+from autoshard.errors import LoweringError
+from autoshard.mesh import Mesh
+from autoshard.spec import REDUCE_OPS, R, Spec, format_spec, is_partial, is_shard
+
+StepKind = Literal["slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
+KINDS: tuple[StepKind, ...] = ("slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter")
+HOP_BITS = 5
+UNREACHABLE = np.int64(1) << 61
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `axis` is a mesh axis index; dims are logical; -1 where a kind has none. `spec` is the spec after
+    it. `nbytes` follows cost/collectives.py, `rearranged` are the bytes copied besides (see above)."""
+
+    kind: StepKind
+    axis: int
+    src_dim: int
+    dst_dim: int
+    reduce_op: str
+    nbytes: int
+    rearranged: int
+    seconds: float
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Move:
+    """A legal step between two states of a layout, before any shape is known."""
+
+    src: int
+    dst: int
+    kind: StepKind
+    axis: int
+    src_dim: int
+    dst_dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """All states of an `ndim`-dim tensor on axes of `sizes`, and the moves between them as parallel arrays.
+
+    cuts[s, d] = pieces of dim d in state s; groups: rows of the moves that share kind, axis and dims."""
+
+    states: tuple[Spec, ...]
+    index: dict[Spec, int]
+    cuts: np.ndarray
+    moves: tuple[Move, ...]
+    src: np.ndarray
+    dst: np.ndarray
+    groups: tuple[tuple[StepKind, int, int, int, np.ndarray], ...]
+
+
+@lru_cache(maxsize=None)
+def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> Layout:
+    """States over Replicate, Shard(0..ndim-1) and at most one kind of Partial out of `partials` (sum and max on
+    two axes of one tensor do not commute, so such a state has no moves and is left out)."""
+    states = tuple(s for s in product((R, *range(ndim), *partials), repeat=len(sizes))
+                   if len({p for p in s if is_partial(p)}) <= 1)
+    index = {s: i for i, s in enumerate(states)}
+    cuts = np.ones((len(states), ndim), np.int64)
+    for axis, size in enumerate(sizes):
+        for i, s in enumerate(states):
+            if s[axis] >= 0:
+                cuts[i, s[axis]] *= size
+    moves = tuple(m for i, s in enumerate(states) for m in _moves(i, s, ndim, sizes, index))
+    grouped: dict[tuple[StepKind, int, int, int], list[int]] = {}
+    for row, m in enumerate(moves):
+        grouped.setdefault((m.kind, m.axis, m.src_dim, m.dst_dim), []).append(row)
+    ends = np.array([(m.src, m.dst) for m in moves], np.int64).reshape(-1, 2)
+    return Layout(states, index, cuts, moves, ends[:, 0], ends[:, 1],
+                  tuple((*key, np.array(rows)) for key, rows in grouped.items()))
+
+
+def _moves(i: int, spec: Spec, ndim: int, sizes: tuple[int, ...], index: dict[Spec, int]) -> list[Move]:
+    out = []
+    for axis, p in enumerate(spec):
+        free = [d for d in range(ndim) if d not in spec[axis + 1:]]
+        if is_shard(p) and p not in free:
+            continue
+        targets = [R, *free] if p != R else free
+        for q in targets:
+            if q != p:
+                j = index[spec[:axis] + (q,) + spec[axis + 1:]]
+                out.append(Move(i, j, _kind(p, q), axis, max(p, -1), max(q, -1)))
+    return sorted(out, key=lambda m: (KINDS.index(m.kind), m.axis, m.dst_dim))
+
+
+def _kind(p: int, q: int) -> StepKind:
+    if p == R:
+        return "slice"
+    if is_partial(p):
+        return "all_reduce" if q == R else "reduce_scatter"
+    return "all_gather" if q == R else "all_to_all"
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """All pairs of one shape. keys[s, t] = (seconds in units) << HOP_BITS | steps, exact integers, so that a path
+    can be read back and fewer steps win among equal prices; UNREACHABLE where there is none."""
+
+    layout: Layout
+    keys: np.ndarray
+    move_keys: np.ndarray
+    nbytes: np.ndarray
+    rearranged: np.ndarray
+    seconds: np.ndarray
+    unit: float
+
+
+class Redistribution:
+    """Prices and step sequences on one (mesh, cluster). Results are kept in the instance, so two meshes or
+    clusters in one process never see each other's."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster):
+        self.mesh, self.cluster = mesh, cluster
+        self.links: tuple[AxisLink, ...] = cluster.links_for(mesh)
+        self._solved: dict[tuple, _Solved] = {}
+        self._steps: dict[tuple, tuple[Step, ...]] = {}
+
+    def table(self, shape: tuple[int, ...], dtype: torch.dtype, sources: Sequence[Spec],
+              targets: Sequence[Spec]) -> np.ndarray:
+        """Seconds [len(sources), len(targets)] (float64) of the cheapest sequence for a tensor of logical `shape`;
+        inf where there is none; 0 where source and target are equal."""
+        solved = self._solve(shape, dtype, _partials(sources))
+        rows = [solved.layout.index.get(s, -1) for s in sources]
+        cols = [solved.layout.index.get(t, -1) for t in targets]
+        keys = solved.keys[np.ix_(rows, cols)]
+        out = np.where(keys < UNREACHABLE, (keys >> HOP_BITS) * solved.unit, np.inf)
+        out[[i for i, r in enumerate(rows) if r < 0]] = np.inf
+        out[:, [j for j, c in enumerate(cols) if c < 0]] = np.inf
+        where = {t: j for j, t in enumerate(targets)}
+        for i, s in enumerate(sources):
+            if s in where:
+                out[i, [j for j, t in enumerate(targets) if t == s]] = 0.0
+        return out
+
+    def seconds(self, shape: tuple[int, ...], dtype: torch.dtype, src: Spec, dst: Spec) -> float:
+        """One entry of `table`."""
+        return float(self.table(shape, dtype, (src,), (dst,))[0, 0])
+
+    def steps(self, shape: tuple[int, ...], dtype: torch.dtype, src: Spec, dst: Spec) -> tuple[Step, ...]:
+        """The cheapest sequence from `src` to `dst`; among equals the shortest, then the first in the order of
+        (kind, axis, target dim). Empty when they are equal. Raises LoweringError when there is none."""
+        key = (shape, dtype, src, dst)
+        if key not in self._steps:
+            self._steps[key] = () if src == dst else self._read_path(shape, dtype, src, dst)
+        return self._steps[key]
+
+    def _read_path(self, shape: tuple[int, ...], dtype: torch.dtype, src: Spec, dst: Spec) -> tuple[Step, ...]:
+        solved = self._solve(shape, dtype, _partials((src,)))
+        lay = solved.layout
+        at, end = lay.index.get(src, -1), lay.index.get(dst, -1)
+        if min(at, end) < 0 or solved.keys[at, end] >= UNREACHABLE:
+            raise LoweringError(f"no way to redistribute a {dtype} tensor of logical shape {list(shape)} from "
+                                f"{format_spec(src)} to {format_spec(dst)} on mesh {self.mesh}")
+        out = []
+        while at != end:
+            rows = np.flatnonzero(lay.src == at)
+            exact = solved.move_keys[rows] + solved.keys[lay.dst[rows], end] == solved.keys[at, end]
+            row = int(rows[np.argmax(exact)])
+            out.append(self._step(solved, row))
+            at = int(lay.dst[row])
+        return tuple(out)
+
+    @staticmethod
+    def _step(solved: _Solved, row: int) -> Step:
+        move = solved.layout.moves[row]
+        before = solved.layout.states[move.src][move.axis]
+        return Step(move.kind, move.axis, move.src_dim, move.dst_dim, REDUCE_OPS.get(before, ""),
+                    int(solved.nbytes[row]), int(solved.rearranged[row]), float(solved.seconds[row]),
+                    solved.layout.states[move.dst])
+
+    def _solve(self, shape: tuple[int, ...], dtype: torch.dtype, partials: tuple[int, ...]) -> _Solved:
+        if not dtype.is_floating_point and not dtype.is_complex:
+            partials = ()
+        key = (shape, dtype, partials)
+        if key not in self._solved:
+            self._solved[key] = self._all_pairs(layout(len(shape), self.mesh.sizes, partials), shape, dtype)
+        return self._solved[key]
+
+    def _all_pairs(self, lay: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> _Solved:
+        full = np.array(shape, np.int64)
+        valid = np.all((full % lay.cuts == 0) & (full >= lay.cuts), axis=1)
+        nbytes, rearranged, seconds = self._price(lay, full // lay.cuts, dtype.itemsize)
+        legal = valid[lay.src] & valid[lay.dst]
+        # Integer prices make sums exact; 2^-50 of the dearest step is far below the 1e-9 that matters.
+        unit = max(float(seconds[legal].max(initial=0.0)), 1e-12) * 2.0 ** -50
+        move_keys = np.where(legal, (np.rint(np.where(legal, seconds, 0) / unit).astype(np.int64) << HOP_BITS) + 1,
+                             UNREACHABLE)
+        keys = np.full((len(lay.states),) * 2, UNREACHABLE)
+        keys[lay.src, lay.dst] = move_keys
+        np.fill_diagonal(keys, 0)
+        for k in np.flatnonzero(valid):
+            np.minimum(keys, keys[:, k, None] + keys[k], out=keys)
+        return _Solved(lay, keys, move_keys, nbytes, rearranged, seconds, unit)
+
+    def _price(self, lay: Layout, local: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """nbytes, rearranged bytes and seconds of every move, from the local shapes [state, dim]."""
+        held = local.prod(axis=1) * itemsize
+        before = np.cumprod(np.concatenate([np.ones((len(local), 1), np.int64), local], axis=1), axis=1)
+        nbytes, rearranged = held[lay.src], np.zeros(len(lay.moves), np.int64)
+        seconds = np.zeros(len(lay.moves))
+        for kind, axis, src_dim, dst_dim, rows in lay.groups:
+            a, b = lay.src[rows], lay.dst[rows]
+            if kind == "slice":
+                nbytes[rows] = 0
+                continue
+            if kind == "all_gather":
+                nbytes[rows] = held[b]
+            if src_dim >= 0:
+                rearranged[rows] += np.where(before[b, src_dim] > 1, held[b], 0)
+            if dst_dim >= 0:
+                rearranged[rows] += np.where(before[a, dst_dim] > 1, held[a], 0)
+            seconds[rows] = collectives.seconds(kind, nbytes[rows], self.links[axis])
+        copied = rearranged > 0
+        seconds[copied] += op_seconds("copy", 0, 2 * rearranged[copied], torch.uint8, self.cluster.device)
+        return nbytes, rearranged, seconds
+
+
+def step_seconds(kind: StepKind, nbytes: int, rearranged: int, link: AxisLink, cluster: Cluster) -> float:
+    """Price of one executed step from what an observer sees; equals `Step.seconds`."""
+    if kind == "slice":
+        return 0.0
+    copy = op_seconds("copy", 0, 2 * rearranged, torch.uint8, cluster.device) if rearranged else 0.0
+    return collectives.seconds(kind, nbytes, link) + copy
+
+
+def _partials(specs: Sequence[Spec]) -> tuple[int, ...]:
+    return tuple(sorted({p for s in specs for p in s if is_partial(p)}, reverse=True))
