@@ -1,0 +1,52 @@
+"""Table lookups and their backward: batch dims, feature dim, and the vocabulary itself.
+
+A vocabulary-parallel lookup keeps the rows this rank holds and zeros elsewhere, so that the output is
+Partial; the backward drops the gradients of rows that live on other ranks."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.graph import Call
+from autoshard.rules.notation import rule
+from autoshard.rules.parts import input_axes, local_ids, output_axes, zero_where_not
+from autoshard.rules.types import LocalContext
+
+aten = torch.ops.aten
+
+
+def _embedding(ctx: LocalContext, weight: Any, indices: Any, padding_idx: int = -1, *flags: Any) -> Any:
+    axes = input_axes(ctx, 0, 0)
+    if not axes:
+        return aten.embedding.default(weight, indices, padding_idx, *flags)
+    local, mine = local_ids(ctx, indices, axes, ctx.local_in(0)[0])
+    return zero_where_not(aten.embedding.default(weight, local), aten.unsqueeze.default(mine, -1))
+
+
+def _backward_line(call: Call) -> str:
+    """Counting how often a row occurs needs all indices, so then they stay whole."""
+    return "... d, ...! -> v d" if call.argument("scale_grad_by_freq") else "... d, ... -> v d"
+
+
+def _embedding_backward(ctx: LocalContext, grad: Any, indices: Any, num_weights: int, padding_idx: int,
+                        by_freq: bool) -> Any:
+    axes, rows = output_axes(ctx, 0, 0), ctx.local_out(0)[0]
+    if not axes:
+        return aten.embedding_dense_backward.default(grad, indices, rows, padding_idx, by_freq)
+    local, mine = local_ids(ctx, indices, axes, rows)
+    keep = aten.bitwise_and.Tensor(mine, aten.ne.Scalar(indices, padding_idx))
+    kept = zero_where_not(grad, aten.unsqueeze.default(keep, -1))
+    if by_freq:
+        # Rows of other ranks must not count as occurrences of a clamped row: they get one of their own.
+        local = aten.where.ScalarOther(mine, local, rows)
+        whole = aten.embedding_dense_backward.default(kept, local, rows + 1, -1, True)
+        return aten.slice.Tensor(whole, 0, 0, rows)
+    return aten.embedding_dense_backward.default(kept, local, rows, -1, False)
+
+
+RULES = {
+    aten.embedding.default: rule("v d, ... -> ... d", family="gather", local=_embedding),
+    aten.embedding_dense_backward.default: rule(_backward_line, family="gather", partial="each",
+                                                local=_embedding_backward),
+}

@@ -1,0 +1,90 @@
+"""Shared pieces of the special rules: notation text built from a call, rows adjusted after the notation,
+and what a local implementation asks about the part of a dim its rank holds."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.graph import Call, TensorMeta
+from autoshard.rules.types import LocalContext, Row, Rule
+from autoshard.spec import Spec
+
+aten = torch.ops.aten
+
+
+def letters(prefix: str, n: int, mark: str = "") -> str:
+    """`letters("x", 3, "!")` -> `"x0! x1! x2!"`."""
+    return " ".join(f"{prefix}{i}{mark}" for i in range(n))
+
+
+def dims_but(call: Call, whole: Sequence[int]) -> str:
+    """Letters for every dim of the first tensor input; those of `whole` are marked to stay whole."""
+    n = len(call.inputs[0].shape)
+    kept = {d % n for d in whole} if n else set()
+    return " ".join(f"x{d}!" if d in kept else f"x{d}" for d in range(n))
+
+
+def adjust(base: Rule, change: Callable[[Call, Row], Row]) -> Rule:
+    """`base` with every row passed through `change`: the way to add inner collectives, or an output that
+    is whole because of them."""
+    return replace(base, rows=lambda call: tuple(change(call, row) for row in base.rows(call)))
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are kept in: float32 for half precision, as torch's kernels do."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cast(x: Any, have: torch.dtype, want: torch.dtype) -> Any:
+    return x if have == want else aten._to_copy.default(x, dtype=want)
+
+
+def axes_of(ctx: LocalContext, meta: TensorMeta, spec: Spec, dim: int) -> tuple[int, ...]:
+    """Mesh axes that split tensor dim `dim`, over all its logical dims."""
+    return tuple(a for d in meta.logical_dims(dim) for a in ctx.axes(spec, d))
+
+
+def input_axes(ctx: LocalContext, i: int, dim: int) -> tuple[int, ...]:
+    return axes_of(ctx, ctx.call.inputs[i], ctx.inputs[i], dim)
+
+
+def output_axes(ctx: LocalContext, i: int, dim: int) -> tuple[int, ...]:
+    return axes_of(ctx, ctx.call.outputs[i], ctx.outputs[i], dim)
+
+
+def times(index: Any, n: int) -> Any:
+    """A rank's index (an int, or a 0-dim tensor) times `n`."""
+    return index * n if isinstance(index, int) else aten.mul.Tensor(index, n)
+
+
+def local_ids(ctx: LocalContext, ids: Any, axes: Sequence[int], size: int) -> tuple[Any, Any]:
+    """Global indices into a dim split over `axes`, `size` of it here: (indices clamped into the local
+    part, whether each index is in it)."""
+    local = aten.sub.Tensor(ids, times(ctx.index(axes), size))
+    mine = aten.bitwise_and.Tensor(aten.ge.Scalar(local, 0), aten.lt.Scalar(local, size))
+    return aten.clamp.default(local, 0, size - 1), mine
+
+
+def zero_where_not(x: Any, keep: Any) -> Any:
+    """`x` with zeros where `keep` is False. Not a product: rows may hold inf or nan."""
+    return aten.masked_fill.Scalar(x, aten.logical_not.default(keep), 0.0)
+
+
+def on_first(ctx: LocalContext, x: Any, axes: Sequence[int]) -> Any:
+    """`x` on the first rank over `axes`, zeros elsewhere: x as one exact addend of a Partial sum."""
+    index = ctx.index(axes)
+    if isinstance(index, int):
+        return x if index == 0 else aten.zeros_like.default(x)
+    return aten.mul.Tensor(x, aten.eq.Scalar(index, 0))
+
+
+def partial_axes(spec: Spec) -> tuple[int, ...]:
+    return tuple(i for i, p in enumerate(spec) if p < -1)
+
+
+def shard_axes(spec: Spec) -> tuple[int, ...]:
+    """Mesh axes that split any dim."""
+    return tuple(i for i, p in enumerate(spec) if p >= 0)
