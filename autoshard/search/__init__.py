@@ -1,0 +1,45 @@
+"""Search: one strategy per node at least total cost, within the rows' limits, always with a valid bound.
+
+    solve(problem) -> Solution
+
+`BACKENDS` is the registry: a backend is a function of a `Board` (problem, clock, best so far) and options.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoshard.errors import ProblemError
+from autoshard.search.board import Board, Progress
+from autoshard.search.brute import search_brute
+from autoshard.search.clock import Clock
+from autoshard.search.exact import search_mip
+from autoshard.search.problem import Edge, Intervals, Items, Problem, Solution, Status, evaluate
+
+__all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "solve"]
+
+BACKENDS: dict[str, Callable[..., None]] = {
+    "auto": lambda board, seed, threads: search_mip(board, seed=seed),
+    "milp": lambda board, seed, threads: search_mip(board, seed=seed),
+    "cp_sat": lambda board, seed, threads: search_mip(board, solver="cp_sat", seed=seed),
+    "brute": lambda board, seed, threads: search_brute(board),
+}
+
+
+def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, work_limit: int | None = None,
+          threads: int = 2, seed: int = 0, incumbents: Sequence[np.ndarray] = (), progress: Progress | None = None,
+          board: Board | None = None) -> Solution:
+    """Minimise `problem`. `time_limit` in seconds (of wall clock); `work_limit` in search steps, for runs that must
+    repeat exactly; `incumbents` are choices to start from; `progress(cost, bound, gap, seconds, message)` is called
+    on every improvement. `board` lets another thread watch the best choice and stop the search.
+
+    Raises ProblemError for a malformed problem or an unknown backend. A problem with no feasible choice is not an
+    error: its status is `Status.INFEASIBLE`."""
+    if backend not in BACKENDS:
+        raise ProblemError(f"no search backend {backend!r}; there are {', '.join(sorted(BACKENDS))}")
+    board = board or Board(problem, Clock(time_limit, work_limit), progress)
+    for choice in incumbents:
+        board.offer(np.asarray(choice), "incumbent")
+    BACKENDS[backend](board, seed=seed, threads=threads)
+    return board.solution()

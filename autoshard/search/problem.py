@@ -8,6 +8,7 @@ Infinite costs (np.inf) forbid a choice or a pair.
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -119,12 +120,19 @@ class Solution:
 
 
 def evaluate(problem: Problem, choice: np.ndarray) -> float:
-    """Exact cost of a choice, +inf when it is infeasible. Integer problems are summed as Python ints by
-    the contest reader's own evaluator. Raises ProblemError for a choice of the wrong length."""
+    """Cost of a choice, +inf when it is infeasible. The sum is correctly rounded, so whole numbers below 2**53
+    are exact. Raises ProblemError for a choice of the wrong length or a strategy that does not exist."""
+    choice = np.asarray(choice)
     if len(choice) != problem.n:
         raise ProblemError(f"a choice for {problem.n} nodes is needed, got {len(choice)} entries")
-    total = float(sum(c[s] for c, s in zip(problem.node_costs, choice, strict=True)))
-    total += float(sum(e.table[e.rows[choice[e.u]], e.cols[choice[e.v]]] for e in problem.edges))
+    sizes = np.fromiter((len(c) for c in problem.node_costs), dtype=np.int64, count=problem.n)
+    if np.any((choice < 0) | (choice >= sizes)):
+        at = int(np.flatnonzero((choice < 0) | (choice >= sizes))[0])
+        raise ProblemError(f"node {at} has strategies 0 to {sizes[at] - 1}, the choice says {choice[at]}")
+    picks = choice.tolist()
+    parts = [c[s] for c, s in zip(problem.node_costs, picks, strict=True)]
+    parts += [e.table[e.rows[picks[e.u]], e.cols[picks[e.v]]] for e in problem.edges]
+    total = math.fsum(parts)
     load = row_loads(problem, choice)
     excess = np.maximum(0.0, load - problem.row_limit)
     hard = np.isinf(problem.row_price)

@@ -1,0 +1,83 @@
+"""What one solve has found so far: the best choice, with its cost evaluated on the problem itself, and the best bound."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.search.clock import Clock
+from autoshard.search.problem import Problem, Solution, Status, evaluate
+
+MARGIN = 1e-9  # relative: costs and bounds closer than this are called equal, well above the rounding of the sums
+
+Progress = Callable[[float, float, float, float, str], None]
+
+
+class Board:
+    """Every route offers choices and raises bounds here; nothing is believed before `evaluate` has seen it."""
+
+    def __init__(self, problem: Problem, clock: Clock, progress: Progress | None = None):
+        self.problem, self.clock, self.progress = problem, clock, progress
+        self.choice: np.ndarray | None = None
+        self.cost, self.bound = math.inf, -math.inf
+        self.infeasible = False
+        self.stats: dict = {}
+        self.integral = _is_integral(problem)
+
+    def offer(self, choice: np.ndarray, message: str = "") -> float:
+        """Keep `choice` (for every node of the problem) if it is the best feasible one; returns its cost."""
+        cost = evaluate(self.problem, choice)
+        if cost < self.cost:
+            self.choice, self.cost = np.array(choice, dtype=np.int64), cost
+            self.report(message)
+        return cost
+
+    def raise_bound(self, bound: float, message: str = "") -> None:
+        """`bound` must be valid up to `MARGIN`. Integer problems round it up."""
+        if self.integral and math.isfinite(bound):
+            bound = float(math.ceil(bound - MARGIN * max(1.0, abs(bound))))
+        if bound > self.bound:
+            self.bound = bound
+            self.report(message)
+
+    @property
+    def gap(self) -> float:
+        if self.choice is None:
+            return math.inf
+        return max(0.0, self.cost - self.bound) / max(abs(self.cost), 1e-30)
+
+    @property
+    def proven(self) -> bool:
+        return self.choice is not None and self.cost - self.bound <= MARGIN * abs(self.cost)
+
+    @property
+    def done(self) -> bool:
+        return self.proven or self.infeasible or self.clock.expired()
+
+    def report(self, message: str) -> None:
+        if self.progress is not None:
+            self.progress(self.cost, min(self.bound, self.cost), self.gap, self.clock.seconds, message)
+
+    def solution(self) -> Solution:
+        bound = self.cost if self.proven else min(self.bound, self.cost)
+        if self.infeasible and self.choice is None:
+            bound = math.inf
+        return Solution(self.choice, self.cost, bound, self._status(), self.clock.seconds, self.stats)
+
+    def _status(self) -> Status:
+        if self.proven:
+            return Status.OPTIMAL
+        if self.choice is None:
+            return Status.INFEASIBLE if self.infeasible else Status.UNKNOWN
+        if self.clock.stop:
+            return Status.INTERRUPTED
+        return Status.WORK_LIMIT if self.clock.out_of_work else Status.TIME_LIMIT
+
+
+def _is_integral(problem: Problem) -> bool:
+    """Whether all finite costs are whole numbers (and no priced row makes fractions of them)."""
+    if np.isfinite(problem.row_price).any():
+        return False
+    seen: dict[int, np.ndarray] = {id(a): a for a in (*problem.node_costs, *(e.table for e in problem.edges))}
+    return all(np.array_equal(a, np.rint(a)) for a in seen.values())

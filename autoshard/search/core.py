@@ -1,0 +1,297 @@
+"""The problem while it is being reduced: dense tables, mutable, with an undo list.
+
+Models repeat their layers, so the same few tables occur thousands of times. Tables and vectors are immutable
+and shared: their identity stands for their content, and `Core.memo` runs each distinct operation once.
+Nothing here needs a compiler: the Python work is a few microseconds a step and the arithmetic is numpy.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.errors import ProblemError
+from autoshard.search.problem import Problem
+
+
+class Table:
+    """An immutable matrix of pair costs (rows: this node's strategies) with its transpose `T`.
+
+    Facts about it are computed once and kept: see `fact`."""
+
+    __slots__ = ("T", "a", "facts")
+
+    def __init__(self, a: np.ndarray, transpose: "Table | None" = None):
+        self.a = a
+        self.facts: dict[Callable, object] = {}
+        self.T: Table = transpose if transpose is not None else Table(np.ascontiguousarray(a.T), self)
+
+    def fact(self, compute: Callable[[np.ndarray], object]):
+        if compute not in self.facts:
+            self.facts[compute] = compute(self.a)
+        return self.facts[compute]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A node loads rows lo <= r < hi with `amount[strategy]` (minimum 0: the constant part is in `Core.base`)."""
+
+    lo: int
+    hi: int
+    amount: np.ndarray
+
+
+class Core:
+    """What presolve works on. `cost[v] is None` once v is gone; `adj[u][v]` is oriented u x v and
+    `adj[v][u] is adj[u][v].T`. Rows are numbered: time points first, then the problem's own rows."""
+
+    def __init__(self, limit: np.ndarray, price: np.ndarray):
+        self.cost: list[np.ndarray | None] = []
+        self.adj: list[dict[int, Table]] = []
+        self.items: list[tuple[Item, ...]] = []
+        self.limit, self.price = limit, price
+        self.base = np.zeros(len(limit))
+        self.constant = 0.0
+        self.undo: list[tuple] = []
+        self._memo: dict[tuple, tuple] = {}
+
+    def memo(self, compute: Callable, *args):
+        """`compute(*args)`, run once for each distinct identity of the arguments (kept alive by the memo)."""
+        key = (compute, *map(id, args))
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = (compute(*args), args)
+        return found[0]
+
+    def memo_shaped(self, compute: Callable, shape: tuple, *args):
+        """`memo` for `compute(shape, *args)`, where `shape` is compared by value."""
+        key = (compute, shape, *map(id, args))
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = (compute(shape, *args), args)
+        return found[0]
+
+    @property
+    def alive(self) -> list[int]:
+        return [v for v, c in enumerate(self.cost) if c is not None]
+
+    def copy(self) -> "Core":
+        """A second core that shares every immutable array and the memo; reductions of one leave the other alone."""
+        other = Core(self.limit.copy(), self.price.copy())
+        other.cost, other.items = list(self.cost), list(self.items)
+        other.adj = [dict(a) for a in self.adj]
+        other.base, other.constant = self.base.copy(), self.constant
+        other.undo, other._memo = list(self.undo), self._memo
+        return other
+
+    # -- small edits, all through shared immutable arrays ------------------------------------------------
+    def add_cost(self, v: int, extra: np.ndarray) -> None:
+        self.cost[v] = self.memo(np.add, self.cost[v], extra)
+
+    def add_edge(self, u: int, v: int, table: Table) -> None:
+        """Add a table oriented u x v; parallel edges add up."""
+        old = self.adj[u].get(v)
+        new = table if old is None else self.memo(_add_tables, old, table)
+        self.adj[u][v], self.adj[v][u] = new, new.T
+
+    def drop_edge(self, u: int, v: int) -> None:
+        del self.adj[u][v], self.adj[v][u]
+
+    def keep(self, v: int, kept: np.ndarray) -> None:
+        """Keep only the strategies `kept` (indices, ascending) of v."""
+        self.undo.append(("keep", v, kept))
+        self.cost[v] = self.memo(np.take, self.cost[v], kept)
+        for u, table in self.adj[v].items():
+            new = self.memo(_take_rows, table, kept)
+            self.adj[v][u], self.adj[u][v] = new, new.T
+        items, self.items[v] = self.items[v], ()
+        for item in items:
+            self.add_item(v, item.lo, item.hi, self.memo(np.take, item.amount, kept))
+
+    def add_item(self, v: int, lo: int, hi: int, amount: np.ndarray) -> None:
+        least, rest, constant = self.memo(_split_constant, amount)
+        if least:
+            self.base[lo:hi] += least
+        if constant:
+            return
+        same = [i for i in self.items[v] if i.lo == lo and i.hi == hi]
+        if same:
+            self.items[v] = tuple(i for i in self.items[v] if i is not same[0])
+            self.add_item(v, lo, hi, self.memo(np.add, same[0].amount, rest))
+        else:
+            self.items[v] += (Item(lo, hi, rest),)
+
+    def remove(self, v: int) -> None:
+        """Forget v and its edges; the caller has moved its costs and items and recorded the undo."""
+        for u in self.adj[v]:
+            del self.adj[u][v]
+        self.cost[v], self.adj[v], self.items[v] = None, {}, ()
+
+    def lift(self, choice: np.ndarray) -> np.ndarray:
+        """Undo every reduction: from a choice on the nodes alive (others ignored) to one on all nodes."""
+        full = np.array(choice, dtype=np.int64)
+        for step in reversed(self.undo):
+            kind, v = step[0], step[1]
+            if kind == "keep":
+                full[v] = step[2][full[v]]
+            elif kind == "given one":
+                full[v] = step[3][full[step[2]]]
+            elif kind == "given two":
+                full[v] = step[4][full[step[2]], full[step[3]]]
+            else:  # "state": the strategy of v that a merged state stands for depends on a neighbour
+                full[v] = step[3][full[v], full[step[2]]]
+        return full
+
+    def project(self, choice: np.ndarray) -> np.ndarray:
+        """The other way, where it is defined: strategies that were removed become -1."""
+        part = np.array(choice, dtype=np.int64)
+        for step in self.undo:
+            kind, v = step[0], step[1]
+            if part[v] < 0:
+                continue
+            if kind == "keep":
+                at = int(np.searchsorted(step[2], part[v]))
+                part[v] = at if at < len(step[2]) and step[2][at] == part[v] else -1
+            elif kind == "state":
+                part[v] = step[4][part[v]]
+        return part
+
+    def price_rows(self, prices: np.ndarray) -> None:
+        """Move priced loads into node costs: cost += prices . load, constant -= prices . (limit - base).
+        With prices >= 0 (at most the row's own) the cost of a feasible choice never rises. Items are dropped."""
+        total = np.concatenate([[0.0], np.cumsum(prices)])
+        for v in self.alive:
+            for item in self.items[v]:
+                unit = total[item.hi] - total[item.lo]
+                if unit:
+                    self.cost[v] = self.cost[v] + unit * item.amount
+            self.items[v] = ()
+        on = prices > 0
+        self.constant += float(np.dot(prices[on], (self.base - self.limit)[on]))
+
+
+def _add_tables(a: Table, b: Table) -> Table:
+    return Table(a.a + b.a)
+
+
+def _take_rows(table: Table, kept: np.ndarray) -> Table:
+    return Table(table.a[kept])
+
+
+def _split_constant(amount: np.ndarray) -> tuple[float, np.ndarray, bool]:
+    least = float(amount.min())
+    rest = amount - least if least else amount
+    return least, rest, not rest.any()
+
+
+def build(problem: Problem) -> tuple[Core, np.ndarray]:
+    """A Core of `problem` (an exact copy, nothing reduced), and the row of each of the problem's own rows.
+
+    Raises ProblemError for an edge to an unknown node or index vectors of the wrong length."""
+    starts = _row_starts(problem)
+    limit = np.concatenate([np.full(len(starts), problem.intervals.limit if problem.intervals else 0.0), problem.row_limit])
+    price = np.concatenate([np.full(len(starts), np.inf), problem.row_price])
+    core = Core(limit, price)
+    intern = Interner()
+    core.cost = [intern(np.asarray(c, dtype=np.float64)) for c in problem.node_costs]
+    core.adj = [{} for _ in core.cost]
+    core.items = [()] * problem.n
+    _add_items(core, problem, starts, intern)
+    _add_edges(core, problem, intern)
+    return core, np.arange(len(starts), len(limit))
+
+
+class Interner:
+    """Equal arrays become one object."""
+
+    def __init__(self):
+        self.seen: dict[tuple, np.ndarray] = {}
+        self.by_id: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __call__(self, a: np.ndarray) -> np.ndarray:
+        found = self.by_id.get(id(a))
+        if found is None:
+            data = np.ascontiguousarray(a)
+            same = self.seen.setdefault((data.shape, data.dtype.char, data.tobytes()), data)
+            found = self.by_id[id(a)] = (same, a)  # keeps `a` alive, so that its id stays its own
+        return found[0]
+
+
+def _row_starts(problem: Problem) -> np.ndarray:
+    """The largest load is reached right after some interval starts: those points are the rows."""
+    if problem.intervals is None:
+        return np.zeros(0, dtype=np.int64)
+    live = problem.intervals.lo < problem.intervals.hi
+    return np.unique(problem.intervals.lo[live])
+
+
+def _add_items(core: Core, problem: Problem, starts: np.ndarray, intern: Interner) -> None:
+    own, times = problem.items, problem.intervals
+    node, strategy, amount = own.node, own.strategy, own.amount
+    lo = own.row + len(starts)
+    hi = lo + 1
+    if times is not None:
+        live = times.lo < times.hi
+        node, strategy = np.concatenate([node, times.node[live]]), np.concatenate([strategy, times.strategy[live]])
+        amount = np.concatenate([amount, times.amount[live]])
+        lo = np.concatenate([lo, np.searchsorted(starts, times.lo[live])])
+        hi = np.concatenate([hi, np.searchsorted(starts, times.hi[live])])
+    if not len(node):
+        return
+    order = np.lexsort((strategy, hi, lo, node))
+    node, strategy, lo, hi, amount = (x[order] for x in (node, strategy, lo, hi, amount))
+    new = np.flatnonzero(np.concatenate([[True], (np.diff(node) != 0) | (np.diff(lo) != 0) | (np.diff(hi) != 0)]))
+    for a, b in zip(new, np.append(new[1:], len(node))):
+        v = int(node[a])
+        vector = np.zeros(len(core.cost[v]))
+        np.add.at(vector, strategy[a:b], amount[a:b])
+        core.add_item(v, int(lo[a]), int(hi[a]), intern(vector))
+
+
+def _add_edges(core: Core, problem: Problem, intern: Interner) -> None:
+    ends: list[list[np.ndarray]] = [[] for _ in core.cost]
+    for edge in problem.edges:
+        _check_edge(edge, core)
+        ends[edge.u].append(intern(edge.rows))
+        ends[edge.v].append(intern(edge.cols))
+    index: dict[int, np.ndarray] = {}
+    for v, vectors in enumerate(ends):
+        kept = core.memo(_distinct, core.cost[v], *vectors, *(i.amount for i in core.items[v]))
+        if kept is not None:
+            index[v] = kept
+            core.keep(v, kept)
+    for edge in problem.edges:
+        rows, cols = intern(edge.rows), intern(edge.cols)
+        if edge.u in index:
+            rows = core.memo(np.take, rows, index[edge.u])
+        if edge.v in index:
+            cols = core.memo(np.take, cols, index[edge.v])
+        core.add_edge(edge.u, edge.v, core.memo(_dense, intern(edge.table), rows, cols))
+
+
+def _check_edge(edge, core: Core) -> None:
+    u, v, n = edge.u, edge.v, len(core.cost)
+    if not (0 <= u < n and 0 <= v < n) or u == v:
+        raise ProblemError(f"edge ({u}, {v}): nodes must be two different numbers from 0 to {n - 1}")
+    if len(edge.rows) != len(core.cost[u]) or len(edge.cols) != len(core.cost[v]):
+        raise ProblemError(f"edge ({u}, {v}): index vectors of length {len(edge.rows)} and {len(edge.cols)}, but the "
+                           f"nodes have {len(core.cost[u])} and {len(core.cost[v])} strategies")
+
+
+def _distinct(cost: np.ndarray, *vectors: np.ndarray) -> np.ndarray | None:
+    """Strategies that no neighbour and no row can tell apart: keep the cheapest. None when all differ.
+
+    This happens before tables become dense: on three mesh axes it decides what fits in memory."""
+    if any(len(np.unique(vector)) == len(vector) for vector in vectors):
+        return None
+    order = np.lexsort((cost, *vectors)) if vectors else np.argsort(cost, kind="stable")
+    same = np.ones(len(cost) - 1, dtype=bool)
+    for vector in vectors:
+        same &= vector[order[1:]] == vector[order[:-1]]
+    first = np.concatenate([[True], ~same])
+    return None if first.all() else np.sort(order[first])
+
+
+def _dense(table: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> Table:
+    return Table(np.asarray(table, dtype=np.float64)[rows[:, None], cols[None, :]])

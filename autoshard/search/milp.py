@@ -1,0 +1,206 @@
+"""The core as a mixed-integer program: the local polytope with integral node variables, solved through MathOpt.
+
+Variables x[v, s] in {0, 1} (one strategy per node) and y[u, s, v, t] >= 0 on the finite entries of every table, with
+sum_t y = x[u, s] and sum_s y = x[v, t]. A hard row is added only once a solution violates it; a priced row has an
+excess variable with the row's price as cost. Costs are shifted (each table's least entry is zero, see `_tighten`)
+and scaled so that the solver's absolute tolerances stay far below the costs that matter.
+"""
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+from autoshard.search.core import Core
+
+SOLVERS = {"milp": mathopt.SolverType.HIGHS, "cp_sat": mathopt.SolverType.CP_SAT}
+ROWS_PER_ROUND = 12
+SCALED_SUM = 1e6
+
+
+@dataclass(frozen=True)
+class MipAnswer:
+    """`choice` is per core node (entries of nodes that are gone are 0), None if none was found; `bound` includes the
+    core's constant; `proven` = the solver finished; `infeasible` = it proved that nothing is feasible."""
+
+    choice: np.ndarray | None
+    bound: float
+    proven: bool
+    infeasible: bool
+    rows: int
+
+
+class MipModel:
+    """One core as arrays; `solve` may be called again after rows were added."""
+
+    def __init__(self, core: Core):
+        self.core = core
+        self.nodes = core.alive
+        sizes = [len(core.cost[v]) for v in self.nodes]
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.start = dict(zip(self.nodes, starts[:-1].tolist(), strict=True))
+        self.n_x = int(starts[-1])
+        self.node_of = np.repeat(np.arange(len(self.nodes)), sizes)
+        self.objective = [np.concatenate([core.cost[v] for v in self.nodes]) if self.nodes else np.zeros(0)]
+        self.row_ids: list[np.ndarray] = [self.node_of]
+        self.col_ids: list[np.ndarray] = [np.arange(self.n_x)]
+        self.coefficients: list[np.ndarray] = [np.ones(self.n_x)]
+        self.lower, self.upper = [1.0] * len(self.nodes), [1.0] * len(self.nodes)
+        self.n_columns = self.n_x
+        self._add_edges()
+        self._collect_items()
+        self.rows: set[int] = set()
+        for row in np.flatnonzero(np.isfinite(core.price) & (core.price > 0)):
+            self.add_row(int(row))
+
+    def _add_edges(self) -> None:
+        core = self.core
+        for u in self.nodes:
+            for v, table in core.adj[u].items():
+                if u > v:
+                    continue
+                s, t = np.nonzero(np.isfinite(table.a))
+                count, (n_u, n_v) = len(s), table.a.shape
+                self.objective.append(table.a[s, t])
+                y = self.n_columns + np.arange(count)
+                row = len(self.lower)
+                self._extend(row + s, y, 1.0)
+                self._extend(row + n_u + t, y, 1.0)
+                x = np.concatenate([self.start[u] + np.arange(n_u), self.start[v] + np.arange(n_v)])
+                self._extend(row + np.arange(n_u + n_v), x, -1.0)
+                self.lower += [0.0] * (n_u + n_v)
+                self.upper += [0.0] * (n_u + n_v)
+                self.n_columns += count
+
+    def _extend(self, rows: np.ndarray, columns: np.ndarray, value: float | np.ndarray) -> None:
+        self.row_ids.append(rows)
+        self.col_ids.append(columns)
+        self.coefficients.append(np.broadcast_to(np.asarray(value, dtype=np.float64), rows.shape))
+
+    def _collect_items(self) -> None:
+        found = [(i.lo, i.hi, self.start[v], i.amount) for v in self.nodes for i in self.core.items[v]]
+        self.item_lo = np.array([f[0] for f in found], dtype=np.int64)
+        self.item_hi = np.array([f[1] for f in found], dtype=np.int64)
+        self.item_column = [f[2] for f in found]
+        self.item_amount = [f[3] for f in found]
+
+    def add_row(self, row: int) -> None:
+        """Make row `row` (hard or priced) part of the program."""
+        core, at = self.core, len(self.lower)
+        scale = max(1.0, *(float(np.abs(self.item_amount[i]).max()) for i in self._covering(row))) \
+            if len(self._covering(row)) else 1.0
+        for i in self._covering(row):
+            amount = self.item_amount[i]
+            used = np.flatnonzero(amount)
+            self._extend(np.full(len(used), at), self.item_column[i] + used, amount[used] / scale)
+        if np.isfinite(core.price[row]):
+            self._extend(np.array([at]), np.array([self.n_columns]), -1.0)
+            self.objective.append(np.array([core.price[row] * scale]))
+            self.n_columns += 1
+        self.lower.append(-np.inf)
+        self.upper.append(float(core.limit[row] - core.base[row]) / scale)
+        self.rows.add(row)
+
+    def _covering(self, row: int) -> np.ndarray:
+        return np.flatnonzero((self.item_lo <= row) & (row < self.item_hi))
+
+    def overloads(self, x: np.ndarray) -> np.ndarray:
+        """Load minus limit of each hard row (others: -inf) for node choices x (per entry of `nodes`)."""
+        core = self.core
+        delta = np.zeros(len(core.limit) + 1)
+        for lo, hi, column, amount in zip(self.item_lo, self.item_hi, self.item_column, self.item_amount, strict=True):
+            load = amount[x[self.node_of[column]]]
+            delta[lo] += load
+            delta[hi] -= load
+        over = core.base + np.cumsum(delta)[:-1] - core.limit
+        return np.where(np.isinf(core.price), over, -np.inf)
+
+    def proto(self) -> tuple[model_pb2.ModelProto, float]:
+        """The program, and the factor its objective was multiplied by."""
+        model, objective = model_pb2.ModelProto(), np.concatenate(self.objective)
+        scale = SCALED_SUM / max(float(np.abs(objective).max(initial=0.0)), 1e-300)
+        n, m = len(objective), len(self.lower)
+        model.variables.ids.extend(range(n))
+        model.variables.lower_bounds.extend([0.0] * n)
+        model.variables.upper_bounds.extend([1.0] * self.n_x + [np.inf] * (n - self.n_x))
+        model.variables.integers.extend([True] * self.n_x + [False] * (n - self.n_x))
+        used = np.flatnonzero(objective)
+        model.objective.linear_coefficients.ids.extend(used.tolist())
+        model.objective.linear_coefficients.values.extend((objective[used] * scale).tolist())
+        model.linear_constraints.ids.extend(range(m))
+        model.linear_constraints.lower_bounds.extend(self.lower)
+        model.linear_constraints.upper_bounds.extend(self.upper)
+        rows, columns, values = (np.concatenate(x) for x in (self.row_ids, self.col_ids, self.coefficients))
+        order = np.lexsort((columns, rows))
+        rows, columns, values = rows[order], columns[order], values[order]
+        first = np.flatnonzero(np.concatenate([[True], (np.diff(rows) != 0) | (np.diff(columns) != 0)])) if n else order
+        matrix = model.linear_constraint_matrix  # two items of one strategy on one row add up
+        matrix.row_ids.extend(rows[first].tolist())
+        matrix.column_ids.extend(columns[first].tolist())
+        matrix.coefficients.extend(np.add.reduceat(values, first).tolist() if n else [])
+        return model, scale
+
+    def run(self, solver: str, seconds: float, seed: int) -> tuple[np.ndarray | None, float, bool, bool]:
+        """(node choices or None, bound, finished, infeasible) of the program with its present rows."""
+        proto, scale = self.proto()
+        model = mathopt.Model.from_model_proto(proto)
+        columns = [model.get_variable(i) for i in range(self.n_x)]
+        parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=max(0.01, seconds)), random_seed=seed,
+                                             relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0)
+        wanted = mathopt.ModelSolveParameters(variable_values_filter=mathopt.VariableFilter(filtered_items=columns))
+        result = mathopt.solve(model, SOLVERS[solver], params=parameters, model_params=wanted)
+        reason = result.termination.reason
+        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+            return None, np.inf, True, True
+        bound = result.termination.objective_bounds.dual_bound / scale + self.core.constant
+        if not result.has_primal_feasible_solution():
+            return None, bound, False, False
+        values = result.variable_values(columns)
+        order = np.lexsort((np.asarray(values), self.node_of))
+        last = np.append(np.flatnonzero(np.diff(self.node_of)), self.n_x - 1)
+        starts = np.array([self.start[v] for v in self.nodes])
+        return order[last] - starts, bound, reason == mathopt.TerminationReason.OPTIMAL, False
+
+
+def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0) -> MipAnswer:
+    """Solve a core exactly with hard rows added as they are violated. A relaxation's optimum is a valid bound, and its
+    solution is returned only when it fits."""
+    clock = datetime.datetime.now
+    end = clock() + datetime.timedelta(seconds=seconds)
+    choice = np.zeros(len(core.cost), dtype=np.int64)
+    if not core.alive:
+        over = np.maximum(0.0, core.base - core.limit)
+        hard = np.isinf(core.price)
+        if (over[hard] > 1e-9 * np.maximum(1.0, np.abs(core.limit[hard]))).any():
+            return MipAnswer(None, np.inf, True, True, 0)
+        return MipAnswer(choice, core.constant + float(np.dot(over[~hard], core.price[~hard])), True, False, 0)
+    model, bound = MipModel(core), -np.inf
+    while True:
+        x, new_bound, finished, infeasible = model.run(solver, (end - clock()).total_seconds(), seed)
+        bound = max(bound, new_bound)
+        if infeasible or x is None:
+            return MipAnswer(None, bound, finished, infeasible, len(model.rows))
+        over = model.overloads(x)
+        worst = _local_peaks(over, 1e-9 * np.maximum(1.0, np.abs(core.limit)), model.rows)
+        if not worst:
+            choice[model.nodes] = x
+            tight = over <= 1e-9 * np.maximum(1.0, np.abs(core.limit))
+            return MipAnswer(choice if tight.all() else None, bound, finished, False, len(model.rows))
+        if not finished and (end - clock()).total_seconds() <= 0:
+            return MipAnswer(None, bound, False, False, len(model.rows))
+        for row in worst:
+            model.add_row(row)
+
+
+def _local_peaks(over: np.ndarray, tolerance: np.ndarray, present: set[int]) -> list[int]:
+    """The most violated row of each violated stretch, worst first."""
+    bad = np.flatnonzero(over > tolerance)
+    if not len(bad):
+        return []
+    stretches = np.split(bad, np.flatnonzero(np.diff(bad) > 1) + 1)
+    peaks = [int(s[np.argmax(over[s])]) for s in stretches]
+    peaks = [p for p in sorted(peaks, key=lambda p: -over[p]) if p not in present]
+    return peaks[:ROWS_PER_ROUND]

@@ -1,0 +1,64 @@
+"""Lossless reductions, applied until nothing changes. Each file holds one; `Core.undo` takes them back.
+
+Every reduction keeps at least one optimal choice of the problem with its rows, so the bound and the optimum of what
+is left, plus `core.constant`, are those of the whole."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.search.core import Core
+from autoshard.search.presolve.contraction import contract
+from autoshard.search.presolve.dead import Infeasible, drop_dead
+from autoshard.search.presolve.dominance import dominate
+from autoshard.search.presolve.elimination import eliminate
+from autoshard.search.presolve.rows import drop_slack_rows, price_certain_rows
+from autoshard.search.presolve.separable import separate
+from autoshard.search.presolve.states import merge_states
+
+__all__ = ["Infeasible", "reduce_core"]
+
+CHEAP = (drop_dead, eliminate, contract, separate)
+ALL = (*CHEAP, dominate, merge_states)
+
+
+def reduce_core(core: Core, expired: Callable[[], bool] = lambda: False) -> None:
+    """Reduce `core` in place to a fixpoint, or until `expired()`: stopping early is only less reduced.
+
+    Raises Infeasible when some node has no strategy left, or a hard row's least load is over its limit."""
+    price_certain_rows(core)
+    _sweep(core, core.alive, CHEAP, expired)
+    dirty = core.alive
+    while dirty and not expired():
+        _check_rows(core)
+        _sweep(core, dirty, ALL, expired)
+        dirty = sorted({v for v in drop_slack_rows(core) + price_certain_rows(core) if core.cost[v] is not None})
+
+
+def _check_rows(core: Core) -> None:
+    hard = np.isinf(core.price)
+    over = hard & (core.base > core.limit + 1e-9 * np.maximum(1.0, np.abs(core.limit)))
+    if over.any():
+        raise Infeasible(-1)
+
+
+def _sweep(core: Core, dirty: list[int], rules: tuple, expired: Callable[[], bool]) -> None:
+    """Visit dirty nodes in waves; a node whose surroundings changed is visited again."""
+    wave = dirty
+    while wave:
+        again: dict[int, None] = {}
+        for count, v in enumerate(wave):
+            if core.cost[v] is None:
+                continue
+            if count % 256 == 0 and expired():
+                return
+            around = tuple(core.adj[v])
+            for rule in rules:
+                if rule(core, v):
+                    again.update(dict.fromkeys(around))
+                    if core.cost[v] is None:
+                        break
+                    again[v] = None
+                    around = (*around, *core.adj[v])
+        wave = [v for v in again if core.cost[v] is not None]

@@ -1,0 +1,78 @@
+"""Dominance with usage: strategy a goes when some b is never dearer, whatever the neighbours do, and never loads
+a row more.
+
+Example: costs [5, 3], edge rows [0, 1] and [1, 2]: the first is replaced by the second at a change of at most
+1 + (3 - 5) = -1, so it goes, if its usage is not smaller."""
+from __future__ import annotations
+
+import numpy as np
+
+from autoshard.search.core import Core
+
+LARGEST_WORK = 60_000_000
+
+
+def replacement(table: np.ndarray) -> np.ndarray | None:
+    """[a, b]: the most that replacing row a by row b can add, over the columns where row a is finite."""
+    k, m = table.shape
+    if k * k * m > LARGEST_WORK:
+        return None
+    out = np.empty((k, k))
+    step = max(1, 2_000_000 // max(1, k * m))
+    with np.errstate(invalid="ignore"):
+        for a in range(0, k, step):
+            difference = table[None, :, :] - table[a:a + step, None, :]
+            out[a:a + step] = np.fmax.reduce(difference, axis=2)
+    return out
+
+
+def dominate(core: Core, v: int) -> bool:
+    tables = list(core.adj[v].values())
+    kept = core.memo(_undominated, core.cost[v], *tables, *load_profile(core, v))
+    if kept is None:
+        return False
+    core.keep(v, kept)
+    return True
+
+
+def load_profile(core: Core, v: int) -> tuple:
+    """What the rows see of v, as memo arguments: nothing, or one array, strategies x stretches of rows."""
+    items = core.items[v]
+    if len(items) <= 1:
+        return tuple(i.amount for i in items)
+    points = sorted({p for i in items for p in (i.lo, i.hi)})
+    rank = {p: n for n, p in enumerate(points)}
+    shape = tuple((rank[i.lo], rank[i.hi]) for i in items)
+    return (core.memo_shaped(_loads, shape, *(i.amount for i in items)),)
+
+
+def _loads(shape: tuple, *amounts: np.ndarray) -> np.ndarray:
+    out = np.zeros((len(amounts[0]), max(hi for _, hi in shape)))
+    for (lo, hi), amount in zip(shape, amounts, strict=True):
+        out[:, lo:hi] += amount[:, None]
+    return out
+
+
+def _undominated(cost: np.ndarray, *parts) -> np.ndarray | None:
+    """Indices of the strategies that stay; None when all do. Equal ones leave the first."""
+    k = len(cost)
+    worst = cost[None, :] - cost[:, None]
+    fits = np.ones((k, k), dtype=bool)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            load = part.reshape(k, -1)
+            for column in load.T:
+                fits &= column[None, :] <= column[:, None]
+        else:
+            change = part.fact(replacement)
+            if change is None:
+                return None
+            worst = worst + change
+    better = fits & (worst <= 0)
+    np.fill_diagonal(better, False)
+    if not better.any():
+        return None
+    kept = np.ones(k, dtype=bool)
+    for a in np.lexsort((-np.arange(k), -cost)):  # dearest and last first; only a strategy still kept may replace
+        kept[a] = not (better[a] & kept).any()
+    return np.flatnonzero(kept)
