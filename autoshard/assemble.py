@@ -11,6 +11,7 @@ from autoshard.cost.memory import stored_parts
 from autoshard.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
 from autoshard.formulate import Formulation, State, local_bytes, storage_root
 from autoshard.graph import Op, Ref
+from autoshard.layouts import layouts
 from autoshard.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
@@ -182,10 +183,11 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     predicted = price(chosen)
     objective = predicted["step_s"]
     bound = min(float(solution.bound), objective)
+    ops = {op.name: OpPlan(*table.strategies[op.name].strategy(chosen.strategies[op.name])) for op in graph.ops}
+    placements = {op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")}
     return Plan(
         graph_hash=graph.hash, mesh=table.mesh, cluster=table.cluster.snapshot(), model=dict(model), settings=dict(settings),
-        ops={op.name: OpPlan(*table.strategies[op.name].strategy(chosen.strategies[op.name])) for op in graph.ops},
-        placements={op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")},
+        ops=ops, placements=placements, layouts=layouts(graph, ops, placements),
         copies=tuple(c for _, _, c in chosen.copies), collectives=collectives(chosen), fallbacks=fallbacks(chosen),
         predicted=predicted, memory=memory(chosen, memory_limit), objective_s=objective, bound_s=bound,
         gap=max(0.0, objective - bound) / max(objective, 1e-30), status=solution.status.value,

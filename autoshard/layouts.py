@@ -13,8 +13,10 @@ from autoshard.spec import Spec
 
 
 def layouts(graph: Graph, ops: Mapping[str, OpPlan], placements: Mapping[str, Spec]) -> tuple[Layout, ...]:
-    """In execution order. `ops` are the chosen specs per op, `placements` those of parameters and buffers."""
-    rows = [*_stored(graph, placements), *_inputs(graph, ops), *_activations(graph, ops), *_outputs(graph, ops)]
+    """Inputs, stored tensors, activations and outputs, each in execution order.
+
+    `ops` are the chosen specs per op, `placements` those of parameters and buffers."""
+    rows = [*_inputs(graph, ops), *_stored(graph, placements), *_activations(graph, ops), *_outputs(graph, ops)]
     return tuple(rows)
 
 

@@ -1,0 +1,1 @@
+"""What a plan looks like to people: `what` computes rows from a plan, `text` draws them."""

@@ -1,0 +1,167 @@
+"""Draws a plan in a terminal. `what.py` decides what is shown; here are only words, units and tables."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.plan import Plan
+from autoshard.report import units, what
+
+MOST_COLLECTIVES = 24
+KIND_WORDS = {"weight": "weight", "buffer": "buffer", "input": "input", "activation": "output", "output": "result"}
+PASS_WORDS = {"forward": "fwd", "backward": "bwd"}
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    """Print the whole report of `plan`."""
+    console = console or Console()
+    for part in parts(plan):
+        console.print(part)
+
+
+def parts(plan: Plan) -> Iterator[RenderableType]:
+    """The report from top to bottom; sections without content are left out."""
+    yield _header(plan)
+    yield Columns((_step_time(plan), _memory(plan)), padding=(0, 4))
+    if plan.layouts:
+        yield _layers(plan)
+    yield _collectives(plan)
+    yield _fallbacks(plan)
+    if plan.notes:
+        yield _section("Notes", Group(*(Text(f"- {n}") for n in plan.notes)))
+    yield _search(plan)
+    if plan.timings:
+        yield timings(plan.timings)
+
+
+def timings(phases: Mapping[str, float]) -> RenderableType:
+    """Seconds per phase of planning."""
+    table = _table("phase", ">seconds")
+    for name, seconds in phases.items():
+        table.add_row(escape(name), f"{seconds:.2f}")
+    table.add_section()
+    table.add_row("total", f"{sum(phases.values()):.2f}")
+    return _section("Planning took", table)
+
+
+def _header(plan: Plan) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in what.header(plan):
+        grid.add_row(label, escape(text))
+    grid.add_row("status", escape(_status(plan)))
+    return _section("Plan", grid)
+
+
+def _status(plan: Plan) -> str:
+    certainty = "proven" if plan.gap <= 0 else f"within {100 * plan.gap:.2g} % of the best possible"
+    return f"{plan.status}: {units.seconds(plan.objective_s)} a step ({certainty})"
+
+
+def _step_time(plan: Plan) -> RenderableType:
+    table = _table("per step", ">time", ">share")
+    rows, total = what.step_time(plan), plan.predicted.get("step_s", plan.objective_s)
+    for row in (r for r in rows if r.counts):
+        table.add_row(row.label, units.seconds(row.value), units.share(row.value, total))
+    table.add_section()
+    table.add_row("step", units.seconds(total), units.share(total, total), style="bold")
+    for row in (r for r in rows if not r.counts):
+        table.add_row(row.label, units.seconds(row.value), "not added", style="dim")
+    return _section("Predicted step time", table)
+
+
+def _memory(plan: Plan) -> RenderableType:
+    table = _table("per rank", ">memory", ">share")
+    total, limit = plan.memory.get("total") or 0.0, plan.memory.get("limit")
+    for row in what.memory(plan):
+        table.add_row(escape(row.label), units.size(row.value), units.share(row.value, total))
+    table.add_section()
+    table.add_row("total", units.size(total), units.share(total, total), style="bold")
+    if limit is not None:
+        table.add_row("limit", units.size(limit), f"{units.share(total, limit)} used", style="dim")
+    return _section("Memory", table)
+
+
+def _layers(plan: Plan) -> RenderableType:
+    table = _table("tensor", "!", "shape", "!dtype", "placement", ">alike")
+    for group in what.layer_groups(plan):
+        if group.name:
+            table.add_section()
+            table.add_row(Text(group.name, style="bold"))
+        indent = "  " if group.name else ""
+        for row in group.rows:
+            table.add_row(escape(indent + row.name), KIND_WORDS[row.kind], units.shape(row.shape), row.dtype,
+                          Text(row.placement, style="cyan"), units.times(row.copies))
+    whole = what.whole_buffers(plan)
+    lines = [Text("[tp, -] reads: dim 0 is split over mesh axis tp, dim 1 is whole.", style="dim")]
+    if whole:
+        lines.append(Text(f"{whole} buffer{'s' if whole > 1 else ''} held whole by every rank.", style="dim"))
+    return _section("What was chosen", Group(table, *lines))
+
+
+def _collectives(plan: Plan) -> RenderableType:
+    rows = what.collectives(plan)
+    if not rows:
+        return _section("Collectives", Text("none: no rank talks to another"))
+    table = _table("!collective", "!axis", "where", "!pass", ">calls", ">each", ">total", ">time")
+    shown = rows if len(rows) <= MOST_COLLECTIVES + 1 else rows[:MOST_COLLECTIVES]
+    for row in shown:
+        table.add_row(escape(row.kind), row.axis, escape(row.where) + (" *" if row.hideable else ""), PASS_WORDS[row.phase],
+                      str(row.count), units.size(row.nbytes), units.size(row.total_bytes), units.seconds(row.seconds))
+    if len(shown) < len(rows):
+        table.add_row(*_totals_row(f"{len(rows) - len(shown)} smaller rows", rows[len(shown):]), style="dim")
+    table.add_section()
+    table.add_row(*_totals_row("all", rows), style="bold")
+    lines = []
+    if any(row.hideable for row in rows):
+        lines.append(Text("* may run beside compute (a parameter gather or a gradient reduction).", style="dim"))
+    return _section("Collectives, per rank and step", Group(table, *lines))
+
+
+def _totals_row(label: str, rows: tuple[what.CollectiveRow, ...]) -> tuple[str, ...]:
+    count, nbytes, seconds = what.communication_totals(rows)
+    return label, "", "", "", str(count), "", units.size(nbytes), units.seconds(seconds)
+
+
+def _fallbacks(plan: Plan) -> RenderableType:
+    rows = what.fallbacks(plan)
+    if not rows:
+        return _section("Ops without a sharding rule", Text("none"))
+    table = _table("op", "module", "source", ">count", ">time")
+    for row in rows:
+        table.add_row(*map(escape, (row.target, row.where, row.source)), str(row.count), units.seconds(row.seconds))
+    line = Text("These run whole on every rank, at the price shown; docs/add-an-op-rule.md says how to do better.",
+                style="dim")
+    return _section("Ops without a sharding rule", Group(table, line))
+
+
+def _search(plan: Plan) -> RenderableType:
+    table = _table("search", ">")
+    table.add_row("objective", units.seconds(plan.objective_s))
+    table.add_row("proven lower bound", units.seconds(plan.bound_s))
+    table.add_row("gap", f"{100 * plan.gap:.3g} %")
+    for label, text in what.search_facts(plan):
+        table.add_row(escape(label), escape(text))
+    return _section("Search", table)
+
+
+def _table(*columns: str) -> Table:
+    """Columns by title; `>` in front aligns to the right, `>` and `!` never wrap."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for title in columns:
+        right = title.startswith(">")
+        table.add_column(title.removeprefix(">").removeprefix("!"), justify="right" if right else "left",
+                         no_wrap=right or title.startswith("!"), overflow="fold")
+    return table
+
+
+def _section(title: str, body: RenderableType) -> RenderableType:
+    return Group(Text(title, style="bold underline"), Padding(body, (0, 0, 1, 2), expand=False))

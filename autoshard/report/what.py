@@ -1,0 +1,210 @@
+"""What a report shows, as rows computed from a `Plan` alone; how it looks is `text.py`'s business."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autoshard.plan import Collective, Layout, Plan
+from autoshard.report.collapse import Folded, collapse
+from autoshard.spec import R, ShardingSpec
+
+MEMORY_LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "saved": "saved activations",
+    "buffers": "buffers",
+}
+
+
+@dataclass(frozen=True)
+class Amount:
+    """One line of a sum: `value` in seconds or bytes; `counts` is False for lines outside the sum."""
+
+    label: str
+    value: float
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """A weight, input or activation; `copies` of them are alike."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placement: str
+    copies: int
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Tensors of one repeated layer (`name` is `layers.*`), or those outside of any (`name` is "")."""
+
+    name: str
+    rows: tuple[TensorRow, ...]
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Collectives of one kind at the same place of repeated layers. Bytes and seconds are per rank."""
+
+    kind: str
+    axis: str
+    phase: str
+    where: str
+    count: int
+    nbytes: int
+    total_bytes: int
+    seconds: float
+    hideable: bool
+
+
+@dataclass(frozen=True)
+class FallbackRow:
+    """Ops of one kind without a sharding rule, run whole on every rank."""
+
+    target: str
+    where: str
+    source: str
+    count: int
+    seconds: float
+
+
+def step_time(plan: Plan) -> tuple[Amount, ...]:
+    """Parts of the predicted step; those with `counts` add up to `step_s`.
+
+    Hidden communication is not added, but what it takes from the compute it runs beside is (the cluster's
+    `interference`): the rest of the step after all other parts."""
+    p = plan.predicted
+    parts = [
+        Amount("compute", p.get("compute_s", 0.0)),
+        Amount("blocking communication", p.get("blocking_s", 0.0)),
+        Amount("exposed communication", p.get("exposed_s", 0.0)),
+        Amount("optimizer update", p.get("optimizer_s", 0.0)),
+    ]
+    slowdown = p.get("step_s", plan.objective_s) - sum(part.value for part in parts)
+    if slowdown > 1e-9 * plan.objective_s:
+        parts.insert(3, Amount("slowdown by hidden", slowdown))
+    return (*parts, Amount("hidden communication", p.get("hidden_s", 0.0), counts=False))
+
+
+def memory(plan: Plan) -> tuple[Amount, ...]:
+    """Bytes per category and rank; categories this report has no words for keep the plan's name."""
+    known = [Amount(label, plan.memory[key] or 0.0) for key, label in MEMORY_LABELS.items() if key in plan.memory]
+    other = [Amount(key, value or 0.0) for key, value in plan.memory.items()
+             if key not in MEMORY_LABELS and key not in ("total", "limit")]
+    return tuple(known + other)
+
+
+def layer_groups(plan: Plan) -> tuple[LayerGroup, ...]:
+    """Weights, then activations, with equal repeated layers folded. Whole buffers are left out."""
+    shown = [x for x in plan.layouts if x.kind != "buffer" or any(p != R for p in x.spec)]
+    folded = collapse((_row_name(x), _payload(plan, x)) for x in shown)
+    groups: dict[str, list[Folded]] = {}
+    for row in folded:
+        groups.setdefault(row.section, []).append(row)
+    return tuple(LayerGroup(name, tuple(_tensor_row(row, name) for row in rows))
+                 for name, rows in groups.items())
+
+
+def whole_buffers(plan: Plan) -> int:
+    """How many buffers every rank holds whole."""
+    return sum(x.kind == "buffer" and all(p == R for p in x.spec) for x in plan.layouts)
+
+
+def _row_name(layout: Layout) -> str:
+    """A part more for activations, so that the output of a layer itself stays within its group."""
+    if layout.kind == "output":
+        return layout.name.replace("user:", "output:")
+    return f"{layout.name}.(output)" if layout.kind == "activation" else layout.name
+
+
+def _payload(plan: Plan, layout: Layout) -> tuple:
+    placement = str(ShardingSpec.from_spec(layout.spec, len(layout.shape), plan.mesh))
+    return layout.kind, layout.shape, layout.dtype, placement
+
+
+def _tensor_row(row: Folded, section: str) -> TensorRow:
+    kind, shape, dtype, placement = row.payload
+    name = row.name.removeprefix(section).lstrip(".")
+    return TensorRow(kind, name.removesuffix(".(output)"), shape, dtype, placement, row.copies)
+
+
+def collectives(plan: Plan) -> tuple[CollectiveRow, ...]:
+    """Equal calls of repeated layers added up, the costliest first."""
+    rows = map(_collective_row, collapse((_place(c), _call_key(c)) for c in plan.collectives))
+    return tuple(sorted(rows, key=lambda r: (-r.seconds, r.kind, r.where, r.phase)))
+
+
+def _call_key(c: Collective) -> tuple:
+    label = f"{c.kind} {c.reduce_op}" if c.reduce_op not in ("", "sum") else c.kind
+    return label, c.axis, c.phase, c.nbytes, c.hideable, c.seconds
+
+
+def _place(c: Collective) -> str:
+    return c.module or c.value or c.op
+
+
+def _collective_row(row: Folded) -> CollectiveRow:
+    kind, axis, phase, nbytes, hideable, seconds = row.payload
+    return CollectiveRow(kind, axis, phase, row.name, row.copies, nbytes, nbytes * row.copies,
+                         seconds * row.copies, hideable)
+
+
+def communication_totals(rows: Iterable[CollectiveRow]) -> tuple[int, int, float]:
+    """(calls, bytes, seconds) over all rows."""
+    rows = tuple(rows)
+    return sum(r.count for r in rows), sum(r.total_bytes for r in rows), sum(r.seconds for r in rows)
+
+
+def fallbacks(plan: Plan) -> tuple[FallbackRow, ...]:
+    """Ops without a rule, equal ones of repeated layers added up, the costliest first."""
+    folded = collapse((f.module or f.op, (f.target, f.source, f.seconds)) for f in plan.fallbacks)
+    rows = [FallbackRow(r.payload[0], r.name, r.payload[1], r.copies, r.payload[2] * r.copies) for r in folded]
+    return tuple(sorted(rows, key=lambda r: (-r.seconds, r.target)))
+
+
+def header(plan: Plan) -> Iterator[tuple[str, str]]:
+    """(label, text) of what was planned."""
+    model = dict(plan.model)
+    reference = str(model.pop("reference", "") or "model")
+    yield "model", ", ".join([reference, *_facts(model)])
+    settings = {k: v for k, v in plan.settings.items() if k != "training"}
+    yield "mode", ", ".join(["training" if plan.settings.get("training") else "inference", *_facts(settings)])
+    yield "mesh", f"{plan.mesh} ({plan.mesh.size} rank{'s' if plan.mesh.size > 1 else ''})"
+    device = plan.cluster.get("device", {}).get("name", "")
+    yield "cluster", ", ".join(x for x in (str(plan.cluster.get("name", "unnamed")), device) if x)
+    if plan.seeds:
+        yield "seeds", ", ".join(f"{k}={v}" for k, v in sorted(plan.seeds.items()))
+
+
+def _facts(values: Mapping[str, object]) -> Iterator[str]:
+    for key, value in values.items():
+        words = key.replace("_", " ")
+        if value is True:
+            yield words
+        elif isinstance(value, Mapping):
+            yield f"{words} ({', '.join(_facts(value))})"
+        elif value not in (None, "", False, (), []):
+            yield f"{words} {value}"
+
+
+def search_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Numbers the search left about itself, as (label, text)."""
+    return tuple((key.replace("_", " "), _brief(value)) for key, value in sorted(plan.search.items()))
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return json.dumps(value, default=str) if isinstance(value, (dict, list, tuple)) else str(value)
+
+
+def to_json(plan: Plan) -> str:
+    """The plan file's JSON text and, beyond it, `timings` (seconds per phase of this run)."""
+    data = json.loads(plan.to_json())
+    data["timings"] = dict(plan.timings)
+    return json.dumps(data, indent=1, sort_keys=True) + "\n"
