@@ -3,6 +3,7 @@ adds what the tag does not say: which ops are linear, so that Partial sums pass.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import isinf
 from typing import Any
 
 import torch
@@ -33,8 +34,10 @@ def _keeps_precision(call: Call) -> Passes:
     return "each" if new == old or torch.promote_types(old, new) == new else "none"
 
 
-def _fills_zero(call: Call) -> Passes:
-    return "each" if call.argument("value") == 0 else "none"
+def _fills_additive(call: Call) -> Passes:
+    """0 and infinities are what their own copies add up to."""
+    value = call.argument("value")
+    return "each" if value == 0 or isinf(value) else "none"
 
 
 _cast = rule("... -> ...", partial=_keeps_precision, family="copy")
@@ -42,7 +45,7 @@ _sum = _linear("... + ... -> ...")
 _product = _linear("..., ... -> ...")
 _quotient = _linear("..., ~... -> ...")
 _identity = _linear("... -> ...")
-_zero_fill = rule("..., ~... -> ...", partial=_fills_zero)
+_fill = rule("..., ~... -> ...", partial=_fills_additive)
 
 # op(gradient, what forward saved): linear in the gradient only
 _backwards = (
@@ -78,8 +81,8 @@ RULES = {
     aten.addcmul.default: _linear("... + ..., ... -> ..."),
     aten.addcdiv.default: _linear("... + ..., ~... -> ..."),
     aten.lerp.Scalar: _sum,
-    aten.masked_fill.Scalar: _zero_fill,
-    aten.masked_fill.Tensor: rule("..., ~..., ~... -> ..."),
+    aten.masked_fill.Scalar: _fill,
+    aten.masked_fill.Tensor: _linear("..., ~... + ... -> ..."),
     aten.clone.default: rule("... -> ...", partial="each", family="copy"),
     aten._to_copy.default: _cast,
     aten.copy.default: rule("~..., ... -> ...", partial="each", family="copy"),
