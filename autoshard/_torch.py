@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ class Recorder(FakeTensorMode):
     """Fake tensors that report every functional aten op: `on_op(target, args, kwargs, result)`.
 
     Sits below functionalization and autograd, so it sees what a device would run and nothing in place.
-    Ops that fake tensors run internally to find a shape are not reported. `before` maps the arguments first."""
+    Ops that fake tensors run internally to find a shape are not reported."""
 
     def __init__(self, on_op: Callable[..., None]) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -47,11 +48,11 @@ class Recorder(FakeTensorMode):
             self.on_op(func, args, kwargs or {}, result)
         return result
 
-    def empty(self, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        """A fake CPU tensor, not recorded. CPU, because autograd yields no gradients for real meta tensors."""
+    def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous fake CPU tensor, not recorded. CPU, because autograd yields no gradients for real meta tensors."""
         recording, self.recording = self.recording, False
         try:
-            return from_fun(torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu"))
+            return from_fun(torch.empty(tuple(shape), dtype=dtype, device="cpu"))
         finally:
             self.recording = recording
 
@@ -61,11 +62,17 @@ def functional_tracing(recorder: Recorder) -> Iterator[None]:
     """Run under fake tensors and functionalization, with torch's Python dispatcher (which makes dropout one
     op) and the flags that library code reads to avoid data-dependent checks. All undone on exit."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    one_dnn = torch._C._get_mkldnn_enabled()
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback for every shape error
+    silent, log.disabled = log.disabled, True
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    torch._C._set_mkldnn_enabled(False)  # then an LSTM is matmuls and pointwise ops; its fused op cannot be split
     try:
         with enable_python_dispatcher(), recorder, FunctionalTensorMode():
             yield
     finally:
+        torch._C._set_mkldnn_enabled(one_dnn)
+        log.disabled = silent
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
         torch.clear_autocast_cache()  # it may hold fake casts, keyed by addresses that will be reused
 
@@ -115,6 +122,11 @@ COLLECTIVES = {
 }
 """Functional collectives: they start the transfer and return a tensor that `WAIT` completes."""
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def fake_mode() -> Any:
+    """Tensors with shapes, strides and dtypes, and no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def group_names(device_mesh: Any) -> dict[str, str]:

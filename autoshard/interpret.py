@@ -46,11 +46,11 @@ def _given(op: Op, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch
     meta = op.outputs[0]
     if op.kind == "tangent":
         default = torch.ones(meta.shape, dtype=meta.dtype, device=device)
-        return tangents.get(op.target, default)
+        return tangents.get(op.target, default).contiguous()
     source = inputs if op.kind == "input" else state
     if op.target not in source:
         raise UsageError(f"{op.kind} {op.target!r} has no value; pass it in state")
-    return source[op.target].detach()
+    return source[op.target].detach().contiguous()
 
 
 def _call(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from autoshard.graph import Op, Phase, Ref, TensorMeta
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = ("_torch.py", "recorder.py")
+RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py")
 STDLIB = os.path.dirname(os.__file__) + os.sep
 
 # The device is the runtime's choice, so it is no part of the program: lowering adds `device` to factories.
@@ -94,7 +94,8 @@ class Tape:
             raise TraceError(f"{target} writes in place where torch does not make it functional{self._at()}; "
                              "use the out-of-place form")
         args = self._freeze(args)
-        kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items() if k not in DEVICE_KWARGS)
+        kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items()
+                       if k not in DEVICE_KWARGS and v is not torch.strided)
         results = result if isinstance(result, (tuple, list)) else (result,)
         module, source, code, recompute = self._origin_of()
         key = (target, self._canon(args), self._canon(kwargs), module, source)

@@ -11,6 +11,7 @@ Conventions of the graph
   "tangent:i", "mm_0", "mm_3_recompute"; outputs "user:i", "grad:NAME", "mutation:NAME".
 * A "grad:NAME" output has kwargs ("reduce", dtype), the dtype the sum over ranks must be done in, and
   ("cast", op name or ""), the op that cast the gradient back to the stored dtype under a precision policy.
+* Parameters, buffers, inputs and tangents are contiguous; who runs the program passes contiguous tensors.
 * Constant tensors are buffers "_constant_i", with their data in `Calling.constants`.
 * Writes to buffers during a recomputation are dropped: they repeat those of the forward pass.
 """
@@ -140,7 +141,7 @@ class _Run:
             inputs = self._inputs()
             twin = self._twin_model()
             self.recorder.recording = True
-            values = self._cast_stored(twin)
+            self._cast_stored(twin)
             leaves = [self._cast_input(inputs[v.index]) if isinstance(v, TensorLeaf) else v for v in self.leaves]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, self.in_spec)
             out = self._forward(twin, call_args, call_kwargs)
@@ -148,13 +149,12 @@ class _Run:
             self._mutations(inputs)
             if self.training:
                 self._backward(users, wanted, inputs)
-        del values
         return self._finish(out_leaves, out_spec)
 
     # --- placeholders ---
 
     def _placeholder(self, kind: Any, target: str, t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        fake = self.recorder.empty(t.shape, _dense_strides(t), dtype or t.dtype)
+        fake = self.recorder.empty(t.shape, dtype or t.dtype)
         name = target if kind == "input" else f"{kind}:{target}"
         self.tape.add(Op(name, kind, target, outputs=(meta_of(fake),)))
         self.tape.bind(fake, Ref(name))
@@ -193,7 +193,6 @@ class _Run:
             for value in vars(module).values():
                 if isinstance(value, torch.Tensor):
                     memo.setdefault(id(value), value)
-        self.memo_keys = {id(t): n for n, t in (self.params | self.buffers).items()}
         try:
             twin = copy.deepcopy(self.model, memo)
         except Exception as e:
@@ -203,10 +202,10 @@ class _Run:
             _track(module, name, self.tape.modules)
         return twin
 
-    def _cast_stored(self, twin: nn.Module) -> dict[str, torch.Tensor]:
-        """Replace floating parameters and buffers by their casts to the compute dtype."""
+    def _cast_stored(self, twin: nn.Module) -> None:
+        """Replace floating parameters and buffers by their casts to the compute dtype, one cast per tensor."""
         if self.precision is None:
-            return {}
+            return
         dtype, casts = self.precision.compute, {}
         for module in twin.modules():
             if isinstance(module, NORMS_IN_MASTER):
@@ -215,9 +214,8 @@ class _Run:
                 for key, t in table.items():
                     if t is not None and t.dtype.is_floating_point and t.dtype != dtype:
                         if id(t) not in casts:
-                            casts[id(t)] = (t, t.to(dtype))
-                        table[key] = casts[id(t)][1]
-        return casts
+                            casts[id(t)] = t.to(dtype)
+                        table[key] = casts[id(t)]
 
     def _cast_input(self, t: torch.Tensor) -> torch.Tensor:
         if self.precision is None or not t.dtype.is_floating_point:
@@ -280,7 +278,7 @@ class _Run:
                 self._gradient(name, t, g)
 
     def _tangent(self, i: int, user: torch.Tensor) -> torch.Tensor:
-        fake = self.recorder.empty(user.shape, _dense_strides(user), user.dtype)
+        fake = self.recorder.empty(user.shape, user.dtype)
         self.tape.add(Op(f"tangent:{i}", "tangent", i, outputs=(meta_of(fake),), phase="backward"))
         self.tape.bind(fake, Ref(f"tangent:{i}"))
         return _torch.functional(fake)
@@ -352,15 +350,6 @@ def _plain(value: Any) -> Any:
     raise TraceError(f"the model returns a {type(value).__module__}.{type(value).__name__}, which is not a pytree of tensors and "
                      "plain values; return tensors (for a Hugging Face model pass use_cache=False), or register it "
                      "with torch.utils._pytree.register_pytree_node")
-
-
-def _dense_strides(t: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor in the same dim order (an expanded or sliced argument is taken as dense)."""
-    order = sorted(range(t.ndim), key=lambda d: (t.stride(d), -d))
-    strides, step = [0] * t.ndim, 1
-    for d in order:
-        strides[d], step = step, step * max(t.shape[d], 1)
-    return tuple(strides)
 
 
 def _path_name(path: tuple[Any, ...]) -> str:
