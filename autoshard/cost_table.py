@@ -137,7 +137,7 @@ def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, tr
         meta = op.outputs[0]
         local = np.array([prod(local_shape(meta.logical_shape, s, mesh.sizes)) * meta.dtype.itemsize
                           for s in found.output_specs[0].specs], dtype=float)[found.output_specs[0].index]
-        return OpCost(zero, zero, np.asarray(compute.optimizer_seconds(training.optimizer, local, meta.dtype, cluster.device)))
+        return OpCost(zero, zero, np.asarray(compute.optimizer_seconds(training.optimizer, local, cluster.device)))
     return OpCost(zero, zero, zero)
 
 

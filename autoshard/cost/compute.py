@@ -19,13 +19,20 @@ import torch
 from autoshard.cost.cluster import Device
 from autoshard.errors import UsageError
 from autoshard.graph import Call
+from autoshard.rules.registry import rule_of
 
 # Ops that read only as much of one input as they write: op -> position of that tensor input.
 PICKS_FROM = {
     "aten::embedding": 0, "aten::index_select": 0, "aten::gather": 0, "aten::index.Tensor": 0,
-    "aten::_unsafe_index.Tensor": 0, "aten::take": 0, "aten::nll_loss_forward": 0,
+    "aten::_unsafe_index.Tensor": 0, "aten::take": 0, "aten::nll_loss_forward": 0, "aten::nll_loss2d_forward": 0,
     "aten::slice.Tensor": 0, "aten::slice_copy.Tensor": 0, "aten::select.int": 0, "aten::select_copy.int": 0,
     "aten::narrow_copy": 0,
+}
+# Ops that only ask one input for its shape and dtype.
+NEVER_READS = {
+    "aten::zeros_like": 0, "aten::ones_like": 0, "aten::full_like": 0, "aten::empty_like": 0, "aten::rand_like": 0,
+    "aten::randn_like": 0, "aten::new_zeros": 0, "aten::new_ones": 0, "aten::new_full": 0, "aten::new_empty": 0,
+    "aten::nll_loss_backward": 1, "aten::nll_loss2d_backward": 1,
 }
 
 # Per element of a parameter: tensors of state kept, and tensors read or written by one fused update.
@@ -35,6 +42,11 @@ OPTIMIZERS = {
     "momentum": (1, 5),   # read p, g, m; write p, m
     "adam": (2, 7),       # read p, g, m, v; write p, m, v
     "adamw": (2, 7),
+    "nadam": (2, 7),
+    "radam": (2, 7),
+    "adamax": (2, 7),
+    "rmsprop": (1, 5),
+    "adagrad": (1, 5),
 }
 
 
@@ -61,8 +73,6 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
     absent output). Entries are ints, or int arrays [n_strategies], and then so is the result.
 
     Pricing one strategy gives bit for bit the element of pricing many: both take the same numpy path."""
-    from autoshard.rules.registry import rule_of
-
     rule = rule_of(call.target)
     ins, outs = [_int64(s) for s in inputs], [None if s is None else _int64(s) for s in outputs]
     flops = rule.flops(call, ins, outs) if rule.flops is not None else 0
@@ -70,14 +80,15 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
 
 
 def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None]) -> Any:
-    """Bytes a call reads and writes on local logical shapes (see `PICKS_FROM` for partial reads)."""
+    """Bytes a call reads and writes on local logical shapes (see `PICKS_FROM`, `NEVER_READS`)."""
+    name = _name(call.target)
     written = sum(_numel(s) * m.dtype.itemsize for s, m in zip(outputs, call.outputs, strict=True)
                   if s is not None and m is not None)
-    picked = PICKS_FROM.get(_name(call.target))
     total = written
     for i, (shape, meta) in enumerate(zip(inputs, call.inputs, strict=True)):
-        size = _numel(shape) * meta.dtype.itemsize
-        total = total + (np.minimum(size, written) if i == picked else size)
+        if NEVER_READS.get(name) != i:
+            size = _numel(shape) * meta.dtype.itemsize
+            total = total + (np.minimum(size, written) if PICKS_FROM.get(name) == i else size)
     return total
 
 
@@ -87,17 +98,17 @@ def compute_dtype(call: Call) -> torch.dtype:
     return next((m.dtype for m in metas if m.dtype.is_floating_point or m.dtype.is_complex), torch.float32)
 
 
-def optimizer_seconds(name: str, numel: Any, dtype: torch.dtype, device: Device) -> Any:
-    """Seconds of one fused update of `numel` local elements (may be an array) held in `dtype`, the master
-    dtype: tensors moved x numel x itemsize / (bandwidth x e_pointwise). No overhead per parameter: a fused
-    or foreach update launches few kernels for the whole model.
+def optimizer_seconds(name: str, nbytes: Any, device: Device) -> Any:
+    """Seconds of one fused update of a parameter of `nbytes` local bytes (may be an array): tensors read or written
+    x nbytes / (bandwidth x e_pointwise), gradient and state being held in the parameter's own dtype. No overhead
+    per parameter: a fused or foreach update launches few kernels for the whole model.
 
     Raises UsageError for an unknown optimizer.
-    >>> optimizer_seconds("adamw", 8.03e9, torch.float32, h100)     # 7 x 4 x 8.03e9 / (3.35e12 x 0.85)
-    0.0789...
+    >>> optimizer_seconds("adamw", 4 * 8.03e9, h100)                # 7 x 4 x 8.03e9 / (3.35e12 x 0.85)
+    0.07896...
     """
-    moved = _optimizer(name)[1] * np.asarray(numel, np.float64) * dtype.itemsize
-    out = moved / (device.memory_bandwidth * device.efficiency_of("pointwise"))
+    out = _optimizer(name)[1] * np.asarray(nbytes, np.float64)
+    out = out / (device.memory_bandwidth * device.efficiency_of("pointwise"))
     return out if out.ndim else float(out)
 
 
