@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, Literal
 
 from autoshard.errors import PlanError
+from autoshard.flow import gradient_bound, param_derived
 from autoshard.graph import Graph, Op, Ref, TensorMeta
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, Window
@@ -72,7 +73,8 @@ def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int =
     missing = [op.name for op in graph.ops if op.name not in plan.ops]
     if missing:
         raise PlanError(f"the plan has no specs for op {missing[0]!r} ({len(missing)} in all); it was made for another graph")
-    forward, backward = _Window(graph, plan, mesh, route, "forward"), _Window(graph, plan, mesh, route, "backward")
+    hideable = param_derived(graph) | gradient_bound(graph)
+    forward, backward = (_Window(graph, plan, mesh, route, hideable, w) for w in ("forward", "backward"))
     saved = tuple(dict.fromkeys(h for h in backward.from_forward() if graph.op(h.ref.op).kind not in STORED))
     outputs = {op.name: Held(op.refs[0], plan.ops[op.name].inputs[0]) for op in graph.of_kind("output") if op.refs}
     return Schedule(forward.instructions(prefetch, set(saved)), backward.instructions(prefetch, set()), saved, outputs)
@@ -92,15 +94,6 @@ def made_as(plan: Plan, ref: Ref) -> Spec:
     return plan.ops[ref.op].outputs[ref.index]
 
 
-def is_hideable(graph: Graph, ref: Ref, window: Window) -> bool:
-    """Whether communication of this value may overlap compute: it is a stored parameter, or it is read in
-    this window by gradient outputs alone."""
-    if graph.op(ref.op).kind in STORED:
-        return True
-    readers = [graph.op(name) for name, _ in graph.users.get(ref, ()) if graph.op(name).phase == window]
-    return bool(readers) and all(op.kind == "output" and str(op.target).startswith("grad:") for op in readers)
-
-
 def local_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh) -> int:
     return prod(local_shape(meta.logical_shape, spec, mesh.sizes)) * meta.dtype.itemsize
 
@@ -108,8 +101,10 @@ def local_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh) -> int:
 class _Window:
     """Orders one window. Positions count the window's ops; the one past the last is where outputs are read."""
 
-    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, route: Route, window: Window) -> None:
+    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, route: Route, hideable: frozenset[Ref],
+                 window: Window) -> None:
         self.graph, self.plan, self.mesh, self.route, self.window = graph, plan, mesh, route, window
+        self.hideable = hideable
         self.calls = [op for op in graph.ops if op.kind == "call" and op.phase == window]
         outputs = [op for op in graph.of_kind("output") if op.phase == window and op.refs]
         self.end = len(self.calls)
@@ -195,7 +190,7 @@ class _Window:
         meta = self.graph.meta(held.ref)
         steps = tuple(self.route(meta.logical_shape, meta.dtype, own.spec, held.spec))
         return Instruction("redistribute", (own,), (held,), steps=steps, nbytes=self._bytes(held),
-                           hideable=is_hideable(self.graph, held.ref, self.window))
+                           hideable=own.ref in self.hideable)
 
     def _writes(self, op: Op) -> tuple[Held, ...]:
         return tuple(Held(Ref(op.name, k), s) for k, s in enumerate(self.plan.ops[op.name].outputs)

@@ -1,0 +1,32 @@
+"""Which values are a parameter, or a gradient, but for views and casts: their communication can overlap compute."""
+from __future__ import annotations
+
+from autoshard.graph import Graph, Op, Ref
+from autoshard.rules import registry
+
+
+def is_passing(op: Op) -> bool:
+    """A view or cast of a single tensor: the value stays the same parameter or gradient."""
+    return op.kind == "call" and len(op.refs) == 1 and (
+        registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target))
+
+
+def param_derived(graph: Graph) -> frozenset[Ref]:
+    """Parameters and what views and casts make of them alone: their gathers may be issued early."""
+    out: set[Ref] = set()
+    for op in graph.ops:
+        if op.kind == "param" or (is_passing(op) and op.refs[0] in out):
+            out.add(Ref(op.name))
+    return frozenset(out)
+
+
+def gradient_bound(graph: Graph) -> frozenset[Ref]:
+    """Values that only flow, through views and casts, into gradient outputs: reductions may finish late."""
+    out: set[Ref] = set()
+    ends = {op.name for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
+    for op in reversed(graph.ops):
+        for i in range(len(op.outputs)):
+            users = graph.users.get(Ref(op.name, i), ())
+            if users and all(u in ends or (Ref(u) in out and is_passing(graph.op(u))) for u, _ in users):
+                out.add(Ref(op.name, i))
+    return frozenset(out)

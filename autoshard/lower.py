@@ -1,0 +1,272 @@
+"""Graph + Plan -> two local FX graphs, forward and backward, with explicit functional collectives.
+
+Both are built directly, node by node: a redistribution becomes its steps' collectives on the logical local
+tensor, an op becomes what its rule runs on local tensors. Nothing in them knows the rank: slices and
+vocabulary offsets read `coord_<axis>` placeholders, and collectives name their mesh axis. `bind` fills both
+in. Every node carries the tensor it makes (a fake one) in `meta["val"]`, so shapes and strides are known
+while building, and `meta["part"]`, what it belongs to, for whoever walks the graph later.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.emit import Emitter, Part
+from autoshard.errors import LoweringError
+from autoshard.graph import Call, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.mesh import Mesh
+from autoshard.plan import OpPlan, Plan, Window
+from autoshard.rules import registry
+from autoshard.schedule import STORED, Held, Instruction, Route, Schedule, schedule
+from autoshard.spec import Spec, is_shard, local_shape, shard_counts
+
+
+@dataclass(frozen=True)
+class Port:
+    """What a placeholder takes or an output gives. kind: param, buffer, input, tangent, saved, coord, seed /
+    user, mutation, saved, grad. `name` is the graph's target for it; saved values go by their `Held`."""
+
+    kind: str
+    name: Any
+
+
+@dataclass(frozen=True, eq=False)
+class LocalGraph:
+    """One window. `takes` in placeholder order, `gives` in output order."""
+
+    graph: torch.fx.Graph
+    takes: tuple[Port, ...]
+    gives: tuple[Port, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """`backward` is None for a graph without one. `ports` give metas and specs of inputs and outputs."""
+
+    mesh: Mesh
+    schedule: Schedule
+    forward: LocalGraph
+    backward: LocalGraph | None
+
+
+def lower(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> Lowered:
+    """Raises LoweringError naming the op whose local form cannot be built, PlanError for a plan that does not
+    fit the graph."""
+    played = schedule(graph, plan, mesh, route)
+    forward = _Lowering(graph, plan, mesh, played, "forward").run()
+    backward = _Lowering(graph, plan, mesh, played, "backward").run() if graph.training else None
+    return Lowered(mesh, played, forward, backward)
+
+
+@dataclass(frozen=True)
+class Context:
+    """`rules.types.LocalContext` on FX proxies."""
+
+    call: Call
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    mesh: Mesh
+    emit: Emitter
+
+    def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
+        return tuple(i for i, p in enumerate(spec) if p == dim and self.mesh.sizes[i] > 1)
+
+    def ranks(self, axes: Sequence[int]) -> int:
+        out = 1
+        for a in axes:
+            out *= self.mesh.sizes[a]
+        return out
+
+    def index(self, axes: Sequence[int]) -> Any:
+        return self.emit.index(axes)
+
+    def local_in(self, i: int) -> tuple[int, ...]:
+        return local_tensor_shape(self.call.inputs[i], self.inputs[i], self.mesh)
+
+    def local_out(self, i: int) -> tuple[int, ...]:
+        return local_tensor_shape(self.call.outputs[i], self.outputs[i], self.mesh)
+
+    def all_reduce(self, x: Any, reduce_op: str, axes: Sequence[int]) -> Any:
+        for axis in sorted(axes, reverse=True):
+            x = self.emit.wait(self.emit.collective("all_reduce", x, axis, reduce_op))
+        return x
+
+
+def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the tensor a rank holds, flattened dims flattened."""
+    return meta.unflatten(local_shape(meta.logical_shape, spec, mesh.sizes))
+
+
+class _Lowering:
+    """Builds one window's graph. `env` holds the proxy of every held value that exists so far."""
+
+    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, played: Schedule, window: Window) -> None:
+        self.graph, self.plan, self.mesh, self.played, self.window = graph, plan, mesh, played, window
+        self.emit = Emitter(mesh)
+        self.env: dict[Held, Any] = {}
+        self.ports: dict[str, Port] = {}
+
+    def run(self) -> LocalGraph:
+        self._placeholders()
+        for instruction in self.played.window(self.window):
+            getattr(self, f"_{instruction.kind}")(instruction)
+        gives = self._gives()
+        results = [self._result(port, held) for port, held in gives]
+        graph = self.emit.finish(results)
+        ports = {**self.ports, **{n: Port(*p) for n, p in self.emit.extra_ports.items()}}
+        takes = tuple(ports[n.name] for n in graph.nodes if n.op == "placeholder")
+        return LocalGraph(graph, takes, tuple(port for port, _ in gives))
+
+    def _placeholders(self) -> None:
+        kinds = ("param", "buffer", "input") if self.window == "forward" else ("param", "buffer")
+        for op in self.graph.of_kind(*kinds):
+            self._placeholder(Port(op.kind, op.target), Held(Ref(op.name), self.plan.ops[op.name].outputs[0]))
+        if self.window == "backward":
+            for held in self.played.saved:
+                self._placeholder(Port("saved", held), held)
+            for op in self.graph.of_kind("tangent"):
+                self._placeholder(Port("tangent", op.target), Held(Ref(op.name), self.plan.ops[op.name].outputs[0]))
+
+    def _placeholder(self, port: Port, held: Held) -> None:
+        meta = self.graph.meta(held.ref)
+        proxy = self.emit.placeholder(f"{port.kind}_{held.ref.op}", local_tensor_shape(meta, held.spec, self.mesh),
+                                      meta.dtype)
+        self.ports[proxy.node.name] = port
+        self.env[held] = proxy
+
+    def _compute(self, instruction: Instruction) -> None:
+        op = self.graph.op(instruction.op)
+        chosen, reads = self.plan.ops[op.name], [self.env[h] for h in instruction.reads]
+        with self.emit.part(Part("compute", op.name, self.window)):
+            try:
+                results = self._outputs(op, self._run(op, chosen, reads))
+            except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as e:
+                raise LoweringError(f"cannot lower {op.where} with inputs {chosen.inputs} and outputs "
+                                    f"{chosen.outputs}: {e}") from e
+        for held in instruction.writes:
+            self.env[held] = self._checked(op, held, results[held.ref.index])
+
+    def _run(self, op: Op, chosen: OpPlan, reads: list[Any]) -> Any:
+        tensors = iter(reads)
+
+        def fill(leaf: Any) -> Any:
+            return next(tensors) if isinstance(leaf, Ref) else leaf
+
+        args = _as_lists(map_args(fill, op.args))
+        kwargs = {k: _as_lists(map_args(fill, v), top=False) for k, v in op.kwargs}
+        shards = tuple(a for a in range(self.mesh.ndim) if any(is_shard(s[a]) for s in chosen.outputs))
+        self.emit.random_key = (op.name, shards)
+        ctx = Context(self.graph.calls[op.name], chosen.inputs, chosen.outputs, self.mesh, self.emit)
+        return registry.run_local(ctx, *args, **kwargs)
+
+    def _outputs(self, op: Op, result: Any) -> list[Any]:
+        value = self.emit.value(result)
+        if isinstance(value, (tuple, list)):
+            return [result[i] for i in range(len(value))]
+        return [result]
+
+    def _checked(self, op: Op, held: Held, result: Any) -> Any:
+        meta = self.graph.meta(held.ref)
+        want = local_tensor_shape(meta, held.spec, self.mesh)
+        got = self.emit.value(result)
+        if tuple(got.shape) != want or got.dtype != meta.dtype:
+            raise LoweringError(f"{op.where} makes a local {tuple(got.shape)} {got.dtype} for output {held.ref.index}, "
+                                f"planned was {want} {meta.dtype} ({held})")
+        return result
+
+    def _redistribute(self, instruction: Instruction) -> None:
+        (own,), (held,) = instruction.reads, instruction.writes
+        meta = self.graph.meta(held.ref)
+        part = Part("redistribute", str(held.ref), self.window, instruction.hideable)
+        with self.emit.part(part):
+            counts = shard_counts(meta.ndim, own.spec, self.mesh.sizes)
+            self.env[held] = self.emit.redistribute(self.env[own], meta, counts, instruction.steps)
+
+    def _wait(self, instruction: Instruction) -> None:
+        held = instruction.reads[0]
+        with self.emit.part(Part("redistribute", str(held.ref), self.window, instruction.hideable)):
+            self.env[held] = self.emit.complete(self.env[held])
+
+    def _free(self, instruction: Instruction) -> None:
+        """FX code drops a value after its last use by itself."""
+
+    def _gives(self) -> list[tuple[Port, Held]]:
+        out = []
+        for op in self.graph.of_kind("output"):
+            if op.phase == self.window and op.refs:
+                kind, _, name = str(op.target).partition(":")
+                out.append((Port(kind, int(name) if kind == "user" else name), self.played.outputs[op.name]))
+        if self.window == "forward":
+            out += [(Port("saved", held), held) for held in self.played.saved]
+        return out
+
+    def _result(self, port: Port, held: Held) -> Any:
+        if held not in self.env:
+            raise LoweringError(f"{port.kind} {port.name} needs {held}, which the {self.window} window does not make")
+        return self.env[held]
+
+
+def _as_lists(value: Any, top: bool = True) -> Any:
+    """Aten wants sequences as lists; graphs keep tuples. The outermost tuple is the argument list itself."""
+    if isinstance(value, tuple):
+        inner = [_as_lists(v, top=False) for v in value]
+        return tuple(inner) if top else inner
+    return value
+
+
+def bind(local: LocalGraph, coordinates: Sequence[int], groups: Mapping[str, str], mesh: Mesh,
+         device: torch.device) -> tuple[torch.fx.GraphModule, tuple[Port, ...]]:
+    """A module for one rank, and what it takes: coordinates become constants, mesh axes their process-group
+    names, and factories build on `device`."""
+    graph = torch.fx.Graph()
+    values: dict[torch.fx.Node, Any] = {}
+    takes = []
+    ports = iter(local.takes)
+    for node in local.graph.nodes:
+        if node.op == "placeholder":
+            port = next(ports)
+            if port.kind == "coord":
+                values[node] = coordinates[mesh.index(port.name)]
+                continue
+            takes.append(port)
+        values[node] = _bound(node, graph, values, groups, device)
+    graph.lint()
+    return torch.fx.GraphModule(torch.nn.Module(), graph), tuple(takes)
+
+
+def _bound(node: torch.fx.Node, graph: torch.fx.Graph, values: dict[torch.fx.Node, Any], groups: Mapping[str, str],
+           device: torch.device) -> Any:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+    if node.op == "call_function":
+        if not isinstance(node.meta["val"], (torch.Tensor, tuple, list)) and not _has_node((args, kwargs)):
+            return node.target(*args, **kwargs)  # arithmetic on coordinates
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), lambda a: _named(a, groups))
+        if makes_tensor_from_nothing(node):
+            kwargs = {**kwargs, "device": device}
+    new = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    new.meta = dict(node.meta)
+    return new
+
+
+def _has_node(value: Any) -> bool:
+    found: list[torch.fx.Node] = []
+    torch.fx.node.map_arg(value, lambda n: found.append(n) or n)
+    return bool(found)
+
+
+def makes_tensor_from_nothing(node: torch.fx.Node) -> bool:
+    """A factory: it has a `device` argument and no tensor to take the device from."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
+    return not tensors and any(a.name == "device" for a in node.target._schema.arguments)
+
+
+def _named(leaf: Any, groups: Mapping[str, str]) -> Any:
+    """Mesh axes by their process-group names."""
+    if isinstance(leaf, str) and leaf.startswith("axis:"):
+        return groups[leaf.removeprefix("axis:")]
+    return leaf

@@ -1,0 +1,36 @@
+"""Random ops on many ranks: replicas must agree, shards must differ."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def seeded(op: Any, seed: int, salt: int, piece: int, *args: Any, **kwargs: Any) -> Any:
+    """Run random `op` under a seed of (step seed, which op, which piece of the result this rank makes), and
+    leave the device's generator as it was. Ranks that make the same piece draw the same numbers."""
+    generator = _generator(args, kwargs)
+    state = generator.get_state()
+    try:
+        generator.manual_seed(mix(seed, salt, piece))
+        return op(*args, **kwargs)
+    finally:
+        generator.set_state(state)
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed from several numbers (FNV-1a over 64-bit words, then a multiply to spread it)."""
+    h = 0xCBF29CE484222325
+    for n in numbers:
+        h = ((h ^ (n & 0xFFFFFFFFFFFFFFFF)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+        h ^= h >> 29
+    return (h * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF) >> 1
+
+
+def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
