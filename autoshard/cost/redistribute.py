@@ -15,6 +15,7 @@ element before it, lowering rearranges the buffer; that is priced as a copy (rea
     all_gather      output     if the local output has elements before d
     reduce_scatter  input      if the local input has elements before d
     all_to_all      input for e, output for d, likewise
+On an axis of size 1 every step is free.
     step seconds = collectives.seconds(kind, nbytes, axis) + op_seconds("copy", 2 x bytes rearranged)
 
 Which moves exist depends on (number of dims, mesh) only and is laid out once as index arrays; a shape then needs
@@ -245,6 +246,8 @@ class Redistribution:
                 continue
             if kind == "all_gather":
                 nbytes[rows] = held[b]
+            if self.mesh.sizes[axis] == 1:  # one piece is in order already
+                continue
             if src_dim >= 0:
                 rearranged[rows] += np.where(before[b, src_dim] > 1, held[b], 0)
             if dst_dim >= 0:
