@@ -1,0 +1,46 @@
+"""autoshard: finds how to shard a PyTorch model over a device mesh, and runs it that way.
+
+    model = autoshard.compile(model, mesh)
+    plan = autoshard.plan(model, "dp=2,tp=4", example_inputs=(x,))
+
+Names are imported when first used: `autoshard --help` need not wait for torch.
+"""
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+_HOMES = {
+    "plan": "autoshard.api",
+    "AutoshardError": "autoshard.errors",
+    "Mesh": "autoshard.mesh",
+    "Plan": "autoshard.plan",
+    "Precision": "autoshard.precision",
+    "ShardingSpec": "autoshard.spec",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _Package(ModuleType):
+    """Keeps `autoshard.plan` the function: importing the submodule of that name would bind the module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

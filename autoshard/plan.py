@@ -164,6 +164,19 @@ class Plan:
         return Plan.from_json(text, str(path))
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises UsageError when `path` could not be written later; leaves nothing behind."""
+    path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder; give the name of a file")
+    try:
+        handle, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as e:
+        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another folder") from None
+    os.close(handle)
+    os.unlink(tmp)
+
+
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write a whole file or nothing. Raises UsageError naming the path."""
     path = Path(path)

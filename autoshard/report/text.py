@@ -3,16 +3,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rich import box
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from autoshard.plan import Plan
 from autoshard.report import units, what
+from autoshard.report.tables import section, table
 
 MOST_COLLECTIVES = 24
 KIND_WORDS = {"weight": "weight", "buffer": "buffer", "input": "input", "activation": "output", "output": "result"}
@@ -35,7 +34,7 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
     yield _collectives(plan)
     yield _fallbacks(plan)
     if plan.notes:
-        yield _section("Notes", Group(*(Text(f"- {n}") for n in plan.notes)))
+        yield section("Notes", Group(*(Text(f"- {n}") for n in plan.notes)))
     yield _search(plan)
     if plan.timings:
         yield timings(plan.timings)
@@ -43,12 +42,12 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
 
 def timings(phases: Mapping[str, float]) -> RenderableType:
     """Seconds per phase of planning."""
-    table = _table("phase", ">seconds")
+    grid = table("phase", ">seconds")
     for name, seconds in phases.items():
-        table.add_row(escape(name), f"{seconds:.2f}")
-    table.add_section()
-    table.add_row("total", f"{sum(phases.values()):.2f}")
-    return _section("Planning took", table)
+        grid.add_row(escape(name), f"{seconds:.2f}")
+    grid.add_section()
+    grid.add_row("total", f"{sum(phases.values()):.2f}")
+    return section("Planning took", grid)
 
 
 def _header(plan: Plan) -> RenderableType:
@@ -58,7 +57,7 @@ def _header(plan: Plan) -> RenderableType:
     for label, text in what.header(plan):
         grid.add_row(label, escape(text))
     grid.add_row("status", escape(_status(plan)))
-    return _section("Plan", grid)
+    return section("Plan", grid)
 
 
 def _status(plan: Plan) -> str:
@@ -67,63 +66,64 @@ def _status(plan: Plan) -> str:
 
 
 def _step_time(plan: Plan) -> RenderableType:
-    table = _table("per step", ">time", ">share")
+    grid = table("per step", ">time", ">share")
     rows, total = what.step_time(plan), plan.predicted.get("step_s", plan.objective_s)
     for row in (r for r in rows if r.counts):
-        table.add_row(row.label, units.seconds(row.value), units.share(row.value, total))
-    table.add_section()
-    table.add_row("step", units.seconds(total), units.share(total, total), style="bold")
+        grid.add_row(row.label, units.seconds(row.value), units.share(row.value, total))
+    grid.add_section()
+    grid.add_row("step", units.seconds(total), units.share(total, total), style="bold")
     for row in (r for r in rows if not r.counts):
-        table.add_row(row.label, units.seconds(row.value), "not added", style="dim")
-    return _section("Predicted step time", table)
+        grid.add_row(row.label, units.seconds(row.value), "not added", style="dim")
+    return section("Predicted step time", grid)
 
 
 def _memory(plan: Plan) -> RenderableType:
-    table = _table("per rank", ">memory", ">share")
+    grid = table("per rank", ">memory", ">share")
     total, limit = plan.memory.get("total") or 0.0, plan.memory.get("limit")
     for row in what.memory(plan):
-        table.add_row(escape(row.label), units.size(row.value), units.share(row.value, total))
-    table.add_section()
-    table.add_row("total", units.size(total), units.share(total, total), style="bold")
+        grid.add_row(escape(row.label), units.size(row.value), units.share(row.value, total))
+    grid.add_section()
+    grid.add_row("total", units.size(total), units.share(total, total), style="bold")
     if limit is not None:
-        table.add_row("limit", units.size(limit), f"{units.share(total, limit)} used", style="dim")
-    return _section("Memory", table)
+        grid.add_row("limit", units.size(limit), f"{units.share(total, limit)} used", style="dim")
+    return section("Memory", grid)
 
 
 def _layers(plan: Plan) -> RenderableType:
-    table = _table("tensor", "!", "shape", "!dtype", "placement", ">alike")
+    grid = table("tensor", "!", "shape", "!dtype", "placement", ">alike")
     for group in what.layer_groups(plan):
         if group.name:
-            table.add_section()
-            table.add_row(Text(group.name, style="bold"))
+            grid.add_section()
+            grid.add_row(Text(group.name, style="bold"))
         indent = "  " if group.name else ""
         for row in group.rows:
-            table.add_row(escape(indent + row.name), KIND_WORDS[row.kind], units.shape(row.shape), row.dtype,
+            grid.add_row(escape(indent + row.name), KIND_WORDS[row.kind], units.shape(row.shape), row.dtype,
                           Text(row.placement, style="cyan"), units.times(row.copies))
     whole = what.whole_buffers(plan)
     lines = [Text("[tp, -] reads: dim 0 is split over mesh axis tp, dim 1 is whole.", style="dim")]
     if whole:
         lines.append(Text(f"{whole} buffer{'s' if whole > 1 else ''} held whole by every rank.", style="dim"))
-    return _section("What was chosen", Group(table, *lines))
+    return section("What was chosen", Group(grid, *lines))
 
 
 def _collectives(plan: Plan) -> RenderableType:
     rows = what.collectives(plan)
     if not rows:
-        return _section("Collectives", Text("none: no rank talks to another"))
-    table = _table("!collective", "!axis", "where", "!pass", ">calls", ">each", ">total", ">time")
+        return section("Collectives", Text("none: no rank talks to another"))
+    grid = table("!collective", "!axis", "where", "!pass", ">calls", ">each", ">total", ">time")
     shown = rows if len(rows) <= MOST_COLLECTIVES + 1 else rows[:MOST_COLLECTIVES]
     for row in shown:
-        table.add_row(escape(row.kind), row.axis, escape(row.where) + (" *" if row.hideable else ""), PASS_WORDS[row.phase],
-                      str(row.count), units.size(row.nbytes), units.size(row.total_bytes), units.seconds(row.seconds))
+        where = escape(row.where) + (" *" if row.hideable else "")
+        grid.add_row(escape(row.kind), row.axis, where, PASS_WORDS[row.phase], str(row.count),
+                     units.size(row.nbytes), units.size(row.total_bytes), units.seconds(row.seconds))
     if len(shown) < len(rows):
-        table.add_row(*_totals_row(f"{len(rows) - len(shown)} smaller rows", rows[len(shown):]), style="dim")
-    table.add_section()
-    table.add_row(*_totals_row("all", rows), style="bold")
+        grid.add_row(*_totals_row(f"{len(rows) - len(shown)} smaller rows", rows[len(shown):]), style="dim")
+    grid.add_section()
+    grid.add_row(*_totals_row("all", rows), style="bold")
     lines = []
     if any(row.hideable for row in rows):
         lines.append(Text("* may run beside compute (a parameter gather or a gradient reduction).", style="dim"))
-    return _section("Collectives, per rank and step", Group(table, *lines))
+    return section("Collectives, per rank and step", Group(grid, *lines))
 
 
 def _totals_row(label: str, rows: tuple[what.CollectiveRow, ...]) -> tuple[str, ...]:
@@ -134,34 +134,20 @@ def _totals_row(label: str, rows: tuple[what.CollectiveRow, ...]) -> tuple[str, 
 def _fallbacks(plan: Plan) -> RenderableType:
     rows = what.fallbacks(plan)
     if not rows:
-        return _section("Ops without a sharding rule", Text("none"))
-    table = _table("op", "module", "source", ">count", ">time")
+        return section("Ops without a sharding rule", Text("none"))
+    grid = table("op", "module", "source", ">count", ">time")
     for row in rows:
-        table.add_row(*map(escape, (row.target, row.where, row.source)), str(row.count), units.seconds(row.seconds))
+        grid.add_row(*map(escape, (row.target, row.where, row.source)), str(row.count), units.seconds(row.seconds))
     line = Text("These run whole on every rank, at the price shown; docs/add-an-op-rule.md says how to do better.",
                 style="dim")
-    return _section("Ops without a sharding rule", Group(table, line))
+    return section("Ops without a sharding rule", Group(grid, line))
 
 
 def _search(plan: Plan) -> RenderableType:
-    table = _table("search", ">")
-    table.add_row("objective", units.seconds(plan.objective_s))
-    table.add_row("proven lower bound", units.seconds(plan.bound_s))
-    table.add_row("gap", f"{100 * plan.gap:.3g} %")
+    grid = table("search", ">")
+    grid.add_row("objective", units.seconds(plan.objective_s))
+    grid.add_row("proven lower bound", units.seconds(plan.bound_s))
+    grid.add_row("gap", f"{100 * plan.gap:.3g} %")
     for label, text in what.search_facts(plan):
-        table.add_row(escape(label), escape(text))
-    return _section("Search", table)
-
-
-def _table(*columns: str) -> Table:
-    """Columns by title; `>` in front aligns to the right, `>` and `!` never wrap."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for title in columns:
-        right = title.startswith(">")
-        table.add_column(title.removeprefix(">").removeprefix("!"), justify="right" if right else "left",
-                         no_wrap=right or title.startswith("!"), overflow="fold")
-    return table
-
-
-def _section(title: str, body: RenderableType) -> RenderableType:
-    return Group(Text(title, style="bold underline"), Padding(body, (0, 0, 1, 2), expand=False))
+        grid.add_row(escape(label), escape(text))
+    return section("Search", grid)

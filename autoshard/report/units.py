@@ -29,6 +29,14 @@ def size(value: float | None) -> str:
     return f"{_three(value)} TiB"
 
 
+def rate(value: float) -> str:
+    """Bytes per second with a decimal prefix, as data sheets write them: `9e11` -> `"900 GB/s"`."""
+    for scale, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
+        if value >= scale:
+            return f"{_three(value / scale)} {unit}"
+    return f"{value:.0f} B/s"
+
+
 def share(part: float, whole: float) -> str:
     """Percent of `whole`; "" when there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole > 0 else ""

@@ -1,0 +1,55 @@
+"""Cluster profiles in a terminal: the list, and every number of one with its source."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoshard.cost.cluster import Cluster, available, load_cluster
+from autoshard.report import units
+from autoshard.report.tables import section, table
+
+HEADINGS = ("name", "version", "description")
+
+
+def show_all(console: Console | None = None) -> None:
+    """One line per built-in profile."""
+    rows = table("!cluster", "device", ">memory", "links (innermost first)")
+    for name in available():
+        rows.add_row(*summary(load_cluster(name)))
+    (console or Console()).print(section("Cluster profiles", rows))
+
+
+def summary(cluster: Cluster) -> tuple[str, str, str, str]:
+    """(name, device, memory, links) as the list shows them."""
+    links = ", ".join(f"{x.name} {units.rate(x.bandwidth)}" + (f" x {x.devices:g}" if x.devices != inf else "")
+                      for x in cluster.links)
+    return cluster.name, cluster.device.name, units.size(cluster.device.memory_capacity), links
+
+
+def show_one(name: str, console: Console | None = None) -> None:
+    """Every number of the profile `name` (or of a TOML file) in its own unit. Raises ClusterError."""
+    cluster = load_cluster(name)
+    rows = table("!number", ">value", "source")
+    sources = {path.lstrip("."): source for path, source in cluster.sources}
+    for path, value in numbers({k: v for k, v in cluster.snapshot().items() if k not in HEADINGS}):
+        rows.add_row(escape(path), escape(f"{value:g}" if isinstance(value, float) else str(value)),
+                     escape(sources.get(path, "")))
+    console = console or Console()
+    console.print(section(cluster.name, escape(cluster.description)))
+    console.print(section("Seconds, bytes, bytes/s and FLOP/s", rows))
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested tables as (dotted path, value)."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from numbers(inner, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            yield from numbers(inner, f"{path}[{i}]")
+    else:
+        yield path, value
