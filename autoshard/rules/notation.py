@@ -76,8 +76,7 @@ def parse(text: str) -> Notation:
             raise ValueError(f"notation {text!r} repeats a letter in {part.strip()!r}")
         return Term(letters, addend, linear)
 
-    inputs = tuple(term(part, i) for i, group in enumerate(left.split("+")) for part in group.split(",")
-                   if left.strip())
+    inputs = tuple(term(part, i) for i, group in enumerate(left.split("+")) for part in group.split(","))
     outputs = tuple(term(part) for part in right.split(","))
     return Notation(inputs, outputs, frozenset(whole | {"1"}), text)
 
@@ -139,8 +138,11 @@ def bind(notation: Notation, call: Call) -> Binding:
 
 
 def _tensor_arguments(call: Call, notation: Notation) -> list[Any]:
-    """Values of the schema's tensor arguments, one per operand of the notation."""
+    """Values of the schema's tensor arguments, one per operand of the notation. An empty left side is one
+    0-dim operand, or no operand for an op that takes no tensor."""
     values = [call.argument(a.name) for a in call.target._schema.arguments if "Tensor" in str(a.type)]
+    if not values and notation.inputs == (Term(()),):
+        return [None]
     if len(values) != len(notation.inputs):
         raise NotationMismatch(f"notation {notation.text!r} has {len(notation.inputs)} operands, "
                                f"{call.target} takes {len(values)} tensors")

@@ -87,5 +87,6 @@ RULES = {
     aten._to_copy.default: _cast,
     aten.copy.default: rule("~..., ... -> ...", partial="each", family="copy"),
     aten.lift_fresh_copy.default: rule("... -> ...", partial="each", family="copy"),
+    aten.floor_divide.default: rule("..., ... -> ..."),
     **_backward_rules(),
 }

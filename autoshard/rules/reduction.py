@@ -11,16 +11,15 @@ import torch
 from autoshard.graph import Call
 from autoshard.rules.notation import rule
 from autoshard.rules.types import LocalContext, Rule
-from autoshard.rules.view import dims
+from autoshard.rules.view import dims, listed
 
 aten = torch.ops.aten
 
 
 def _chosen(call: Call) -> set[int]:
     """Dims the op works along; all when the argument is missing, None or empty."""
-    ndim, dim = len(call.inputs[0].shape), call.argument("dim")
-    listed = dim if isinstance(dim, tuple) else () if dim is None else (dim,)
-    return {d % max(ndim, 1) for d in listed} or set(range(ndim))
+    ndim = len(call.inputs[0].shape)
+    return {d % max(ndim, 1) for d in listed(call.argument("dim"))} or set(range(ndim))
 
 
 def _reduced(whole: bool) -> Callable[[Call], str]:

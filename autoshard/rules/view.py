@@ -66,7 +66,7 @@ def reshape_factors(call: Call) -> tuple[tuple[tuple[int, ...], ...]]:
 
 
 def _reshape(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The local tensor may have strides that `view` refuses."""
+    """The local tensor may have strides that `view` refuses, or dims of size 1 that `squeeze` would drop."""
     return aten.reshape.default(x, list(ctx.local_out(0)))
 
 
@@ -79,6 +79,11 @@ RESHAPE = Rule(rows=reshape_rows, factors=reshape_factors, local=_reshape, famil
 def dims(meta: TensorMeta | int) -> list[str]:
     n = meta if isinstance(meta, int) else len(meta.shape)
     return [f"d{i}" for i in range(n)]
+
+
+def listed(value: Any) -> tuple[int, ...]:
+    """A dims argument as a tuple: it may be a number, a list or missing."""
+    return () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _line(old: list[str], new: list[str]) -> str:
@@ -130,7 +135,7 @@ def _unsqueeze(call: Call) -> str:
 
 def _squeeze(call: Call) -> str:
     d, shape, dim = dims(call.inputs[0]), call.inputs[0].shape, call.argument("dim")
-    chosen = range(len(d)) if dim is None else [x % len(d) for x in (dim if isinstance(dim, tuple) else (dim,)) if d]
+    chosen = range(len(d)) if dim is None else [x % len(d) for x in listed(dim) if d]
     return _line(d, [x for i, x in enumerate(d) if i not in chosen or shape[i] != 1])
 
 
@@ -193,8 +198,7 @@ def _keep_but(*names: str) -> Callable[[Call], str]:
     """Same dims in and out; those listed in the arguments `names` stay whole (an empty list: all)."""
     def text(call: Call) -> str:
         d = dims(call.inputs[0])
-        values = [call.argument(n) for n in names]
-        chosen = [x % len(d) for v in values for x in (v if isinstance(v, tuple) else (v,))] or range(len(d))
+        chosen = [x % len(d) for n in names for x in listed(call.argument(n))] or range(len(d))
         marked = [x + "!" if i in chosen else x for i, x in enumerate(d)]
         return _line(marked, marked)
     return text
@@ -257,9 +261,9 @@ RULES = {
     aten.permute.default: _view(_permute),
     aten.expand.default: _view(_expand, sizes=(("size", "out0"),)),
     aten.unsqueeze.default: _view(_unsqueeze),
-    aten.squeeze.default: _view(_squeeze),
-    aten.squeeze.dim: _view(_squeeze),
-    aten.squeeze.dims: _view(_squeeze),
+    aten.squeeze.default: _view(_squeeze, local=_reshape),
+    aten.squeeze.dim: _view(_squeeze, local=_reshape),
+    aten.squeeze.dims: _view(_squeeze, local=_reshape),
     aten.select.int: _view(_select),
     aten.slice.Tensor: _view(_slice),
     aten.split.Tensor: _view(_split),

@@ -1,0 +1,71 @@
+"""Every general rule against the numeric oracle, in both directions."""
+from functools import lru_cache
+
+import pytest
+import torch
+
+from autoshard.rules import contraction, factory, pointwise, reduction, registry, view
+from autoshard.rules.oracle import missing_rows, wrong_rows
+from autoshard.rules.samples import SAMPLES, build
+from autoshard.spec import PSUM, R
+
+aten = torch.ops.aten
+IDS = [f"{i}-{s}" for i, s in enumerate(SAMPLES)]
+
+# Rows the oracle accepts and the rules lack on purpose: op -> inputs of the row.
+LEFT_OUT = {
+    aten._to_copy.default: {(PSUM,)},                   # a narrowing cast would round each part
+    aten.copy.default: {(PSUM, PSUM)},                  # what is overwritten may as well be whole
+    aten.fill.Tensor: {(PSUM, PSUM)},                   # likewise
+    aten.hardsigmoid_backward.default: {(PSUM, PSUM)},  # true only on the middle branch, where samples lie
+    aten.all.default: {(0,), (1,)},                     # one shard has the False by chance; bool is never Partial
+}
+
+
+@lru_cache(maxsize=None)
+def built(s):
+    return build(s)
+
+
+@pytest.mark.parametrize("s", SAMPLES, ids=IDS)
+def test_rows_are_true(s):
+    call, tensors = built(s)
+    assert registry.origin(call) == "own", "the notation does not fit its own sample"
+    wrong = wrong_rows(call, tensors, values=s.values)
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("s", [s for s in SAMPLES if s.values], ids=[str(s) for s in SAMPLES if s.values])
+def test_no_row_is_missing(s):
+    call, tensors = built(s)
+    missing = {row.inputs: row for row in missing_rows(call, tensors)}
+    assert set(missing) <= LEFT_OUT.get(s.op, set()), missing
+
+
+def test_left_out_rows_are_still_found():
+    """The list above is not stale."""
+    found = {s.op: set() for s in SAMPLES if s.op in LEFT_OUT}
+    for s in SAMPLES:
+        if s.op in LEFT_OUT:
+            found[s.op] |= {row.inputs for row in missing_rows(*built(s))}
+    assert found == LEFT_OUT
+
+
+def test_every_general_rule_has_a_sample():
+    tables = (contraction, factory, pointwise, reduction, view)
+    sampled_rules = {id(registry.rule_of(s.op)) for s in SAMPLES}
+    bare = [str(op) for t in tables for op, rule in t.RULES.items() if id(rule) not in sampled_rules]
+    assert not bare
+
+
+@pytest.mark.parametrize("s", SAMPLES, ids=IDS)
+def test_rows_are_clean(s):
+    """All-Replicate first, none twice, no Partial int, no shard of a dim of size 1."""
+    call, _ = built(s)
+    rows = registry.rows(call)
+    assert set((*rows[0].inputs, *rows[0].outputs)) <= {R}
+    assert len(set(rows)) == len(rows)
+    for row in rows:
+        for p, m in zip((*row.inputs, *row.outputs), (*call.inputs, *call.outputs), strict=True):
+            assert p < 0 or m.logical_shape[p] > 1
+            assert p >= R or m.dtype.is_floating_point or m.dtype.is_complex
