@@ -9,8 +9,9 @@ Conventions of the graph
   Lowering passes its device to every op whose schema has a `device` argument.
 * Op names: "param:NAME", "buffer:NAME", "input:i" (i-th tensor among the flattened (args, kwargs)),
   "tangent:i", "mm_0", "mm_3_recompute"; outputs "user:i", "grad:NAME", "mutation:NAME".
-* A "grad:NAME" output has kwargs ("reduce", dtype), the dtype the sum over ranks must be done in, and
-  ("cast", op name or ""), the op that cast the gradient back to the stored dtype under a precision policy.
+* Under a precision policy a "grad:NAME" output has kwargs (("reduce", dtype),), the dtype the sum over ranks
+  must be done in. The op it refers to is the `_to_copy` that casts the gradient back to the stored dtype, so the
+  sum is that op's output or its input.
 * Parameters, buffers, inputs and tangents are contiguous; who runs the program passes contiguous tensors.
 * Constant tensors are buffers "_constant_i", with their data in `Calling.constants`.
 * Writes to buffers during a recomputation are dropped: they repeat those of the forward pass.
@@ -294,7 +295,7 @@ class _Run:
     # --- result ---
 
     def _finish(self, out_leaves: tuple[Any, ...], out_spec: Any) -> Traced:
-        ops = [_with_cast(op, self.tape.ops) for op in self.tape.ops]
+        ops = self.tape.ops
         used = {r.op for op in ops for r in op.refs}
         drop = {op.name for op in ops if op.kind in ("param", "buffer") and op.name not in used}
         unused = tuple(op.target for op in ops if op.name in drop and op.kind == "param")
@@ -312,15 +313,6 @@ def _placeholders_first(ops: Iterator[Op]) -> tuple[Op, ...]:
     ops = list(ops)
     first = [replace(op, phase="forward") for op in ops if op.kind in ("param", "buffer", "input")]
     return tuple(first + [op for op in ops if op.kind not in ("param", "buffer", "input")])
-
-
-def _with_cast(op: Op, ops: list[Op]) -> Op:
-    """Name the op that cast a gradient to its stored dtype, so later phases may reduce on either side."""
-    if op.kind != "output" or not op.kwargs:
-        return op
-    made = next((o for o in reversed(ops) if o.name == op.args[0].op), None)
-    is_cast = made is not None and made.target is torch.ops.aten._to_copy.default
-    return replace(op, kwargs=(*op.kwargs, ("cast", made.name if is_cast else "")))
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, str], ...]:
