@@ -3,6 +3,7 @@ import json
 import shutil
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,3 +145,9 @@ def test_mesh_larger_than_the_cluster_is_refused():
     assert node.links_for(parse_mesh("2x4"))[0].size == 2
     with pytest.raises(ClusterError, match="needs 16 devices, cluster h100-dgx has 8"):
         node.links_for(parse_mesh("2x8"))
+
+
+def test_the_documented_profile_loads(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "add-a-cluster.md"
+    c = load_text(tmp_path, page.read_text().split("```toml\n")[1].split("```")[0])
+    assert (c.name, c.limit, [link.devices for link in c.links]) == ("mine", 8, [4, 8])
