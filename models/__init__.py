@@ -2,7 +2,7 @@
 
 Every file has
 
-    SIZES    name -> frozen `Config`; "tiny" is for tests: every dim that one may split divides by 4
+    SIZES    name -> frozen `Config`, the default first; "tiny" is for tests: what one may split divides by 4
     build    build(size="tiny", *, batch=None, seq=None, **overrides) -> (model, example_inputs)
              `seq` only where the model has a sequence; `overrides` replace fields of the Config
     loss     loss(output, target) -> scalar, a mean over the global batch
