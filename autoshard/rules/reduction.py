@@ -73,8 +73,6 @@ RULES = {
     aten.min.default: _min,
     aten.cumsum.default: _family(_along, partial="each"),
     aten.cumprod.default: _scan,
-    aten.cummax.default: _scan,
-    aten.cummin.default: _scan,
     aten.logcumsumexp.default: _scan,
     **{op: _inseparable for op in (
         aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.aminmax.default,

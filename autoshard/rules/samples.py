@@ -275,7 +275,6 @@ REDUCTION = (
     sample(aten.std.correction, T(4, 6), (0,), correction=1),
     sample(aten.cumsum.default, T((2, 4), 6), 1),
     sample(aten.cumprod.default, T(4, 6), 0),
-    sample(aten.cummax.default, T(4, 6), 0),
     sample(aten.logcumsumexp.default, T(4, 6), 1),
     sample(aten.median.dim, T(4, 6), 1),
 )
