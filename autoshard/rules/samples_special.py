@@ -190,4 +190,51 @@ NORM = (
            1e-5, (True, True, True), Fixed(torch.empty(0, dtype=torch.uint8))),
 )
 
-SPECIAL: tuple[Sample, ...] = EMBEDDING + LOSS + ATTENTION + CONV + NORM
+_PERM = Fixed(torch.tensor([3, 0, 5, 1, 7, 2]))
+_rows, _columns = _ids(4, 2, high=6, low=-6), _ids(2, high=8)
+
+INDEX = (
+    sample(aten.gather.default, T(4, 6), 1, _ids(4, 2, high=6)),
+    sample(aten.gather.default, T(4, 6, 8), -1, _ids(4, 6, 2, high=8)),
+    sample(aten.gather.default, T((2, 4), 6), 1, _flat(_ids(8, 2, high=6), (2, 4), (2,))),
+    sample(aten.gather.default, T(4, 6), 0, _ids(2, 4, high=4)),
+    sample(aten.scatter_add.default, T(4, 8), 1, _ids(4, 6, high=8), T(4, 6)),
+    sample(aten.scatter_add.default, T(4, 8), 0, _ids(2, 8, high=4), T(2, 8)),
+    sample(aten.scatter.src, T(4, 8), 1, Fixed(torch.tensor([[0, 5], [7, 2], [3, 4], [6, 1]])), T(4, 2)),
+    sample(aten.scatter.value, T(4, 8), 1, _ids(4, 2, high=8), 2.0),
+    sample(aten.scatter_reduce.two, T(4, 8), 1, _ids(4, 6, high=8), T(4, 6), "amax"),
+    sample(aten.index_select.default, T(4, 8, 6), 1, _ids(2, high=8)),
+    sample(aten.index_select.default, T(8, 6), 0, _ids(4, high=8)),
+    sample(aten.index_add.default, T(4, 8), 1, _ids(6, high=8), T(4, 6), alpha=2),
+    sample(aten.index_add.default, T(8, 6), 0, _ids(4, high=8), T(4, 6)),
+    sample(aten.index_copy.default, T(4, 8), 1, _PERM, T(4, 6)),
+    sample(aten.index_fill.int_Scalar, T(4, 8), 1, _ids(2, high=8), 3.0),
+    sample(aten.index.Tensor, T(8, 6), (_ids(4, high=8),)),
+    sample(aten.index.Tensor, T(6, 8), (_rows,)),
+    sample(aten.index.Tensor, T(4, 6, 8), (None, _rows)),
+    sample(aten.index.Tensor, T(4, 6, 8), (None, _rows, _columns)),
+    sample(aten.index.Tensor, T(6, 4, 8), (_rows, None, _columns)),
+    sample(aten.index.Tensor, T(8, 6, high=9), (_ids(4, high=8),)),
+    sample(aten.index_put.default, T(6, 8), (_rows,), T(4, 2, 8), True),
+    sample(aten.index_put.default, T(6, 8), (_rows,), T(8), True),
+    sample(aten.index_put.default, T(6, 8), (_rows,), T(4, 1, 8), True),
+    sample(aten.index_put.default, T(6, 8), (_rows,), T(), True),
+    sample(aten.index_put.default, T(8, 6), (_PERM,), T(6, 6), False),
+    sample(aten.index_put.default, T(4, 6, 8), (None, _rows, _columns), T(4, 4, 2), True),
+    sample(aten.index_put.default, T(6, 4, 8), (_rows, None, _columns), T(4, 2, 4), True),
+    sample(aten._unsafe_index_put.default, T(6, 8), (_rows,), T(4, 2, 8), True),
+    sample(aten.topk.default, T((2, 4), 6), 2),
+    sample(aten.topk.default, T(4, 6, 8), 2, 1),
+    sample(aten.sort.default, T(4, 6)),
+    sample(aten.sort.stable, T(4, 6), stable=True, dim=0),
+    sample(aten.argsort.default, T(4, 6), 0),
+    sample(aten.argsort.stable, T(4, 6), stable=True, dim=0),
+    sample(aten.searchsorted.Tensor, _positive(6), T(4, 2)),
+    sample(aten.searchsorted.Tensor, Fixed(torch.arange(24.0, dtype=_f64).view(4, 6)), T(4, 2)),
+    sample(aten.bucketize.Tensor, T(4, 2), Fixed(torch.arange(6.0, dtype=_f64))),
+    sample(aten.histc.default, T(8), 4, -1, 1),
+    sample(aten.histc.default, T(8), 4),
+    sample(aten.take.default, T(4, 6), _ids(4, 2, high=24)),
+)
+
+SPECIAL: tuple[Sample, ...] = EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX
