@@ -15,7 +15,7 @@ from autoshard.layouts import layouts
 from autoshard.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
-from autoshard.spec import REDUCE_OPS, Spec
+from autoshard.spec import Spec
 
 WINDOWS: tuple[Window, Window] = ("forward", "backward")
 
@@ -91,7 +91,7 @@ def memory(chosen: Chosen, limit: float | None) -> dict[str, float | None]:
     table, graph = chosen.table, chosen.table.graph
     out = dict.fromkeys(("parameters", "gradients", "optimizer", "saved", "buffers"), 0.0)
     for op in graph.of_kind("param"):
-        trained = bool(table.ops[op.name].update.any())
+        trained = op.name in table.trained
         parts = stored_parts(op.outputs[0], chosen.out_spec(Ref(op.name)), table.mesh,
                              table.training.optimizer if trained else None)
         for name, nbytes in parts.items():

@@ -80,6 +80,11 @@ class CostTable:
         return self.redistribution.steps(meta.logical_shape, meta.dtype, src, dst)
 
     @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameter ops that have a gradient."""
+        return trained_params(self.graph)
+
+    @cached_property
     def param_derived(self) -> frozenset[Ref]:
         """Parameters and what views and casts make of them alone: their gathers may be issued early."""
         out: set[Ref] = set()
@@ -111,16 +116,21 @@ def is_passing(op: Op) -> bool:
         registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target))
 
 
+def trained_params(graph: Graph) -> frozenset[str]:
+    with_gradient = {str(op.target).removeprefix("grad:") for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
+    return frozenset(op.name for op in graph.of_kind("param") if op.target in with_gradient)
+
+
 def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Strategies,
                      training: Training) -> CostTable:
     """Price every strategy of every op; edge tables are made on first use and shared."""
     links = cluster.links_for(mesh)
-    trained = {str(op.target).removeprefix("grad:") for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
+    trained = trained_params(graph)
     cache: dict[tuple[int, bool], OpCost] = {}
     ops: dict[str, OpCost] = {}
     for op in graph.ops:
         found = strategies[op.name]
-        key = (id(found), op.kind == "param" and op.target in trained)
+        key = (id(found), op.name in trained)
         if key not in cache:
             cache[key] = _op_cost(op, found, mesh, cluster, links, training, key[1])
         ops[op.name] = cache[key]

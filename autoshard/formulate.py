@@ -162,7 +162,7 @@ def _add_op(b: _Builder, op: Op, layers: Mapping[str, int]) -> None:
 
 def _stored(b: _Builder, op: Op) -> np.ndarray:
     t, meta = b.table, op.outputs[0]
-    trained = bool(t.ops[op.name].update.any())
+    trained = op.name in t.trained
     index = t.strategies[op.name].output_specs[0]
     return np.array([stored_bytes(meta, s, t.mesh, t.training.optimizer if trained else None)
                      for s in index.specs], dtype=float)[index.index]
@@ -185,12 +185,23 @@ def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
         for spec in b.table.strategies[reader[0]].input_specs[reader[1]].specs:
             wanted[spec].append(reader)
     priced = b.overlaps and b.table.hideable(ref)
-    shared = {spec: tuple(rs) for spec, rs in wanted.items() if priced or len(rs) > 1}
+    shared = {spec: tuple(rs) for spec, rs in wanted.items()
+              if (priced or len(rs) > 1) and _costs_anything(b, ref, spec)}
     for reader in readers:
         _add_direct_edge(b, ref, reader, frozenset(s for s, rs in shared.items() if reader in rs))
     for spec, rs in shared.items():
         _add_copy_node(b, ref, spec, rs, {windows[r] for r in rs}, priced, layers)
     _add_saved(b, ref, windows, bool(shared))
+
+
+def _costs_anything(b: _Builder, ref: Ref, spec: Spec) -> bool:
+    """Whether some producer spec pays for reaching `spec`; where all are free there is nothing to share."""
+    seconds = b.table.table(b.table.graph.meta(ref), b.table.strategies[ref.op].output_specs[ref.index], _target(b, spec))
+    return b.shared(("paid", id(seconds)), lambda: bool(np.any(np.isfinite(seconds) & (seconds > 0))))
+
+
+def _target(b: _Builder, spec: Spec) -> SpecIndex:
+    return b.shared(("target", spec), lambda: SpecIndex((spec,), np.zeros(1, dtype=np.int64)))
 
 
 def _add_direct_edge(b: _Builder, ref: Ref, reader: tuple[str, int], through_copies: frozenset[Spec]) -> None:
@@ -212,8 +223,7 @@ def _add_direct_edge(b: _Builder, ref: Ref, reader: tuple[str, int], through_cop
 def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[tuple[str, int], ...],
                    windows: set[Window], priced: bool, layers: Mapping[str, int]) -> None:
     src = b.table.strategies[ref.op].output_specs[ref.index]
-    target = b.shared(("target", spec), lambda: SpecIndex((spec,), np.zeros(1, dtype=np.int64)))
-    seconds = b.table.table(b.table.graph.meta(ref), src, target)
+    seconds = b.table.table(b.table.graph.meta(ref), src, _target(b, spec))
     states = b.shared(("states", id(seconds), len(windows), min(windows), priced),
                       lambda: _states(src, spec, seconds[:, 0], windows, priced))
     node = len(b.costs)
