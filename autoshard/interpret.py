@@ -9,7 +9,7 @@ import torch
 
 from autoshard.errors import UsageError
 from autoshard.graph import Op, Ref, map_args
-from autoshard.trace import Traced
+from autoshard.calling import Traced
 
 
 @dataclass(frozen=True, eq=False)

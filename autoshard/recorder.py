@@ -104,7 +104,8 @@ class Tape:
             self._bind_all(results, twin.name)
             return
         name = self._name(target, "_recompute" if recompute else "")
-        outputs = tuple(meta_of(r) if isinstance(r, torch.Tensor) else self._no_tensor(r, target) for r in results)
+        # a number among the outputs is fixed by the shapes; where it is used it is in the args already
+        outputs = tuple(meta_of(r) if isinstance(r, torch.Tensor) else None for r in results)
         op = Op(name, "call", target, args, kwargs, outputs, self.phase, module, source, code)
         self.add(op)
         self._bind_all(results, name)
@@ -117,10 +118,6 @@ class Tape:
         for i, r in enumerate(results):
             if isinstance(r, torch.Tensor):
                 self.bind(r, Ref(name, i))
-
-    def _no_tensor(self, value: Any, target: Any) -> None:
-        if value is not None:
-            raise TraceError(f"{target} yields a Python number that depends on data{self._at()}; keep it a tensor")
 
     def _name(self, target: Any, suffix: str) -> str:
         base = target._schema.name.split("::")[-1]

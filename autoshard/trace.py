@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,77 +29,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import _torch
-from autoshard.errors import AutoshardError, TraceError, UsageError
-from autoshard.graph import Graph, Op, Ref, TensorMeta
+from autoshard.calling import Calling, TensorLeaf, Traced, arguments
+from autoshard.errors import AutoshardError, TraceError
+from autoshard.graph import Graph, Op, Ref
 from autoshard.precision import Precision
 from autoshard.recorder import Tape, innermost_user_line, meta_of
 
 NORMS_IN_MASTER = (nn.modules.batchnorm._NormBase,)
-
-
-@dataclass(frozen=True)
-class TensorLeaf:
-    """Stands for tensor `index` of the inputs (or of the user outputs) in a flattened pytree."""
-
-    index: int
-
-
-@dataclass(frozen=True, eq=False)
-class Calling:
-    """How a call of the model maps to the graph.
-
-    leaves / out_leaves   flattened (args, kwargs) / result, with `TensorLeaf`s where tensors are; the other
-                          leaves are baked into the graph and must be equal at every call
-    inputs                shape and dtype of each tensor input;  names: where each comes from, for messages
-    constants             "_constant_i" -> its data
-    """
-
-    in_spec: Any
-    leaves: tuple[Any, ...]
-    names: tuple[str, ...]
-    inputs: tuple[TensorMeta, ...]
-    out_spec: Any
-    out_leaves: tuple[Any, ...]
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
-        """The tensor inputs in graph order. Raises UsageError when the call differs from the traced one in
-        structure, in a non-tensor argument, or in a shape or dtype."""
-        flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-        if spec != self.in_spec:
-            raise UsageError("the model was traced with other arguments: pass the same positional and keyword arguments")
-        tensors = []
-        for leaf, value in zip(self.leaves, flat, strict=True):
-            if isinstance(leaf, TensorLeaf):
-                self._check(leaf.index, value)
-                tensors.append(value)
-            elif isinstance(value, torch.Tensor) or not _same(leaf, value):
-                raise UsageError(f"the model was traced with the argument {leaf!r} and is called with {value!r}; "
-                                 "non-tensor arguments are part of the graph, trace again")
-        return tuple(tensors)
-
-    def _check(self, index: int, value: Any) -> None:
-        want = self.inputs[index]
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != want.shape or value.dtype != want.dtype:
-            found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
-            raise UsageError(f"argument {self.names[index]} was traced as {want.shape} {want.dtype} and is now {found}")
-
-    def unflatten(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """The model's result from the tensors of the graph's "user:i" outputs."""
-        leaves = [outputs[v.index] if isinstance(v, TensorLeaf) else v for v in self.out_leaves]
-        return pytree.tree_unflatten(leaves, self.out_spec)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a is b or bool(a == b))
-
-
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """A graph and how to call it."""
-
-    graph: Graph
-    calling: Calling
 
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
@@ -117,7 +53,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     with torch.random.fork_rng(devices=()):
-        return _Run(model, tuple(args), dict(kwargs or {}), loss_fn, training, precision).traced()
+        return _Run(model, *arguments(args, kwargs), loss_fn, training, precision).traced()
 
 
 class _Run:
@@ -128,6 +64,7 @@ class _Run:
         if loss_fn is not None and not args:
             raise TraceError("with loss_fn the last positional argument is the target, and there is none; pass (x, target)")
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
+        self.args = args
         self.flat, self.in_spec = pytree.tree_flatten((args, kwargs))
         self.tape = Tape()
         self.recorder = _torch.Recorder(self.tape.on_op)
@@ -137,17 +74,18 @@ class _Run:
         self.tape.forbidden = {id(t): n for n, t in (self.params | self.buffers).items()}
 
     def traced(self) -> Traced:
-        with _torch.functional_tracing(self.recorder), torch.set_grad_enabled(self.training):
+        with (torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
+              _torch.functional_tracing(self.recorder)):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
             self.recorder.recording = True
             self._cast_stored(twin)
-            leaves = [self._cast_input(inputs[v.index]) if isinstance(v, TensorLeaf) else v for v in self.leaves]
+            leaves = [self._input_value(v, inputs) for v in self.leaves]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, self.in_spec)
             out = self._forward(twin, call_args, call_kwargs)
             users, out_leaves, out_spec, wanted = self._outputs(out)
-            self._mutations(inputs)
+            self._mutations(twin, inputs)
             if self.training:
                 self._backward(users, wanted, inputs)
         return self._finish(out_leaves, out_spec)
@@ -171,6 +109,7 @@ class _Run:
 
     def _inputs(self) -> list[torch.Tensor]:
         out, self.leaves, names = [], [], []
+        self.targets: set[int] = set()   # tensor inputs that belong to the loss's target
         for path, value in pytree.tree_flatten_with_path(pytree.tree_unflatten(self.flat, self.in_spec))[0]:
             if isinstance(value, torch.Tensor):
                 self.leaves.append(TensorLeaf(len(out)))
@@ -178,6 +117,8 @@ class _Run:
                 needs_grad = value.requires_grad and self.training and value.dtype.is_floating_point
                 out.append(t.requires_grad_(needs_grad))
                 names.append(_path_name(path))
+                if self.loss_fn is not None and _in_argument(path, len(self.args) - 1):
+                    self.targets.add(len(out) - 1)
             else:
                 self.leaves.append(value)
         self.names = tuple(names)
@@ -193,7 +134,7 @@ class _Run:
         for module in self.model.modules():
             for value in vars(module).values():
                 if isinstance(value, torch.Tensor):
-                    memo.setdefault(id(value), value)
+                    memo.setdefault(id(value), value if value.device.type in ("cpu", "meta") else value.cpu())
         try:
             twin = copy.deepcopy(self.model, memo)
         except Exception as e:
@@ -205,8 +146,11 @@ class _Run:
 
     def _cast_stored(self, twin: nn.Module) -> None:
         """Replace floating parameters and buffers by their casts to the compute dtype, one cast per tensor."""
-        if self.precision is None:
-            return
+        if self.precision is not None:
+            self._cast_modules(twin)
+        self.placed = {name: twin.get_buffer(name) for name in self.buffers}
+
+    def _cast_modules(self, twin: nn.Module) -> None:
         dtype, casts = self.precision.compute, {}
         for module in twin.modules():
             if isinstance(module, NORMS_IN_MASTER):
@@ -218,8 +162,12 @@ class _Run:
                             casts[id(t)] = t.to(dtype)
                         table[key] = casts[id(t)]
 
-    def _cast_input(self, t: torch.Tensor) -> torch.Tensor:
-        if self.precision is None or not t.dtype.is_floating_point:
+    def _input_value(self, leaf: Any, inputs: list[torch.Tensor]) -> Any:
+        """What the model gets: floating inputs in the compute dtype, but not the target of the loss."""
+        if not isinstance(leaf, TensorLeaf):
+            return leaf
+        t = inputs[leaf.index]
+        if self.precision is None or not t.dtype.is_floating_point or leaf.index in self.targets:
             return t
         return t.to(self.precision.compute)
 
@@ -249,7 +197,8 @@ class _Run:
         ref = self.tape.ref(_torch.unwrap(value))
         self.tape.add(Op(target, "output", target, (ref,), kwargs, phase=self.tape.phase))
 
-    def _mutations(self, inputs: list[torch.Tensor]) -> None:
+    def _mutations(self, twin: nn.Module, inputs: list[torch.Tensor]) -> None:
+        """Buffers that the model wrote in place or assigned anew, in their stored dtype."""
         for i, t in enumerate(inputs):
             if _torch.was_mutated(t):
                 raise TraceError(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone())")
@@ -257,8 +206,13 @@ class _Run:
             if _torch.was_mutated(self.stored[name]):
                 raise TraceError(f"the model writes into its parameter {name!r} in place; make it a buffer")
         for name in self.buffers:
-            if _torch.was_mutated(self.stored[name]):
-                self._output(f"mutation:{name}", self.stored[name])
+            stored, now = self.stored[name], twin.get_buffer(name)
+            if now is not self.placed[name] or _torch.was_mutated(now):
+                if now.shape != stored.shape:
+                    raise TraceError(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to {tuple(now.shape)}; "
+                                     "keep its shape")
+                with torch.no_grad():
+                    self._output(f"mutation:{name}", now.to(stored.dtype))
 
     # --- backward ---
 
@@ -344,11 +298,21 @@ def _plain(value: Any) -> Any:
                      "with torch.utils._pytree.register_pytree_node")
 
 
+def _in_argument(path: tuple[Any, ...], index: int) -> bool:
+    """Whether a leaf of (args, kwargs) lies in positional argument `index`."""
+    return path[0].idx == 0 and path[1].idx == index
+
+
+def _on_cpu() -> Any:
+    """Tensors that the model makes without a device go where the fake weights are."""
+    return torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
+
+
 def _path_name(path: tuple[Any, ...]) -> str:
     """(1, "labels") -> "labels": how messages name an argument."""
     side, *rest = path
     text = pytree.keystr(tuple(rest))
-    return f"args{text}" if getattr(side, "idx", 0) == 0 else f"kwargs{text}"
+    return f"args{text}" if side.idx == 0 else f"kwargs{text}"
 
 
 def _track(module: nn.Module, name: str, stack: list[str]) -> None:
