@@ -10,15 +10,16 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
+import torch
 
+from autoshard import flow
 from autoshard.cost import collectives, compute
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.redistribute import Redistribution, Step
 from autoshard.graph import Graph, Op, Ref, TensorMeta
 from autoshard.mesh import Mesh
-from autoshard.rules import registry
 from autoshard.rules.types import InnerCollective
-from autoshard.spec import Spec, local_shape
+from autoshard.spec import PSUM, Spec, local_shape
 from autoshard.strategies import SpecIndex, Strategies, StrategySet, local_shape_array
 
 HEAVY = ("matmul", "attention", "conv")
@@ -64,12 +65,16 @@ class CostTable:
         """(seconds [source specs, target specs], source specs, target specs) of one edge; inf: impossible."""
         src = self.strategies[ref.op].output_specs[ref.index]
         dst = self.strategies[consumer].input_specs[index]
-        return self.table(self.graph.meta(ref), src, dst), src, dst
+        return self.table(ref, dst), src, dst
 
-    def table(self, meta: TensorMeta, src: SpecIndex, dst: SpecIndex) -> np.ndarray:
-        key = (meta.logical_shape, meta.dtype, src.specs, dst.specs)
+    def table(self, ref: Ref, dst: SpecIndex) -> np.ndarray:
+        """Seconds [producer's specs, target specs] of redistributing `ref`; the same object for equal tables."""
+        meta, src = self.graph.meta(ref), self.strategies[ref.op].output_specs[ref.index]
+        early = self._reduction_dtypes.get(ref, meta.dtype) != meta.dtype
+        key = (meta.logical_shape, meta.dtype, src.specs, dst.specs, early)
         if key not in self._tables:
-            self._tables[key] = self.redistribution.table(meta.logical_shape, meta.dtype, src.specs, dst.specs)
+            seconds = self.redistribution.table(meta.logical_shape, meta.dtype, src.specs, dst.specs)
+            self._tables[key] = np.where(reduces(src, dst), np.inf, seconds) if early else seconds
         return self._tables[key]
 
     def seconds(self, meta: TensorMeta, src: Spec, dst: Spec) -> float:
@@ -85,35 +90,22 @@ class CostTable:
         return trained_params(self.graph)
 
     @cached_property
-    def param_derived(self) -> frozenset[Ref]:
-        """Parameters and what views and casts make of them alone: their gathers may be issued early."""
-        out: set[Ref] = set()
-        for op in self.graph.ops:
-            if op.kind == "param" or (is_passing(op) and op.refs[0] in out):
-                out.add(Ref(op.name))
-        return frozenset(out)
+    def _hideable(self) -> frozenset[Ref]:
+        return flow.param_derived(self.graph) | flow.gradient_bound(self.graph)
 
     @cached_property
-    def gradient_bound(self) -> frozenset[Ref]:
-        """Values that only flow, through views and casts, into gradient outputs: reductions may finish late."""
-        out: set[Ref] = set()
-        ends = {op.name for op in self.graph.ops if op.kind == "output" and str(op.target).startswith("grad:")}
-        for op in reversed(self.graph.ops):
-            for i in range(len(op.outputs)):
-                users = self.graph.users.get(Ref(op.name, i), ())
-                if users and all(u in ends or (Ref(u) in out and is_passing(self.graph.op(u))) for u, _ in users):
-                    out.add(Ref(op.name, i))
-        return frozenset(out)
+    def _reduction_dtypes(self) -> dict[Ref, torch.dtype]:
+        return flow.reduction_dtypes(self.graph)
 
     def hideable(self, ref: Ref) -> bool:
         """Whether redistributing this value can overlap compute (design: parameter gathers, gradient reductions)."""
-        return ref in self.param_derived or ref in self.gradient_bound
+        return ref in self._hideable
 
 
-def is_passing(op: Op) -> bool:
-    """A view or cast of a single tensor: the value stays the same parameter or gradient."""
-    return op.kind == "call" and len(op.refs) == 1 and (
-        registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target))
+def reduces(src: SpecIndex, dst: SpecIndex) -> np.ndarray:
+    """[source specs, target specs]: whether going there sums a Partial, which a precision policy may want elsewhere."""
+    a, b = np.array(src.specs)[:, None, :], np.array(dst.specs)[None, :, :]
+    return np.any((a <= PSUM) & (a != b), axis=2)
 
 
 def trained_params(graph: Graph) -> frozenset[str]:

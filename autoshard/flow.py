@@ -1,6 +1,8 @@
 """Which values are a parameter, or a gradient, but for views and casts: their communication can overlap compute."""
 from __future__ import annotations
 
+import torch
+
 from autoshard.graph import Graph, Op, Ref
 from autoshard.rules import registry
 
@@ -30,3 +32,14 @@ def gradient_bound(graph: Graph) -> frozenset[Ref]:
             if users and all(u in ends or (Ref(u) in out and is_passing(graph.op(u))) for u, _ in users):
                 out.add(Ref(op.name, i))
     return frozenset(out)
+
+
+def reduction_dtypes(graph: Graph) -> dict[Ref, torch.dtype]:
+    """Under a precision policy: per gradient-bound value, the dtype its sum over ranks must be taken in."""
+    out: dict[Ref, torch.dtype] = {}
+    for op in reversed(graph.ops):
+        wanted = dict(op.kwargs).get("reduce") if op.kind == "output" else out.get(Ref(op.name)) if is_passing(op) else None
+        if wanted is not None:
+            out[op.refs[0]] = wanted
+    bound = gradient_bound(graph)
+    return {ref: dtype for ref, dtype in out.items() if ref in bound}

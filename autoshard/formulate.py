@@ -196,7 +196,7 @@ def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
 
 def _costs_anything(b: _Builder, ref: Ref, spec: Spec) -> bool:
     """Whether some producer spec pays for reaching `spec`; where all are free there is nothing to share."""
-    seconds = b.table.table(b.table.graph.meta(ref), b.table.strategies[ref.op].output_specs[ref.index], _target(b, spec))
+    seconds = b.table.table(ref, _target(b, spec))
     return b.shared(("paid", id(seconds)), lambda: bool(np.any(np.isfinite(seconds) & (seconds > 0))))
 
 
@@ -223,7 +223,7 @@ def _add_direct_edge(b: _Builder, ref: Ref, reader: tuple[str, int], through_cop
 def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[tuple[str, int], ...],
                    windows: set[Window], priced: bool, layers: Mapping[str, int]) -> None:
     src = b.table.strategies[ref.op].output_specs[ref.index]
-    seconds = b.table.table(b.table.graph.meta(ref), src, _target(b, spec))
+    seconds = b.table.table(ref, _target(b, spec))
     states = b.shared(("states", id(seconds), len(windows), min(windows), priced),
                       lambda: _states(src, spec, seconds[:, 0], windows, priced))
     node = len(b.costs)
