@@ -136,8 +136,7 @@ def _plan(model: str | None, model_options: dict[str, Any], mesh: str, inference
         spec = spec.for_inference
         spec.model.eval()
     info = {"reference": spec.reference, **spec.settings}
-    loss_fn = spec.loss_fn if spec.targets else None  # without targets the model returns its own loss
-    return api.plan(spec.model, mesh, spec.example_inputs, spec.example_kwargs, loss_fn=loss_fn,
+    return api.plan(spec.model, mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn,
                     training=not inference, progress=progress, model_info=info, **settings)
 
 

@@ -18,11 +18,6 @@ IMAGE = 224
 """Pixels a side where the config does not say."""
 
 
-def output_loss(output: Any) -> torch.Tensor:
-    """The loss that a Hugging Face model has in its output when it was given labels."""
-    return output.loss
-
-
 def config_factory(path: str | Path) -> Callable[..., Any]:
     """-> factory(batch, seq) returning (model, keyword inputs). Raises ModelError for a config that cannot be used."""
     config = _read_config(Path(path))

@@ -32,8 +32,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 class ModelSpec:
     """A model with what one step needs.
 
-    example_inputs  positional; the last `targets` of them go to `loss_fn`, the others to the model
-    loss_fn         `loss_fn(output, *targets)` -> scalar, or None for a model without a known loss
+    example_inputs  positional; with `loss_fn` the last is the target and the others go to the model
+    loss_fn         `loss_fn(output, target)` -> scalar; None where the model returns its loss or has none
     reference       canonical name, e.g. "llama:8B"
     settings        batch, seq, dtype and hf as the user gave them (None where not given)
     """
@@ -44,14 +44,13 @@ class ModelSpec:
     loss_fn: Callable[..., torch.Tensor] | None
     reference: str
     settings: Mapping[str, Any]
-    targets: int = 0
 
     @property
     def for_inference(self) -> "ModelSpec":
-        """The same without loss, targets and labels."""
-        kept = self.example_inputs[:len(self.example_inputs) - self.targets]
+        """The same without loss, target and labels."""
+        kept = self.example_inputs[:-1] if self.loss_fn else self.example_inputs
         kwargs = {k: v for k, v in self.example_kwargs.items() if k not in LABELS}
-        return replace(self, example_inputs=kept, example_kwargs=kwargs, loss_fn=None, targets=0)
+        return replace(self, example_inputs=kept, example_kwargs=kwargs, loss_fn=None)
 
 
 LABELS = ("labels", "start_positions", "end_positions")
@@ -73,10 +72,11 @@ def load_model(reference: str | None, *, batch: int | None = None, seq: int | No
     reference  `name` or `name:size` (any case): NAME.py in the `models/` folder of the current directory or
                beside the package (what such a file has: models/__init__.py). Or `package.module:factory`,
                where `factory()` returns (model, example_inputs): a tuple, one tensor, or a dict of keyword
-               arguments. A function `loss(output, target)` in the same module, if there is one, makes the
-               last input the target; `loss(output)` takes none. None with `hf`.
+               arguments. With a function `loss(output, target)` in the same module the last input is the
+               target; without one the model returns the loss itself. None with `hf`.
     batch, seq passed to the factory where given; dtype "bf16", "fp16", "fp32" or "fp64" casts what floats.
-    hf         path of a Hugging Face config JSON; the class is the first of its `architectures`.
+    hf         path of a Hugging Face config JSON; the class is the first of its `architectures`. The
+               example inputs have labels, so that the model's output has the loss.
     fake       build on the meta device: shapes without memory. False makes real weights.
 
     Raises ModelError for a model that cannot be found or built, UsageError for other bad arguments.
@@ -92,22 +92,11 @@ def load_model(reference: str | None, *, batch: int | None = None, seq: int | No
     if dtype is not None:
         model = model.to(DTYPES[dtype])
         args, kwargs = pytree.tree_map(lambda leaf: _cast(leaf, DTYPES[dtype]), (args, kwargs))
-    loss_fn, targets = _loss(source, args, kwargs, hf is not None)
+    if source.loss_fn is not None and not args:
+        raise ModelError(f"{source.reference} has a loss(output, target) beside it, so its example inputs must be "
+                         f"positional and end with the target")
     settings = {"batch": batch, "seq": seq, "dtype": dtype, "hf": None if hf is None else str(hf)}
-    return ModelSpec(model, args, kwargs, loss_fn, source.reference, settings, targets)
-
-
-def _loss(source: _Source, args: tuple, kwargs: dict, needs_labels: bool) -> tuple[Callable | None, int]:
-    """The loss and how many of the last inputs it takes: its parameters without default, less the output."""
-    if source.loss_fn is None or (needs_labels and not any(name in kwargs for name in LABELS)):
-        return None, 0
-    required = [p for p in inspect.signature(source.loss_fn).parameters.values()
-                if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    targets = len(required) - 1
-    if targets > len(args):
-        raise ModelError(f"the loss of {source.reference} takes {targets} target(s), but the factory gave "
-                         f"{len(args)} positional example inputs; example inputs end with the target")
-    return source.loss_fn, targets
+    return ModelSpec(model, args, kwargs, source.loss_fn, source.reference, settings)
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
@@ -118,8 +107,8 @@ def _find(reference: str | None, hf: str | Path | None) -> _Source:
     if hf is not None:
         if reference:
             raise UsageError(f"both a model ({reference!r}) and a Hugging Face config ({hf}) were given; give one")
-        from autoshard.hf_model import config_factory, output_loss
-        return _Source(config_factory(hf), output_loss, f"hf:{Path(hf).name}")
+        from autoshard.hf_model import config_factory
+        return _Source(config_factory(hf), None, f"hf:{Path(hf).name}")
     if not reference:
         raise UsageError("no model was given; write for example gpt:tiny, package.module:factory or --hf config.json")
     name, _, rest = reference.partition(":")

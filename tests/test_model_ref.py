@@ -70,14 +70,14 @@ def test_name_and_size_in_any_case_without_memory():
     assert all(t.is_meta for t in tensors(spec))
     assert spec.settings == {"batch": 2, "seq": 64, "dtype": None, "hf": None}
     ids, target = spec.example_inputs
-    assert spec.targets == 1 and ids.shape == target.shape == (2, 64)
+    assert ids.shape == target.shape == (2, 64)
 
 
 def test_a_name_alone_means_its_first_size():
     assert load_model("gpt").reference == "gpt:tiny"
 
 
-def test_loss_takes_the_output_and_the_targets():
+def test_loss_takes_the_output_and_the_target():
     spec = load_model("mlp", fake=False)
     *inputs, target = spec.example_inputs
     assert spec.loss_fn(spec.model(*inputs), target).item() > 0
@@ -85,7 +85,7 @@ def test_loss_takes_the_output_and_the_targets():
 
 def test_for_inference_drops_the_target():
     spec = load_model("t5").for_inference
-    assert len(spec.example_inputs) == 2 and spec.loss_fn is None and spec.targets == 0
+    assert len(spec.example_inputs) == 2 and spec.loss_fn is None
 
 
 @pytest.mark.parametrize("fake", [True, False])
@@ -102,7 +102,7 @@ def test_a_models_folder_of_the_current_directory_comes_first(user):
     (user / "models" / "mlp.py").write_text(
         "import torch\nSIZES = {'one': 1}\ndef build(size):\n    return torch.nn.Linear(3, 1), (torch.randn(2, 3),)\n")
     spec = load_model("mlp")
-    assert spec.reference == "mlp:one" and spec.loss_fn is None and spec.targets == 0
+    assert spec.reference == "mlp:one" and spec.loss_fn is None
 
 
 @pytest.mark.parametrize("reference, message", [
@@ -140,13 +140,12 @@ def test_no_model_at_all():
 
 def test_factory_without_a_loss(user):
     spec = load_model("own_factories:linear", batch=6)
-    assert spec.reference == "own_factories:linear" and spec.loss_fn is None and spec.targets == 0
+    assert spec.reference == "own_factories:linear" and spec.loss_fn is None
     assert [x.shape[0] for x in spec.example_inputs] == [6, 6] and all(t.is_meta for t in tensors(spec))
 
 
 def test_factory_beside_a_loss(user):
     spec = load_model("own_with_loss:linear")
-    assert spec.targets == 1
     with torch.device("meta"):
         assert spec.loss_fn(spec.model(spec.example_inputs[0]), spec.example_inputs[1]).shape == ()
 
@@ -157,7 +156,7 @@ def test_factory_with_keyword_inputs(user):
 
 
 def test_a_file_of_models_is_an_importable_module_too():
-    assert load_model("models.mlp:build").targets == 1
+    assert load_model("models.mlp:build").loss_fn is not None
 
 
 @pytest.mark.parametrize("reference, message", [
@@ -168,7 +167,7 @@ def test_a_file_of_models_is_an_importable_module_too():
     ("own_factories:nothing", "must return (model, example_inputs), but returned NoneType"),
     ("own_factories:fails", "building own_factories:fails failed: RuntimeError: out of cheese at"),
     ("own_factories:reads_values", "cannot be built on the meta device"),
-    ("own_with_loss:keywords", "takes 1 target(s), but the factory gave 0 positional example inputs"),
+    ("own_with_loss:keywords", "must be positional and end with the target"),
     ("own_factories:keywords --batch", "takes no batch; leave --batch out"),
 ])
 def test_bad_factories(user, reference, message):
@@ -190,14 +189,14 @@ def test_hf_config_gives_model_inputs_and_labels(config):
     spec = load_model(None, hf=config(**LLAMA), batch=4)
     assert type(spec.model).__name__ == "LlamaForCausalLM" and spec.reference == "hf:config.json"
     assert {k: v.shape for k, v in spec.example_kwargs.items()} == {"input_ids": (4, 32), "labels": (4, 32)}
-    assert all(t.is_meta for t in tensors(spec)) and spec.targets == 0
+    assert all(t.is_meta for t in tensors(spec)) and spec.loss_fn is None
     assert list(spec.for_inference.example_kwargs) == ["input_ids"]
     assert spec.model.config._attn_implementation == "sdpa" and not spec.model.config.use_cache
 
 
-def test_hf_loss_is_read_from_the_output(config):
+def test_hf_model_returns_its_loss(config):
     spec = load_model(None, hf=config(**LLAMA), batch=2, seq=8, fake=False)
-    loss = spec.loss_fn(spec.model(**spec.example_kwargs))
+    loss = spec.model(**spec.example_kwargs).loss
     assert loss.shape == () and 4 < loss.item() < 8
 
 
@@ -223,7 +222,7 @@ def test_hf_labels_follow_the_head(config, architecture, labels):
     spec = load_model(None, hf=config(**fields), batch=2, fake=False)
     assert {k: tuple(v.shape) for k, v in spec.example_kwargs.items() if k != "input_ids"} == labels
     output = spec.model(**spec.example_kwargs)
-    assert spec.loss_fn(output).isfinite() if labels else spec.loss_fn is None
+    assert output.loss.isfinite() if labels else not hasattr(output, "loss")
 
 
 def test_hf_vision_and_encoder_decoder(config):
@@ -231,13 +230,13 @@ def test_hf_vision_and_encoder_decoder(config):
                  image_size=16, patch_size=4)
     spec = load_model(None, hf=vit, batch=2, fake=False)
     assert spec.example_kwargs["pixel_values"].shape == (2, 3, 16, 16)
-    assert spec.loss_fn(spec.model(**spec.example_kwargs)).isfinite()
+    assert spec.model(**spec.example_kwargs).loss.isfinite()
     with pytest.raises(ModelError, match="image model and takes no seq"):
         load_model(None, hf=vit, seq=4)
     t5 = config(model_type="t5", vocab_size=256, d_model=64, num_layers=1, num_heads=4, d_kv=16, d_ff=64,
                 decoder_start_token_id=0)
     spec = load_model(None, hf=t5, batch=2, seq=8, fake=False)
-    assert spec.loss_fn(spec.model(**spec.example_kwargs)).isfinite()
+    assert spec.model(**spec.example_kwargs).loss.isfinite()
 
 
 @pytest.mark.parametrize("fields, message", [
