@@ -10,10 +10,12 @@ import torch
 
 from autoshard.graph import Call
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import input_axes, local_ids, output_axes, zero_where_not
-from autoshard.rules.types import LocalContext
+from autoshard.rules.parts import adjust, input_axes, local_ids, output_axes, zero_where_not
+from autoshard.rules.types import LocalContext, Row
+from autoshard.spec import PSUM, R
 
 aten = torch.ops.aten
+MAX_MODE = 2
 
 
 def _embedding(ctx: LocalContext, weight: Any, indices: Any, padding_idx: int = -1, *flags: Any) -> Any:
@@ -45,7 +47,29 @@ def _embedding_backward(ctx: LocalContext, grad: Any, indices: Any, num_weights:
     return aten.embedding_dense_backward.default(kept, local, rows, -1, False)
 
 
+def _bag_line(call: Call) -> str:
+    """Bags are ragged, so only the feature dim splits."""
+    rest = ("b! d" if len(m.shape) == 2 else f"r{i}!" for i, m in enumerate(call.outputs[1:]))
+    return f"v! d, n!, o!, n! -> b! d, {', '.join(rest)}"
+
+
+def _bag_row(call: Call, row: Row) -> Row:
+    """What describes the bags is the same on every rank."""
+    return Row(row.inputs, tuple(R if p == PSUM else p for p in row.outputs))
+
+
+def _bag_backward_line(call: Call) -> str:
+    names = [a.name for a in call.target._schema.arguments if "Tensor" in str(a.type)]
+    ragged = ("b! d" if n == "maximum_indices" and call.argument("mode") == MAX_MODE else f"r{i}!"
+              for i, n in enumerate(names[1:]))
+    return f"b! d, {', '.join(ragged)} -> v! d"
+
+
 RULES = {
+    aten._embedding_bag.default: adjust(rule(_bag_line, family="gather"), _bag_row),
+    aten._embedding_bag_forward_only.default: adjust(rule(_bag_line, family="gather"), _bag_row),
+    aten._embedding_bag_backward.default: rule(_bag_backward_line, family="gather"),
+    aten._embedding_bag_dense_backward.default: rule(_bag_backward_line, family="gather"),
     aten.embedding.default: rule("v d, ... -> ... d", family="gather", local=_embedding),
     aten.embedding_dense_backward.default: rule(_backward_line, family="gather", partial="each",
                                                 local=_embedding_backward),

@@ -240,6 +240,8 @@ RULES = {
     aten.sort.stable: _ordered(2),
     aten.argsort.default: _ordered(1),
     aten.argsort.stable: _ordered(1),
+    aten.cummax.default: _ordered(2),
+    aten.cummin.default: _ordered(2),
     aten.searchsorted.Tensor: _one(_searchsorted_line),
     aten.bucketize.Tensor: _one("..., b! -> ..."),
     aten.histc.default: _one(_histogram_line),

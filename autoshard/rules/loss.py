@@ -84,6 +84,11 @@ def _softmax_rule(tensors: int, local: Any, row: Any) -> Rule:
     return adjust(rule(line, family="reduction", local=local), row)
 
 
+def _whole_softmax_line(call: Call) -> str:
+    dims = dims_but(call, (call.argument("dim"),))
+    return f"{dims} -> {dims}"
+
+
 # Negative log likelihood --------------------------------------------------------------------------------
 
 def _spatial(call: Call) -> str:
@@ -187,6 +192,7 @@ def _spread_over_shards(ctx: LocalContext, grad: Any, *args: Any, **kwargs: Any)
 RULES = {
     aten._softmax.default: _softmax_rule(1, _softmax, _softmax_row),
     aten._log_softmax.default: _softmax_rule(1, _softmax, _softmax_row),
+    aten._safe_softmax.default: rule(_whole_softmax_line, family="reduction"),
     aten._softmax_backward_data.default: _softmax_rule(2, _softmax_backward, _softmax_backward_row),
     aten._log_softmax_backward_data.default: _softmax_rule(2, _softmax_backward, _softmax_backward_row),
     **{op.default: adjust(rule(_nll_line, family="gather", local=_nll), _nll_row)

@@ -32,6 +32,15 @@ def _flat(f: Fixed, *factors: tuple[int, ...]) -> Fixed:
     return Fixed(f.tensor, factors)
 
 
+_BAGS = Fixed(torch.tensor([0, 1, 4, 4]))
+
+
+def _bag_facts(mode: int) -> tuple[Fixed, ...]:
+    """offset2bag, bag_size, maximum_indices, as the forward gives them."""
+    weight = T(8, 6).make(torch.Generator().manual_seed(0))
+    return tuple(map(Fixed, aten._embedding_bag(weight, _ids(6, high=8).tensor, _BAGS.tensor, False, mode)[1:]))
+
+
 EMBEDDING = (
     sample(aten.embedding.default, T(8, 6), _ids(4, 2, high=8)),
     sample(aten.embedding.default, T(8, 6), _ids(4, high=8), 3),
@@ -41,6 +50,11 @@ EMBEDDING = (
     sample(aten.embedding_dense_backward.default, T((2, 4), 6), _flat(_ids(8, high=8), (2, 4)), 8, 3, False),
     sample(aten.embedding_dense_backward.default, T(8, 6), _ids(8, high=4), 8, 1, True),
 )
+
+EMBEDDING += tuple(sample(aten._embedding_bag.default, T(8, 6), _ids(6, high=8), _BAGS, False, mode)
+                   for mode in (0, 1, 2))
+EMBEDDING += tuple(sample(aten._embedding_bag_backward.default, T(4, 6), _ids(6, high=8), _BAGS, *_bag_facts(mode), 8,
+                          False, mode, False, None) for mode in (0, 1, 2))
 
 _SOFTMAX = tuple(
     sample(op, T(*shape, dtype=dtype), dim, False)
@@ -90,7 +104,8 @@ _ELEMENTWISE_BACKWARD = tuple(
         sample(aten.soft_margin_loss_backward.default, g, T(4, 6), T(4, 6), reduction),
         sample(aten.binary_cross_entropy_backward.default, g, _positive(4, 6), _positive(4, 6), None, reduction)))
 
-LOSS = (*_SOFTMAX, *_SOFTMAX_BACKWARD, *_NLL, *_NLL_BACKWARD, *_NLL2D, *_ELEMENTWISE, *_ELEMENTWISE_BACKWARD,
+LOSS = (sample(aten._safe_softmax.default, T(4, 2, 6), -1),
+        *_SOFTMAX, *_SOFTMAX_BACKWARD, *_NLL, *_NLL_BACKWARD, *_NLL2D, *_ELEMENTWISE, *_ELEMENTWISE_BACKWARD,
         sample(aten.mse_loss.default, T(4, 6), T(4, 6)))
 
 
@@ -237,4 +252,11 @@ INDEX = (
     sample(aten.take.default, T(4, 6), _ids(4, 2, high=24)),
 )
 
-SPECIAL: tuple[Sample, ...] = EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX
+_ENDS = Fixed(torch.tensor([3, 4, 4, 8], dtype=torch.int32))
+
+GROUPED = (
+    sample(aten._grouped_mm.default, T(8, 16, dtype=_f32), T(4, 16, 32, dtype=_f32), _ENDS),
+    sample(aten._grouped_mm.default, T(16, 8, dtype=_f32), T(8, 32, dtype=_f32), _ENDS),
+)
+
+SPECIAL: tuple[Sample, ...] = EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX + GROUPED

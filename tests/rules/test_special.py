@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+from autoshard.graph import Call, Slot, TensorMeta
 from autoshard.mesh import Mesh
 from autoshard.rules import oracle, registry
 from autoshard.rules.oracle import wrong_rows
-from autoshard.rules.samples import build
+from autoshard.rules.samples import Fixed, T, build, sample
 from autoshard.rules.samples_special import SPECIAL
-from autoshard.spec import local_shape
+from autoshard.spec import PSUM, R, local_shape
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("s", SPECIAL, ids=[f"{i}-{s.op}" for i, s in enumerate(SPECIAL)])
@@ -57,8 +60,113 @@ def test_inner_collectives_are_those_declared(s, monkeypatch):
     assert checked, "no pair of rows with collectives divides on 2 x 2: enlarge the sample"
 
 
-def test_samples_cover_every_special_rule():
-    from autoshard.rules import attention, conv, embedding, loss, norm
-    families = (attention, conv, embedding, loss, norm)
-    only_elsewhere = {t for t in map(str, (k for f in families for k in f.RULES))} - {str(s.op) for s in SPECIAL}
-    print(sorted(only_elsewhere))
+def rows_of(op, *args, **kwargs):
+    return {(row.inputs, row.outputs) for row in registry.rows(build(sample(op, *args, **kwargs))[0])}
+
+
+def test_classic_rows_are_there():
+    """What data parallel, tensor parallel and vocabulary parallel plans need."""
+    ids = Fixed(torch.zeros(4, 2, dtype=torch.int64))
+    assert ((0, R), (PSUM,)) in rows_of(aten.embedding.default, T(8, 6), ids)
+    assert ((R, R), (0,)) in rows_of(aten.embedding_dense_backward.default, T(4, 2, 6), ids, 8, -1, False)
+    assert ((1,), (1,)) in rows_of(aten._log_softmax.default, T(4, 6), 1, False)
+    target = Fixed(torch.zeros(4, dtype=torch.int64))
+    assert {((1, R), (PSUM, R)), ((0, 0), (PSUM, R))} <= rows_of(aten.nll_loss_forward.default, T(4, 6), target, None,
+                                                                 1, -100)
+    tail = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    assert {((0, R, R), (0,)), ((R, 0, 0), (1,)), ((1, 1, R), (PSUM,))} <= rows_of(
+        aten.convolution.default, T(2, 4, 6, 6), T(8, 4, 3, 3), T(8), *tail)
+    norm = (T(4, 6, 2, 2), T(6), T(6), T(6), Fixed(torch.ones(6, dtype=torch.float64)), True, 0.1, 1e-5)
+    assert {((0, R, R, R, R), (0, R, R, R, R)), ((1, 0, 0, 0, 0), (1, 0, 0, 0, 0))} <= rows_of(
+        aten._native_batch_norm_legit_functional.default, *norm)
+    heads = (T(2, 4, 6, 8), T(2, 2, 6, 8), T(2, 2, 6, 8), 0.0, True)
+    assert {((0, 0, 0), (0, 0)), ((1, 1, 1), (1, 1))} <= rows_of(
+        aten._scaled_dot_product_flash_attention_for_cpu.default, *heads)
+    assert ((R, 0, R), (PSUM,)) in rows_of(aten._grouped_mm.default, T(8, 16, dtype=torch.float32),
+                                           T(4, 16, 32, dtype=torch.float32),
+                                           Fixed(torch.tensor([2, 4, 6, 8], dtype=torch.int32)))
+
+
+def on_meta(op, *args, **kwargs):
+    """Rows of an op that runs only on other devices: outputs are computed on meta tensors."""
+    tensors, leaves = [], []
+
+    def slot(a):
+        if not isinstance(a, torch.Tensor):
+            return tuple(a) if isinstance(a, list) else a
+        tensors.append(a)
+        leaves.append(TensorMeta(tuple(a.shape), a.dtype))
+        return Slot(len(leaves) - 1)
+
+    slots = tuple(slot(a) for a in args)
+    outs = op(*args, **kwargs)
+    metas = tuple(TensorMeta(tuple(o.shape), o.dtype) if isinstance(o, torch.Tensor) else None for o in outs)
+    call = Call(op, slots, tuple(kwargs.items()), tuple(leaves), metas)
+    return registry.origin(call), {(row.inputs, row.outputs) for row in registry.rows(call)}, len(outs)
+
+
+def _meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("op, extra", [
+    (aten._scaled_dot_product_flash_attention.default, ()),
+    (aten._scaled_dot_product_efficient_attention.default, (None, True)),
+    (aten._scaled_dot_product_cudnn_attention.default, (None, True)),
+    (aten._scaled_dot_product_fused_attention_overrideable.default, ()),
+])
+def test_gpu_attention_splits_batch_and_heads(op, extra):
+    q = _meta(2, 4, 128, 64)
+    origin, rows, n = on_meta(op, q, _meta(2, 4, 128, 64), _meta(2, 4, 128, 64), *extra)
+    assert origin == "own"
+    for dim in (0, 1):
+        assert ((dim,) * 3, (dim, dim, *(R,) * (n - 2))) in rows
+    origin, rows, _ = on_meta(op, q, _meta(2, 4, 128, 64), _meta(2, 4, 128, 64), *extra, dropout_p=0.1)
+    assert rows == {((R,) * 3, (R,) * n)}, "dropout inside the kernel knows no shards"
+
+
+def test_gpu_attention_backward_splits_batch_and_heads():
+    x, lse, seed = _meta(2, 4, 128, 64), _meta(2, 4, 128, dtype=torch.float32), _meta(2, dtype=torch.uint64)
+    op = aten._scaled_dot_product_flash_attention_backward.default
+    origin, rows, _ = on_meta(op, x, x, x, x, x, lse, None, None, 128, 128, 0.0, True, seed, seed)
+    assert origin == "own"
+    assert {((d,) * 6 + (R, R), (d,) * 3) for d in (0, 1)} <= rows
+    op = aten._scaled_dot_product_efficient_attention_backward.default
+    bias = _meta(1, 4, 128, 128)
+    origin, rows, _ = on_meta(op, x, x, x, x, bias, x, lse, seed, seed, 0.0, [True] * 4)
+    assert ((1,) * 7 + (R, R), (1,) * 4) in rows
+    assert ((0, 0, 0, 0, R, 0, 0, R, R), (0, 0, 0, PSUM)) in rows, "the gradient of a shared bias is a sum over shards"
+
+
+def test_attention_flops_are_those_of_two_products():
+    """batch 2, heads 4, 128 x 256 positions, 64 wide: 2 * 2*4*128*256 * (64+64) = 67.1 MFLOP; causal half."""
+    metas = tuple(TensorMeta(s, torch.float32) for s in ((2, 4, 128, 64), (2, 4, 256, 64), (2, 4, 256, 64)))
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    for causal, wanted in ((False, 67_108_864), (True, 33_554_432)):
+        call = Call(op, (Slot(0), Slot(1), Slot(2), 0.0, causal), (), metas, (metas[0], None))
+        assert registry.rule_of(op).flops(call, [m.shape for m in metas], []) == wanted
+
+
+def test_convolution_flops():
+    """ResNet's stem, one image: 64 x 112 x 112 outputs x 3 x 7 x 7 weights x 2 = 236 MFLOP."""
+    x, w, y = (TensorMeta(s, torch.float32) for s in ((1, 3, 224, 224), (64, 3, 7, 7), (1, 64, 112, 112)))
+    call = Call(aten.convolution.default, (Slot(0), Slot(1), None, (2, 2), (3, 3), (1, 1), False, (0, 0), 1), (), (x, w),
+                (y,))
+    assert registry.rule_of(call.target).flops(call, [x.shape, w.shape], [y.shape]) == 236_027_904
+    back = Call(aten.convolution_backward.default,
+                (Slot(0), Slot(1), Slot(2), None, (2, 2), (3, 3), (1, 1), False, (0, 0), 1, (False, True, False)), (),
+                (y, x, w), (None, w, None))
+    assert registry.rule_of(back.target).flops(back, [y.shape, x.shape, w.shape], []) == 236_027_904
+
+
+def test_grouped_matmul_of_transformers():
+    moe = pytest.importorskip("transformers.integrations.moe")
+    assert moe
+    op = torch.ops.transformers
+    x, w, ends = T(8, 6), T(4, 6, 10), Fixed(torch.tensor([3, 4, 4, 8], dtype=torch.int32))
+    for s in (sample(op.grouped_mm_fallback.default, x, w, ends),
+              sample(op.grouped_mm_fallback_backward.default, x, w, ends, T(8, 10))):
+        call, tensors = build(s)
+        assert registry.origin(call) == "own"
+        assert any(row.inputs[1] == 0 for row in registry.rows(call)), "experts should split"
+        assert not wrong_rows(call, tensors)
