@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -171,3 +172,35 @@ def boxed(graph: torch.fx.Graph) -> None:
 def drop_saved(ctx: Any) -> None:
     """Let go of an autograd function's saved tensors, unless the graph is kept for another backward."""
     ctx.maybe_clear_saved_tensors()
+
+
+# --- sharding rules -----------------------------------------------------------------------------------
+
+def has_sharding_rule(op: Any) -> bool:
+    """Whether DTensor knows one-axis rows of an op."""
+    return op in DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
+
+
+def sharding_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[tuple[str, int]]]:
+    """DTensor's rows for one mesh axis, `[*outputs, *tensor inputs]`, each placement as ("shard", dim),
+    ("replicate", 0) or ("sum" | "max" | "min" | "other", 0). Tensors in `args` are meta tensors.
+
+    Raises what DTensor's own functions raise for calls they do not foresee."""
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorMeta(value.shape, value.stride(), value.dtype)
+        return type(value)(map(described, value)) if isinstance(value, (tuple, list)) else value
+
+    info = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[op]
+    rows = info.func(op, described(args), {k: described(v) for k, v in kwargs.items()})
+    return [[_placement_word(p) for p in row] for row in rows]
+
+
+def _placement_word(placement: Any) -> tuple[str, int]:
+    if isinstance(placement, _ShardingPlaceholder) or type(placement) is Shard:
+        return "shard", placement.dim
+    if isinstance(placement, Replicate):
+        return "replicate", 0
+    if type(placement) is Partial and placement.reduce_op in ("sum", "max", "min"):
+        return placement.reduce_op, 0
+    return "other", 0

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from autoshard.graph import Call, TensorMeta
+from autoshard.rules.borrowed import borrowed
 from autoshard.rules.notation import NotationMismatch, is_number
 from autoshard.rules.pointwise import tagged
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
-from autoshard.spec import R, Placement, is_partial
+from autoshard.spec import PSUM, R, Placement, is_partial
 
 FAMILIES = ("contraction", "pointwise", "reduction", "view", "factory", "embedding", "loss", "attention", "conv",
-            "norm", "random", "index")
+            "norm", "random", "index", "grouped")
 
 
 def all_replicate(call: Call) -> Row:
@@ -31,12 +32,13 @@ REPLICATE = Rule(rows=lambda call: (all_replicate(call),), origin="replicate")
 
 @lru_cache(maxsize=1)
 def table() -> dict[Any, Rule]:
-    """All own rules by op overload. Raises ValueError when two families claim one op."""
+    """All own rules by op overload, or by its printed name (ops of other packages). Raises ValueError when two families claim one op."""
     out: dict[Any, Rule] = {}
     for name in FAMILIES:
         if find_spec(f"autoshard.rules.{name}") is None:
             continue
-        rules = import_module(f"autoshard.rules.{name}").RULES
+        module = import_module(f"autoshard.rules.{name}")
+        rules = {**module.RULES, **getattr(module, "BY_NAME", {})}
         if twice := out.keys() & rules.keys():
             raise ValueError(f"op {next(iter(twice))} has a second rule in autoshard/rules/{name}.py")
         out.update(rules)
@@ -48,9 +50,11 @@ def rule_of(target: Any) -> Rule:
     """The rule of an op overload: own, by tag, borrowed, or all-Replicate."""
     if target in table():
         return table()[target]
+    if str(target) in table():
+        return table()[str(target)]
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         return tagged(target)
-    return REPLICATE
+    return borrowed(target) or REPLICATE
 
 
 @lru_cache(maxsize=None)
@@ -72,6 +76,8 @@ def _resolve(call: Call) -> tuple[Origin, tuple[Row, ...]]:
         found = rule.rows(call)
     except NotationMismatch:
         return "replicate", (all_replicate(call),)
+    if rule.origin == "dtensor" and len(found) == 1:
+        return "replicate", found
     metas = (*call.inputs, *call.outputs)
     kept = [row for row in found if all(_fits(p, m) for p, m in zip((*row.inputs, *row.outputs), metas, strict=True))]
     return rule.origin, tuple(dict.fromkeys((all_replicate(call), *kept)))
@@ -81,7 +87,7 @@ def _fits(p: Placement, meta: TensorMeta | None) -> bool:
     if meta is None or p == R:
         return p == R
     if is_partial(p):
-        return is_number(meta.dtype)
+        return is_number(meta.dtype) and (p == PSUM or not meta.dtype.is_complex)
     return p < meta.ndim and meta.logical_shape[p] > 1
 
 
