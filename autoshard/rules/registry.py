@@ -6,21 +6,33 @@ place where rows are cleaned, so that no rule has to care about ints, size-1 dim
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from autoshard.graph import Call, TensorMeta
+from autoshard.rules import (
+    attention,
+    contraction,
+    conv,
+    embedding,
+    factory,
+    grouped,
+    index,
+    loss,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    view,
+)
 from autoshard.rules.borrowed import borrowed
 from autoshard.rules.notation import NotationMismatch, is_number
-from autoshard.rules.pointwise import tagged
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
 from autoshard.spec import PSUM, R, Placement, is_partial
 
-FAMILIES = ("contraction", "pointwise", "reduction", "view", "factory", "embedding", "loss", "attention", "conv",
-            "norm", "random", "index", "grouped")
+FAMILIES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
+            grouped)
 
 
 def all_replicate(call: Call) -> Row:
@@ -32,15 +44,14 @@ REPLICATE = Rule(rows=lambda call: (all_replicate(call),), origin="replicate")
 
 @lru_cache(maxsize=1)
 def table() -> dict[Any, Rule]:
-    """All own rules by op overload, or by its printed name (ops of other packages). Raises ValueError when two families claim one op."""
+    """All own rules by op overload; those of other packages' ops, which may not be imported, by printed name.
+
+    Raises ValueError when two families claim one op."""
     out: dict[Any, Rule] = {}
-    for name in FAMILIES:
-        if find_spec(f"autoshard.rules.{name}") is None:
-            continue
-        module = import_module(f"autoshard.rules.{name}")
-        rules = {**module.RULES, **getattr(module, "BY_NAME", {})}
+    for family in FAMILIES:
+        rules = {**family.RULES, **getattr(family, "BY_NAME", {})}
         if twice := out.keys() & rules.keys():
-            raise ValueError(f"op {next(iter(twice))} has a second rule in autoshard/rules/{name}.py")
+            raise ValueError(f"op {next(iter(twice))} has a second rule in {family.__name__}")
         out.update(rules)
     return out
 
@@ -53,7 +64,7 @@ def rule_of(target: Any) -> Rule:
     if str(target) in table():
         return table()[str(target)]
     if torch.Tag.pointwise in getattr(target, "tags", ()):
-        return tagged(target)
+        return pointwise.tagged(target)
     return borrowed(target) or REPLICATE
 
 
