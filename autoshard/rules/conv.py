@@ -57,8 +57,8 @@ def _local_groups(ctx: LocalContext, channel_axes: Sequence[int], groups: int) -
 
 def _convolution(ctx: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any,
                  transposed: bool, output_padding: Any, groups: int) -> Any:
-    if bias is not None and (axes := partial_axes(ctx.outputs[0])):
-        bias = on_first(ctx, bias, axes)
+    if bias is not None:
+        bias = on_first(ctx, bias, partial_axes(ctx, ctx.outputs[0]))
     groups = _local_groups(ctx, output_axes(ctx, 0, 1), groups)
     return aten.convolution.default(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 

@@ -13,7 +13,7 @@ import torch
 
 from autoshard.graph import Call
 from autoshard.rules.notation import NotationMismatch, rule
-from autoshard.rules.parts import input_axes, output_axes, times, zero_where_not
+from autoshard.rules.parts import input_axes, output_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Rule
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ class _Turn:
     """The rows of this rank's experts, moved to the front and back."""
 
     def __init__(self, ctx: LocalContext, offs: Any, axes: Sequence[int], experts: int, rows: int) -> None:
-        mine = aten.add.Tensor(_count(offs, experts), times(ctx.index(axes), experts))
+        mine = aten.add.Tensor(_count(offs, experts), ctx.index(axes) * experts)
         begins = aten.cat.default([aten.new_zeros.default(offs, [1]), offs])
         self.start = aten.index_select.default(begins, 0, aten.slice.Tensor(mine, 0, 0, 1))
         self.offs = aten.sub.Tensor(aten.index_select.default(offs, 0, mine), self.start)

@@ -84,8 +84,7 @@ def _scatter_line(call: Call) -> str:
 
 def _scatter(ctx: LocalContext, x: Any, dim: int, index: Any, *rest: Any, **kwargs: Any) -> Any:
     """Any scatter: into the local part of a split table, or (scatter_add) a share of the sum."""
-    if parts := partial_axes(ctx.outputs[0]):
-        x = on_first(ctx, x, parts)
+    x = on_first(ctx, x, partial_axes(ctx, ctx.outputs[0]))
     axes, shape = output_axes(ctx, 0, dim), ctx.local_in(0)
     if not axes:
         return ctx.call.target(x, dim, index, *rest, **kwargs)
@@ -177,8 +176,7 @@ def _index(ctx: LocalContext, x: Any, indices: Any) -> Any:
 
 
 def _index_put(ctx: LocalContext, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    if parts := partial_axes(ctx.outputs[0]):
-        x = on_first(ctx, x, parts)
+    x = on_first(ctx, x, partial_axes(ctx, ctx.outputs[0]))
     at, shape = _indexed(ctx.call), ctx.local_in(0)
     axes = output_axes(ctx, 0, at[0]) if len(at) == 1 else ()
     if not axes:

@@ -110,7 +110,7 @@ def _nll_row(call: Call, row: Row) -> Row:
 
 
 def _nll(ctx: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    batch = shard_axes(ctx.inputs[1]) if reduction != NONE else ()
+    batch = shard_axes(ctx, ctx.inputs[1]) if reduction != NONE else ()
     classes = input_axes(ctx, 0, 1)
     if not classes and not batch:
         return ctx.call.target(x, target, weight, reduction, ignore_index)
@@ -171,7 +171,7 @@ def _mean_of_shards(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
     out = ctx.call.target(*args, **kwargs)
     if ctx.call.argument("reduction") != MEAN:
         return out
-    shards = ctx.ranks(partial_axes(ctx.outputs[0]))
+    shards = ctx.ranks(partial_axes(ctx, ctx.outputs[0]))
     return out if shards == 1 else aten.div.Scalar(out, shards)
 
 
@@ -185,7 +185,7 @@ def _elementwise_backward(tensors: int) -> Rule:
 
 def _spread_over_shards(ctx: LocalContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
     """The op divides the gradient of a mean by the local number of terms; the rest is divided here."""
-    shards = ctx.ranks(shard_axes(ctx.outputs[0])) if ctx.call.argument("reduction") == MEAN else 1
+    shards = ctx.ranks(shard_axes(ctx, ctx.outputs[0])) if ctx.call.argument("reduction") == MEAN else 1
     return ctx.call.target(grad if shards == 1 else aten.div.Scalar(grad, shards), *args, **kwargs)
 
 

@@ -125,10 +125,6 @@ class ThreadContext:
     mesh: Mesh
     rank: int
     exchange: _Exchange
-    op_key: int = 0
-
-    def seed(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.int64)
 
     def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
         return tuple(i for i, p in enumerate(spec) if p == dim)

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.graph import Call, TensorMeta
 from autoshard.rules.types import LocalContext, Row, Rule
-from autoshard.spec import Spec
+from autoshard.spec import Spec, is_partial, is_shard
 
 aten = torch.ops.aten
 
@@ -55,15 +55,10 @@ def output_axes(ctx: LocalContext, i: int, dim: int) -> tuple[int, ...]:
     return axes_of(ctx, ctx.call.outputs[i], ctx.outputs[i], dim)
 
 
-def times(index: Any, n: int) -> Any:
-    """A rank's index (an int, or a 0-dim tensor) times `n`."""
-    return index * n if isinstance(index, int) else aten.mul.Tensor(index, n)
-
-
 def local_ids(ctx: LocalContext, ids: Any, axes: Sequence[int], size: int) -> tuple[Any, Any]:
     """Global indices into a dim split over `axes`, `size` of it here: (indices clamped into the local
     part, whether each index is in it)."""
-    local = aten.sub.Tensor(ids, times(ctx.index(axes), size))
+    local = aten.sub.Tensor(ids, ctx.index(axes) * size)
     mine = aten.bitwise_and.Tensor(aten.ge.Scalar(local, 0), aten.lt.Scalar(local, size))
     return aten.clamp.default(local, 0, size - 1), mine
 
@@ -75,16 +70,14 @@ def zero_where_not(x: Any, keep: Any) -> Any:
 
 def on_first(ctx: LocalContext, x: Any, axes: Sequence[int]) -> Any:
     """`x` on the first rank over `axes`, zeros elsewhere: x as one exact addend of a Partial sum."""
-    index = ctx.index(axes)
-    if isinstance(index, int):
-        return x if index == 0 else aten.zeros_like.default(x)
-    return aten.mul.Tensor(x, aten.eq.Scalar(index, 0))
+    return aten.mul.Tensor(x, ctx.index(axes) == 0) if axes else x
 
 
-def partial_axes(spec: Spec) -> tuple[int, ...]:
-    return tuple(i for i, p in enumerate(spec) if p < -1)
+def partial_axes(ctx: LocalContext, spec: Spec) -> tuple[int, ...]:
+    """Mesh axes over which a tensor is Partial; an axis of one rank does not count."""
+    return tuple(i for i, p in enumerate(spec) if is_partial(p) and ctx.ranks((i,)) > 1)
 
 
-def shard_axes(spec: Spec) -> tuple[int, ...]:
-    """Mesh axes that split any dim."""
-    return tuple(i for i, p in enumerate(spec) if p >= 0)
+def shard_axes(ctx: LocalContext, spec: Spec) -> tuple[int, ...]:
+    """Mesh axes that split any dim; an axis of one rank does not count."""
+    return tuple(i for i, p in enumerate(spec) if is_shard(p) and ctx.ranks((i,)) > 1)

@@ -43,12 +43,6 @@ class LocalContext(Protocol):
     call: Call
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
-    op_key: int
-    """Stable number of this op in the program: random ops that are different draw different numbers."""
-
-    def seed(self) -> Any:
-        """The step's random seed, equal on all ranks: a 0-dim int64 tensor on the CPU, an input of the
-        local graph."""
 
     def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
         """Mesh axis indices that split logical `dim` under `spec`, major first."""
