@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from autoshard.cost.cluster import Cluster, available, load_cluster
 from autoshard.report import units
-from autoshard.report.tables import section, table
+from autoshard.report.tables import report_console, section, table
 
 HEADINGS = ("name", "version", "description")
 
@@ -20,7 +20,7 @@ def show_all(console: Console | None = None) -> None:
     rows = table("!cluster", "device", ">memory", "links (innermost first)")
     for name in available():
         rows.add_row(*summary(load_cluster(name)))
-    (console or Console()).print(section("Cluster profiles", rows))
+    (console or report_console()).print(section("Cluster profiles", rows))
 
 
 def summary(cluster: Cluster) -> tuple[str, str, str, str]:
@@ -38,7 +38,7 @@ def show_one(name: str, console: Console | None = None) -> None:
     for path, value in numbers({k: v for k, v in cluster.snapshot().items() if k not in HEADINGS}):
         rows.add_row(escape(path), escape(f"{value:g}" if isinstance(value, float) else str(value)),
                      escape(sources.get(path, "")))
-    console = console or Console()
+    console = console or report_console()
     console.print(section(cluster.name, escape(cluster.description)))
     console.print(section("Seconds, bytes, bytes/s and FLOP/s", rows))
 

@@ -2,10 +2,18 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+FILE_WIDTH = 100
+
+
+def report_console() -> Console:
+    """Standard output: as wide as the terminal, `FILE_WIDTH` in a file or pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)
 
 
 def table(*columns: str) -> Table:

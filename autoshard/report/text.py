@@ -11,16 +11,17 @@ from rich.text import Text
 
 from autoshard.plan import Plan
 from autoshard.report import units, what
-from autoshard.report.tables import section, table
+from autoshard.report.tables import report_console, section, table
 
 MOST_COLLECTIVES = 24
+PROVEN = 1e-9  # a relative gap below this is rounding
 KIND_WORDS = {"weight": "weight", "buffer": "buffer", "input": "input", "activation": "output", "output": "result"}
 PASS_WORDS = {"forward": "fwd", "backward": "bwd"}
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
     """Print the whole report of `plan`."""
-    console = console or Console()
+    console = console or report_console()
     for part in parts(plan):
         console.print(part)
 
@@ -61,7 +62,7 @@ def _header(plan: Plan) -> RenderableType:
 
 
 def _status(plan: Plan) -> str:
-    certainty = "proven" if plan.gap <= 0 else f"within {100 * plan.gap:.2g} % of the best possible"
+    certainty = "proven" if plan.gap <= PROVEN else f"within {100 * plan.gap:.2g} % of the best possible"
     return f"{plan.status}: {units.seconds(plan.objective_s)} a step ({certainty})"
 
 
@@ -90,17 +91,17 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _layers(plan: Plan) -> RenderableType:
-    grid = table("tensor", "!", "shape", "!dtype", "placement", ">alike")
+    grid = table("!tensor", "!", "shape", "!dtype", "placement", ">alike")
     for group in what.layer_groups(plan):
         if group.name:
             grid.add_section()
             grid.add_row(Text(group.name, style="bold"))
         indent = "  " if group.name else ""
         for row in group.rows:
-            grid.add_row(escape(indent + row.name), KIND_WORDS[row.kind], units.shape(row.shape), row.dtype,
+            grid.add_row(escape(indent + row.name), KIND_WORDS[row.kind], units.shape(row.shape), units.dtype(row.dtype),
                           Text(row.placement, style="cyan"), units.times(row.copies))
-    whole = what.whole_buffers(plan)
-    lines = [Text("[tp, -] reads: dim 0 is split over mesh axis tp, dim 1 is whole.", style="dim")]
+    whole, axis = what.whole_buffers(plan), plan.mesh.names[-1]
+    lines = [Text(f"[{axis}, -] reads: dim 0 is split over mesh axis {axis}, dim 1 is whole.", style="dim")]
     if whole:
         lines.append(Text(f"{whole} buffer{'s' if whole > 1 else ''} held whole by every rank.", style="dim"))
     return section("What was chosen", Group(grid, *lines))
@@ -147,7 +148,7 @@ def _search(plan: Plan) -> RenderableType:
     grid = table("search", ">")
     grid.add_row("objective", units.seconds(plan.objective_s))
     grid.add_row("proven lower bound", units.seconds(plan.bound_s))
-    grid.add_row("gap", f"{100 * plan.gap:.3g} %")
+    grid.add_row("gap", "0 %" if plan.gap <= PROVEN else f"{100 * plan.gap:.3g} %")
     for label, text in what.search_facts(plan):
         grid.add_row(escape(label), escape(text))
     return section("Search", grid)

@@ -46,6 +46,11 @@ def shape(dims: tuple[int, ...]) -> str:
     return " x ".join(map(str, dims)) if dims else "scalar"
 
 
+def dtype(name: str) -> str:
+    """`"bfloat16"` -> `"bf16"`; integers keep their name."""
+    return "bf16" if name == "bfloat16" else name.replace("float", "fp") if name.startswith("float") else name
+
+
 def times(count: int) -> str:
     return f"x {count}" if count > 1 else ""
 

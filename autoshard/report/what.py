@@ -119,7 +119,7 @@ def _row_name(layout: Layout) -> str:
     """A part more for activations, so that the output of a layer itself stays within its group."""
     if layout.kind == "output":
         return layout.name.replace("user:", "output:")
-    return f"{layout.name}.(output)" if layout.kind == "activation" else layout.name
+    return f"{layout.name}.(layer)" if layout.kind == "activation" else layout.name
 
 
 def _payload(plan: Plan, layout: Layout) -> tuple:
@@ -130,7 +130,7 @@ def _payload(plan: Plan, layout: Layout) -> tuple:
 def _tensor_row(row: Folded, section: str) -> TensorRow:
     kind, shape, dtype, placement = row.payload
     name = row.name.removeprefix(section).lstrip(".")
-    return TensorRow(kind, name.removesuffix(".(output)"), shape, dtype, placement, row.copies)
+    return TensorRow(kind, name.removesuffix(".(layer)"), shape, dtype, placement, row.copies)
 
 
 def collectives(plan: Plan) -> tuple[CollectiveRow, ...]:
