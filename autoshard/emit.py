@@ -15,6 +15,7 @@ from zlib import crc32
 
 import torch
 from torch.fx.proxy import GraphAppendingTracer, Proxy
+from torch.overrides import TorchFunctionMode
 
 from autoshard import _torch
 from autoshard.errors import LoweringError
@@ -60,6 +61,19 @@ class _Tracer(GraphAppendingTracer):
         return iter([obj[i] for i in range(len(self.emit.value(obj)))])
 
 
+class _Recording(TorchFunctionMode):
+    """Writes every aten call down, factories too, which have no proxy among their arguments to say so."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            return self.tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 class Emitter:
     """Builds one FX graph. `random_key`: (op name, mesh axes that shard its result), for random ops."""
 
@@ -75,9 +89,11 @@ class Emitter:
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
+        """What is written inside belongs to `part`."""
         self._part = part
         try:
-            yield
+            with _Recording(self.tracer):
+                yield
         finally:
             self._part = None
 

@@ -20,7 +20,16 @@ from autoshard.graph import Call, Graph, Op, Ref, TensorMeta, map_args
 from autoshard.mesh import Mesh
 from autoshard.plan import OpPlan, Plan, Window
 from autoshard.rules import registry
-from autoshard.schedule import STORED, Held, Instruction, Route, Schedule, schedule
+from autoshard.schedule import (
+    Held,
+    Instruction,
+    Route,
+    Schedule,
+    deferred,
+    made_as,
+    parameter_gradients,
+    schedule,
+)
 from autoshard.spec import Spec, is_shard, local_shape, shard_counts
 
 
@@ -59,6 +68,31 @@ def lower(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> Lowered:
     forward = _Lowering(graph, plan, mesh, played, "forward").run()
     backward = _Lowering(graph, plan, mesh, played, "backward").run() if graph.training else None
     return Lowered(mesh, played, forward, backward)
+
+
+def lower_deferred(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> tuple[LocalGraph, LocalGraph]:
+    """For `no_sync`: a backward that hands out parameters' gradients as they are made, and the reductions left
+    out of it, from those to the stored placements."""
+    later = deferred(graph, plan)
+    backward = _Lowering(graph, later, mesh, schedule(graph, later, mesh, route), "backward").run()
+    return backward, _reductions(graph, plan, mesh, route)
+
+
+def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGraph:
+    emit, ports, results = Emitter(mesh), [], []
+    for op in parameter_gradients(graph):
+        meta, made, wanted = graph.meta(op.refs[0]), made_as(plan, op.refs[0]), plan.ops[op.name].inputs[0]
+        x = emit.placeholder(op.target, local_tensor_shape(meta, made, mesh), meta.dtype)
+        with emit.part(Part("redistribute", str(op.refs[0]), "backward", True)):
+            steps = route(meta.logical_shape, meta.dtype, made, wanted)
+            counts = shard_counts(meta.ndim, made, mesh.sizes)
+            results.append(emit.complete(emit.redistribute(x, meta, counts, steps)))
+        ports.append(Port("grad", op.target.removeprefix("grad:")))
+    graph_ = emit.finish(results)
+    takes = [Port("coord", n.name) if n.name in emit.extra_ports else None for n in graph_.nodes if n.op == "placeholder"]
+    order = iter(ports)
+    named = tuple(Port(*emit.extra_ports[t.name]) if t else next(order) for t in takes)
+    return LocalGraph(graph_, named, tuple(ports))
 
 
 @dataclass(frozen=True)
@@ -114,8 +148,7 @@ class _Lowering:
         for instruction in self.played.window(self.window):
             getattr(self, f"_{instruction.kind}")(instruction)
         gives = self._gives()
-        results = [self._result(port, held) for port, held in gives]
-        graph = self.emit.finish(results)
+        graph = self.emit.finish(self._results(gives))
         ports = {**self.ports, **{n: Port(*p) for n, p in self.emit.extra_ports.items()}}
         takes = tuple(ports[n.name] for n in graph.nodes if n.op == "placeholder")
         return LocalGraph(graph, takes, tuple(port for port, _ in gives))
@@ -207,6 +240,18 @@ class _Lowering:
         if held not in self.env:
             raise LoweringError(f"{port.kind} {port.name} needs {held}, which the {self.window} window does not make")
         return self.env[held]
+
+    def _results(self, gives: list[tuple[Port, Held]]) -> list[Any]:
+        """Output values. What the user gets is never an argument itself, nor one tensor twice: autograd would
+        attach the model's node to it."""
+        out, seen = [], set()
+        for port, held in gives:
+            value = self._result(port, held)
+            if port.kind == "user" and (value.node.op == "placeholder" or value.node in seen):
+                value = torch.ops.aten.alias.default(value)
+            seen.add(value.node)
+            out.append(value)
+        return out
 
 
 def _as_lists(value: Any, top: bool = True) -> Any:

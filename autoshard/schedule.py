@@ -75,18 +75,24 @@ def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int =
         raise PlanError(f"the plan has no specs for op {missing[0]!r} ({len(missing)} in all); it was made for another graph")
     hideable = param_derived(graph) | gradient_bound(graph)
     forward, backward = (_Window(graph, plan, mesh, route, hideable, w) for w in ("forward", "backward"))
-    saved = tuple(dict.fromkeys(h for h in backward.from_forward() if graph.op(h.ref.op).kind not in STORED))
+    saved = tuple(dict.fromkeys(h for h in backward.from_forward()
+                                if graph.op(h.ref.op).kind not in STORED or h.spec != made_as(plan, h.ref)))
     outputs = {op.name: Held(op.refs[0], plan.ops[op.name].inputs[0]) for op in graph.of_kind("output") if op.refs}
     return Schedule(forward.instructions(prefetch, set(saved)), backward.instructions(prefetch, set()), saved, outputs)
 
 
 def deferred(graph: Graph, plan: Plan) -> Plan:
-    """The plan with gradients left as backward makes them, Partial where they are: for `no_sync`."""
+    """The plan with parameters' gradients left as backward makes them, Partial where they are: for `no_sync`."""
     ops = dict(plan.ops)
-    for op in graph.of_kind("output"):
-        if str(op.target).startswith("grad:") and op.refs:
-            ops[op.name] = replace(ops[op.name], inputs=(made_as(plan, op.refs[0]),))
+    for op in parameter_gradients(graph):
+        ops[op.name] = replace(ops[op.name], inputs=(made_as(plan, op.refs[0]),))
     return replace(plan, ops=ops)
+
+
+def parameter_gradients(graph: Graph) -> tuple[Op, ...]:
+    """The outputs that hand out gradients of parameters (inputs may have some too)."""
+    names = {f"grad:{op.target}" for op in graph.of_kind("param")}
+    return tuple(op for op in graph.of_kind("output") if op.target in names and op.refs)
 
 
 def made_as(plan: Plan, ref: Ref) -> Spec:

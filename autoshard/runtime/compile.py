@@ -1,0 +1,97 @@
+"""trace -> the leader's plan -> lower -> bind, for one variant of a model."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from autoshard.errors import PlanError
+from autoshard.graph import Graph
+from autoshard.lower import lower
+from autoshard.mesh import Mesh
+from autoshard.plan import Plan
+from autoshard.precision import Precision
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.agree import share
+from autoshard.runtime.backends import backend_of
+from autoshard.runtime.cache import cached, key_of
+from autoshard.runtime.inputs import Passing
+from autoshard.runtime.place import Place
+from autoshard.runtime.route import route_of
+from autoshard.runtime.step import Step
+from autoshard.runtime.stored import Stored
+from autoshard.simplify import simplify
+from autoshard.spec import Spec
+from autoshard.trace import Traced
+
+log = logging.getLogger("autoshard")
+
+
+class Planner(Protocol):
+    """Searches a plan. `stored` and `inputs` fix placements by name ("wq.weight", "input:0")."""
+
+    def __call__(self, traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """How to compile. `key`: text of everything the planner was set to, for the cache. `timeout`: seconds that ranks
+    wait for the leader."""
+
+    planner: Planner
+    loss_fn: Callable[..., Any] | None = None
+    precision: Precision | None = None
+    passing: Passing = field(default_factory=Passing)
+    backend: str = "eager"
+    plan: Plan | None = None
+    cache: Path | None = None
+    key: str = ""
+    timeout: float = 3600.0
+    checkpoint: str | None = None
+
+
+def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixed_inputs: Mapping[str, Spec],
+          seed: int, replan: bool = False) -> Step:
+    """The running form of one variant. The first one settles the parameters' placements; later ones keep them,
+    unless `replan`. Raises what tracing, planning and lowering raise."""
+    graph = factor_graph(simplify(traced.graph))
+    fixed = {} if replan else dict(stored.specs)
+    text = share(place, f"graph {graph.hash} on {place.mesh}", lambda: _plan(
+        traced, graph, place.mesh, settings, fixed, fixed_inputs, replan).to_json(), settings.timeout)
+    plan = Plan.from_json(text)
+    check_fits(plan, graph, place.mesh)
+    if stored.specs and not replan:
+        stored.check(plan.placements)
+    lowered = lower(graph, plan, place.mesh, route_of(plan))
+    if not stored.specs:
+        stored.settle(plan.placements, seed, settings.checkpoint)
+    return Step(graph, traced.calling, plan, lowered, place, stored, backend_of(settings.backend), settings.passing.outputs)
+
+
+def _plan(traced: Traced, graph: Graph, mesh: Mesh, settings: Settings, stored: Mapping[str, Spec],
+          inputs: Mapping[str, Spec], replan: bool) -> Plan:
+    """The plan the user gave where it is for this variant, else one from the cache or the planner."""
+    given = settings.plan
+    if given is not None and not replan:
+        if given.graph_hash == graph.hash:
+            check_fits(given, graph, mesh)
+            return given
+        if not stored and given.settings.get("training") == graph.training:
+            check_fits(given, graph, mesh)
+        stored = stored or given.placements
+        log.info("the given plan is for another variant; planning this one with its placements")
+    names = {op.target for op in graph.of_kind("param", "buffer")}
+    stored = {name: spec for name, spec in stored.items() if name in names}
+    key = key_of(graph.hash, str(mesh), settings.key, sorted(stored.items()), sorted(inputs.items()))
+    return cached(settings.cache, key, lambda: settings.planner(traced, mesh, stored=stored, inputs=inputs))
+
+
+def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    """Raises PlanError when a plan is for another mesh or another program."""
+    if plan.mesh != mesh:
+        raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {mesh}; plan the model for this mesh")
+    if plan.graph_hash != graph.hash:
+        raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
+                        "shapes or dtypes of its inputs, the loss or the precision differ; plan again")

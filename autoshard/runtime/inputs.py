@@ -1,0 +1,104 @@
+"""From what the user passes to local tensors, and from local outputs to what the user gets."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+from autoshard import _torch
+from autoshard.errors import MeshError, UsageError
+from autoshard.runtime.place import Place, placements
+from autoshard.spec import R, Spec, format_spec
+
+IN_MODES, OUT_MODES = ("global", "local"), ("replicate", "dtensor", "local")
+
+
+@dataclass(frozen=True)
+class Passing:
+    """How tensors cross the border. With inputs "local" every rank passes its piece of dim 0, split over
+    `axes` (major first in mesh order); DTensor inputs always bring their own placement."""
+
+    inputs: str = "global"
+    outputs: str = "replicate"
+    axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.inputs not in IN_MODES or self.outputs not in OUT_MODES:
+            raise UsageError(f"inputs={self.inputs!r}, outputs={self.outputs!r}: inputs are one of {IN_MODES}, outputs of {OUT_MODES}")
+
+    def spec(self, t: torch.Tensor, place: Place) -> Spec | None:
+        """The placement an input comes in; None when this rank has it whole."""
+        if isinstance(t, DTensor):
+            return _spec_of(t, place)
+        if self.inputs == "local" and t.ndim:
+            return self.batch_spec(place)
+        return None
+
+    def batch_spec(self, place: Place) -> Spec:
+        chosen = {place.mesh.index(a) for a in self.axes or place.mesh.names[:1]}
+        return tuple(0 if i in chosen else R for i in range(place.mesh.ndim))
+
+
+def _spec_of(t: DTensor, place: Place) -> Spec:
+    if t.device_mesh != place.device_mesh:
+        raise MeshError(f"an input is a DTensor on {t.device_mesh}, the model is compiled for mesh {place.mesh}; use one mesh")
+    if any(p.is_partial() for p in t.placements):
+        raise UsageError(f"an input is a DTensor with placements {t.placements}; redistribute Partial inputs first")
+    return tuple(p.dim if isinstance(p, Shard) else R for p in t.placements)
+
+
+def as_global(t: torch.Tensor, spec: Spec | None, place: Place) -> torch.Tensor:
+    """A stand-in with the input's global shape, for tracing."""
+    if spec is None or isinstance(t, DTensor):
+        return torch.empty(t.shape, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+    shape = place.whole_shape(tuple(t.shape), spec)
+    return torch.empty(shape, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+
+
+def localize(t: torch.Tensor, given: Spec | None, wanted: Spec, place: Place) -> torch.Tensor:
+    """The local tensor that the plan reads. Raises UsageError when the plan wants another placement than the
+    one the input comes in."""
+    if given is None:
+        if t.device != place.device:
+            t = t.to(place.device, non_blocking=True)
+        return place.slice(t.detach(), wanted).contiguous()
+    if given != wanted:
+        raise UsageError(f"an input comes in as {format_spec(given)} and the plan reads it as {format_spec(wanted)}; "
+                         "the plan was made for other inputs, plan again")
+    local = t._local_tensor if isinstance(t, DTensor) else t
+    return local.detach().to(place.device).contiguous()
+
+
+def wrap_output(local: torch.Tensor, spec: Spec, shape: Sequence[int], mode: str, place: Place) -> torch.Tensor:
+    """A user output: the local tensor, or a DTensor over it."""
+    if mode != "dtensor" or place.device_mesh is None:
+        return local
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(local, place.device_mesh, placements(spec), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def shard_batch(batch: Any, model: Any) -> Any:
+    """Each rank's piece of a batch that all ranks have: dim 0 of every tensor, cut over the model's batch axes.
+    Raises UsageError when dim 0 does not divide."""
+    place, spec = model.place, model.passing.batch_spec(model.place)
+    pieces = 1
+    for size, p in zip(place.mesh.sizes, spec, strict=True):
+        pieces *= size if p == 0 else 1
+
+    def cut(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or not t.ndim:
+            return t
+        if t.shape[0] % pieces:
+            raise UsageError(f"a batch of {t.shape[0]} does not split over {pieces} ranks; choose a multiple")
+        return place.slice(t, spec)
+
+    return pytree.tree_map(cut, batch)
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """Leaves of (args, kwargs) and their structure."""
+    return pytree.tree_flatten((args, dict(kwargs)))

@@ -1,0 +1,211 @@
+"""`CompiledModule`: the user's model, planned and sharded, as an ordinary nn.Module."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import UsageError
+from autoshard.plan import Plan
+from autoshard.runtime.agree import share
+from autoshard.runtime.compile import Settings, build
+from autoshard.runtime.inputs import as_global, localize, wrap_output
+from autoshard.runtime.place import Place
+from autoshard.runtime.shells import shell
+from autoshard.runtime.step import Function, Step
+from autoshard.runtime.stored import Stored
+from autoshard.seeded import mix
+from autoshard.trace import trace
+
+log = logging.getLogger("autoshard")
+
+
+class CompiledModule(nn.Module):
+    """Same parameter and buffer names as the model; parameters are DTensors (plain on one process).
+
+    Each variant of a call (training or not, shapes, dtypes, non-tensor arguments) is traced, planned and lowered
+    at its first call; the first one decides the stored placements. See docs/runtime.md for what hooks, copies
+    and submodules do."""
+
+    def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
+        super().__init__()
+        self.place, self.settings, self.passing = place, settings, settings.passing
+        self._stored = Stored(model, place, settings.precision)
+        self._visible = {"root": shell(self._stored.module)}  # in a dict, so that it is no submodule
+        root = self._visible["root"]
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = root.__dict__[table]
+        self.training = model.training
+        self._steps: dict[Any, Step] = {}
+        self._latest: tuple[Any, Step] | None = None
+        self._recipes: dict[Any, tuple[Any, ...]] = {}
+        self._accumulating = False
+        self._pending: dict[Step, list[torch.Tensor]] = {}
+        self._seed: int | None = None
+        self._calls = 0
+
+    # --- calls ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        key, tensors = self._key(flat, tree)
+        step = self._steps.get(key) or self._build(key, flat, tree)
+        given = key[-1]
+        inputs = {f"input:{i}": localize(t, given[i], step.input_specs[f"input:{i}"], self.place)
+                  for i, t in enumerate(tensors) if f"input:{i}" in step.input_specs}
+        leaves = [self._stored.params[n] if n in self._stored.params else tensors[int(n.removeprefix("input:"))]
+                  for n in step.grad_names] if step.backward else []
+        self._calls += 1
+        with self._without_autocast():
+            outs = step.run(inputs, leaves, mix(self._seed, self._calls), self)
+        wrapped = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self.place)
+                        for t, s, m in zip(outs, step.user_specs, step.user_metas, strict=True))
+        return step.calling.unflatten(wrapped)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":
+        """Trace, plan and lower for these inputs now, without running."""
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        key, _ = self._key(flat, tree)
+        if key not in self._steps:
+            self._build(key, flat, tree)
+        return self
+
+    def _key(self, flat: list[Any], tree: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+        """What a variant depends on, and the tensor inputs. The last part: how each comes in."""
+        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+        given = tuple(self.passing.spec(t, self.place) for t in tensors)
+        shapes = tuple((tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else (type(v), v) for v in flat)
+        device = self.place.device.type
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+                 tuple(m.training for m in self._visible["root"].modules()), self.training,
+                 tuple(p.requires_grad for p in self._stored.params.values()))
+        return (modes, tree, shapes, given), tensors
+
+    def _build(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
+        if self._steps and not replan:
+            log.info("new variant of the model (%s): tracing and planning it with the placements of the others",
+                     "training" if torch.is_grad_enabled() else "inference")
+        if self._seed is None:
+            self._seed = int(share(self.place, "seed", lambda: str(torch.initial_seed()), self.settings.timeout))
+        given = iter(key[-1])
+        stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
+        args, kwargs = pytree.tree_unflatten(stand_ins, tree)
+        self._sync_modes()
+        traced = trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn, precision=self.settings.precision)
+        fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
+        step = build(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
+        self._steps[key] = step
+        self._recipes[key] = (stand_ins, tree)
+        self._latest = (key, step)
+        return step
+
+    def _sync_modes(self) -> None:
+        """train() and eval() reach the modules the user sees; tracing runs their twins."""
+        self._visible["root"].__dict__["training"] = self.training
+        for twin, seen in zip(self._stored.module.modules(), self._visible["root"].modules(), strict=True):
+            twin.training = seen.training
+
+    def _without_autocast(self) -> Any:
+        """Casts are part of the graph already."""
+        device = self.place.device.type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+    # --- gradients ---
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave gradients unreduced, kept aside; the next one outside adds them in and
+        reduces once. `.grad` is complete only after that one."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    @property
+    def _deferring(self) -> bool:
+        return self._accumulating or bool(self._pending)
+
+    def gradient_function(self, step: Step) -> Function:
+        """The backward to run now."""
+        return step.deferred[0] if self._deferring else step.backward
+
+    def finish_gradients(self, step: Step, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Gradients to hand to autograd, in the order of `step.grad_names`; None for those kept for later."""
+        if not self._deferring:
+            return grads
+        params = self._stored.params
+        raw = [g for n, g in zip(step.grad_names, grads, strict=True) if n in params]
+        held = self._pending.get(step)
+        self._pending[step] = raw if held is None else [a + b for a, b in zip(held, raw, strict=True)]
+        done: dict[str, torch.Tensor] = {}
+        if not self._accumulating:
+            for other, values in self._pending.items():
+                for name, g in other.reduce(values).items():
+                    done[name] = done[name] + g if name in done else g
+            self._pending.clear()
+        for name in done.keys() - set(step.grad_names):
+            g = step.as_gradient(name, done[name], params[name])
+            params[name].grad = g if params[name].grad is None else params[name].grad + g
+        return [done.get(n) if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
+
+    # --- plans ---
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the variant built last; None before the first call."""
+        return self._latest[1].plan if self._latest else None
+
+    def replan(self, optimizer: torch.optim.Optimizer | None = None) -> Plan:
+        """Search again for the latest variant with no placement fixed, and move parameters, gradients and the
+        optimizer's state there. Other variants are planned anew at their next call."""
+        if self._latest is None:
+            raise UsageError("replan() needs a variant to plan for; call the model once before")
+        key = self._latest[0]
+        flat, tree = self._recipes[key]
+        with torch.set_grad_enabled(key[0][0]):
+            step = self._build(key, flat, tree, replan=True)
+        self._stored.move(step.plan.placements, optimizer)
+        self._steps, self._recipes = {key: step}, {key: (flat, tree)}
+        return step.plan
+
+    # --- module protocol ---
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As usual; whole tensors are cut to this rank's placement."""
+        if assign:
+            raise UsageError("load_state_dict(assign=True) would replace the sharded parameters; load without assign")
+        if not self._stored.specs and self._stored.is_virtual:
+            raise UsageError("the model was built on the meta device and has no memory yet; call it once (or pass "
+                             "example_inputs) before loading")
+        return super().load_state_dict({k: self._as_stored(k, v) for k, v in state_dict.items()}, strict)
+
+    def _as_stored(self, name: str, value: Any) -> Any:
+        mine = dict(self.named_parameters(remove_duplicate=False)).get(name, dict(self.named_buffers(remove_duplicate=False)).get(name))
+        if not isinstance(mine, DTensor) or isinstance(value, DTensor) or value.shape != mine.shape:
+            return value
+        return self._stored.as_dtensor(mine, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            visible = self.__dict__.get("_visible", {}).get("root")
+            if visible is None or name.startswith("__") or name not in visible.__dict__:
+                raise
+            return visible.__dict__[name]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError("a compiled model cannot be deep-copied; copy the original model and compile the copy, or use state_dict()")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("a compiled model cannot be pickled; save state_dict() with torch.distributed.checkpoint, and model.plan "
+                         "with plan.save(path)")
+
+

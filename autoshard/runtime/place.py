@@ -1,0 +1,87 @@
+"""Where this process is: its mesh coordinates, process groups and device."""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from autoshard import _torch
+from autoshard.errors import MeshError
+from autoshard.mesh import Mesh, parse_mesh
+from autoshard.spec import Spec
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """`device_mesh` is None on a mesh of size 1 without a process group; parameters are plain tensors there."""
+
+    mesh: Mesh
+    device_mesh: DeviceMesh | None
+    coordinates: tuple[int, ...]
+    groups: dict[str, str]
+    device: torch.device
+
+    @property
+    def is_leader(self) -> bool:
+        return not any(self.coordinates)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the mesh, in mesh order."""
+        return (0,) if self.device_mesh is None else tuple(self.device_mesh.mesh.flatten().tolist())
+
+    def slice(self, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+        """This rank's piece of a tensor that every rank has whole: a view. Axes in mesh order, major first."""
+        for placement, size, c in zip(spec, self.mesh.sizes, self.coordinates, strict=True):
+            if placement >= 0:
+                length = whole.shape[placement] // size
+                whole = whole.narrow(placement, c * length, length)
+        return whole
+
+    def whole_shape(self, local: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        """Global shape of a tensor whose piece is `local`."""
+        return tuple(n * prod(s for s, p in zip(self.mesh.sizes, spec, strict=True) if p == d)
+                     for d, n in enumerate(local))
+
+
+def placements(spec: Spec) -> tuple[Any, ...]:
+    """DTensor placements of a spec without Partial."""
+    return tuple(Shard(p) if p >= 0 else Replicate() for p in spec)
+
+
+def locate(mesh: Any, device: Any = None) -> Place:
+    """From "dp=2,tp=4", a Mesh or a torch DeviceMesh. Text and Mesh span all ranks; the process group is started
+    from the environment of torchrun if nobody did. Raises MeshError when the mesh does not fit the world."""
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names
+        if not names:
+            raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=(\"dp\", \"tp\")")
+        return _placed(Mesh(tuple(names), tuple(mesh.shape)), mesh, device)
+    mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        if mesh.size > 1:
+            raise MeshError(f"mesh {mesh} needs {mesh.size} processes and there is no process group; start this script with "
+                            f"`python -m torch.distributed.run --nproc-per-node {mesh.size} ...`")
+        return Place(mesh, None, (0,) * mesh.ndim, {}, torch.device(device or kind))
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if world != mesh.size:
+        raise MeshError(f"mesh {mesh} has {mesh.size} ranks, but {world} processes run; make them equal")
+    return _placed(mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names), device)
+
+
+def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any) -> Place:
+    coordinates = device_mesh.get_coordinate()
+    if coordinates is None:
+        raise MeshError(f"rank {dist.get_rank()} is not part of the mesh; call compile on its ranks only")
+    if device is None:
+        device = device_mesh.device_type
+        if device == "cuda":
+            device = f"cuda:{torch.cuda.current_device()}"
+    return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), torch.device(device))

@@ -1,0 +1,167 @@
+"""One variant of the model as it runs: two local functions and one autograd node between them."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from autoshard import _torch
+from autoshard.graph import Graph
+from autoshard.lower import LocalGraph, Lowered, Port, bind, lower_deferred
+from autoshard.plan import Plan
+from autoshard.runtime.place import Place, placements
+from autoshard.runtime.route import route_of
+from autoshard.runtime.stored import Stored
+from autoshard.trace import Calling
+
+Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A bound local graph: called with one list, which it empties."""
+
+    takes: tuple[Port, ...]
+    gives: tuple[Port, ...]
+    call: Callable[[list[Any]], Sequence[torch.Tensor]]
+
+    @staticmethod
+    def of(local: LocalGraph, place: Place, backend: Backend, name: str) -> "Function":
+        module, takes = bind(local, place.coordinates, place.groups, place.mesh, place.device)
+        return Function(takes, local.gives, backend(module, name))
+
+
+class Step:
+    """Runs a variant. Everything that can be settled before the call is settled here."""
+
+    def __init__(self, graph: Graph, calling: Calling, plan: Plan, lowered: Lowered, place: Place, stored: Stored,
+                 backend: Backend, outputs: str) -> None:
+        self.graph, self.calling, self.plan, self.lowered = graph, calling, plan, lowered
+        self.place, self.stored, self.outputs, self.backend = place, stored, outputs, backend
+        self.forward = Function.of(lowered.forward, place, backend, "forward")
+        self.backward = Function.of(lowered.backward, place, backend, "backward") if lowered.backward else None
+        self.input_specs = {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("input")}
+        self.user_specs = tuple(plan.ops[f"user:{i}"].inputs[0] for i in range(self._count("user")))
+        self.user_metas = tuple(graph.meta(graph.op(f"user:{i}").refs[0]) for i in range(len(self.user_specs)))
+        self.mutated = tuple(p.name for p in self.forward.gives if p.kind == "mutation")
+        self.n_users = len(self.user_specs)
+        tangents = {op.target for op in graph.of_kind("tangent")}
+        self.constants = tuple(i for i in range(self.n_users) if i not in tangents)
+        if self.backward:
+            self.grad_names = tuple(p.name for p in self.backward.gives)
+            self.kept = tuple(p for p in self.backward.takes if p.kind in ("param", "buffer"))
+            self.kept_at = {p: i for i, p in enumerate(self.kept)}
+            self.saved_at = {p: i for i, p in enumerate(p for p in self.forward.gives if p.kind == "saved")}
+
+        self.own = {name: place.slice(value.to(place.device), plan.placements[name]).contiguous()
+                    for name, value in calling.constants.items() if name in plan.placements}
+
+    def local(self, name: str) -> torch.Tensor:
+        """A parameter, a buffer, or a constant of the graph, as this rank holds it."""
+        return self.own[name] if name in self.own else self.stored.local(name)
+
+    def _count(self, kind: str) -> int:
+        return sum(str(op.target).startswith(f"{kind}:") for op in self.graph.of_kind("output"))
+
+    # --- forward ---
+
+    def arguments(self, inputs: Mapping[str, torch.Tensor], seed: int) -> list[Any]:
+        """Local tensors in the order the forward takes them."""
+        local = self.local
+        return [inputs[p.name] if p.kind == "input" else seed if p.kind == "seed" else local(p.name)
+                for p in self.forward.takes]
+
+    def write_back(self, values: Sequence[torch.Tensor]) -> None:
+        for name, value in zip(self.mutated, values, strict=True):
+            self.stored.write(name, value)
+
+    def run(self, inputs: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
+        """User outputs of one call, local. `leaves`: what gradients go to, in the order of `grad_names`."""
+        arguments = self.arguments(inputs, seed)
+        if self.backward is None or not torch.is_grad_enabled():
+            with torch.no_grad():
+                outs = self.forward.call(arguments)
+            self.write_back(outs[self.n_users:self.n_users + len(self.mutated)])
+            return tuple(outs[:self.n_users])
+        kept = [self.local(p.name) for p in self.kept]
+        result = _Node.apply(self, model, arguments, kept, seed, *leaves)
+        return result if isinstance(result, tuple) else (result,)
+
+    # --- backward ---
+
+    def backward_arguments(self, function: Function, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor],
+                           seed: int) -> list[Any]:
+        n = len(self.kept)
+        return [saved[self.kept_at[p]] if p.kind in ("param", "buffer")
+                else saved[n + self.saved_at[p]] if p.kind == "saved"
+                else seed if p.kind == "seed" else self._tangent(p.name, tangents[p.name]) for p in function.takes]
+
+    def _tangent(self, i: int, tangent: torch.Tensor) -> torch.Tensor:
+        """Losses are means over the global batch: a rank that averages its own shard of an output sees gradients
+        as many times too large as there are shards."""
+        shards = prod(s for s, p in zip(self.place.mesh.sizes, self.user_specs[i], strict=True) if p >= 0)
+        if self.outputs == "local" and shards > 1:
+            tangent = tangent / shards
+        return tangent.contiguous()
+
+    @cached_property
+    def deferred(self) -> tuple[Function, Function]:
+        """Backward without the reduction of parameters' gradients, and that reduction. See `no_sync`."""
+        backward, reduction = lower_deferred(self.graph, self.plan, self.place.mesh, route_of(self.plan))
+        return (Function.of(backward, self.place, self.backend, "backward_deferred"),
+                Function.of(reduction, self.place, self.backend, "reduction"))
+
+    def reduce(self, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Final local gradients by name, from those of `deferred`."""
+        reduction = self.deferred[1]
+        return dict(zip((p.name for p in reduction.gives), reduction.call(list(grads)), strict=True))
+
+    def as_gradient(self, name: str, local: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        """A local gradient in the form its leaf has: a DTensor placed like it, or the whole tensor of an input."""
+        if self.place.device_mesh is None:
+            return local
+        if name in self.stored.params:
+            return _torch.dtensor_like(local, self.stored.params[name])
+        if leaf.shape == local.shape:
+            return local
+        spec = self.input_specs[name]
+        return DTensor.from_local(local, self.place.device_mesh, placements(spec), run_check=False).full_tensor()
+
+
+class _Node(torch.autograd.Function):
+    """The whole model as one autograd node. `kept` and what forward saves go through `save_for_backward`, so
+    that autograd notices a parameter changed in between."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, model: Any, arguments: list[Any], kept: list[torch.Tensor], seed: int,
+                *leaves: torch.Tensor) -> Any:
+        outs = step.forward.call(arguments)
+        n, m = step.n_users, len(step.mutated)
+        ctx.save_for_backward(*kept, *outs[n + m:])
+        ctx.step, ctx.model, ctx.seed, ctx.leaves = step, model, seed, [_shape_only(t) for t in leaves]
+        step.write_back(outs[n:n + m])
+        ctx.mark_non_differentiable(*(outs[i] for i in step.constants))
+        return tuple(outs[:n])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        step, model = ctx.step, ctx.model
+        function = model.gradient_function(step)
+        arguments = step.backward_arguments(function, ctx.saved_tensors, tangents, ctx.seed)
+        del tangents
+        _torch.drop_saved(ctx)
+        grads = model.finish_gradients(step, function.call(arguments))
+        return (None,) * 5 + tuple(
+            None if g is None else step.as_gradient(name, g, leaf)
+            for name, g, leaf in zip(step.grad_names, grads, ctx.leaves, strict=True))
+
+
+def _shape_only(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty((), device="meta").expand(t.shape)

@@ -1,0 +1,25 @@
+"""Planners for tests: they stand where the search stands."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from random_plans import random_plan
+
+from autoshard.cost.cluster import load_cluster
+from autoshard.cost.redistribute import Redistribution
+from autoshard.plan import Plan
+from autoshard.rules.factors import factor_graph
+from autoshard.simplify import simplify
+
+
+def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]:
+    """Legal, costly and different for every seed."""
+    cluster = load_cluster("cpu-gloo")
+
+    def planner(traced, mesh, *, stored, inputs) -> Plan:
+        graph = factor_graph(simplify(traced.graph))
+        plan = random_plan(graph, mesh, Redistribution(mesh, cluster).steps, seed, stored, inputs, outputs)
+        return replace(plan, cluster=cluster.snapshot())
+
+    return planner

@@ -1,0 +1,55 @@
+"""Random legal plans on every model compute what one process computes."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import assert_same_training, on_ranks, twins  # noqa: E402
+from planners import random_planner  # noqa: E402
+
+from autoshard.runtime.compile import Settings  # noqa: E402
+from autoshard.runtime.inputs import Passing  # noqa: E402
+from autoshard.runtime.module import CompiledModule  # noqa: E402
+from autoshard.runtime.place import locate  # noqa: E402
+from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit  # noqa: E402
+
+pytestmark = pytest.mark.dist
+MODELS = {"mlp": mlp, "gpt": gpt, "llama": llama, "bert": bert, "vit": vit, "resnet": resnet, "moe": moe, "t5": t5, "dlrm": dlrm}
+
+
+def train(name: str, mesh: str, seed: int) -> None:
+    module = MODELS[name]
+    model, reference, batch = twins(module.build, torch.float64)
+    settings = Settings(random_planner(seed), loss_fn=module.loss, passing=Passing())
+    compiled = CompiledModule(model, locate(mesh), settings)
+
+    def loss_of(model, batch):
+        return model(*batch)
+
+    def reference_loss(model, batch):
+        return module.loss(model(*batch[:-1]), batch[-1])
+
+    assert_same_training(compiled, reference, [batch] * 3, loss_of, reference_loss)
+
+
+def train_all(names: list[str], meshes: list[str], seeds: list[int]) -> None:
+    for name in names:
+        for mesh in meshes:
+            for seed in seeds:
+                try:
+                    train(name, mesh, seed)
+                except Exception as e:
+                    e.add_note(f"model {name}, mesh {mesh}, plan seed {seed}")
+                    raise
+
+
+@pytest.mark.parametrize("world, meshes", [(2, ["tp=2"])])
+@pytest.mark.parametrize("names", [["mlp", "gpt"]])
+def test_random_plans(world: int, meshes: list[str], names: list[str]) -> None:
+    on_ranks(world, train_all, names, meshes, [0, 1])
