@@ -26,7 +26,7 @@ def repeated_layers(graph: Graph) -> dict[str, int]:
     depth = start = 0
     while families := _families(graph, depth, settled):
         for family, siblings in families.items():
-            groups = _equal_siblings(graph, siblings)
+            groups = _equal_siblings(graph, len(family), siblings)
             if groups:
                 settled.add(family)
             for group in groups:
@@ -58,15 +58,15 @@ def op_path(op: Op) -> tuple[str, ...]:
     return tuple(op.module.split(".")) if op.module else ()
 
 
-def _equal_siblings(graph: Graph, siblings: dict[int, list[Op]]) -> list[list[list[Op]]]:
-    """Groups of at least two equal siblings, first and last excluded."""
+def _equal_siblings(graph: Graph, at: int, siblings: dict[int, list[Op]]) -> list[list[list[Op]]]:
+    """Groups of at least two equal siblings, first and last excluded; their index is part `at` of their path."""
     equal: dict[Any, list[list[Op]]] = defaultdict(list)
     for index in sorted(siblings)[1:-1]:
-        equal[tuple(_signature(graph, index, siblings[index]))].append(siblings[index])
+        equal[tuple(_signature(graph, at, siblings[index]))].append(siblings[index])
     return [group for group in equal.values() if len(group) > 1]
 
 
-def _signature(graph: Graph, index: int, ops: list[Op]) -> Iterator[Any]:
+def _signature(graph: Graph, at: int, ops: list[Op]) -> Iterator[Any]:
     """What two equal siblings agree on, op by op, without names and without the sibling's own index."""
     position = {op.name: i for i, op in enumerate(ops)}
 
@@ -76,11 +76,5 @@ def _signature(graph: Graph, index: int, ops: list[Op]) -> Iterator[Any]:
 
     for op in ops:
         what = graph.calls[op.name] if op.kind == "call" else (op.kind, op.outputs, op.kwargs)
-        path = op_path(op)
-        yield what, op.phase, _below(path, index), tuple(wire(r) for r in op.refs)
+        yield what, op.phase, op_path(op)[at + 1:], tuple(wire(r) for r in op.refs)
 
-
-def _below(path: tuple[str, ...], index: int) -> tuple[str, ...]:
-    """The path with the sibling's index replaced by "*" (once, the first time it occurs)."""
-    at = path.index(str(index))
-    return (*path[:at], "*", *path[at + 1:])

@@ -347,6 +347,6 @@ def _explain(e: BaseException, phase: str, where: str) -> str:
         return (f"the {phase} pass depends on the data of a tensor, so it is not one graph{at}\n"
                 "  replace Python control flow, .item(), .tolist() or boolean indexing on tensors by tensor ops such as "
                 "torch.where, or move that line out of the model")
-    if "not compatible with .grad()" in str(e):
+    if "use_reentrant=True" in str(e):
         return f"torch.utils.checkpoint is used with use_reentrant=True{at}\n  pass use_reentrant=False"
     return f"the model's {phase} pass raised {_short(e)}{at}"
