@@ -23,7 +23,7 @@ LAYERS = (
     ("layouts",),
     ("rules", "cost"),
     ("flow",),
-    ("recorder", "trace", "annotate", "simplify", "layers", "interpret", "hf_model", "model_ref"),
+    ("calling", "recorder", "trace", "annotate", "simplify", "layers", "interpret", "hf_model", "model_ref"),
     ("strategies",),
     ("cost_table",),
     ("formulate",),
