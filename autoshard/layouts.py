@@ -40,6 +40,15 @@ def _outputs(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
 
 
 def _activations(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
+    """Each layout of a module once: what leaves it twice, as a view of itself, is one tensor to a reader."""
+    seen: set[Layout] = set()
+    for layout in _leaving(graph, ops):
+        if layout not in seen:
+            seen.add(layout)
+            yield layout
+
+
+def _leaving(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
     for op in graph.of_kind("call"):
         if op.phase != "forward" or op.name not in ops:
             continue
