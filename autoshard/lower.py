@@ -33,6 +33,10 @@ from autoshard.schedule import (
 from autoshard.spec import Spec, is_shard, local_shape, shard_counts
 
 
+ANY_STRIDES = ("matmul", "pointwise", "view", "reduction", "copy")
+"""Op families whose kernels are right for tensors with any strides."""
+
+
 @dataclass(frozen=True)
 class Port:
     """What a placeholder takes or an output gives. kind: param, buffer, input, tangent, saved, coord, seed /
@@ -134,6 +138,16 @@ def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, .
     return meta.unflatten(local_shape(meta.logical_shape, spec, mesh.sizes))
 
 
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in any order of dims."""
+    step = 1
+    for stride, size in sorted((st, n) for st, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
 class _Lowering:
     """Builds one window's graph. `env` holds the proxy of every held value that exists so far."""
 
@@ -172,15 +186,23 @@ class _Lowering:
 
     def _compute(self, instruction: Instruction) -> None:
         op = self.graph.op(instruction.op)
-        chosen, reads = self.plan.ops[op.name], [self.env[h] for h in instruction.reads]
+        chosen = self.plan.ops[op.name]
         with self.emit.part(Part("compute", op.name, self.window)):
             try:
+                reads = [self._readable(op, self.env[h]) for h in instruction.reads]
                 results = self._outputs(op, self._run(op, chosen, reads))
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as e:
                 raise LoweringError(f"cannot lower {op.where} with inputs {chosen.inputs} and outputs "
                                     f"{chosen.outputs}: {e}") from e
         for held in instruction.writes:
             self.env[held] = self._checked(op, held, results[held.ref.index])
+
+    def _readable(self, op: Op, x: Any) -> Any:
+        """A dense tensor for kernels that read memory by shape alone: layer_norm's backward takes a slice's
+        strides for granted and is silently wrong. One device never sees such slices, so nothing is lost there."""
+        if self.mesh.size == 1 or registry.rule_of(op.target).family in ANY_STRIDES or is_dense(self.emit.value(x)):
+            return x
+        return torch.ops.aten.contiguous.default(x)
 
     def _run(self, op: Op, chosen: OpPlan, reads: list[Any]) -> Any:
         tensors = iter(reads)
@@ -208,6 +230,7 @@ class _Lowering:
         if tuple(got.shape) != want or got.dtype != meta.dtype:
             raise LoweringError(f"{op.where} makes a local {tuple(got.shape)} {got.dtype} for output {held.ref.index}, "
                                 f"planned was {want} {meta.dtype} ({held})")
+        result.node.meta.setdefault("held", held)
         return result
 
     def _redistribute(self, instruction: Instruction) -> None:
