@@ -10,7 +10,7 @@ import torch
 
 from autoshard.graph import Call
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import adjust, input_axes, local_ids, output_axes, zero_where_not
+from autoshard.rules.parts import addressed, adjust, input_axes, local_ids, output_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Row
 from autoshard.spec import PSUM, R
 
@@ -70,7 +70,7 @@ RULES = {
     aten._embedding_bag_forward_only.default: adjust(rule(_bag_line, family="gather"), _bag_row),
     aten._embedding_bag_backward.default: rule(_bag_backward_line, family="gather"),
     aten._embedding_bag_dense_backward.default: rule(_bag_backward_line, family="gather"),
-    aten.embedding.default: rule("v d, ... -> ... d", family="gather", local=_embedding),
+    aten.embedding.default: addressed(rule("v d, ... -> ... d", family="gather", local=_embedding), 0, lambda call: [0]),
     aten.embedding_dense_backward.default: rule(_backward_line, family="gather", partial="each",
                                                 local=_embedding_backward),
 }

@@ -13,7 +13,7 @@ import torch
 
 from autoshard.graph import Call
 from autoshard.rules.notation import NotationMismatch, rule
-from autoshard.rules.parts import input_axes, output_axes, zero_where_not
+from autoshard.rules.parts import addressed, input_axes, output_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Rule
 
 aten = torch.ops.aten
@@ -101,7 +101,9 @@ def _backward_flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -
 
 
 def _rule(line: str | Callable[[Call], str], local: Any, flops: Any = grouped_flops) -> Rule:
-    return rule(line, family="matmul", local=local, flops=flops)
+    """Experts are looked up by number, where they have a dim of their own."""
+    base = rule(line, family="matmul", local=local, flops=flops)
+    return addressed(base, 1, lambda call: [0] if len(call.inputs[1].shape) == 3 else [])
 
 
 RULES = {aten._grouped_mm.default: _rule(_grouped_line, _grouped)}

@@ -11,7 +11,7 @@ import torch
 
 from autoshard.graph import Call, Slot, TensorMeta
 from autoshard.rules.notation import NotationMismatch, Passes, rule
-from autoshard.rules.parts import (dims_but, input_axes, letters, local_ids, on_first, output_axes, partial_axes,
+from autoshard.rules.parts import (addressed, dims_but, input_axes, letters, local_ids, on_first, output_axes, partial_axes,
                                    zero_where_not)
 from autoshard.rules.types import LocalContext, Rule
 
@@ -217,7 +217,14 @@ def _take_line(call: Call) -> str:
 
 
 def _one(line: Any, local: Any = None, partial: Passes = "none") -> Rule:
-    return rule(line, family="gather", local=local, partial=partial)
+    base = rule(line, family="gather", local=local, partial=partial)
+    return base if local is None else addressed(base, 0, _looked_up)
+
+
+def _looked_up(call: Call) -> list[int]:
+    """Dims of the table that indices point into."""
+    names = {a.name for a in call.target._schema.arguments}
+    return _indexed(call) if "indices" in names else [call.argument("dim")]
 
 
 RULES = {

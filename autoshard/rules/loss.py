@@ -10,7 +10,7 @@ import torch
 
 from autoshard.graph import Call
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import (accumulate_dtype, adjust, cast, dims_but, input_axes, local_ids, output_axes,
+from autoshard.rules.parts import (accumulate_dtype, addressed, adjust, cast, dims_but, input_axes, local_ids, output_axes,
                                    partial_axes, shard_axes, zero_where_not)
 from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
 from autoshard.spec import R
@@ -156,6 +156,11 @@ def _nll_backward(ctx: LocalContext, grad: Any, x: Any, target: Any, weight: Any
     return ctx.call.target(grad, x, target, weight, reduction, ignore_index, total)
 
 
+def _of_classes(base: Rule, tensor: int) -> Rule:
+    """Targets are positions along dim 1 of input `tensor`."""
+    return addressed(base, tensor, lambda call: [1] if len(call.inputs[tensor].shape) > 1 else [])
+
+
 # Elementwise losses -------------------------------------------------------------------------------------
 
 def _elementwise(tensors: int) -> Rule:
@@ -195,9 +200,9 @@ RULES = {
     aten._safe_softmax.default: rule(_whole_softmax_line, family="reduction"),
     aten._softmax_backward_data.default: _softmax_rule(2, _softmax_backward, _softmax_backward_row),
     aten._log_softmax_backward_data.default: _softmax_rule(2, _softmax_backward, _softmax_backward_row),
-    **{op.default: adjust(rule(_nll_line, family="gather", local=_nll), _nll_row)
+    **{op.default: _of_classes(adjust(rule(_nll_line, family="gather", local=_nll), _nll_row), 0)
        for op in (aten.nll_loss_forward, aten.nll_loss2d_forward)},
-    **{op.default: rule(_nll_backward_line, family="gather", local=_nll_backward)
+    **{op.default: _of_classes(rule(_nll_backward_line, family="gather", local=_nll_backward), 1)
        for op in (aten.nll_loss_backward, aten.nll_loss2d_backward)},
     **{op.default: _elementwise(2) for op in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss,
                                               aten.soft_margin_loss)},

@@ -33,6 +33,17 @@ def adjust(base: Rule, change: Callable[[Call, Row], Row]) -> Rule:
     return replace(base, rows=lambda call: tuple(change(call, row) for row in base.rows(call)))
 
 
+def addressed(base: Rule, tensor: int, dim: Callable[[Call], Sequence[int]]) -> Rule:
+    """`base` for an op that looks up positions along dims `dim(call)` of tensor input `tensor`. Of a dim with
+    several factors only the major one may split: else a rank's positions are not one range."""
+    def rows(call: Call) -> tuple[Row, ...]:
+        meta = call.inputs[tensor]
+        minor = {i for d in dim(call) for i in [i for i in meta.logical_dims(d) if meta.logical_shape[i] > 1][1:]}
+        return tuple(row for row in base.rows(call) if row.inputs[tensor] not in minor)
+
+    return replace(base, rows=rows)
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are kept in: float32 for half precision, as torch's kernels do."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -45,6 +45,7 @@ EMBEDDING = (
     sample(aten.embedding.default, T(8, 6), _ids(4, 2, high=8)),
     sample(aten.embedding.default, T(8, 6), _ids(4, high=8), 3),
     sample(aten.embedding.default, T(8, 6), _flat(_ids(8, high=8), (2, 4))),
+    sample(aten.embedding.default, T((2, 4), 6), _ids(4, high=8)),
     sample(aten.embedding_dense_backward.default, T(4, 2, 6), _ids(4, 2, high=8), 8, -1, False),
     sample(aten.embedding_dense_backward.default, T(8, 6), _ids(8, high=8), 8, 3, False),
     sample(aten.embedding_dense_backward.default, T((2, 4), 6), _flat(_ids(8, high=8), (2, 4)), 8, 3, False),
@@ -72,6 +73,10 @@ _NLL = tuple(
     for n, t in ((8, _targets(8, classes=6)), ((2, 4), _flat(_targets(8, classes=6), (2, 4))),
                  ((2, 4), _targets(8, classes=6)))
     for w in (None, _positive(6)) for reduction in (0, 1, 2))
+
+_NLL += (sample(aten.nll_loss_forward.default, T(4, (2, 4)), _targets(4, classes=8), None, 1, -100),
+         sample(aten.nll_loss_backward.default, T(), T(4, (2, 4)), _targets(4, classes=8), None, 1, -100,
+                Fixed(torch.tensor(3.5, dtype=_f64))))
 
 _NLL_BACKWARD = tuple(
     sample(aten.nll_loss_backward.default, T() if reduction else T(n), T(n, 6), t, w, reduction, -100,
@@ -230,6 +235,11 @@ INDEX = (
     sample(aten.index.Tensor, T(4, 6, 8), (None, _rows, _columns)),
     sample(aten.index.Tensor, T(6, 4, 8), (_rows, None, _columns)),
     sample(aten.index.Tensor, T(8, 6, high=9), (_ids(4, high=8),)),
+    sample(aten.index.Tensor, T((2, 4), 6), (_ids(4, high=8),)),
+    sample(aten.gather.default, T((2, 4), 6), 0, _ids(2, 6, high=8)),
+    sample(aten.index_select.default, T(2, (4, 2)), 1, _ids(4, high=8)),
+    sample(aten.index_put.default, T((2, 4), 6), (_ids(4, high=8),), T(4, 6), True),
+    sample(aten.scatter_add.default, T((2, 4), 6), 0, _ids(2, 6, high=8), T(2, 6)),
     sample(aten.index_put.default, T(6, 8), (_rows,), T(4, 2, 8), True),
     sample(aten.index_put.default, T(6, 8), (_rows,), T(8), True),
     sample(aten.index_put.default, T(6, 8), (_rows,), T(4, 1, 8), True),
