@@ -12,7 +12,7 @@ from sample_plan import LAYERS, sample_plan
 from autoshard.cost.cluster import available
 from autoshard.plan import Collective, Fallback, Plan
 from autoshard.report import clusters, units, what
-from autoshard.report.collapse import collapse, ranges
+from autoshard.report.collapse import Folded, collapse, ranges
 from autoshard.report.text import show
 
 
@@ -57,6 +57,13 @@ def test_collapse_keeps_the_number_of_rows():
 
 def test_ranges():
     assert ranges({5, 0, 1, 2, 9, 8}) == "0-2,5,8-9"
+
+
+@pytest.mark.parametrize(("name", "section"), [
+    ("layers.*.attn.wq.weight", "layers.*"), ("layers.*.(layer)", "layers.*"), ("layers.31.attn.wq.weight", "layers.31"),
+    ("net.0.weight", ""), ("{0-1}.(layer)", ""), ("wte.weight", ""), ("*.attn.wq", "*")])
+def test_only_layers_with_parts_open_a_section(name, section):
+    assert Folded(tuple(name.split(".")), None).section == section
 
 
 # -- units ----------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ class Folded:
     def section(self) -> str:
         """The repeated layer this belongs to (`layers.*`), or "" outside of repeated layers."""
         for i, part in enumerate(self.parts):
-            nested = part.isdigit() and len(self.parts) - i > 2
-            if is_folded(part) or nested:
+            nested = len(self.parts) - i > 2
+            if (is_folded(part) and i > 0) or ((is_folded(part) or part.isdigit()) and nested):
                 return ".".join(self.parts[:i + 1])
         return ""
 
