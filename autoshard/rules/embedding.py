@@ -70,7 +70,8 @@ RULES = {
     aten._embedding_bag_forward_only.default: adjust(rule(_bag_line, family="gather"), _bag_row),
     aten._embedding_bag_backward.default: rule(_bag_backward_line, family="gather"),
     aten._embedding_bag_dense_backward.default: rule(_bag_backward_line, family="gather"),
-    aten.embedding.default: addressed(rule("v d, ... -> ... d", family="gather", local=_embedding), 0, lambda call: [0]),
+    aten.embedding.default: addressed(rule("v d, ... -> ... d", family="gather", local=_embedding), 0,
+                                      lambda call: [0]),
     aten.embedding_dense_backward.default: rule(_backward_line, family="gather", partial="each",
                                                 local=_embedding_backward),
 }

@@ -10,8 +10,8 @@ import torch
 
 from autoshard.graph import Call
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import (accumulate_dtype, addressed, adjust, cast, dims_but, input_axes, local_ids, output_axes,
-                                   partial_axes, shard_axes, zero_where_not)
+from autoshard.rules.parts import (accumulate_dtype, addressed, adjust, cast, dims_but, input_axes, local_ids,
+                                   output_axes, partial_axes, shard_axes, zero_where_not)
 from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
 from autoshard.spec import R
 

@@ -2,6 +2,7 @@
 over the batch it normalises, with the statistics of the whole batch."""
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -113,11 +114,14 @@ def _batch_norm_row(call: Call, row: Row) -> Row:
     x, training = call.inputs[0], _in_training(call)
     if row.inputs[0] not in x.logical_dims(0):
         return row
+    if not training and "backward" in str(call.target):
+        return row
+    whole = Row(row.inputs, (row.outputs[0], *(R for _ in row.outputs[1:])))
     if not training:
-        return row if "backward" in str(call.target) else Row(row.inputs, (row.outputs[0], *(R for _ in row.outputs[1:])))
+        return whole
     drop = tuple(d for d in range(x.ndim) if d not in x.logical_dims(1))
     inner = InnerCollective("all_reduce", "in0", "sum", drop, accumulate_dtype(x.dtype))
-    return Row(row.inputs, (row.outputs[0], *(R for _ in row.outputs[1:])), (inner, inner))
+    return replace(whole, inner=(inner, inner))
 
 
 def _per_channel(v: Any, like: TensorMeta) -> Any:

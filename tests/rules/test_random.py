@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from autoshard.rules import registry
+from autoshard.rules import oracle, registry
 from autoshard.rules.oracle import wrong_rows
 from autoshard.rules.samples import Fixed, T, build, sample
 from autoshard.seeded import seeded
@@ -48,7 +48,7 @@ def test_ops_are_seeded_by_the_lowering(s):
 @pytest.mark.parametrize("s", OPS, ids=str)
 def test_equal_pieces_agree_and_others_differ(s):
     call, tensors = build(s)
-    args = [tensors[0] if tensors and i == 0 else list(a) if isinstance(a, tuple) else a for i, a in enumerate(call.args)]
+    args, _ = oracle._arguments(call, tensors)
 
     def draw(seed, salt, piece):
         out = seeded(s.op, seed, salt, piece, *args)
