@@ -1,0 +1,155 @@
+"""Prices, messages and the bound they prove; reduced costs that fix strategies; the core they leave."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.search.core import Core, Table
+from autoshard.search.large import messages
+from autoshard.search.large.packed import Packed, pack
+from autoshard.search.presolve import Infeasible
+
+ROUND = 50  # sweeps between looks at the clock
+SETTLE = 10  # more sweeps at the best prices, before a bound is read off
+
+
+class Dual:
+    """Lagrangian prices on the rows and messages on the edges of one core.
+
+    `bound` is what the sweeps claim (constant included); `certify` returns what the messages prove."""
+
+    def __init__(self, core: Core, row_prices: np.ndarray | None = None):
+        self.core = core
+        self.packed, self.nodes, self.rows = pack(core)
+        p = self.packed
+        sizes = np.diff(p.start)
+        self.message = np.zeros(int(np.repeat(sizes, np.diff(p.adj_ptr)).sum()))
+        self.prices = _place_prices(row_prices, self.rows)
+        self.best_prices = self.prices.copy()
+        self.average = np.zeros(len(self.rows))
+        self.choice = np.zeros(len(self.nodes), dtype=np.int64)
+        self.state = np.array([0.1, -np.inf, 0.0, 0.0])
+
+    @property
+    def bound(self) -> float:
+        return float(self.state[1]) + self.core.constant
+
+    def row_prices(self) -> np.ndarray:
+        """The best prices, per row of the core."""
+        out = np.zeros(len(self.core.limit))
+        out[self.rows] = self.best_prices
+        return out
+
+    def ascend(self, expired: Callable[[], bool], *, target: float | None, step: float = 0.1, stall: int = 6) -> None:
+        """Raise the bound until `stall` rounds bring less than 1e-6, or `expired()`. `target` is a cost that was or may be
+        reached; without one a little above the bound is aimed at."""
+        self.state[0], self.state[2] = step, 0.0
+        self.prices[:] = self.best_prices
+        self.average[:] = 0.0
+        flat = 0
+        while flat < stall and not expired():
+            before = self.state[1]
+            self._aim(target)
+            messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice,
+                            self.average, ROUND)
+            gained = self.state[1] - before
+            flat = 0 if gained > 1e-6 * abs(self.state[1]) else flat + 1
+            if not len(self.rows) and flat:
+                break
+
+    def _aim(self, target: float | None) -> None:
+        best = self.state[1]
+        if target is not None and math.isfinite(target):
+            self.state[3] = target - self.core.constant
+        else:
+            self.state[3] = best + 0.02 * abs(best) if math.isfinite(best) else float(np.abs(self.packed.cost).max(initial=1.0))
+
+    def settle(self) -> tuple[np.ndarray, float]:
+        """(priced node costs, constant) at the best prices, after a few more sweeps of the messages."""
+        cost, theta = np.empty_like(self.packed.cost), np.empty_like(self.packed.cost)
+        constant = messages.priced_costs(self.packed, self.best_prices, cost)
+        for _ in range(SETTLE):
+            messages.sweep(self.packed, cost, self.message, theta, False)
+            messages.sweep(self.packed, cost, self.message, theta, True)
+        messages.sweep(self.packed, cost, self.message, theta, False)
+        return cost, constant
+
+    def reduce(self, upper: float) -> tuple[Core, float]:
+        """(core, bound): the core reparametrised, without the strategies and pairs that would cost more than `upper`.
+
+        Valid for every choice of cost at most `upper`. Raises Infeasible when there is none."""
+        p = self.packed
+        cost, constant = self.settle()
+        message, theta = self.message.copy(), np.empty_like(cost)
+        messages.decouple(p, cost, message, _grid(p))
+        incoming = _sum_messages(p, message)
+        marginal = cost + incoming
+        least = np.minimum.reduceat(marginal, p.start[:-1]) if len(p.start) > 1 else np.zeros(0)
+        core = self.core.copy()
+        tables, edge_least = self._slacks(message)
+        bound = float(math.fsum([*least, *edge_least.values()])) + constant + self.core.constant
+        room = upper - bound + 1e-9 * max(abs(upper), abs(bound))
+        messages.sweep(p, cost, self.message, theta, True)  # sharper on each node than the decoupled form
+        alive = (theta <= room) & (marginal - np.repeat(least, np.diff(p.start)) <= room)
+        self._write(core, incoming, tables, edge_least, alive, room)
+        return core, bound
+
+    def _slacks(self, message: np.ndarray) -> tuple[dict[tuple[int, int], np.ndarray], dict[tuple[int, int], float]]:
+        p, tables, least = self.packed, {}, {}
+        for v in range(len(self.nodes)):
+            k = int(p.start[v + 1] - p.start[v])
+            for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+                w = int(p.adj_node[a])
+                if w > v:
+                    width = int(p.start[w + 1] - p.start[w])
+                    m, back = p.adj_message[a], p.adj_message[p.adj_back[a]]
+                    table = p.table[p.adj_table[a]:p.adj_table[a] + k * width].reshape(k, width)
+                    slack = table - message[m:m + k, None] - message[None, back:back + width]
+                    tables[v, w], least[v, w] = slack, float(slack.min())
+        return tables, least
+
+    def _write(self, core: Core, incoming: np.ndarray, tables: dict, least: dict, alive: np.ndarray, room: float) -> None:
+        p = self.packed
+        for (v, w), slack in tables.items():
+            low = least[v, w]
+            table = Table(np.where(slack - low <= room, slack - low, np.inf))
+            u, x = int(self.nodes[v]), int(self.nodes[w])
+            core.adj[u][x], core.adj[x][u] = table, table.T
+            core.constant += low
+        for v, node in enumerate(self.nodes.tolist()):
+            mask = alive[p.start[v]:p.start[v + 1]]
+            core.cost[node] = core.cost[node] + incoming[p.start[v]:p.start[v + 1]]
+            if not mask.any():
+                raise Infeasible(node)
+            if not mask.all():
+                core.keep(node, np.flatnonzero(mask))
+
+
+def _sum_messages(p: Packed, message: np.ndarray) -> np.ndarray:
+    out = np.zeros_like(p.cost)
+    for v in range(len(p.start) - 1):
+        k = p.start[v + 1] - p.start[v]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            out[p.start[v]:p.start[v + 1]] += message[p.adj_message[a]:p.adj_message[a] + k]
+    return out
+
+
+def _grid(p: Packed) -> float:
+    """A power of two: sums of costs and messages that are multiples of it are exact in 53 bits."""
+    finite = p.table[np.isfinite(p.table)]
+    largest = max(float(np.abs(finite).max(initial=0.0)), float(np.abs(p.cost).max(initial=0.0)), 1e-300)
+    return 2.0 ** (math.ceil(math.log2(largest)) - 44)
+
+
+def _place_prices(row_prices: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+    """Prices of rows that are no longer kept go to the nearest row that is."""
+    out = np.zeros(len(rows))
+    if row_prices is not None and len(rows):
+        for r in np.flatnonzero(row_prices).tolist():
+            at = int(np.searchsorted(rows, r))
+            if at == len(rows) or (at and r - rows[at - 1] < rows[at] - r):
+                at -= 1
+            out[at] += row_prices[r]
+    return out

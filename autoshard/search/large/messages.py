@@ -1,0 +1,219 @@
+"""Compiled message passing (sequential tree-reweighted, TRW-S) and the row prices that go with it.
+
+A message into v is a change of v's costs that the edge takes back, so for any messages and any prices in range
+
+    sum_v min_s theta_v(s) + sum_uv min_st slack_uv(s, t) - sum_r price_r * slack_r
+
+is a lower bound, with theta = cost + price of usage + messages in and slack_uv = table minus both messages. `decouple`
+brings the bound of the sweeps into this form, whose validity needs no theory and no trust in the sweeps."""
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from autoshard.search.large.packed import Packed
+
+
+@njit(cache=True, nogil=True)
+def priced_costs(p: Packed, prices: np.ndarray, out: np.ndarray) -> float:
+    """Write cost + price of usage to `out`; returns the constant -sum price x slack."""
+    total = np.zeros(len(prices) + 1)
+    constant = 0.0
+    for r in range(len(prices)):
+        total[r + 1] = total[r] + prices[r]
+        if prices[r] > 0.0:
+            constant -= prices[r] * p.slack[r]
+    out[:] = p.cost
+    for v in range(len(p.start) - 1):
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        for i in range(p.item_ptr[v], p.item_ptr[v + 1]):
+            unit = total[p.item_hi[i]] - total[p.item_lo[i]]
+            if unit > 0.0:
+                for s in range(k):
+                    out[base + s] += unit * p.amount[p.item_amount[i] + s]
+    return constant
+
+
+@njit(cache=True, nogil=True)
+def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, backward: bool) -> float:
+    """One pass over the nodes; `theta` gets each node's min-marginal on its chains. Returns the bound (backward only)."""
+    n = len(p.start) - 1
+    bound = 0.0
+    for i in range(n):
+        v = n - 1 - i if backward else i
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        before = after = 0
+        for s in range(k):
+            theta[base + s] = cost[base + s]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            m = p.adj_message[a]
+            for s in range(k):
+                theta[base + s] += message[m + s]
+            if p.adj_node[a] < v:
+                before += 1
+            else:
+                after += 1
+        least = theta[base]
+        for s in range(1, k):
+            least = min(least, theta[base + s])
+        for s in range(k):
+            theta[base + s] -= least
+        bound += least
+        share = 1.0 / max(before, after, 1)
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            if (p.adj_node[a] < v) == backward:
+                bound += _send(p, message, theta, v, a, share)
+    return bound
+
+
+@njit(cache=True, nogil=True)
+def _send(p: Packed, message: np.ndarray, theta: np.ndarray, v: int, a: int, share: float) -> float:
+    """Replace the message from v along entry a; its minimum is made zero and returned."""
+    w, m, t0 = p.adj_node[a], p.adj_message[a], p.adj_table[a]
+    out = p.adj_message[p.adj_back[a]]
+    base, k = p.start[v], p.start[v + 1] - p.start[v]
+    width = p.start[w + 1] - p.start[w]
+    target = message[out:out + width]
+    for t in range(width):
+        target[t] = np.inf
+    for s in range(k):
+        own = share * theta[base + s] - message[m + s]
+        row = p.table[t0 + s * width:t0 + (s + 1) * width]
+        for t in range(width):
+            value = own + row[t]
+            target[t] = value if value < target[t] else target[t]
+    least = target[0]
+    for t in range(1, width):
+        least = min(least, target[t])
+    for t in range(width):
+        target[t] -= least
+    return least
+
+
+@njit(cache=True, nogil=True)
+def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> float:
+    """After a forward sweep: a last backward pass that leaves every node's share on the edge that carries it on.
+
+    Changes `message` in place, rounded to multiples of `grid` (a power of two; whole costs then sum exactly), and
+    returns the bound it proves, computed from the messages alone."""
+    n = len(p.start) - 1
+    theta = np.empty(p.start[n])
+    for i in range(n):
+        v = n - 1 - i
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        before = after = 0
+        for s in range(k):
+            theta[base + s] = cost[base + s]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            m = p.adj_message[a]
+            for s in range(k):
+                theta[base + s] += message[m + s]
+            if p.adj_node[a] < v:
+                before += 1
+            else:
+                after += 1
+        share = 1.0 / max(before, after, 1)
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            if p.adj_node[a] < v:
+                _send(p, message, theta, v, a, share)
+                m = p.adj_message[a]
+                for s in range(k):
+                    message[m + s] -= share * theta[base + s]
+    for i in range(len(message)):
+        message[i] = np.rint(message[i] / grid) * grid
+    return reparametrised_bound(p, cost, message)
+
+
+@njit(cache=True, nogil=True)
+def reparametrised_bound(p: Packed, cost: np.ndarray, message: np.ndarray) -> float:
+    bound = 0.0
+    for v in range(len(p.start) - 1):
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        least = np.inf
+        for s in range(k):
+            value = cost[base + s]
+            for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+                value += message[p.adj_message[a] + s]
+            least = min(least, value)
+        bound += least
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            w = p.adj_node[a]
+            if w > v:
+                width = p.start[w + 1] - p.start[w]
+                m, back, t0 = p.adj_message[a], p.adj_message[p.adj_back[a]], p.adj_table[a]
+                least = np.inf
+                for s in range(k):
+                    for t in range(width):
+                        least = min(least, p.table[t0 + s * width + t] - message[m + s] - message[back + t])
+                bound += least
+    return bound
+
+
+@njit(cache=True, nogil=True)
+def decode(p: Packed, cost: np.ndarray, message: np.ndarray, choice: np.ndarray) -> None:
+    """The usual primal of a backward-swept chain: in order, each node given the choices before it."""
+    for v in range(len(p.start) - 1):
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        best, at = np.inf, 0
+        for s in range(k):
+            value = cost[base + s]
+            for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+                w = p.adj_node[a]
+                if w < v:
+                    value += p.table[p.adj_table[a] + s * (p.start[w + 1] - p.start[w]) + choice[w]]
+                else:
+                    value += message[p.adj_message[a] + s]
+            if value < best:
+                best, at = value, s
+        choice[v] = at
+
+
+@njit(cache=True, nogil=True)
+def row_loads(p: Packed, choice: np.ndarray) -> np.ndarray:
+    delta = np.zeros(len(p.slack) + 1)
+    for v in range(len(p.start) - 1):
+        for i in range(p.item_ptr[v], p.item_ptr[v + 1]):
+            amount = p.amount[p.item_amount[i] + choice[v]]
+            delta[p.item_lo[i]] += amount
+            delta[p.item_hi[i]] -= amount
+    return np.cumsum(delta)[:-1]
+
+
+@njit(cache=True, nogil=True)
+def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray, best_prices: np.ndarray,
+           choice: np.ndarray, average: np.ndarray, sweeps: int) -> float:
+    """Alternate sweeps with steps on the prices, `sweeps` times. `state` = [step, best bound, best-so-far count, target].
+
+    The step follows the averaged excess load of the decoded choices, scaled by (target - bound) / |excess|^2; it halves
+    after 15 sweeps without progress. Returns the last bound (best ones are in `state` and `best_prices`)."""
+    cost, theta = np.empty(len(p.cost)), np.empty(len(p.cost))
+    bound = -np.inf
+    for _ in range(sweeps):
+        constant = priced_costs(p, prices, cost)
+        sweep(p, cost, message, theta, False)
+        bound = sweep(p, cost, message, theta, True) + constant
+        if bound > state[1]:
+            if bound > state[1] + 1e-6 * abs(bound):
+                state[2] = 0.0
+            state[1] = bound
+            best_prices[:] = prices
+        state[2] += 1.0
+        if state[2] > 40.0:
+            state[0] *= 0.6
+            state[2] = 0.0
+            prices[:] = best_prices
+            average[:] = 0.0
+        if len(prices) == 0:
+            continue
+        decode(p, cost, message, choice)
+        excess = row_loads(p, choice) - p.slack
+        norm = 0.0
+        for r in range(len(prices)):
+            average[r] = 0.8 * average[r] + 0.2 * excess[r]
+            if prices[r] > 0.0 or average[r] > 0.0:
+                norm += average[r] * average[r]
+        if norm > 0.0:
+            step = state[0] * max(state[3] - bound, 1e-6 * abs(bound)) / norm
+            for r in range(len(prices)):
+                prices[r] = min(max(0.0, prices[r] + step * average[r]), p.price[r])
+    return bound
