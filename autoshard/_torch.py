@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
@@ -69,7 +69,8 @@ def functional_tracing(recorder: Recorder) -> Iterator[None]:
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     torch._C._set_mkldnn_enabled(False)  # then an LSTM is matmuls and pointwise ops; its fused op cannot be split
     try:
-        with enable_python_dispatcher(), recorder, FunctionalTensorMode():
+        # a submodule under torch.compile runs as the Python it wraps
+        with torch.compiler.set_stance("force_eager"), enable_python_dispatcher(), recorder, FunctionalTensorMode():
             yield
     finally:
         torch._C._set_mkldnn_enabled(one_dnn)
@@ -93,8 +94,9 @@ def was_mutated(value: torch.Tensor) -> bool:
     return has_data_mutation(value)
 
 
-def is_fake(value: Any) -> bool:
-    return isinstance(value, (FakeTensor, FunctionalTensor))
+def has_gradient_hook(parameter: torch.Tensor) -> bool:
+    """Whether `parameter.register_hook` was called."""
+    return bool(parameter._backward_hooks)
 
 
 def no_autocast() -> Any:

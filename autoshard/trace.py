@@ -101,6 +101,9 @@ class _Run:
 
     def _stored_values(self) -> None:
         for name, p in self.params.items():
+            if self.training and _torch.has_gradient_hook(p):
+                raise TraceError(f"parameter {name!r} has a gradient hook (register_hook), which the traced graph would not run; "
+                                 "remove it and change the gradients between backward() and the optimizer's step")
             keep = self.precision is None or not p.dtype.is_floating_point
             t = self._placeholder("param", name, p, None if keep else self.precision.stored)
             self.stored[name] = t.requires_grad_(p.requires_grad and self.training)
@@ -135,11 +138,7 @@ class _Run:
             for value in vars(module).values():
                 if isinstance(value, torch.Tensor):
                     memo.setdefault(id(value), value if value.device.type in ("cpu", "meta") else value.cpu())
-        try:
-            twin = copy.deepcopy(self.model, memo)
-        except Exception as e:
-            raise TraceError(f"the module tree of {type(self.model).__name__} cannot be copied ({_short(e)}); "
-                             "keep objects that cannot be copied out of module attributes") from None
+        twin = _copy_tree(self.model, memo)
         for name, module in twin.named_modules():
             _track(module, name, self.tape.modules)
         return twin
@@ -313,6 +312,28 @@ def _path_name(path: tuple[Any, ...]) -> str:
     side, *rest = path
     text = pytree.keystr(tuple(rest))
     return f"args{text}" if side.idx == 0 else f"kwargs{text}"
+
+
+def _copy_tree(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Deep copy given what to put for some objects. Attributes that cannot be copied (locks, process groups) are shared."""
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:
+        shared = {id(v): v for m in model.modules() for k, v in vars(m).items()
+                  if k not in ("_parameters", "_buffers", "_modules") and not _copies(v, memo)}
+    try:
+        return copy.deepcopy(model, memo | shared)
+    except Exception as e:
+        raise TraceError(f"the module tree of {type(model).__name__} cannot be copied ({_short(e)}); "
+                         "keep objects that cannot be copied out of module attributes") from None
+
+
+def _copies(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
 
 
 def _track(module: nn.Module, name: str, stack: list[str]) -> None:

@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import os
+import threading
 
 import pytest
 import torch
@@ -285,6 +286,20 @@ def test_no_device_in_the_graph_and_hashable():
     assert all(hash(call) for call in graph.calls.values())
 
 
+def test_attributes_that_cannot_be_copied_are_shared():
+    model = Stack()
+    model.blocks[1].lock, model.generator = threading.Lock(), torch.Generator()
+    graph = trace(model, (x48(),)).graph
+    assert graph.hash == trace(Stack(), (x48(),)).graph.hash
+
+
+def test_compiled_submodule_runs_as_python():
+    model = nn.Sequential(nn.Linear(8, 8), torch.compile(Block()))
+    with torch.no_grad():
+        traced = trace(model, (x48(),))
+    assert aten.gelu.default in targets_of(traced.graph)
+
+
 def test_inference_is_forward_only():
     model = Block(0.5).eval()
     with torch.no_grad():
@@ -404,6 +419,14 @@ def test_refused_with_the_users_line(case):
     if case not in ("input written", "parameter written", "odd result", "nothing to train"):
         line = body.__code__.co_firstlineno
         assert f"{os.path.relpath(__file__)}:{line}" in str(error.value)
+
+
+def test_gradient_hooks_are_refused():
+    model = Block()
+    model.up.weight.register_hook(lambda g: 2 * g)
+    with pytest.raises(TraceError, match="'up.weight' has a gradient hook"):
+        trace(model, (x48(),))
+    assert not trace(model, (x48(),), training=False).graph.training
 
 
 def test_parameter_reached_from_outside_the_tree():
