@@ -103,7 +103,8 @@ def _view(op: Op, state: _State) -> Op | Ref:
         x = inner.args[0]
     if state.meta(x).shape == shape:
         return x
-    return op if op.args == (x, shape) and op.target is aten.view.default else replace(op, target=aten.view.default, args=(x, shape))
+    same = op.args == (x, shape) and op.target is aten.view.default
+    return op if same else replace(op, target=aten.view.default, args=(x, shape))
 
 
 def _same_shape(op: Op, state: _State) -> Op | Ref:

@@ -102,7 +102,7 @@ class _Run:
     def _stored_values(self) -> None:
         for name, p in self.params.items():
             if self.training and _torch.has_gradient_hook(p):
-                raise TraceError(f"parameter {name!r} has a gradient hook (register_hook), which the traced graph would not run; "
+                raise TraceError(f"parameter {name!r} has a gradient hook (register_hook), which the graph would not run; "
                                  "remove it and change the gradients between backward() and the optimizer's step")
             keep = self.precision is None or not p.dtype.is_floating_point
             t = self._placeholder("param", name, p, None if keep else self.precision.stored)
@@ -208,8 +208,8 @@ class _Run:
             stored, now = self.stored[name], twin.get_buffer(name)
             if now is not self.placed[name] or _torch.was_mutated(now):
                 if now.shape != stored.shape:
-                    raise TraceError(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to {tuple(now.shape)}; "
-                                     "keep its shape")
+                    raise TraceError(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
+                                     f"{tuple(now.shape)}; keep its shape")
                 with torch.no_grad():
                     self._output(f"mutation:{name}", now.to(stored.dtype))
 
