@@ -14,13 +14,14 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import Training, build_cost_table
 from autoshard.feasible import explain_infeasible
 from autoshard.formulate import formulate
-from autoshard.incumbents import solve_with_known_plans
+from autoshard.incumbents import known_plans
 from autoshard.layers import repeated_layers
 from autoshard.mesh import Mesh, parse_mesh
 from autoshard.options import Options, Progress, parse_bytes
 from autoshard.plan import Plan
 from autoshard.precision import Precision
 from autoshard.rules.factors import factor_graph
+from autoshard.search import solve
 from autoshard.simplify import simplify
 from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
@@ -70,8 +71,8 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
         limit = options.memory_budget or profile.device.memory_capacity
         formulation = formulate(table, memory_limit=limit, layers=repeated_layers(graph))
     with clock("search"):
-        solution = solve_with_known_plans(formulation, backend=options.backend, time_limit=options.time_limit,
-                                          progress=clock.search)
+        solution = solve(formulation.problem, backend=options.backend, time_limit=options.time_limit,
+                         incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):
