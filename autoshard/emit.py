@@ -250,7 +250,7 @@ class Emitter:
 
     def _cut(self, x: Proxy, dim: int, n: int) -> Proxy:
         """The n pieces along `dim`, stacked in front."""
-        pieces = self._split(aten.contiguous.default(x), dim, n)
+        pieces = self._split(x, dim, n)
         order = [dim, *(d for d in range(len(self._shape(pieces))) if d != dim)]
         return self._permute(pieces, order)
 

@@ -47,12 +47,22 @@ class Port:
 
 
 @dataclass(frozen=True, eq=False)
+class Called:
+    """An op of the graph in its local form: the fake local tensors that go in and come out (None: absent)."""
+
+    op: str
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class LocalGraph:
-    """One window. `takes` in placeholder order, `gives` in output order."""
+    """One window. `takes` in placeholder order, `gives` in output order, `calls` the ops in it."""
 
     graph: torch.fx.Graph
     takes: tuple[Port, ...]
     gives: tuple[Port, ...]
+    calls: tuple[Called, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +166,7 @@ class _Lowering:
         self.emit = Emitter(mesh)
         self.env: dict[Held, Any] = {}
         self.ports: dict[str, Port] = {}
+        self.calls: list[Called] = []
 
     def run(self) -> LocalGraph:
         self._placeholders()
@@ -165,7 +176,7 @@ class _Lowering:
         graph = self.emit.finish(self._results(gives))
         ports = {**self.ports, **{n: Port(*p) for n, p in self.emit.extra_ports.items()}}
         takes = tuple(ports[n.name] for n in graph.nodes if n.op == "placeholder")
-        return LocalGraph(graph, takes, tuple(port for port, _ in gives))
+        return LocalGraph(graph, takes, tuple(port for port, _ in gives), tuple(self.calls))
 
     def _placeholders(self) -> None:
         kinds = ("param", "buffer", "input") if self.window == "forward" else ("param", "buffer")
@@ -196,6 +207,8 @@ class _Lowering:
                                     f"{chosen.outputs}: {e}") from e
         for held in instruction.writes:
             self.env[held] = self._checked(op, held, results[held.ref.index])
+        outputs = tuple(None if m is None else self.emit.value(results[i]) for i, m in enumerate(op.outputs))
+        self.calls.append(Called(op.name, tuple(self.emit.value(r) for r in reads), outputs))
 
     def _readable(self, op: Op, x: Any) -> Any:
         """A dense tensor for kernels that read memory by shape alone: layer_norm's backward takes a slice's

@@ -29,7 +29,7 @@ LAYERS = (
     ("formulate",),
     ("assemble", "seeded", "feasible", "incumbents", "options"),
     ("schedule",),
-    ("emit", "lower"),
+    ("emit", "lower", "reprice"),
     ("runtime",),
     ("report",),
     ("api",),

@@ -24,7 +24,7 @@ from autoshard.runtime.step import Step
 from autoshard.runtime.stored import Stored
 from autoshard.simplify import simplify
 from autoshard.spec import Spec
-from autoshard.trace import Traced
+from autoshard.calling import Traced
 
 log = logging.getLogger("autoshard")
 

@@ -18,7 +18,7 @@ from autoshard.plan import Plan
 from autoshard.runtime.place import Place, placements
 from autoshard.runtime.route import route_of
 from autoshard.runtime.stored import Stored
-from autoshard.trace import Calling
+from autoshard.calling import Calling
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
