@@ -55,11 +55,6 @@ class Board:
     def done(self) -> bool:
         return self.proven or self.infeasible or self.clock.expired()
 
-    def done_or(self, *, share: float) -> Callable[[], bool]:
-        """A stop test for one phase: done, or `share` of the time that is left now has passed."""
-        end = self.clock.seconds + share * self.clock.left
-        return lambda: self.done or self.clock.seconds >= end
-
     def report(self, message: str) -> None:
         if self.progress is not None:
             self.progress(self.cost, min(self.bound, self.cost), self.gap, self.clock.seconds, message)

@@ -29,3 +29,26 @@ class Clock:
 
     def expired(self) -> bool:
         return self.stop or self.out_of_work or self.seconds >= self.time_limit
+
+
+class Phase:
+    """A share of what is left of a clock, for one worker. Under a work limit only work counts, so that runs repeat."""
+
+    def __init__(self, clock: Clock, share: float, workers: int = 1):
+        self.clock, self.work = clock, 0
+        self.begin, self.length = clock.seconds, max(1e-9, share * clock.left)
+        self.budget = None
+        if clock.work_limit is not None:
+            self.budget = max(1, int(share * (clock.work_limit - clock.work) / workers))
+
+    def tick(self, work: int) -> None:
+        self.work += work
+
+    @property
+    def fraction(self) -> float:
+        """How much of this phase has passed, from 0 to 1."""
+        passed = (self.clock.seconds - self.begin) / self.length if self.budget is None else self.work / self.budget
+        return min(1.0, passed)
+
+    def over(self) -> bool:
+        return self.clock.stop or self.fraction >= 1.0 or self.clock.seconds >= self.clock.time_limit

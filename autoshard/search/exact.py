@@ -10,6 +10,8 @@ from autoshard.search.presolve import Infeasible, reduce_core
 
 SMALL_FREE = 100_000  # table entries; above, even the problem without rows is not left to a MIP
 
+SMALL_MIP = 10_000  # table entries up to which the MIP takes the rows too, with no prices first
+
 
 def search_auto(board: Board, seed: int, threads: int) -> None:
     """Rows forgotten first; then the exact route by prices, when the core is small; then the large route."""
@@ -18,11 +20,22 @@ def search_auto(board: Board, seed: int, threads: int) -> None:
         reduce_core(core, board.clock.expired)
         board.stats["core"] = _size(core)
         if not _without_rows(board, core, seed) and not board.done:
-            from autoshard.search.large.exact import search_small  # loads the compiler: not for problems that never get here
-
-            search_small(board, core, seed)
+            _with_rows(board, core, seed, threads)
     except Infeasible:
         board.infeasible = True
+
+
+def _with_rows(board: Board, core: Core, seed: int, threads: int) -> None:
+    if _entries(core) <= SMALL_MIP:
+        _finish(board, core, "milp", seed, "with rows")
+        return
+    from autoshard.search.large.anneal import search_large  # loads the compiler: small problems never get here
+    from autoshard.search.large.exact import search_small
+
+    if _entries(core) <= SMALL_FREE:
+        search_small(board, core, seed)
+    if not board.done:
+        search_large(board, core, seed, threads)
 
 
 def _without_rows(board: Board, core: Core, seed: int) -> bool:

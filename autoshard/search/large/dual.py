@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
+from autoshard.search.clock import Phase
 from autoshard.search.core import Core, Table
 from autoshard.search.large import messages
 from autoshard.search.large.packed import Packed, pack
@@ -42,20 +42,20 @@ class Dual:
         out[self.rows] = self.best_prices
         return out
 
-    def ascend(self, expired: Callable[[], bool], *, target: float | None, step: float = 0.1, stall: int = 6) -> None:
-        """Raise the bound until `stall` rounds bring less than 1e-6, or `expired()`. `target` is a cost that was or may be
+    def ascend(self, phase: Phase, *, target: float | None, step: float = 0.1, stall: int = 6) -> None:
+        """Raise the bound until `stall` rounds bring less than 1e-6, or the phase is over. `target` is a cost that was or may be
         reached; without one a little above the bound is aimed at."""
         self.state[0], self.state[2] = step, 0.0
         self.prices[:] = self.best_prices
         self.average[:] = 0.0
         flat = 0
-        while flat < stall and not expired():
+        while flat < stall and not phase.over():
             before = self.state[1]
             self._aim(target)
             messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice,
                             self.average, ROUND)
-            gained = self.state[1] - before
-            flat = 0 if gained > 1e-6 * abs(self.state[1]) else flat + 1
+            phase.tick(ROUND)
+            flat = 0 if self.state[1] > before + 1e-6 * abs(self.state[1]) else flat + 1
             if not len(self.rows) and flat:
                 break
 
@@ -86,6 +86,8 @@ class Dual:
         messages.decouple(p, cost, message, _grid(p))
         incoming = _sum_messages(p, message)
         marginal = cost + incoming
+        if not np.isfinite(cost).all():
+            raise ValueError("messages need finite costs: presolve removes the forbidden strategies first")
         least = np.minimum.reduceat(marginal, p.start[:-1]) if len(p.start) > 1 else np.zeros(0)
         core = self.core.copy()
         tables, edge_least = self._slacks(message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 
 from autoshard.search.board import Board
+from autoshard.search.clock import Phase
 from autoshard.search.core import Core
 from autoshard.search.large.dual import Dual
 from autoshard.search.milp import solve_mip
@@ -21,7 +22,7 @@ ROUNDS = 4
 def search_small(board: Board, core: Core, seed: int) -> None:
     """Widen an assumed gap until the optimum is inside, as long as what is left stays small enough for a MIP."""
     dual = Dual(core)
-    dual.ascend(board.done_or(share=0.2), target=_finite(board.cost))
+    dual.ascend(Phase(board.clock, 0.2), target=_finite(board.cost))
     board.raise_bound(dual.reduce(math.inf)[1], "message passing")
     gap = FIRST_GAP * max(abs(dual.bound), 1e-300)
     while not board.done:
@@ -59,7 +60,7 @@ def shrink(board: Board, dual: Dual, upper: float) -> Core:
         if not core.alive or board.clock.expired() or table_entries(core) > 0.7 * before:
             break
         again = Dual(core, prices)
-        again.ascend(board.done_or(share=0.1), target=upper, step=0.05, stall=3)
+        again.ascend(Phase(board.clock, 0.1), target=upper, step=0.05, stall=3)
         prices = again.row_prices()
         core, _ = again.reduce(upper)
     reduce_core(core, board.clock.expired)

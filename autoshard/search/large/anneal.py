@@ -1,0 +1,158 @@
+"""The large route: prices from several dual schedules, annealed tree moves on every thread, cores that shrink as the
+gap closes, and a bound all along. It ends at the time limit, or earlier when what is left is small enough to prove."""
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.search.board import Board
+from autoshard.search.clock import Phase
+from autoshard.search.core import Core
+from autoshard.search.large import messages, moves
+from autoshard.search.large.dual import Dual
+from autoshard.search.large.exact import search_small, shrink, table_entries
+from autoshard.search.presolve import Infeasible
+
+STEPS = (0.1, 0.3, 0.05, 0.03)
+FACTORS = (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0, 40.0)
+HOT, COLD = 2e-5, 2e-8  # temperatures, in parts of the cost
+TREE = 100  # most nodes of one tree
+NOISE = 1.0
+CHUNK = 500
+EXACT_TABLES = 60_000
+
+
+@dataclass
+class Walker:
+    """One thread's search: its choice with loads, its best, and its random state."""
+
+    choice: np.ndarray
+    best: np.ndarray
+    load: np.ndarray
+    tally: np.ndarray  # cost, violation, best cost, factor on the prices
+    rng: np.ndarray
+
+
+def search_large(board: Board, core: Core, seed: int, threads: int) -> None:
+    prices: np.ndarray | None = None
+    shares = (0.35, 0.5, 0.5, 0.6, 1.0)
+    for turn, share in enumerate(shares):
+        if board.done:
+            return
+        dual = best_dual(board, core, prices, threads, 0.12 if turn == 0 else 0.08)
+        board.raise_bound(dual.reduce(math.inf)[1], "message passing")
+        walk(board, dual, seed * 1000 + turn, threads, share, 1.0 if turn == 0 else 0.3 ** turn)
+        if board.done or turn == len(shares) - 1:
+            return
+        try:
+            core, prices = shrink(board, dual, board.cost), dual.row_prices()
+        except Infeasible:
+            board.raise_bound(board.cost, "nothing cheaper")
+            return
+        board.report(f"core of {len(core.alive)} nodes")
+        if table_entries(core) <= EXACT_TABLES:
+            search_small(board, core, seed)
+
+
+def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int, share: float) -> Dual:
+    """One schedule per thread, then once more from the better one's prices."""
+    target = board.cost if math.isfinite(board.cost) else None
+    best: Dual | None = None
+    for _ in range(2):
+        duals = [Dual(core, prices) for _ in range(threads)]
+        for dual in duals:
+            if best is not None:
+                dual.message[:] = best.message
+        phases = [Phase(board.clock, share / 2, threads) for _ in duals]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda job: job[0].ascend(job[1], target=target, step=job[2]), zip(duals, phases, STEPS)))
+        board.clock.work += sum(p.work for p in phases)
+        if best is not None:
+            duals.append(best)
+        best = max(duals, key=lambda d: d.bound)
+        prices = best.row_prices()
+    return best
+
+
+def walk(board: Board, dual: Dual, seed: int, threads: int, share: float, heat: float) -> None:
+    """Anneal on every thread for a share of the time; the best choice goes to the board."""
+    starts = _starts(board, dual)
+    walkers = [_walker(dual, starts, seed * 64 + i) for i in range(threads)]
+    phases = [Phase(board.clock, share, threads) for _ in walkers]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda job: _anneal(board, dual, *job, heat), zip(walkers, phases, strict=True)))
+    board.clock.work += sum(p.work for p in phases)
+    for walker in walkers:
+        _offer(board, dual, walker)
+
+
+def _anneal(board: Board, dual: Dual, walker: Walker, phase: Phase, heat: float) -> None:
+    scale = heat * max(abs(walker.tally[0] + dual.core.constant), 1e-300)
+    offered, told = walker.tally[2], phase.clock.seconds
+    while not phase.over():
+        temperature = scale * HOT * (COLD / HOT) ** phase.fraction
+        moves.anneal(dual.packed, walker.choice, walker.best, walker.load, walker.tally, dual.best_prices, walker.rng,
+                     CHUNK, TREE, temperature, temperature, NOISE)
+        phase.tick(CHUNK)
+        if walker.tally[2] < offered and phase.clock.seconds - told > 2.0:
+            _offer(board, dual, walker)
+            offered, told = walker.tally[2], phase.clock.seconds
+
+
+def _offer(board: Board, dual: Dual, walker: Walker) -> None:
+    if walker.tally[2] + dual.core.constant < board.cost:
+        board.offer(dual.core.lift(_spread(dual, walker.best)), "annealing")
+
+
+def _spread(dual: Dual, packed_choice: np.ndarray) -> np.ndarray:
+    full = np.zeros(len(dual.core.cost), dtype=np.int64)
+    full[dual.nodes] = packed_choice
+    return full
+
+
+def _walker(dual: Dual, starts: list[np.ndarray], seed: int) -> Walker:
+    p = dual.packed
+    scored = []
+    for choice in starts:
+        load = messages.row_loads(p, choice)
+        scored.append((moves.violation(load, p), moves.total_cost(p, choice), choice, load))
+    over, cost, choice, load = min(scored, key=lambda s: s[:2])
+    rng = np.array([np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] | np.uint64(1)], dtype=np.uint64)
+    tally = np.array([cost, over, cost if over <= 0.0 else np.inf, 1.0])
+    return Walker(choice.copy(), choice.copy(), load.copy(), tally, rng)
+
+
+def _starts(board: Board, dual: Dual) -> list[np.ndarray]:
+    """Decodings at rising prices, and the best choice so far where this core can still express it."""
+    p, found = dual.packed, []
+    cost, theta = np.empty_like(p.cost), np.empty_like(p.cost)
+    for factor in FACTORS:
+        messages.priced_costs(p, dual.best_prices * factor, cost)
+        message = dual.message.copy()
+        for _ in range(5):
+            messages.sweep(p, cost, message, theta, False)
+            messages.sweep(p, cost, message, theta, True)
+        choice = np.zeros(len(dual.nodes), dtype=np.int64)
+        messages.decode(p, cost, message, choice)
+        found.append(choice)
+    if board.choice is not None:
+        found.append(_repaired(dual, dual.core.project(board.choice)[dual.nodes]))
+    return found
+
+
+def _repaired(dual: Dual, choice: np.ndarray) -> np.ndarray:
+    """Fill entries of -1: each takes its cheapest strategy given the neighbours that are known."""
+    p = dual.packed
+    for v in np.flatnonzero(choice < 0):
+        k = p.start[v + 1] - p.start[v]
+        cost = p.cost[p.start[v]:p.start[v] + k].copy()
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            w = p.adj_node[a]
+            if choice[w] >= 0:
+                width = p.start[w + 1] - p.start[w]
+                cost += p.table[p.adj_table[a]:p.adj_table[a] + k * width].reshape(k, width)[:, choice[w]]
+        choice[v] = int(np.argmin(cost))
+    return choice
