@@ -118,7 +118,7 @@ def _walker(dual: Dual, starts: list[np.ndarray], seed: int) -> Walker:
     scored = []
     for choice in starts:
         load = messages.row_loads(p, choice)
-        scored.append((moves.violation(load, p), moves.total_cost(p, choice), choice, load))
+        scored.append((moves.violation(load, p), messages.total_cost(p, choice), choice, load))
     over, cost, choice, load = min(scored, key=lambda s: s[:2])
     rng = np.array([np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] | np.uint64(1)], dtype=np.uint64)
     tally = np.array([cost, over, cost if over <= 0.0 else np.inf, 1.0])

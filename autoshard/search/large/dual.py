@@ -12,6 +12,8 @@ from autoshard.search.large.packed import Packed, pack
 from autoshard.search.presolve import Infeasible
 
 ROUND = 50  # sweeps between looks at the clock
+GUESS = 0.02  # of the bound: how far above it a step aims while no cost is known
+SETTLED = 1e-3  # relative progress of a round below which the first messages count as settled
 SETTLE = 10  # more sweeps at the best prices, before a bound is read off
 
 
@@ -30,7 +32,7 @@ class Dual:
         self.best_prices = self.prices.copy()
         self.average = np.zeros(len(self.rows))
         self.choice = np.zeros(len(self.nodes), dtype=np.int64)
-        self.state = np.array([0.1, -np.inf, 0.0, 0.0])
+        self.state = np.array([0.1, -np.inf, 0.0, 0.0, np.inf])
 
     @property
     def bound(self) -> float:
@@ -45,26 +47,39 @@ class Dual:
     def ascend(self, phase: Phase, *, target: float | None, step: float = 0.1, stall: int = 6) -> None:
         """Raise the bound until `stall` rounds bring less than 1e-6, or the phase is over. `target` is a cost that was or may be
         reached; without one a little above the bound is aimed at."""
+        self._warm_up(phase)
         self.state[0], self.state[2] = step, 0.0
         self.prices[:] = self.best_prices
         self.average[:] = 0.0
-        flat = 0
+        flat, guess = 0, GUESS
         while flat < stall and not phase.over():
             before = self.state[1]
-            self._aim(target)
-            messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice,
-                            self.average, ROUND)
-            phase.tick(ROUND)
-            flat = 0 if self.state[1] > before + 1e-6 * abs(self.state[1]) else flat + 1
+            self._aim(target, guess)
+            self._round(phase)
+            guess = _adapt(guess, self.state[1] - before, self.state[3] - before)
+            flat = 0 if self.state[1] > before + 1e-6 * abs(before) else flat + 1
             if not len(self.rows) and flat:
                 break
 
-    def _aim(self, target: float | None) -> None:
-        best = self.state[1]
-        if target is not None and math.isfinite(target):
-            self.state[3] = target - self.core.constant
-        else:
-            self.state[3] = best + 0.02 * abs(best) if math.isfinite(best) else float(np.abs(self.packed.cost).max(initial=1.0))
+    def _warm_up(self, phase: Phase) -> None:
+        """Messages at fixed prices until they settle: price steps taken on raw messages are noise."""
+        self.state[0] = 0.0
+        before = -np.inf
+        while not phase.over():
+            self._round(phase)
+            if self.state[1] <= before + SETTLED * abs(before):
+                return
+            before = self.state[1]
+
+    def _round(self, phase: Phase) -> None:
+        messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice, self.average, ROUND)
+        phase.tick(ROUND)
+
+    def _aim(self, target: float | None, guess: float) -> None:
+        """The cost that steps aim at: the least known, else a little above the bound."""
+        known = min(self.state[4], math.inf if target is None else target - self.core.constant)
+        best = float(self.state[1])
+        self.state[3] = known if math.isfinite(known) else best + guess * abs(best)
 
     def settle(self) -> tuple[np.ndarray, float]:
         """(priced node costs, constant) at the best prices, after a few more sweeps of the messages."""
@@ -127,6 +142,13 @@ class Dual:
                 raise Infeasible(node)
             if not mask.all():
                 core.keep(node, np.flatnonzero(mask))
+
+
+def _adapt(guess: float, gained: float, aimed: float) -> float:
+    """Aim higher while rounds gain much of what was aimed at, lower when they gain nothing."""
+    if gained > 0.1 * aimed:
+        return min(8.0, 2.0 * guess)
+    return guess if gained > 0.0 else max(0.002, 0.5 * guess)
 
 
 def _sum_messages(p: Packed, message: np.ndarray) -> np.ndarray:

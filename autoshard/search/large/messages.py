@@ -180,12 +180,26 @@ def row_loads(p: Packed, choice: np.ndarray) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
+def total_cost(p: Packed, choice: np.ndarray) -> float:
+    """Node and edge costs of a choice, without rows."""
+    cost = 0.0
+    for v in range(len(p.start) - 1):
+        cost += p.cost[p.start[v] + choice[v]]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            w = p.adj_node[a]
+            if w > v:
+                cost += p.table[p.adj_table[a] + choice[v] * (p.start[w + 1] - p.start[w]) + choice[w]]
+    return cost
+
+
+@njit(cache=True, nogil=True)
 def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray, best_prices: np.ndarray,
            choice: np.ndarray, average: np.ndarray, sweeps: int) -> float:
-    """Alternate sweeps with steps on the prices, `sweeps` times. `state` = [step, best bound, best-so-far count, target].
+    """Alternate sweeps with steps on the prices (none while the step is 0), `sweeps` times. `state` = [step, best bound,
+    sweeps without progress, target, least cost of a decoded choice that fits].
 
-    The step follows the averaged excess load of the decoded choices, scaled by (target - bound) / |excess|^2; it halves
-    after 15 sweeps without progress. Returns the last bound (best ones are in `state` and `best_prices`)."""
+    The step follows the averaged excess load of the decoded choices, scaled by (target - bound) / |excess|^2; after 40
+    sweeps without progress it shrinks and starts again from the best prices. Returns the last bound."""
     cost, theta = np.empty(len(p.cost)), np.empty(len(p.cost))
     bound = -np.inf
     for _ in range(sweeps):
@@ -203,15 +217,18 @@ def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray
             state[2] = 0.0
             prices[:] = best_prices
             average[:] = 0.0
-        if len(prices) == 0:
+        if len(prices) == 0 or state[0] == 0.0:
             continue
         decode(p, cost, message, choice)
         excess = row_loads(p, choice) - p.slack
-        norm = 0.0
+        norm, over = 0.0, False
         for r in range(len(prices)):
             average[r] = 0.8 * average[r] + 0.2 * excess[r]
+            over = over or excess[r] > 0.0
             if prices[r] > 0.0 or average[r] > 0.0:
                 norm += average[r] * average[r]
+        if not over:
+            state[4] = min(state[4], total_cost(p, choice))
         if norm > 0.0:
             step = state[0] * max(state[3] - bound, 1e-6 * abs(bound)) / norm
             for r in range(len(prices)):

@@ -23,19 +23,6 @@ def _random(state: np.ndarray) -> float:
 
 
 @njit(cache=True, nogil=True)
-def total_cost(p: Packed, choice: np.ndarray) -> float:
-    """Node and edge costs of a choice, without rows."""
-    cost = 0.0
-    for v in range(len(p.start) - 1):
-        cost += p.cost[p.start[v] + choice[v]]
-        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            w = p.adj_node[a]
-            if w > v:
-                cost += p.table[p.adj_table[a] + choice[v] * (p.start[w + 1] - p.start[w]) + choice[w]]
-    return cost
-
-
-@njit(cache=True, nogil=True)
 def violation(load: np.ndarray, p: Packed) -> float:
     total = 0.0
     for r in range(len(load)):
