@@ -2,7 +2,8 @@
 
 Taken are Shard, Replicate and Partial sum, max and min; a row with anything else (strided shards, masked or
 averaging Partials) is dropped. Refused altogether are random ops, whose replicas must agree and whose shards
-must differ. A size argument that spells the shape of an output or input is replaced by the local shape. Rows whose local shapes do not agree are dropped.
+must differ. A size argument that spells the shape of an output or input is replaced by the local shape.
+Rows whose local shapes do not agree are dropped.
 """
 from __future__ import annotations
 
@@ -108,8 +109,8 @@ def _localized(call: Call, args: Sequence[Any], kwargs: dict[str, Any], ins: Seq
                outs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with size arguments that spell a whole shape replaced by that tensor's local shape."""
     names = [a.name for a in call.target._schema.arguments]
-    shapes = {m.shape: local for m, local in [*zip(call.inputs, ins, strict=True), *zip(call.outputs, outs, strict=True)]
-              if m is not None}  # an output's shape wins over an equal one of an input
+    pairs = (*zip(call.inputs, ins, strict=True), *zip(call.outputs, outs, strict=True))
+    shapes = {m.shape: local for m, local in pairs if m is not None}  # an output wins over an input of equal shape
     sizes = {name: list(shapes[value]) for name in names if "size" in name
              and isinstance(value := call.argument(name), tuple) and value in shapes}
     return (tuple(sizes.get(n, a) for n, a in zip(names, args, strict=False)),
