@@ -125,6 +125,7 @@ COLLECTIVES = {
 }
 """Functional collectives: they start the transfer and return a tensor that `WAIT` completes."""
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+COLLECTIVE_KINDS = {target: kind for kind, target in COLLECTIVES.items()}
 
 
 def fake_mode() -> Any:
@@ -206,3 +207,21 @@ def _placement_word(placement: Any) -> tuple[str, int]:
     if type(placement) is Partial and placement.reduce_op in ("sum", "max", "min"):
         return placement.reduce_op, 0
     return "other", 0
+
+
+def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any]) -> Callable[[list[Any]], Any]:
+    """Compile a local graph for arguments like these; the result takes one list and empties it.
+
+    The graph is decomposed the way inductor wants it, and not partitioned again."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in arguments]
+    with mode, torch.no_grad():
+        decomposed = make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+        compiled = compile_fx_inner(decomposed, fakes, is_inference=True)
+    if getattr(compiled, "_boxed_call", False):
+        return compiled
+    return lambda boxed: compiled(boxed)

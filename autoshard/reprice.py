@@ -23,7 +23,6 @@ from autoshard.lower import Called, LocalGraph, Lowered
 from autoshard.rules import registry
 
 aten = torch.ops.aten
-PASSING = (*VIEWS, aten.reshape.default, aten.permute.default, aten.contiguous.default)
 HEAVY = ("matmul", "attention", "conv")
 KINDS = {target: kind for kind, target in _torch.COLLECTIVES.items()}
 
@@ -124,11 +123,10 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
 
 def _rearranged_before(collective: torch.fx.Node) -> int:
     """Bytes copied to bring the pieces of the buffer to its front."""
-    node = collective.args[0]
-    while node.target in PASSING and node.meta.get("part") == collective.meta["part"]:
-        if node.target is aten.permute.default:
-            return _bytes(node)
-        node = node.args[0]
+    buffer = collective.args[0]
+    if buffer.target is aten.contiguous.default and buffer.args[0].target is aten.permute.default:
+        moved = buffer.args[0]
+        return _bytes(moved) if moved.meta.get("part") == collective.meta["part"] else 0
     return 0
 
 

@@ -83,7 +83,7 @@ class CompiledModule(nn.Module):
         shapes = tuple((tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else (type(v), v) for v in flat)
         device = self.place.device.type
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-                 tuple(m.training for m in self._visible["root"].modules()), self.training,
+                 tuple(m.training for m in self.modules()),
                  tuple(p.requires_grad for p in self._stored.params.values()))
         return (modes, tree, shapes, given), tensors
 

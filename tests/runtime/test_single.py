@@ -1,0 +1,87 @@
+"""One process, no process group: the compiled model is the model."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from autoshard.errors import MeshError, UsageError
+from autoshard.mesh import Mesh
+from autoshard.plan import Plan
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.compile import Settings
+from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.place import locate
+from autoshard.simplify import simplify
+from models import gpt, resnet
+
+
+def replicated(traced, mesh: Mesh, *, stored, inputs) -> Plan:
+    from autoshard.cost.cluster import load_cluster
+    from autoshard.plan import OpPlan
+    graph = factor_graph(simplify(traced.graph))
+    whole = (-1,) * mesh.ndim
+    ops = {op.name: OpPlan((whole,) * len(op.refs), (whole,) * len(op.outputs)) for op in graph.ops}
+    placements = {op.target: whole for op in graph.of_kind("param", "buffer")}
+    return Plan(graph.hash, mesh, load_cluster("cpu-gloo").snapshot(), {}, {"training": graph.training}, ops, placements, (), (),
+                (), {}, {}, 0.0, 0.0, 0.0, "hand-made")
+
+
+@pytest.mark.parametrize("module", [gpt, resnet])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_trains_like_the_model(module, backend: str) -> None:
+    torch.manual_seed(0)
+    model, batch = module.build()
+    fast = CompiledModule(copy.deepcopy(model), locate("one=1"), Settings(replicated, loss_fn=module.loss, backend=backend))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (fast, model)]
+    for _ in range(2):
+        losses = [fast(*batch), module.loss(model(*batch[:-1]), batch[-1])]
+        assert torch.allclose(*losses, rtol=1e-5)
+        for loss, o in zip(losses, optimizers, strict=True):
+            o.zero_grad()
+            loss.backward()
+            o.step()
+    for (name, a), b in zip(fast.named_parameters(), model.parameters(), strict=True):
+        assert type(a) is torch.nn.Parameter
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5), name
+    for (name, a), b in zip(fast.named_buffers(), model.buffers(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), name
+
+
+def test_dropout_draws_as_the_model_does() -> None:
+    model, batch = gpt.build(dropout=0.3)
+    fast = CompiledModule(copy.deepcopy(model), locate("one=1"), Settings(replicated, loss_fn=gpt.loss))
+    torch.manual_seed(5)
+    got = fast(*batch)
+    torch.manual_seed(5)
+    assert torch.allclose(got, F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()), rtol=1e-5)
+
+
+def test_the_original_stays_usable_and_apart() -> None:
+    model, batch = gpt.build()
+    before = model(batch[0]).detach()
+    fast = CompiledModule(model, locate("one=1"), Settings(replicated, loss_fn=gpt.loss))
+    optimizer = torch.optim.SGD(fast.parameters(), lr=1.0)
+    fast(*batch).backward()
+    optimizer.step()
+    assert torch.equal(before, model(batch[0]))
+    assert fast.wte.weight is fast.lm_head.weight, "tied weights stay tied"
+
+
+def test_a_parameter_changed_before_backward_is_noticed() -> None:
+    model, batch = gpt.build()
+    fast = CompiledModule(model, locate("one=1"), Settings(replicated, loss_fn=gpt.loss))
+    loss = fast(*batch)
+    with torch.no_grad():
+        fast.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_clear_errors() -> None:
+    with pytest.raises(MeshError, match="needs 4 processes"):
+        locate("dp=4")
+    with pytest.raises(UsageError, match="backend='fast'"):
+        CompiledModule(torch.nn.Linear(2, 2), locate("one=1"), Settings(replicated, backend="fast"))(torch.ones(1, 2))
