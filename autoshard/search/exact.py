@@ -10,6 +10,7 @@ from autoshard.search.presolve import Infeasible, reduce_core
 
 SMALL_FREE = 100_000  # table entries; above, even the problem without rows is not left to a MIP
 
+LARGEST_FREE = 600_000  # of the core with rows; above, forgetting them is not even tried
 SMALL_MIP = 10_000  # table entries up to which the MIP takes the rows too, with no prices first
 
 
@@ -40,6 +41,8 @@ def _with_rows(board: Board, core: Core, seed: int, threads: int) -> None:
 
 def _without_rows(board: Board, core: Core, seed: int) -> bool:
     """Solve the relaxation without rows. True when that settled everything."""
+    if _entries(core) > LARGEST_FREE:
+        return False
     free = core.copy()
     free.price_rows(np.zeros(len(core.limit)))
     reduce_core(free, board.clock.expired)

@@ -73,6 +73,8 @@ def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int,
         if best is not None:
             duals.append(best)
         best = max(duals, key=lambda d: d.bound)
+        cheapest = min(duals, key=lambda d: d.state[4])
+        best.state[4], best.best_choice = cheapest.state[4], cheapest.best_choice
         prices = best.row_prices()
     return best
 
@@ -138,6 +140,8 @@ def _starts(board: Board, dual: Dual) -> list[np.ndarray]:
         choice = np.zeros(len(dual.nodes), dtype=np.int64)
         messages.decode(p, cost, message, choice)
         found.append(choice)
+    if math.isfinite(dual.state[4]):
+        found.append(dual.best_choice)
     if board.choice is not None:
         found.append(_repaired(dual, dual.core.project(board.choice)[dual.nodes]))
     return found

@@ -32,6 +32,7 @@ class Dual:
         self.best_prices = self.prices.copy()
         self.average = np.zeros(len(self.rows))
         self.choice = np.zeros(len(self.nodes), dtype=np.int64)
+        self.best_choice = self.choice.copy()
         self.state = np.array([0.1, -np.inf, 0.0, 0.0, np.inf])
 
     @property
@@ -72,7 +73,8 @@ class Dual:
             before = self.state[1]
 
     def _round(self, phase: Phase) -> None:
-        messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice, self.average, ROUND)
+        messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice,
+                        self.best_choice, self.average, ROUND)
         phase.tick(ROUND)
 
     def _aim(self, target: float | None, guess: float) -> None:

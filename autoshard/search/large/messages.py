@@ -194,9 +194,9 @@ def total_cost(p: Packed, choice: np.ndarray) -> float:
 
 @njit(cache=True, nogil=True)
 def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray, best_prices: np.ndarray,
-           choice: np.ndarray, average: np.ndarray, sweeps: int) -> float:
+           choice: np.ndarray, best_choice: np.ndarray, average: np.ndarray, sweeps: int) -> float:
     """Alternate sweeps with steps on the prices (none while the step is 0), `sweeps` times. `state` = [step, best bound,
-    sweeps without progress, target, least cost of a decoded choice that fits].
+    sweeps without progress, target, least cost of a decoded choice that fits (it is in `best_choice`)].
 
     The step follows the averaged excess load of the decoded choices, scaled by (target - bound) / |excess|^2; after 40
     sweeps without progress it shrinks and starts again from the best prices. Returns the last bound."""
@@ -228,7 +228,10 @@ def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray
             if prices[r] > 0.0 or average[r] > 0.0:
                 norm += average[r] * average[r]
         if not over:
-            state[4] = min(state[4], total_cost(p, choice))
+            value = total_cost(p, choice)
+            if value < state[4]:
+                state[4] = value
+                best_choice[:] = choice
         if norm > 0.0:
             step = state[0] * max(state[3] - bound, 1e-6 * abs(bound)) / norm
             for r in range(len(prices)):
