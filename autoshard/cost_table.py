@@ -50,7 +50,7 @@ class OpCost:
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """All prices of one graph on one mesh and cluster. See `edge`, `steps`, and `ops`."""
+    """All prices of one graph on one mesh and cluster. See `table`, `steps` and `ops`."""
 
     graph: Graph
     mesh: Mesh
@@ -61,15 +61,10 @@ class CostTable:
     redistribution: Redistribution
     _tables: dict = field(default_factory=dict)
 
-    def edge(self, ref: Ref, consumer: str, index: int) -> tuple[np.ndarray, SpecIndex, SpecIndex]:
-        """(seconds [source specs, target specs], source specs, target specs) of one edge; inf: impossible."""
-        src = self.strategies[ref.op].output_specs[ref.index]
-        dst = self.strategies[consumer].input_specs[index]
-        return self.table(ref, dst), src, dst
-
-    def table(self, ref: Ref, dst: SpecIndex) -> np.ndarray:
-        """Seconds [producer's specs, target specs] of redistributing `ref`; the same object for equal tables."""
-        meta, src = self.graph.meta(ref), self.strategies[ref.op].output_specs[ref.index]
+    def table(self, ref: Ref, src: SpecIndex, dst: SpecIndex) -> np.ndarray:
+        """Seconds [source specs, target specs] of redistributing `ref`, inf where impossible. Equal questions get the
+        same object."""
+        meta = self.graph.meta(ref)
         early = self._reduction_dtypes.get(ref, meta.dtype) != meta.dtype
         key = (meta.logical_shape, meta.dtype, src.specs, dst.specs, early)
         if key not in self._tables:
@@ -115,7 +110,7 @@ def trained_params(graph: Graph) -> frozenset[str]:
 
 def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Strategies,
                      training: Training) -> CostTable:
-    """Price every strategy of every op; edge tables are made on first use and shared."""
+    """Price every strategy of every op; tables of redistributions are made on first use and shared."""
     links = cluster.links_for(mesh)
     trained = trained_params(graph)
     cache: dict[tuple[int, bool], OpCost] = {}

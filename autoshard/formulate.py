@@ -1,6 +1,6 @@
 """CostTable -> Problem and back: the only bridge between the program and the search.
 
-Nodes are ops (a strategy each) and **copy nodes**. A value read in one spec by several consumers is
+Nodes are units of ops that decide together (see regions.py) and **copy nodes**. A value read in one spec by several consumers is
 redistributed once, so the redistribution is a node of its own: per (value, target spec), with states
 
     absent         nobody reads the value in this spec
@@ -29,6 +29,7 @@ from autoshard.cost.memory import stored_bytes
 from autoshard.cost_table import HEAVY, CostTable
 from autoshard.graph import Op, Ref
 from autoshard.plan import Window
+from autoshard.regions import Unit, Units, find_units
 from autoshard.rules import registry
 from autoshard.search.problem import Edge, Items, Problem
 from autoshard.spec import Spec, is_partial, local_shape
@@ -68,20 +69,20 @@ class CopyNode:
 
 @dataclass(frozen=True, eq=False)
 class Formulation:
-    """The problem with what is needed to read a solution: node n is op `op_names[n]`, or, from
-    `len(op_names)` on, copy node `copies[n - len(op_names)]`."""
+    """The problem with what is needed to read a solution: node n is unit n, or, from
+    `len(units)` on, copy node `copies[n - len(units)]`."""
 
     problem: Problem
-    op_names: tuple[str, ...]
+    units: Units
     copies: tuple[CopyNode, ...]
     table: CostTable
 
     def strategy_of(self, choice: np.ndarray) -> dict[str, int]:
         """Chosen strategy index per op name."""
-        return {name: int(choice[i]) for i, name in enumerate(self.op_names)}
+        return {m: int(p[choice[i]]) for i, u in enumerate(self.units.units) for m, p in zip(u.members, u.picked, strict=True)}
 
     def state_of(self, choice: np.ndarray) -> dict[tuple[Ref, Spec], State]:
-        offset = len(self.op_names)
+        offset = len(self.units.units)
         return {(c.value, c.spec): c.states[int(choice[offset + i])] for i, c in enumerate(self.copies)}
 
 
@@ -90,9 +91,9 @@ class _Builder:
     """Collects nodes, edges and items; `memo` shares arrays between equal edges."""
 
     table: CostTable
+    units: Units
     eta: float
     kappa: float
-    number: dict[str, int] = field(default_factory=dict)
     costs: list[np.ndarray] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     items: list[tuple[int, np.ndarray, int, np.ndarray]] = field(default_factory=list)
@@ -115,16 +116,16 @@ class _Builder:
             self.items.append((node, hit, row, amounts[hit]))
 
 
-def formulate(table: CostTable, *, memory_limit: float | None = None,
-              layers: Mapping[str, int] | None = None) -> Formulation:
+def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Mapping[str, int] | None = None,
+              units: Units | None = None) -> Formulation:
     """Build the search problem. `memory_limit`: bytes per rank for what is stored and saved, None: unlimited.
-    `layers`: op name -> class id of ops that repeat in equal layers (see layers.py)."""
+    `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
+    (see regions.py), by default as `find_units` groups the ops."""
     overlap = table.cluster.overlap
-    b = _Builder(table, overlap.eta, overlap.interference)
+    b = _Builder(table, units or find_units(table), overlap.eta, overlap.interference)
     layers = layers or {}
-    for op in table.graph.ops:
-        _add_op(b, op, layers)
-    names = tuple(b.number)
+    for unit in b.units.units:
+        _add_unit(b, unit, layers)
     for op in table.graph.ops:
         for index in range(len(op.outputs)):
             _add_value(b, Ref(op.name, index), layers)
@@ -136,7 +137,7 @@ def formulate(table: CostTable, *, memory_limit: float | None = None,
         row_price += [1.0 - b.kappa] * 2
     problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), _items(b),
                       groups=np.array(b.groups, dtype=np.int64) if layers else None)
-    return Formulation(problem, names, tuple(b.copies), table)
+    return Formulation(problem, b.units, tuple(b.copies), table)
 
 
 def _items(b: _Builder) -> Items:
@@ -149,23 +150,25 @@ def _items(b: _Builder) -> Items:
                  np.concatenate([a for *_, a in b.items]))
 
 
-def _add_op(b: _Builder, op: Op, layers: Mapping[str, int]) -> None:
-    cost = b.table.ops[op.name]
-    node = b.number[op.name] = len(b.costs)
-    b.costs.append(b.shared(("cost", id(cost)), lambda: cost.total))
-    b.groups.append(layers.get(op.name, -1))
-    if op.kind == "param":
-        b.add_items(node, MEMORY, _stored(b, op))
-    if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
-        b.add_items(node, FORWARD if op.phase == "forward" else BACKWARD, -b.eta * cost.compute)
+def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
+    node = len(b.costs)
+    costs = [b.table.ops[m] for m in unit.members]
+    b.costs.append(b.shared(("cost", *map(id, costs), *map(id, unit.picked)), lambda: sum(
+        c.total[p] for c, p in zip(costs, unit.picked, strict=True))))
+    b.groups.append(layers.get(unit.name, -1) if all(m in layers for m in unit.members) else -1)
+    for name, cost, picked in zip(unit.members, costs, unit.picked, strict=True):
+        op = b.table.graph.op(name)
+        if op.kind == "param":
+            b.add_items(node, MEMORY, _stored(b, op)[picked])
+        if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
+            b.add_items(node, FORWARD if op.phase == "forward" else BACKWARD, -b.eta * cost.compute[picked])
 
 
 def _stored(b: _Builder, op: Op) -> np.ndarray:
     t, meta = b.table, op.outputs[0]
-    trained = op.name in t.trained
     index = t.strategies[op.name].output_specs[0]
-    return np.array([stored_bytes(meta, s, t.mesh, t.training.optimizer if trained else None)
-                     for s in index.specs], dtype=float)[index.index]
+    optimizer = t.training.optimizer if op.name in t.trained else None
+    return np.array([stored_bytes(meta, s, t.mesh, optimizer) for s in index.specs], dtype=float)[index.index]
 
 
 def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
@@ -174,15 +177,35 @@ def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
     return float(prod(local_shape(meta.logical_shape, spec, table.mesh.sizes)) * meta.dtype.itemsize)
 
 
+@dataclass(frozen=True)
+class _Reader:
+    """Someone who reads a value: a unit's node, the first (op, input) that reads it there in these specs, its window."""
+
+    node: int
+    op: str
+    index: int
+    specs: SpecIndex
+    window: Window
+
+
+def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
+    """Readers outside the value's own unit; inputs of one unit that always agree are one reader."""
+    home = b.units.index(ref.op)
+    found: dict[tuple, _Reader] = {}
+    for name, index in b.table.graph.users.get(ref, ()):
+        node = b.units.index(name)
+        if node != home:
+            specs = b.units.inputs(name, index)
+            reader = _Reader(node, name, index, specs, b.table.graph.op(name).phase)
+            found.setdefault((node, reader.window, specs.specs, specs.index.tobytes()), reader)
+    return list(found.values())
+
+
 def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
-    graph = b.table.graph
-    readers = graph.users.get(ref, ())
-    if not readers:
-        return
-    windows = {r: graph.op(r[0]).phase for r in readers}
-    wanted: dict[Spec, list[tuple[str, int]]] = defaultdict(list)
+    readers = _readers(b, ref)
+    wanted: dict[Spec, list[_Reader]] = defaultdict(list)
     for reader in readers:
-        for spec in b.table.strategies[reader[0]].input_specs[reader[1]].specs:
+        for spec in reader.specs.specs:
             wanted[spec].append(reader)
     priced = b.overlaps and b.table.hideable(ref)
     shared = {spec: tuple(rs) for spec, rs in wanted.items()
@@ -190,13 +213,13 @@ def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
     for reader in readers:
         _add_direct_edge(b, ref, reader, frozenset(s for s, rs in shared.items() if reader in rs))
     for spec, rs in shared.items():
-        _add_copy_node(b, ref, spec, rs, {windows[r] for r in rs}, priced, layers)
-    _add_saved(b, ref, windows, bool(shared))
+        _add_copy_node(b, ref, spec, rs, priced, layers)
+    _add_saved(b, ref, bool(shared))
 
 
 def _costs_anything(b: _Builder, ref: Ref, spec: Spec) -> bool:
     """Whether some producer spec pays for reaching `spec`; where all are free there is nothing to share."""
-    seconds = b.table.table(ref, _target(b, spec))
+    seconds = b.table.table(ref, b.units.outputs(ref), _target(b, spec))
     return b.shared(("paid", id(seconds)), lambda: bool(np.any(np.isfinite(seconds) & (seconds > 0))))
 
 
@@ -204,9 +227,10 @@ def _target(b: _Builder, spec: Spec) -> SpecIndex:
     return b.shared(("target", spec), lambda: SpecIndex((spec,), np.zeros(1, dtype=np.int64)))
 
 
-def _add_direct_edge(b: _Builder, ref: Ref, reader: tuple[str, int], through_copies: frozenset[Spec]) -> None:
-    """Producer-consumer prices; targets served by copy nodes are free here."""
-    seconds, src, dst = b.table.edge(ref, *reader)
+def _add_direct_edge(b: _Builder, ref: Ref, reader: _Reader, through_copies: frozenset[Spec]) -> None:
+    """Producer-reader prices; targets served by copy nodes are free here."""
+    src, dst = b.units.outputs(ref), reader.specs
+    seconds = b.table.table(ref, src, dst)
     if len(through_copies) == len(dst.specs):
         return
     columns = tuple(i for i, s in enumerate(dst.specs) if s in through_copies)
@@ -217,34 +241,34 @@ def _add_direct_edge(b: _Builder, ref: Ref, reader: tuple[str, int], through_cop
         return out
 
     table = b.shared(("direct", id(seconds), columns), make) if columns else seconds
-    b.edges.append(Edge(b.number[ref.op], b.number[reader[0]], table, src.index, dst.index))
+    b.edges.append(Edge(b.units.index(ref.op), reader.node, table, src.index, dst.index))
 
 
-def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[tuple[str, int], ...],
-                   windows: set[Window], priced: bool, layers: Mapping[str, int]) -> None:
-    src = b.table.strategies[ref.op].output_specs[ref.index]
-    seconds = b.table.table(ref, _target(b, spec))
+def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...], priced: bool,
+                   layers: Mapping[str, int]) -> None:
+    src = b.units.outputs(ref)
+    seconds = b.table.table(ref, src, _target(b, spec))
+    windows = {r.window for r in readers}
     states = b.shared(("states", id(seconds), len(windows), min(windows), priced),
                       lambda: _states(src, spec, seconds[:, 0], windows, priced))
     node = len(b.costs)
-    copy = CopyNode(ref, spec, states, readers)
+    copy = CopyNode(ref, spec, states, tuple((r.op, r.index) for r in readers))
     b.copies.append(copy)
     b.costs.append(b.shared(("copy cost", id(states)), lambda: np.array(
         [(s.price or 0.0) * sum(s.times) * b.kappa for s in states])))
     b.groups.append(_copy_group(b, copy, layers))
     producer = b.shared(("producer", id(states)), lambda: _producer_table(src, spec, seconds[:, 0], states))
     every = b.shared(("every", len(states)), lambda: np.arange(len(states)))
-    b.edges.append(Edge(b.number[ref.op], node, producer, src.index, every))
-    for name, index in readers:
-        dst = b.table.strategies[name].input_specs[index]
-        backward = b.table.graph.op(name).phase == "backward"
-        table = b.shared(("reader", id(states), dst.specs, backward), lambda: _reader_table(dst, spec, states, backward))
-        b.edges.append(Edge(node, b.number[name], table, every, dst.index))
+    b.edges.append(Edge(b.units.index(ref.op), node, producer, src.index, every))
+    for r in readers:
+        table = b.shared(("reader", id(states), r.specs.specs, r.window),
+                         lambda r=r: _reader_table(r.specs, spec, states, r.window == "backward"))
+        b.edges.append(Edge(node, r.node, table, every, r.specs.index))
     if priced:
         for row, window in ((FORWARD, 0), (BACKWARD, 1)):
             b.add_items(node, row, np.array([(s.price or 0.0) * s.times[window] for s in states]))
-    kept = np.array([local_bytes(b.table, ref, spec) if s.name == "kept" else 0.0 for s in states])
-    b.add_items(node, MEMORY, kept)
+    if len(windows) == 2:
+        b.add_items(node, MEMORY, np.array([local_bytes(b.table, ref, spec) if s.name == "kept" else 0.0 for s in states]))
 
 
 def _states(src: SpecIndex, spec: Spec, prices: np.ndarray, windows: set[Window], priced: bool) -> tuple[State, ...]:
@@ -285,21 +309,21 @@ def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
     return first.setdefault(key, 1_000_000 + len(first))
 
 
-def _add_saved(b: _Builder, ref: Ref, windows: Mapping[tuple[str, int], Window], has_copies: bool) -> None:
+def _add_saved(b: _Builder, ref: Ref, has_copies: bool) -> None:
     """Memory of a forward value that backward reads: the producer's spec is saved (views of one buffer once).
 
     A Partial value with copies is never saved itself: what backward reads is a reduced copy, counted as kept."""
     graph = b.table.graph
-    producer = graph.op(ref.op)
     root = storage_root(graph, ref)
-    if (producer.phase == "backward" or "backward" not in windows.values()
-            or graph.op(root.op).kind in ("param", "buffer") or ("saved", root) in b.memo):
+    read = any(graph.op(name).phase == "backward" for name, _ in graph.users.get(ref, ()))
+    if (graph.op(ref.op).phase == "backward" or not read or graph.op(root.op).kind in ("param", "buffer")
+            or ("saved", root) in b.memo):
         return
     b.memo["saved", root] = True
-    index = b.table.strategies[ref.op].output_specs[ref.index]
+    specs = b.units.outputs(ref)
     amounts = np.array([0.0 if has_copies and any(map(is_partial, s)) else local_bytes(b.table, ref, s)
-                        for s in index.specs])
-    b.add_items(b.number[ref.op], MEMORY, amounts[index.index])
+                        for s in specs.specs])
+    b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
 
 
 def storage_root(graph, ref: Ref) -> Ref:
@@ -324,8 +348,7 @@ def _tie_gradients(b: _Builder) -> None:
 
 
 def _add_equality(b: _Builder, source: Op, output: Op) -> None:
-    src = b.table.strategies[source.name].output_specs[0]
-    dst = b.table.strategies[output.name].input_specs[0]
+    src, dst = b.units.outputs(Ref(source.name)), b.units.inputs(output.name, 0)
     table = b.shared(("equal", src.specs, dst.specs), lambda: np.where(
         np.array([[s == d for d in dst.specs] for s in src.specs]), 0.0, np.inf))
-    b.edges.append(Edge(b.number[source.name], b.number[output.name], table, src.index, dst.index))
+    b.edges.append(Edge(b.units.index(source.name), b.units.index(output.name), table, src.index, dst.index))

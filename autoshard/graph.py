@@ -180,6 +180,11 @@ class Graph:
     def by_name(self) -> dict[str, Op]:
         return {op.name: op for op in self.ops}
 
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Position of every op by name."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
     def op(self, name: str) -> Op:
         return self.by_name[name]
 

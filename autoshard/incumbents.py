@@ -1,6 +1,6 @@
 """Known plans as starting points: a plan that was not proven optimal is never worse than one of these that fits.
 
-Each walks the ops in order and gives every op the strategy that is cheapest where it stands (its own time plus
+Each walks the units in order and gives every unit the strategy that is cheapest where it stands (its own time plus
 the redistribution of its inputs), from a classic storage of the parameters: whole (data parallel) or split
 over as many mesh axes as they divide by (fully sharded). Nothing moves on the all-Replicate plan."""
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from autoshard.formulate import CopyNode, Formulation, State
 from autoshard.graph import Op, Ref
 from autoshard.spec import R, Spec
+from autoshard.regions import Unit
 from autoshard.strategies import SpecIndex
 
 
@@ -30,70 +31,86 @@ KNOWN: dict[str, Callable[[Spec], int]] = {"data parallel": _data_parallel, "ful
 
 def known_plans(formulation: Formulation) -> Iterator[tuple[str, np.ndarray]]:
     """(name, choice) of every known plan, complete with copy states. Whether it fits in memory is the search's to see."""
-    yield "replicated", complete(formulation, np.zeros(len(formulation.op_names), dtype=np.int64))
+    whole = [int(np.argmax(_shards(formulation, u) == 0)) for u in formulation.units.units]
+    yield "replicated", complete(formulation, np.array(whole))
     for name, rank in KNOWN.items():
         yield name, complete(formulation, greedy(formulation, rank))
 
 
+def _shards(formulation: Formulation, unit: Unit) -> np.ndarray:
+    """Per strategy of a unit, how many placements are not Replicate."""
+    sets = formulation.table.strategies
+    return sum(np.sum(sets[m].inputs[p] != R, axis=(1, 2)) + np.sum(sets[m].outputs[p] != R, axis=(1, 2))
+               for m, p in zip(unit.members, unit.picked, strict=True))
+
+
 def greedy(formulation: Formulation, rank: Callable[[Spec], int]) -> np.ndarray:
-    """Strategy per op: parameters by least `rank` of their storage spec, every other op the locally cheapest."""
-    table = formulation.table
-    number = {name: i for i, name in enumerate(formulation.op_names)}
-    stored = {f"grad:{op.target}": op.name for op in table.graph.of_kind("param")}
-    outputs = {str(op.target): op.name for op in table.graph.of_kind("output")}
-    picked = np.zeros(len(number), dtype=np.int64)
+    """Strategy per unit: parameters by least `rank` of their storage spec, every other unit the locally cheapest."""
+    table, units, graph = formulation.table, formulation.units, formulation.table.graph
+    stored = {f"grad:{op.target}": Ref(op.name) for op in graph.of_kind("param")}
+    outputs = {str(op.target): op for op in graph.of_kind("output")}
+    picked = np.zeros(len(units.units), dtype=np.int64)
 
-    def out_index(ref: Ref) -> int:
-        return int(table.strategies[ref.op].output_specs[ref.index].index[picked[number[ref.op]]])
+    def made(ref: Ref) -> Spec:
+        specs = units.outputs(ref)
+        return specs.specs[specs.index[picked[units.index(ref.op)]]]
 
-    def choose(op: Op) -> int:
-        found = table.strategies[op.name]
+    def cost(unit: Unit) -> np.ndarray:
+        total = sum(table.ops[m].total[p] for m, p in zip(unit.members, unit.picked, strict=True))
+        for member in unit.members:
+            for i, ref in enumerate(graph.op(member).refs):
+                if ref.op not in unit.members:
+                    src, dst = units.outputs(ref), units.inputs(member, i)
+                    seconds = table.table(ref, src, dst)
+                    total = total + seconds[src.index[picked[units.index(ref.op)]]][dst.index]
+        return total
+
+    def choose(unit: Unit) -> int:
+        op = graph.op(unit.name)
         if op.kind == "param":
-            specs = found.output_specs[0]
-            return int(np.argmin(np.array([rank(s) for s in specs.specs])[specs.index]))
-        if str(op.target) in stored and op.kind == "output":
-            param = stored[str(op.target)]
-            wanted = table.strategies[param].strategy(picked[number[param]])[1][0]
-            return int(np.flatnonzero([s == wanted for s in found.input_specs[0].specs])[0])
+            return _argmin(units.outputs(Ref(op.name)), rank)
+        if op.kind == "output" and op.target in stored:
+            return _argmin(units.inputs(op.name, 0), lambda s: s != made(stored[op.target]))
         if op.kind == "tangent":
             output = outputs[f"user:{op.target}"]
-            wanted = table.strategies[output].strategy(picked[number[output]])[0][0]
-            return int(np.flatnonzero([s == wanted for s in found.output_specs[0].specs])[0])
-        cost = table.ops[op.name].total.copy()
-        for i, ref in enumerate(op.refs):
-            seconds, _, dst = table.edge(ref, op.name, i)
-            cost += seconds[out_index(ref)][dst.index]
-        return int(np.argmin(cost))
+            specs = units.inputs(output.name, 0)
+            wanted = specs.specs[specs.index[picked[units.index(output.name)]]]
+            return _argmin(units.outputs(Ref(op.name)), lambda s: s != wanted)
+        return int(np.argmin(cost(unit)))
 
-    for op in _outputs_before_tangents(table.graph.ops):
-        picked[number[op.name]] = choose(op)
+    for unit in sorted(units.units, key=lambda u: _turn(graph.op(u.name))):
+        picked[units.index(unit.name)] = choose(unit)
     return picked
 
 
-def _outputs_before_tangents(ops: tuple[Op, ...]) -> list[Op]:
-    """Forward ops and user outputs first: a tangent's placement is its output's."""
-    forward = [op for op in ops if op.kind != "tangent" and op.phase == "forward"]
-    return forward + [op for op in ops if op.kind == "tangent"] + [
-        op for op in ops if op.kind != "tangent" and op.phase == "backward"]
+def _argmin(specs: SpecIndex, rank: Callable[[Spec], float]) -> int:
+    return int(np.argmin(np.array([rank(s) for s in specs.specs])[specs.index]))
+
+
+def _turn(op: Op) -> int:
+    """Forward and user outputs first: a tangent's placement is its output's."""
+    return 1 if op.kind == "tangent" else 2 if op.phase == "backward" else 0
 
 
 def complete(formulation: Formulation, picked: np.ndarray) -> np.ndarray:
     """Add the state of every copy node that the chosen strategies ask for: the cheapest that serves its readers."""
-    table = formulation.table
-    number = {name: i for i, name in enumerate(formulation.op_names)}
+    table, units = formulation.table, formulation.units
 
-    def read(name: str, index: int) -> Spec:
-        return tuple(table.strategies[name].inputs[picked[number[name]], index].tolist())
+    def spec_of(specs: SpecIndex, op: str) -> int:
+        return int(specs.index[picked[units.index(op)]])
+
+    def reads(copy: CopyNode, name: str, index: int) -> bool:
+        specs = units.inputs(name, index)
+        return specs.specs[spec_of(specs, name)] == copy.spec
 
     def state_of(copy: CopyNode) -> int:
-        readers = [name for name, i in copy.readers if read(name, i) == copy.spec]
-        windows = {table.graph.op(name).phase for name in readers}
-        if not readers:
+        windows = {table.graph.op(name).phase for name, i in copy.readers if reads(copy, name, i)}
+        if not windows:
             return 0
-        specs = table.strategies[copy.value.op].output_specs[copy.value.index]
-        source = int(specs.index[picked[number[copy.value.op]]])
+        specs = units.outputs(copy.value)
+        source = spec_of(specs, copy.value.op)
         target = SpecIndex((copy.spec,), np.zeros(1, dtype=np.int64))
-        price = float(table.table(copy.value, target)[source, 0]) if specs.specs[source] != copy.spec else None
+        price = float(table.table(copy.value, specs, target)[source, 0]) if specs.specs[source] != copy.spec else None
         fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == "own") == (price is None)
                 and (s.price is None or s.price == price)]
         return min(fits, key=lambda i: (sum(copy.states[i].times), copy.states[i].name == "kept"), default=0)

@@ -17,6 +17,7 @@ from autoshard.formulate import formulate
 from autoshard.graph import Graph, Ref
 from autoshard.mesh import parse_mesh
 from autoshard.plan import Copy, Plan
+from autoshard.regions import find_units, singletons
 from autoshard.rules.factors import factor_graph
 from autoshard.search import solve
 from autoshard.simplify import simplify
@@ -56,29 +57,29 @@ def table_of(model: nn.Module, x: torch.Tensor, mesh: str, cluster: str, trainin
     return build_cost_table(graph, m, profile, strategies, Training("sgd", graph.training))
 
 
-def brute_force(table) -> float:
-    """Least price over every assignment of strategies, by the plan's own pricing; copies as cheap as they get."""
+def brute_force(table, units) -> float:
+    """Least price over every assignment of unit strategies, by the plan's own pricing; copies as cheap as they get."""
     graph: Graph = table.graph
-    names = [op.name for op in graph.ops]
     stored = {op.target: op.name for op in graph.of_kind("param")}
     best = np.inf
 
+    def allowed(op, picked) -> bool:
+        chosen = Chosen(table, picked, ())
+        reachable = all(np.isfinite(_seconds(table, r, chosen.out_spec(r), chosen.in_spec(op.name, k)))
+                        for k, r in enumerate(op.refs) if r.op in picked)
+        return reachable and (not str(op.target).startswith("grad:") or chosen.in_spec(op.name, 0) == chosen.out_spec(
+            Ref(stored[op.target.removeprefix("grad:")])))
+
     def extend(i: int, picked: dict[str, int]) -> None:
         nonlocal best
-        if i == len(names):
+        if i == len(units.units):
             best = min(best, total(table, picked))
             return
-        op = graph.op(names[i])
-        for s in range(len(table.strategies[op.name])):
-            picked[op.name] = s
-            chosen = Chosen(table, picked, ())
-            reachable = all(np.isfinite(_seconds(table, r, chosen.out_spec(r), chosen.in_spec(op.name, k)))
-                            for k, r in enumerate(op.refs))
-            tied = (not str(op.target).startswith("grad:")
-                    or chosen.in_spec(op.name, 0) == chosen.out_spec(Ref(stored[op.target.removeprefix("grad:")])))
-            if reachable and tied:
-                extend(i + 1, picked)
-        picked.pop(op.name)
+        unit = units.units[i]
+        for s in range(len(unit)):
+            grown = {**picked, **{m: int(p[s]) for m, p in zip(unit.members, unit.picked, strict=True)}}
+            if all(allowed(graph.op(m), grown) for m in unit.members):
+                extend(i + 1, grown)
 
     extend(0, {})
     return best
@@ -103,13 +104,15 @@ def total(table, picked: dict[str, int]) -> float:
 
 @pytest.mark.parametrize("cluster, eta", [("h100-dgx", 0.0), ("cpu-gloo", None), ("h100-dgx", 0.7)])
 @pytest.mark.parametrize("model, training", [(Chain(), True), (Shared(), False)])
-def test_optimum_equals_brute_force(model, training, cluster, eta):
+@pytest.mark.parametrize("group", [singletons, find_units])
+def test_optimum_equals_brute_force(model, training, cluster, eta, group):
     table = table_of(model, torch.randn(4, 4), "dp=2", cluster, training, eta=eta)
     table = cheap_links(table)
-    formulation = formulate(table)
+    units = group(table)
+    formulation = formulate(table, units=units)
     solution = solve(formulation.problem, time_limit=30)
     plan = make_plan(formulation, solution, memory_limit=None, model={}, settings={}, seeds={})
-    assert plan.objective_s == pytest.approx(brute_force(table), rel=1e-9)
+    assert plan.objective_s == pytest.approx(brute_force(table, units), rel=1e-9)
     assert solution.cost == pytest.approx(plan.objective_s, rel=1e-9)
 
 
@@ -172,3 +175,20 @@ def _possible(table, pick) -> bool:
     chosen = Chosen(table, dict(zip((op.name for op in table.graph.ops), pick, strict=True)), ())
     return all(np.isfinite(_seconds(table, r, chosen.out_spec(r), chosen.in_spec(op.name, i)))
                for op in table.graph.ops for i, r in enumerate(op.refs))
+
+
+def test_units_lose_no_classic_plan():
+    """Grouped and ungrouped ops reach the same optimum where a reduction, a gather and a residual join are in play."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.down(torch.relu(self.up(self.norm(x))))).square().mean()
+
+    table = cheap_links(table_of(Block(), torch.randn(4, 4, 8), "tp=2", "h100-dgx", False))
+    free, grouped = (solve(formulate(table, units=g(table)).problem, time_limit=30) for g in (singletons, find_units))
+    assert grouped.cost == pytest.approx(free.cost, rel=2e-3)
+    assert len(find_units(table).units) < len(singletons(table).units)

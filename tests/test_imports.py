@@ -26,6 +26,8 @@ LAYERS = (
     ("calling", "recorder", "trace", "annotate", "simplify", "layers", "interpret", "hf_model", "model_ref"),
     ("strategies",),
     ("cost_table",),
+    ("regions",),
+    ("regions",),
     ("formulate",),
     ("assemble", "seeded", "feasible", "incumbents", "options"),
     ("schedule",),
