@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,15 @@ PLAN_EXAMPLES = """
 
   autoshard plan llama:tiny --mesh tp=2 --json | python -m json.tool
 """
+
+SOLVE_EXAMPLES = """
+[bold]Examples[/bold]
+
+  autoshard solve problem.json.gz --time-limit 30 -o answer.json
+
+  autoshard solve problem.json --json
+"""
+STARTED = time.monotonic()  # so that a time limit counts the imports too
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   rich_markup_mode="rich", epilog=EXAMPLES,
@@ -98,6 +108,22 @@ def report(
     from autoshard.plan import Plan
 
     _print_plan(Plan.load(path), as_json)
+
+
+@app.command(epilog=SOLVE_EXAMPLES)
+def solve(
+    problem: Annotated[Path, typer.Argument(help="A contest problem: .json or .json.gz.")],
+    time_limit: Annotated[float, typer.Option(help="Seconds, reading and writing included.")] = 60.0,
+    threads: Annotated[int, typer.Option(help="Threads the search may use.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the randomised searches.")] = 0,
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="Save the answer as JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Solve a bare search problem (format of the ASPLOS 2025 contest on intra-operator parallelism); Ctrl-C keeps the best so far."""
+    from autoshard.search.command import solve_command
+
+    raise typer.Exit(solve_command(str(problem), time_limit, threads, seed, None if output is None else str(output),
+                                   as_json, start=STARTED))
 
 
 @clusters_app.callback()

@@ -111,7 +111,7 @@ def test_clusters(run):
 def test_help_has_examples_or_says_what_it_does(run, arguments):
     code, out, _ = run(*arguments, "--help")
     assert code == 0 and "Usage: autoshard" in out
-    if arguments in ([], ["plan"], ["clusters"]):
+    if arguments in ([], ["plan"], ["clusters"], ["solve"]):
         assert "Examples" in out
 
 
@@ -126,6 +126,18 @@ def _cpu_seconds(command: list[str]) -> float:
             "u = resource.getrusage(resource.RUSAGE_CHILDREN); print(u.ru_utime + u.ru_stime)")
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
     return float(done.stdout)
+
+
+def test_solve_writes_an_answer(tmp_path):
+    problem, answer = tmp_path / "problem.json", tmp_path / "answer.json"
+    problem.write_text(json.dumps({"problem": {
+        "name": "two nodes", "nodes": {"intervals": [[0, 1], [0, 1]], "costs": [[1, 5], [4, 1]], "usages": [[0, 0], [0, 0]]},
+        "edges": {"nodes": [[0, 1]], "costs": [[0, 9, 9, 0]]}, "usage_limit": 10}}))
+    done = subprocess.run([sys.executable, "-m", "autoshard", "solve", problem, "--time-limit", "20", "-o", answer],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(answer.read_text())["cost"] == 5  # both first: 1 + 4; both second: 5 + 1; else 9 more
+    assert "cost     5" in done.stdout
 
 
 # -- mistakes -------------------------------------------------------------------------------------
@@ -217,6 +229,10 @@ def test_output_in_a_missing_folder_is_refused_before_the_work(run, tmp_path):
 
 def test_output_that_is_a_folder(run, tmp_path):
     assert_refused(run(*MLP, "-o", tmp_path), "cannot write", "folder")
+
+
+def test_solve_of_a_missing_file(run, tmp_path):
+    assert_refused(run("solve", tmp_path / "none.json"), "none.json")
 
 
 def test_report_of_a_missing_file(run, tmp_path):
