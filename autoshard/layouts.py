@@ -40,12 +40,12 @@ def _outputs(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
 
 
 def _activations(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
-    """Each layout of a module once: what leaves it twice, as a view of itself, is one tensor to a reader."""
-    seen: set[Layout] = set()
+    """Of a module the value that leaves it last: others are views of its input that a sibling shares."""
+    last: dict[str, Layout] = {}
     for layout in _leaving(graph, ops):
-        if layout not in seen:
-            seen.add(layout)
-            yield layout
+        last.pop(layout.name, None)
+        last[layout.name] = layout
+    yield from last.values()
 
 
 def _leaving(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
