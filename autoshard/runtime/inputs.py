@@ -65,7 +65,9 @@ def localize(t: torch.Tensor, given: Spec | None, wanted: Spec, place: Place) ->
     if given is None:
         if t.device != place.device:
             t = t.to(place.device, non_blocking=True)
-        return place.slice(t.detach(), wanted).contiguous()
+        if t.requires_grad:
+            t = t.detach()
+        return place.slice(t, wanted).contiguous()
     if given != wanted:
         raise UsageError(f"an input comes in as {format_spec(given)} and the plan reads it as {format_spec(wanted)}; "
                          "the plan was made for other inputs, plan again")

@@ -42,6 +42,8 @@ class CompiledModule(nn.Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = root.__dict__[table]
         self.training = model.training
+        self._parts = tuple(self.modules())  # walking the tree at every call would cost as much as a small layer
+        self._trainable = tuple(self._stored.params.values())
         self._steps: dict[Any, Step] = {}
         self._latest: tuple[Any, Step] | None = None
         self._recipes: dict[Any, tuple[Any, ...]] = {}
@@ -83,8 +85,8 @@ class CompiledModule(nn.Module):
         shapes = tuple((tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else (type(v), v) for v in flat)
         device = self.place.device.type
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-                 tuple(m.training for m in self.modules()),
-                 tuple(p.requires_grad for p in self._stored.params.values()))
+                 tuple([m.training for m in self._parts]),
+                 tuple([p.requires_grad for p in self._trainable]))
         return (modes, tree, shapes, given), tensors
 
     def _build(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
@@ -151,7 +153,7 @@ class CompiledModule(nn.Module):
                     done[name] = done[name] + g if name in done else g
             self._pending.clear()
         for name in done.keys() - set(step.grad_names):
-            g = step.as_gradient(name, done[name], params[name])
+            g = step.as_gradient(name, done[name], params[name].shape)
             params[name].grad = g if params[name].grad is None else params[name].grad + g
         return [done.get(n) if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
 

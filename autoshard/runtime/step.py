@@ -122,13 +122,13 @@ class Step:
         reduction = self.deferred[1]
         return dict(zip((p.name for p in reduction.gives), reduction.call(list(grads)), strict=True))
 
-    def as_gradient(self, name: str, local: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        """A local gradient in the form its leaf has: a DTensor placed like it, or the whole tensor of an input."""
+    def as_gradient(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """A local gradient in the form its leaf (of `shape`) has: a DTensor placed like it, or the whole tensor of an input."""
         if self.place.device_mesh is None:
             return local
         if name in self.stored.params:
             return _torch.dtensor_like(local, self.stored.params[name])
-        if leaf.shape == local.shape:
+        if shape == local.shape:
             return local
         spec = self.input_specs[name]
         return DTensor.from_local(local, self.place.device_mesh, placements(spec), run_check=False).full_tensor()
@@ -144,7 +144,7 @@ class _Node(torch.autograd.Function):
         outs = step.forward.call(arguments)
         n, m = step.n_users, len(step.mutated)
         ctx.save_for_backward(*kept, *outs[n + m:])
-        ctx.step, ctx.model, ctx.seed, ctx.leaves = step, model, seed, [_shape_only(t) for t in leaves]
+        ctx.step, ctx.model, ctx.seed, ctx.shapes = step, model, seed, [t.shape for t in leaves]
         step.write_back(outs[n:n + m])
         ctx.mark_non_differentiable(*(outs[i] for i in step.constants))
         return tuple(outs[:n])
@@ -159,9 +159,6 @@ class _Node(torch.autograd.Function):
         _torch.drop_saved(ctx)
         grads = model.finish_gradients(step, function.call(arguments))
         return (None,) * 5 + tuple(
-            None if g is None else step.as_gradient(name, g, leaf)
-            for name, g, leaf in zip(step.grad_names, grads, ctx.leaves, strict=True))
+            None if g is None else step.as_gradient(name, g, shape)
+            for name, g, shape in zip(step.grad_names, grads, ctx.shapes, strict=True))
 
-
-def _shape_only(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty((), device="meta").expand(t.shape)

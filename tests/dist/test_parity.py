@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,7 +48,13 @@ def train_all(names: list[str], meshes: list[str], seeds: list[int]) -> None:
                     raise
 
 
-@pytest.mark.parametrize("world, meshes", [(2, ["tp=2"])])
-@pytest.mark.parametrize("names", [["mlp", "gpt"]])
-def test_random_plans(world: int, meshes: list[str], names: list[str]) -> None:
-    on_ranks(world, train_all, names, meshes, [0, 1])
+@pytest.mark.parametrize("world, mesh", [(2, "tp=2"), (4, "dp=2,tp=2")])
+def test_random_plans(world: int, mesh: str) -> None:
+    on_ranks(world, train_all, ["mlp", "gpt", "moe"], [mesh], [0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("world, mesh", [(2, "tp=2"), (4, "tp=4"), (4, "dp=2,tp=2")])
+def test_random_plans_of_every_model(world: int, mesh: str, name: str) -> None:
+    on_ranks(world, train_all, [name], [mesh], [1, 2], timeout=600)
