@@ -21,7 +21,7 @@ from autoshard.options import Options, Progress, parse_bytes
 from autoshard.plan import Plan
 from autoshard.precision import Precision
 from autoshard.rules.factors import factor_graph
-from autoshard.search import solve
+from autoshard.search.layered import solve_layered
 from autoshard.simplify import simplify
 from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
@@ -71,8 +71,8 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
         limit = options.memory_budget or profile.device.memory_capacity
         formulation = formulate(table, memory_limit=limit, layers=repeated_layers(graph))
     with clock("search"):
-        solution = solve(formulation.problem, backend=options.backend, time_limit=options.time_limit,
-                         incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
+        solution = solve_layered(formulation.problem, backend=options.backend, time_limit=options.time_limit,
+                                 incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):
