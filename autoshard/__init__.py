@@ -13,7 +13,9 @@ from types import ModuleType
 from typing import Any
 
 _HOMES = {
+    "compile": "autoshard.api",
     "plan": "autoshard.api",
+    "shard_batch": "autoshard.runtime.inputs",
     "AutoshardError": "autoshard.errors",
     "Mesh": "autoshard.mesh",
     "Plan": "autoshard.plan",

@@ -1,6 +1,7 @@
 """The pipeline on one page: model + mesh -> plan (`plan`), and plan -> running module (`compile`)."""
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,12 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.annotate import resolve_seeds
+from autoshard.annotate import Seeds, resolve_seeds
 from autoshard.assemble import make_plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import Training, build_cost_table
 from autoshard.feasible import explain_infeasible
 from autoshard.formulate import formulate
+from autoshard.graph import Graph
 from autoshard.incumbents import known_plans
 from autoshard.layers import repeated_layers
 from autoshard.mesh import Mesh, parse_mesh
@@ -21,8 +23,11 @@ from autoshard.options import Options, Progress, parse_bytes
 from autoshard.plan import Plan
 from autoshard.precision import Precision
 from autoshard.rules.factors import factor_graph
+from autoshard.runtime.entry import compile_model
+from autoshard.runtime.module import CompiledModule
 from autoshard.search.layered import solve_layered
 from autoshard.simplify import simplify
+from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
 
@@ -55,13 +60,48 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
 
 
+def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None,
+            example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable | None = None,
+            training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
+            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
+            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str = "h100-dgx",
+            time_limit: float = 60.0, search: str = "auto", plan: Plan | str | os.PathLike[str] | None = None,
+            backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None,
+            device: Any = None, progress: Progress | None = None) -> CompiledModule:
+    """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
+
+    Options are those of `plan`, and
+    example_inputs plan now, for these; without them the model is planned at its first call
+    batch_axes     with inputs="local": mesh axes that split dim 0 of every input (default: the first)
+    search         backend of the search; `backend` runs the local graphs: "eager" or "inductor"
+    plan           a Plan or its file, replayed instead of searched
+    cache          keep plans on disk; True for the default folder, or a folder
+    checkpoint     folder of a torch.distributed.checkpoint to fill a meta model from
+
+    One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
+    (else at the first call) also what `plan` raises."""
+    options = Options(optimizer_name(optimizer), precision, seeds or {}, inputs, outputs,
+                      parse_bytes(memory_budget), cluster, time_limit, search)
+    load_cluster(cluster).links_for(as_mesh(mesh))
+
+    def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
+        return plan_traced(traced, mesh, options, clock=Clock(progress), has_loss=loss_fn is not None,
+                           fixed={**stored, **inputs})
+
+    return compile_model(model, mesh, planner, example_inputs=example_inputs, example_kwargs=example_kwargs,
+                         loss_fn=loss_fn, training=training, precision=precision, inputs=inputs, outputs=outputs,
+                         batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=repr(options),
+                         checkpoint=checkpoint, device=device)
+
+
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
-                model_info: Mapping[str, Any] | None = None) -> Plan:
-    """The search half of the pipeline, for a graph that is traced already."""
+                model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None) -> Plan:
+    """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
+    buffers and inputs by name come before seeds: that is how they are held already."""
     clock = clock or Clock(None)
     with clock("simplify"):
         graph = factor_graph(simplify(traced.graph))
-        seeds = resolve_seeds(graph, mesh, options.seeds)
+        seeds = _holding(resolve_seeds(graph, mesh, options.seeds), graph, fixed or {})
         profile = load_cluster(options.cluster)
     with clock("strategies"):
         strategies = enumerate_strategies(graph, mesh, seeds, outputs=options.outputs)
@@ -80,6 +120,12 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
                          settings=options.settings(graph.training, has_loss),
                          seeds={k: str(v) for k, v in options.seeds.items()},
                          timings=clock.seconds)
+
+
+def _holding(seeds: Seeds, graph: Graph, fixed: Mapping[str, Spec]) -> Seeds:
+    held = {op.name: frozenset({tuple(fixed[op.target])}) for op in graph.of_kind("param", "buffer", "input")
+            if op.target in fixed}
+    return Seeds({**seeds.specs, **held}, seeds.matches)
 
 
 def as_mesh(mesh: Any) -> Mesh:

@@ -39,7 +39,7 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "plan"]
+PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "compile", "plan", "shard_batch"]
 
 
 def modules() -> list[Path]:
