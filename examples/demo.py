@@ -14,6 +14,7 @@ from rich.table import Table
 from train_gpt import BATCH, MODEL
 
 import autoshard
+from autoshard.report.tables import report_console
 from autoshard.report.text import show
 from models import gpt
 
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    console = Console()
+    console = report_console()
     show(plan(options.ranks), console)
     console.print(f"Training {options.steps} steps in one process, then in {options.ranks} ...")
     one = train([], options.steps)

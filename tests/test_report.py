@@ -169,6 +169,11 @@ def test_a_plan_that_is_not_proven_says_so():
     assert "best found within the time limit" in text and "within 2 %" in text
 
 
+def test_a_bound_among_tied_plans_is_not_called_proven():
+    text = drawn(sample_plan(status="optimal among tied plans"))
+    assert "lower bound of tied plans" in text and "proven" not in text
+
+
 def test_brackets_in_names_are_not_markup():
     fallback = Fallback("x", "custom[op]", 1e-6, "net[0]", "a.py:1")
     assert "custom[op]" in drawn(sample_plan(fallbacks=(fallback,)))

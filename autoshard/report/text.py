@@ -62,8 +62,14 @@ def _header(plan: Plan) -> RenderableType:
 
 
 def _status(plan: Plan) -> str:
-    certainty = "proven" if plan.gap <= PROVEN else f"within {100 * plan.gap:.2g} % of the best possible"
+    gap = f"within {100 * plan.gap:.2g} % of the best possible"
+    certainty = gap if plan.gap > PROVEN else "equal layers treated alike" if _tied(plan) else "proven"
     return f"{plan.status}: {units.seconds(plan.objective_s)} a step ({certainty})"
+
+
+def _tied(plan: Plan) -> bool:
+    """Whether the bound holds only among plans that treat equal layers alike."""
+    return "tied" in plan.status
 
 
 def _step_time(plan: Plan) -> RenderableType:
@@ -147,7 +153,7 @@ def _fallbacks(plan: Plan) -> RenderableType:
 def _search(plan: Plan) -> RenderableType:
     grid = table("search", ">")
     grid.add_row("objective", units.seconds(plan.objective_s))
-    grid.add_row("proven lower bound", units.seconds(plan.bound_s))
+    grid.add_row("lower bound of tied plans" if _tied(plan) else "proven lower bound", units.seconds(plan.bound_s))
     grid.add_row("gap", "0 %" if plan.gap <= PROVEN else f"{100 * plan.gap:.3g} %")
     for label, text in what.search_facts(plan):
         grid.add_row(escape(label), escape(text))
