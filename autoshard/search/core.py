@@ -54,6 +54,7 @@ class Core:
         self.base = np.zeros(len(limit))
         self.constant = 0.0
         self.undo: list[tuple] = []
+        self.same: dict[bytes, np.ndarray] = {}  # equal index vectors are one object, like tables
         self._memo: dict[tuple, tuple] = {}
 
     def memo(self, compute: Callable, *args):
@@ -82,7 +83,7 @@ class Core:
         other.cost, other.items = list(self.cost), list(self.items)
         other.adj = [dict(a) for a in self.adj]
         other.base, other.constant = self.base.copy(), self.constant
-        other.undo, other._memo = list(self.undo), self._memo
+        other.undo, other.same, other._memo = list(self.undo), self.same, self._memo
         return other
 
     # -- small edits, all through shared immutable arrays ------------------------------------------------
@@ -100,6 +101,7 @@ class Core:
 
     def keep(self, v: int, kept: np.ndarray) -> None:
         """Keep only the strategies `kept` (indices, ascending) of v."""
+        kept = self.same.setdefault(kept.tobytes(), kept)
         self.undo.append(("keep", v, kept))
         self.cost[v] = self.memo(np.take, self.cost[v], kept)
         for u, table in self.adj[v].items():
@@ -165,10 +167,15 @@ class Core:
             for item in self.items[v]:
                 unit = total[item.hi] - total[item.lo]
                 if unit:
-                    self.cost[v] = self.cost[v] + unit * item.amount
+                    self.cost[v] = self.memo_shaped(charge, (float(unit),), self.cost[v], item.amount)
             self.items[v] = ()
         on = prices > 0
         self.constant += float(np.dot(prices[on], (self.base - self.limit)[on]))
+
+
+def charge(shape: tuple, cost: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """cost + price x amount, the price being `shape[0]` (for `Core.memo_shaped`)."""
+    return cost + shape[0] * amount
 
 
 def _add_tables(a: Table, b: Table) -> Table:

@@ -27,13 +27,14 @@ def reduce_core(core: Core, expired: Callable[[], bool] = lambda: False) -> None
     """Reduce `core` in place to a fixpoint, or until `expired()`: stopping early is only less reduced.
 
     Raises Infeasible when some node has no strategy left, or a hard row's least load is over its limit."""
-    price_certain_rows(core)
-    _sweep(core, core.alive, CHEAP, expired)
-    dirty = core.alive
-    while dirty and not expired():
-        _check_rows(core)
-        _sweep(core, dirty, ALL, expired)
-        dirty = sorted({v for v in drop_slack_rows(core) + price_certain_rows(core) if core.cost[v] is not None})
+    with np.errstate(invalid="ignore"):  # forbidden - forbidden: every rule says what it means by that
+        price_certain_rows(core)
+        _sweep(core, core.alive, CHEAP, expired)
+        dirty = core.alive
+        while dirty and not expired():
+            _check_rows(core)
+            _sweep(core, dirty, ALL, expired)
+            dirty = sorted({v for v in drop_slack_rows(core) + price_certain_rows(core) if core.cost[v] is not None})
 
 
 def _check_rows(core: Core) -> None:

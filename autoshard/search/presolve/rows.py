@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.search.core import Core, Item
+from autoshard.search.core import Core, Item, charge
 
 
 def most_load(core: Core) -> np.ndarray:
@@ -53,16 +53,12 @@ def price_certain_rows(core: Core) -> list[int]:
         for item in core.items[v]:
             price = total[item.hi] - total[item.lo]
             if price:
-                core.cost[v] = core.memo_shaped(_charge, (float(price),), core.cost[v], item.amount)
+                core.cost[v] = core.memo_shaped(charge, (float(price),), core.cost[v], item.amount)
                 changed.append(v)
     core.constant += float(np.dot(unit, core.base - np.where(certain, core.limit, 0.0)))
     core.price = np.where(certain, 0.0, core.price)  # a row without a price is slack for good
     core.limit = np.where(certain, np.inf, core.limit)
     return changed
-
-
-def _charge(shape: tuple, cost: np.ndarray, amount: np.ndarray) -> np.ndarray:
-    return cost + shape[0] * amount
 
 
 def _trim(items: tuple[Item, ...], before: np.ndarray, live: np.ndarray) -> list[Item] | None:

@@ -11,16 +11,45 @@ from autoshard.search.core import Core, Table
 from autoshard.search.presolve.dominance import load_profile, replacement
 
 
+def alike(table: np.ndarray) -> np.ndarray | None:
+    """[a, b]: rows a and b differ by a constant, so that this neighbour does not tell them apart."""
+    change = replacement(table)
+    return None if change is None else change + change.T == 0  # the most and the least of the difference agree
+
+
 def merge_states(core: Core, v: int) -> bool:
     if len(core.adj[v]) < 2 and not core.items[v]:
         return False
-    for u, towards in core.adj[v].items():
-        others = [table for w, table in core.adj[v].items() if w != u]
-        merged = core.memo(_merged, core.cost[v], towards, *others, *load_profile(core, v))
-        if merged is not None:
-            _apply(core, v, u, merged)
-            return True
-    return False
+    tables, profile = list(core.adj[v].values()), load_profile(core, v)
+    which = core.memo(_told_apart_by_one, *tables, *profile)
+    if which is None:
+        return False
+    u, towards = list(core.adj[v].items())[which]
+    others = [table for w, table in core.adj[v].items() if w != u]
+    merged = core.memo(_merged, core.cost[v], towards, *others, *profile)
+    if merged is None:
+        return False
+    _apply(core, v, u, merged)
+    return True
+
+
+def _told_apart_by_one(*parts) -> int | None:
+    """The position of a table that alone tells some two strategies apart, all other tables and loads not; or None."""
+    masks = []
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            load = part.reshape(len(part), -1)
+            masks.append((load[:, None, :] == load[None, :, :]).all(axis=2))
+        else:
+            masks.append(part.fact(alike))
+    if any(mask is None for mask in masks):
+        return None
+    different = sum((~mask).astype(np.int64) for mask in masks)
+    np.fill_diagonal(different, len(masks) + 1)
+    for which, (part, mask) in enumerate(zip(parts, masks, strict=True)):
+        if not isinstance(part, np.ndarray) and (different - ~mask <= 0).any():
+            return which
+    return None
 
 
 def _apply(core: Core, v: int, u: int, merged: tuple) -> None:
@@ -51,8 +80,7 @@ def _merged(cost: np.ndarray, towards: Table, *parts) -> tuple | None:
             change = part.fact(replacement)
             if change is None:
                 return None
-            with np.errstate(invalid="ignore"):
-                same &= change + change.T == 0  # the most and the least that changing a into b adds agree
+            same &= part.fact(alike)
             shift = shift + np.where(same, change, 0.0)
     leader = np.argmax(same, axis=0)
     same_as_leader = same[np.arange(k), leader]
