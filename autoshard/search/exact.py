@@ -20,6 +20,11 @@ def search_auto(board: Board, seed: int, threads: int) -> None:
         core, _ = build(board.problem)
         reduce_core(core, board.clock.expired)
         board.stats["core"] = _size(core)
+        if board.problem.intervals is None and _entries(core) > SMALL_MIP:
+            from autoshard.search.few_rows import search_few_rows  # loads the compiled sweeps
+
+            search_few_rows(board, core, seed)
+            return
         if not _without_rows(board, core, seed) and not board.done:
             _with_rows(board, core, seed, threads)
     except Infeasible:

@@ -72,6 +72,15 @@ class Dual:
                 return
             before = self.state[1]
 
+    def settle_at_prices(self, phase: Phase) -> None:
+        """Sweeps at the present prices only, until they bring less than 1e-6 of the bound."""
+        self.state[0], before = 0.0, -np.inf
+        while not phase.over():
+            self._round(phase)
+            if self.state[1] <= before + 1e-7 * abs(before):
+                return
+            before = self.state[1]
+
     def _round(self, phase: Phase) -> None:
         messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice,
                         self.best_choice, self.average, ROUND)

@@ -220,20 +220,23 @@ def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray
         if len(prices) == 0 or state[0] == 0.0:
             continue
         decode(p, cost, message, choice)
-        excess = row_loads(p, choice) - p.slack
+        excess = (row_loads(p, choice) - p.slack) / p.scale
         norm, over = 0.0, False
         for r in range(len(prices)):
             average[r] = 0.8 * average[r] + 0.2 * excess[r]
-            over = over or excess[r] > 0.0
+            over = over or (excess[r] > 0.0 and p.price[r] == np.inf)
             if prices[r] > 0.0 or average[r] > 0.0:
                 norm += average[r] * average[r]
         if not over:
             value = total_cost(p, choice)
+            for r in range(len(prices)):
+                if p.price[r] < np.inf:
+                    value += p.price[r] * max(0.0, excess[r] * p.scale[r])
             if value < state[4]:
                 state[4] = value
                 best_choice[:] = choice
         if norm > 0.0:
             step = state[0] * max(state[3] - bound, 1e-6 * abs(bound)) / norm
             for r in range(len(prices)):
-                prices[r] = min(max(0.0, prices[r] + step * average[r]), p.price[r])
+                prices[r] = min(max(0.0, prices[r] + step * average[r] / p.scale[r]), p.price[r])
     return bound

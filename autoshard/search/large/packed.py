@@ -6,12 +6,14 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.search.core import Core, Table
+from autoshard.search.presolve.rows import most_load
 
 
 class Packed(NamedTuple):
     """Nodes 0..n-1 are the core's alive nodes in order. For adjacency entry a of node v: `adj_node[a]` the neighbour,
     `table[adj_table[a]:]` the costs, v-major, `adj_message[a]` where the message into v starts, `adj_back[a]` the
-    neighbour's entry for v. Items of node v: `item_ptr[v]:item_ptr[v+1]`. `slack` = limit - base of each row."""
+    neighbour's entry for v. Items of node v: `item_ptr[v]:item_ptr[v+1]`. `slack` = limit - base of each row; `scale` makes
+    rows of different units (bytes, seconds) comparable."""
 
     start: np.ndarray
     adj_ptr: np.ndarray
@@ -28,6 +30,7 @@ class Packed(NamedTuple):
     amount: np.ndarray
     slack: np.ndarray
     price: np.ndarray
+    scale: np.ndarray
 
 
 def pack(core: Core) -> tuple[Packed, np.ndarray, np.ndarray]:
@@ -42,8 +45,17 @@ def pack(core: Core) -> tuple[Packed, np.ndarray, np.ndarray]:
     slack = core.limit[rows] - core.base[rows]
     slack += 1e-12 * np.maximum(np.abs(core.limit[rows]), 1.0) * (slack != np.rint(slack))
     cost = np.concatenate([core.cost[v] for v in nodes]) if nodes else np.zeros(0)
-    packed = Packed(start, *_pack_edges(core, nodes, number), cost, *_pack_items(core, nodes, row_of), slack, core.price[rows])
+    packed = Packed(start, *_pack_edges(core, nodes, number), cost, *_pack_items(core, nodes, row_of), slack, core.price[rows],
+                    _scales(core, slack, rows))
     return packed, np.array(nodes, dtype=np.int64), rows
+
+
+def _scales(core: Core, slack: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """One scale for all hard rows, which share a unit; a priced row's is the most it can be loaded."""
+    hard = np.isinf(core.price[rows])
+    common = float(np.abs(slack[hard]).max(initial=0.0)) or 1.0
+    most = np.maximum(most_load(core)[rows] - core.base[rows], 1e-300) if len(rows) else slack
+    return np.where(hard, common, most)
 
 
 def _needed_rows(core: Core, nodes: list[int]) -> np.ndarray:
