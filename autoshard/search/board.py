@@ -22,6 +22,7 @@ class Board:
         self.choice: np.ndarray | None = None
         self.cost, self.bound = math.inf, -math.inf
         self.infeasible = False
+        self.tied_proven = False  # the choice is proven optimal among those that treat repeated layers alike
         self.stats: dict = {}
         self.integral = _is_integral(problem)
 
@@ -72,6 +73,8 @@ class Board:
             return Status.INFEASIBLE if self.infeasible else Status.UNKNOWN
         if self.clock.stop:
             return Status.INTERRUPTED
+        if self.tied_proven and not self.clock.expired():
+            return Status.OPTIMAL_TIED
         return Status.WORK_LIMIT if self.clock.out_of_work else Status.TIME_LIMIT
 
 

@@ -1,13 +1,14 @@
 """The route of plans: a large problem with a handful of rows (memory, overlap windows), many equal layers.
 
 At given row prices the problem has no rows, reduces well and its message-passing bound is usually tight, so one such
-solve gives a bound and an optimal choice of the priced problem. Prices are bisected on the sign of each row's excess.
+solve gives a bound and an optimal choice of the priced problem. Prices follow cutting planes, a few solves.
 What gap is left is closed by fixing with reduced costs at the best prices and a MIP with the rows."""
 from __future__ import annotations
 
 import math
 
 import numpy as np
+from ortools.math_opt.python import mathopt
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Clock, Phase
@@ -20,48 +21,76 @@ from autoshard.search.problem import row_loads
 from autoshard.search.tie import tie
 
 TRIALS = 12
+COMBINE_SECONDS = 10.0
 GAPS = (1e-7, 1e-5, 1e-3)  # assumed gaps of the priced problem, widened while nothing is found
 TABLES = 2 * SMALL_TABLES
 
 
 def search_few_rows(board: Board, core: Core, seed: int) -> None:
     """Tied first, if layers repeat: its choice is an incumbent, its prices a start. Then the problem itself."""
-    prices = np.zeros(len(core.limit))
+    prices, pool = np.zeros(len(core.limit)), []
     quotient, lift = tie(board.problem)
     if quotient.n < board.problem.n:
         tied = Board(quotient, Clock(0.4 * board.clock.left, board.clock.work_limit))
         tied_core = build(quotient)[0]
         reduce_core(tied_core, tied.clock.expired)
-        prices = search_prices(tied, tied_core, seed, prices, TRIALS)
+        prices, found = search_prices(tied, tied_core, seed, prices, TRIALS)
+        pool = [lift(choice) for choice in found]
         if tied.choice is not None:
             board.offer(lift(tied.choice), "layers tied")
+        board.tied_proven = tied.proven
         board.stats["tied"] = {"cost": tied.cost, "bound": tied.bound, "seconds": tied.clock.seconds}
-    search_prices(board, core, seed, prices, 2 if board.choice is not None else TRIALS)
+    _, found = search_prices(board, core, seed, prices, 2 if pool else TRIALS)
+    if not board.done:
+        _combine(board, [*pool, *found], seed)
 
 
-def search_prices(board: Board, core: Core, seed: int, prices: np.ndarray, trials: int) -> np.ndarray:
-    """Bisect the row prices from `prices`, then solve what is left with rows. Returns the prices of the best bound."""
-    low, high = np.zeros(len(prices)), core.price.copy()
-    best, best_bound = prices, -math.inf
-    for trial in range(trials):
+def search_prices(board: Board, core: Core, seed: int, prices: np.ndarray, trials: int) -> tuple[np.ndarray, list]:
+    """Raise the bound over the row prices from `prices`, then solve what is left with rows.
+
+    Returns the best prices and the choices that were optimal at the prices tried."""
+    best, best_bound, cuts, found = prices, -math.inf, [], []
+    for _ in range(trials):
         if board.done:
-            return best
+            return best, found
         bound, choice = _priced(board, core, prices, seed)
         if bound > best_bound:
             best, best_bound = prices, bound
         board.raise_bound(bound, "row prices")
-        if choice is None or board.proven:
+        if choice is None:
             break
         board.offer(choice, "row prices")
-        excess = _excess(board, core, choice)
-        low, high = np.where(excess > 0, np.maximum(low, prices), low), np.where(excess < 0, np.minimum(high, prices), high)
-        new = _next_prices(core, prices, low, high, excess, bound)
-        if np.array_equal(new, prices):
+        found.append(choice)
+        cuts.append((prices, bound, _excess(board, core, choice)))
+        prices, promised = _next_prices(core, cuts)
+        if promised <= best_bound + MARGIN * abs(best_bound):
             break
-        prices = new
     if not board.done:
+        _combine(board, found, seed)
         _close(board, core, best, seed)
-    return best
+    return best, found
+
+
+def _combine(board: Board, pool: list[np.ndarray], seed: int) -> None:
+    """The best mixture of known choices: every node may do what some choice in the pool does. Layers that differ only in
+    which known choice they follow are how an optimum balances on a row."""
+    if len(pool) < 2:
+        return
+    core = build(board.problem)[0]
+    projected = np.stack([core.project(choice) for choice in pool])
+    try:
+        for v in core.alive:
+            allowed = np.unique(projected[:, v])
+            allowed = allowed[allowed >= 0]
+            if len(allowed) and len(allowed) < len(core.cost[v]):
+                core.keep(v, allowed)
+        reduce_core(core, board.clock.expired)
+        if table_entries(core) <= TABLES:
+            answer = solve_mip(core, min(COMBINE_SECONDS, board.clock.left), seed=seed)
+            if answer.choice is not None:
+                board.offer(core.lift(answer.choice), "mixture of known choices")
+    except Infeasible:
+        return
 
 
 def _excess(board: Board, core: Core, choice: np.ndarray) -> np.ndarray:
@@ -69,14 +98,29 @@ def _excess(board: Board, core: Core, choice: np.ndarray) -> np.ndarray:
     return np.where(core.price > 0, excess, 0.0)
 
 
-def _next_prices(core: Core, prices: np.ndarray, low: np.ndarray, high: np.ndarray, excess: np.ndarray, bound: float) -> np.ndarray:
-    """Where the excess and the price disagree, move: to the row's own price at first, then halfway."""
-    capped = np.isfinite(core.price)
-    first = max(abs(bound), 1e-12) / np.maximum(np.abs(core.limit), 1.0)
-    up = np.where(np.isfinite(high), np.where((high == core.price) & (low <= 0), high, 0.5 * (low + high)),
-                  np.maximum(4.0 * prices, np.where(capped, 0.0, 0.05 * first)))
-    down = np.where(low <= 0, np.where(prices > 1e-3 * np.where(capped, core.price, first), 0.5 * high, 0.0), 0.5 * (low + high))
-    return np.where(excess > 0, np.minimum(up, core.price), np.where((excess < 0) & (prices > 0), down, prices))
+def _next_prices(core: Core, cuts: list[tuple[np.ndarray, float, np.ndarray]]) -> tuple[np.ndarray, float]:
+    """Kelley's cutting planes: every priced solve is a plane over the prices that the bound stays below, so the highest
+    point under all planes is the next to try, and its height what is still possible."""
+    model = mathopt.Model()
+    caps = np.where(np.isfinite(core.price), core.price, _cap(core, cuts))
+    height = model.add_variable(lb=-math.inf, ub=math.inf)
+    share = [model.add_variable(lb=0.0, ub=1.0) for _ in caps]  # of each cap
+    unit = max(abs(cuts[0][1]), 1e-300)  # solver tolerances are absolute: count in parts of the first bound
+    for at, bound, slope in cuts:
+        terms = [float(g * cap / unit) * x for g, cap, x in zip(slope, caps, share, strict=True) if g and cap]
+        model.add_linear_constraint(height <= float((bound - np.dot(slope, at)) / unit) + mathopt.fast_sum(terms))
+    model.maximize(height)
+    result = mathopt.solve(model, mathopt.SolverType.GLOP)
+    if not result.has_primal_feasible_solution():
+        return cuts[-1][0], -math.inf
+    prices = caps * np.clip([result.variable_values(x) for x in share], 0.0, 1.0)
+    return prices, float(result.objective_value()) * unit
+
+
+def _cap(core: Core, cuts: list) -> np.ndarray:
+    """A hard row has no largest price; allow ten times what prices the whole limit at the bound, and more while it helps."""
+    highest = np.max([at for at, _, _ in cuts], axis=0)
+    return np.maximum(10.0 * abs(cuts[0][1]) / np.maximum(np.abs(core.limit), 1e-30), 4.0 * highest)
 
 
 def _priced(board: Board, core: Core, prices: np.ndarray, seed: int) -> tuple[float, np.ndarray | None]:
@@ -109,7 +153,7 @@ def _close(board: Board, core: Core, prices: np.ndarray, seed: int) -> None:
     upper = board.cost if math.isfinite(board.cost) else dual.bound + 0.05 * abs(dual.bound)
     try:
         small = shrink(board, dual, upper)
-        if table_entries(small) > 4 * TABLES:
+        if table_entries(small) > TABLES:
             return
         answer = solve_mip(small, board.clock.left, seed=seed)
     except Infeasible:
