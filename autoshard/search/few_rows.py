@@ -22,7 +22,7 @@ from autoshard.search.tie import tie
 
 TRIALS = 12
 COMBINE_SECONDS = 10.0
-GAPS = (1e-7, 1e-5, 1e-3)  # assumed gaps of the priced problem, widened while nothing is found
+GAPS = (1e-7, 1e-5, 1e-3, 1e-2, 4e-2)  # assumed gaps of the priced problem, widened while nothing is found
 TABLES = 2 * SMALL_TABLES
 
 
@@ -118,9 +118,9 @@ def _next_prices(core: Core, cuts: list[tuple[np.ndarray, float, np.ndarray]]) -
 
 
 def _cap(core: Core, cuts: list) -> np.ndarray:
-    """A hard row has no largest price; allow ten times what prices the whole limit at the bound, and more while it helps."""
+    """A hard row has no largest price; allow what prices the whole limit at the bound, and more while it helps."""
     highest = np.max([at for at, _, _ in cuts], axis=0)
-    return np.maximum(10.0 * abs(cuts[0][1]) / np.maximum(np.abs(core.limit), 1e-30), 4.0 * highest)
+    return np.maximum(abs(cuts[0][1]) / np.maximum(np.abs(core.limit), 1e-30), 4.0 * highest)
 
 
 def _priced(board: Board, core: Core, prices: np.ndarray, seed: int) -> tuple[float, np.ndarray | None]:

@@ -42,7 +42,7 @@ def search_large(board: Board, core: Core, seed: int, threads: int) -> None:
     for turn, share in enumerate(shares):
         if board.done:
             return
-        dual = best_dual(board, core, prices, threads, 0.12 if turn == 0 else 0.08)
+        dual = best_dual(board, core, prices, threads, 0.2 if turn == 0 else 0.08)
         board.raise_bound(dual.reduce(math.inf)[1], "message passing")
         walk(board, dual, seed * 1000 + turn, threads, share, 1.0 if turn == 0 else 0.3 ** turn)
         if board.done or turn == len(shares) - 1:
