@@ -5,7 +5,7 @@ unit of its producers when
 
 * they all hang on the same sources, so that one layout fits them all (parameters, constants, graph inputs and, in
   backward, saved forward values are side inputs and do not count), and
-* what it reads can not be Partial, or it passes Partial on unchanged (views, casts, sums of gradients), and
+* what it reads can not be Partial, or it is a view that passes Partial on, and
 * being a view, it accepts every shard its producer may have.
 
 So every place where a reduction or a gather may be wanted stays an edge between units: before contractions, at
@@ -183,7 +183,7 @@ class _Walk:
         rows = registry.rows(self.graph.calls[op.name]) if op.kind == "call" else ()
         reads = any(r in self.partial for r in op.refs)
         sums = op.phase == "backward" and str(op.target) == "aten.add.Tensor" and all(r in self.partial for r in main)
-        if not cheap or (self._is_free(op) and (joined or not reads)) or sums:
+        if not cheap or (self._is_free(op) and (joined or not reads)) or sums or "_to_copy" in str(op.target):
             self.passing.add(op.name)
         makes = not cheap or (reads and op.name in self.passing) or any(
             0 in r.inputs and is_partial(r.outputs[0]) and PSUM not in r.inputs for r in rows)
@@ -192,9 +192,9 @@ class _Walk:
 
 
     def _is_free(self, op: Op) -> bool:
-        """Views and widening casts: they cost little or nothing on Partial values. Other ops wait for the reduction."""
-        return (_is_view(op) or "_to_copy" in str(op.target)) and any(
-            is_partial(r.inputs[0]) for r in registry.rows(self.graph.calls[op.name]))
+        """Views cost nothing on Partial values. Other ops wait for the reduction, casts too: it is cheaper in the
+        narrow dtype, or wanted in the wide one."""
+        return _is_view(op) and any(is_partial(r.inputs[0]) for r in registry.rows(self.graph.calls[op.name]))
 
 
 def _is_view(op: Op) -> bool:
