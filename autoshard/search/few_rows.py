@@ -57,8 +57,11 @@ def search_prices(board: Board, core: Core, seed: int, prices: np.ndarray, trial
         if bound > best_bound:
             best, best_bound = prices, bound
         board.raise_bound(bound, "row prices")
-        if choice is None:
-            break
+        if choice is None:  # the bound is loose out there: come back halfway to prices that worked
+            if not cuts:
+                break
+            prices = 0.5 * (prices + cuts[-1][0])
+            continue
         board.offer(choice, "row prices")
         found.append(choice)
         cuts.append((prices, bound, _excess(board, core, choice)))
