@@ -32,10 +32,13 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
     quotient, lift = tie(board.problem)
     if quotient.n < board.problem.n:
         tied = Board(quotient, Clock(0.4 * board.clock.left, board.clock.work_limit))
-        tied_core = build(quotient)[0]
-        reduce_core(tied_core, tied.clock.expired)
-        prices, found = search_prices(tied, tied_core, seed, prices, TRIALS)
-        pool = [lift(choice) for choice in found]
+        try:
+            tied_core = build(quotient)[0]
+            reduce_core(tied_core, tied.clock.expired)
+            prices, found = search_prices(tied, tied_core, seed, prices, TRIALS)
+            pool = [lift(choice) for choice in found]
+        except Infeasible:
+            board.report("no choice treats the layers alike")  # says nothing about untied ones
         if tied.choice is not None:
             board.offer(lift(tied.choice), "layers tied")
         board.tied_proven = tied.proven
