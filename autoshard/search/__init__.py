@@ -14,7 +14,7 @@ from autoshard.errors import ProblemError
 from autoshard.search.board import Board, Progress
 from autoshard.search.brute import search_brute
 from autoshard.search.clock import Clock
-from autoshard.search.exact import search_auto, search_mip
+from autoshard.search.exact import search_auto, search_local, search_mip
 from autoshard.search.problem import Edge, Intervals, Items, Problem, Solution, Status, evaluate
 
 __all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "solve"]
@@ -23,6 +23,7 @@ BACKENDS: dict[str, Callable[..., None]] = {
     "auto": search_auto,
     "milp": lambda board, seed, threads: search_mip(board, seed=seed),
     "cp_sat": lambda board, seed, threads: search_mip(board, solver="cp_sat", seed=seed),
+    "local": search_local,
     "brute": lambda board, seed, threads: search_brute(board),
 }
 

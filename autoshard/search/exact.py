@@ -31,6 +31,22 @@ def search_auto(board: Board, seed: int, threads: int) -> None:
         board.infeasible = True
 
 
+def search_local(board: Board, seed: int, threads: int) -> None:
+    """The large route alone, whatever the size."""
+    from autoshard.search.large.anneal import search_large  # loads the compiled loops
+
+    try:
+        core, _ = build(board.problem)
+        reduce_core(core, board.clock.expired)
+        board.stats["core"] = _size(core)
+        if core.alive:
+            search_large(board, core, seed, threads)
+        else:
+            _finish(board, core, "milp", seed, "presolve")
+    except Infeasible:
+        board.infeasible = True
+
+
 def _with_rows(board: Board, core: Core, seed: int, threads: int) -> None:
     if _entries(core) <= SMALL_MIP:
         _finish(board, core, "milp", seed, "with rows")

@@ -33,6 +33,7 @@ class Dual:
         self.average = np.zeros(len(self.rows))
         self.choice = np.zeros(len(self.nodes), dtype=np.int64)
         self.best_choice = self.choice.copy()
+        self.ceiling = _ceiling(core, p)
         self.state = np.array([0.1, -np.inf, 0.0, 0.0, np.inf])
 
     @property
@@ -57,6 +58,8 @@ class Dual:
             before = self.state[1]
             self._aim(target, guess)
             self._round(phase)
+            if self.state[1] > self.ceiling:
+                raise Infeasible(-1)
             guess = _adapt(guess, self.state[1] - before, self.state[3] - before)
             flat = 0 if self.state[1] > before + 1e-6 * abs(before) else flat + 1
             if not len(self.rows) and flat:
@@ -153,6 +156,15 @@ class Dual:
                 raise Infeasible(node)
             if not mask.all():
                 core.keep(node, np.flatnonzero(mask))
+
+
+def _ceiling(core: Core, p: Packed) -> float:
+    """Far above what any choice costs: a bound beyond it says that no choice fits, with room for rounding."""
+    most = sum(float(np.abs(core.cost[v]).max()) for v in core.alive)
+    most += sum(float(np.abs(t.a[np.isfinite(t.a)]).max(initial=0.0)) for v in core.alive for t in core.adj[v].values())
+    capped = np.isfinite(p.price)
+    most += float(np.dot(p.price[capped], p.scale[capped] + np.abs(p.slack[capped])))
+    return 2.0 * most + 1e-300
 
 
 def _adapt(guess: float, gained: float, aimed: float) -> float:
