@@ -25,7 +25,7 @@ from autoshard.precision import Precision
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
-from autoshard.search.layered import solve_layered
+from autoshard.search import solve
 from autoshard.simplify import simplify
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
@@ -111,8 +111,8 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
         limit = options.memory_budget or profile.device.memory_capacity
         formulation = formulate(table, memory_limit=limit, layers=repeated_layers(graph))
     with clock("search"):
-        solution = solve_layered(formulation.problem, backend=options.backend, time_limit=options.time_limit,
-                                 incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
+        solution = solve(formulation.problem, backend=options.backend, time_limit=options.time_limit,
+                         incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):
