@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh
     example_inputs the positional inputs (real, fake or meta tensors); with `loss_fn` the last one is the
                    target and the graph computes loss_fn(model(*inputs[:-1]), target)
-    training       None: as `model.training` says
+    training       None: with gradients when grad mode is on and some parameter is trainable
     optimizer      "adamw", "adam", "sgd", "momentum", "none", or a torch.optim class
     seeds          see annotate.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     time_limit     seconds the search may take; the best plan so far is returned with its gap
@@ -116,10 +117,10 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):
-        return make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
-                         settings=options.settings(graph.training, has_loss),
-                         seeds={k: str(v) for k, v in options.seeds.items()},
-                         timings=clock.seconds)
+        found = make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
+                          settings=options.settings(graph.training, has_loss),
+                          seeds={k: str(v) for k, v in options.seeds.items()})
+    return replace(found, timings=dict(clock.seconds))
 
 
 def _holding(seeds: Seeds, graph: Graph, fixed: Mapping[str, Spec]) -> Seeds:

@@ -175,7 +175,7 @@ def fallbacks(chosen: Chosen) -> tuple[Fallback, ...]:
 
 def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: float | None,
               model: Mapping[str, Any], settings: Mapping[str, Any], seeds: Mapping[str, str],
-              notes: tuple[str, ...] = (), timings: Mapping[str, float] | None = None) -> Plan:
+              notes: tuple[str, ...] = ()) -> Plan:
     """Assemble the plan of a solution. The objective is the re-priced one; it may only be lower than the
     search's (a state chosen but not needed costs nothing)."""
     chosen = choose(formulation, solution)
@@ -191,7 +191,7 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
         copies=tuple(c for _, _, c in chosen.copies), collectives=collectives(chosen), fallbacks=fallbacks(chosen),
         predicted=predicted, memory=memory(chosen, memory_limit), objective_s=objective, bound_s=bound,
         gap=max(0.0, objective - bound) / max(objective, 1e-30), status=solution.status.value,
-        seeds=dict(seeds), notes=notes, search=_search_facts(formulation, solution), timings=dict(timings or {}))
+        seeds=dict(seeds), notes=notes, search=_search_facts(formulation, solution))
 
 
 def _search_facts(formulation: Formulation, solution: Solution) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.errors import InfeasibleError
-from autoshard.formulate import MEMORY, Formulation
+from autoshard.formulate import MEMORY, Formulation, unreachable
 from autoshard.search import solve
 from autoshard.search.problem import Edge, Problem, Solution, row_loads
 
@@ -20,15 +20,23 @@ def explain_infeasible(formulation: Formulation, solution: Solution, limit: floa
     if least.choice is None:
         return InfeasibleError("no choice of strategies satisfies all seeds, whatever the memory; "
                                "take seeds away until a plan exists, or leave dims open with ...")
-    free = solve(replace(problem, row_limit=np.where(np.arange(len(problem.row_limit)) == MEMORY, np.inf, problem.row_limit)),
-                 time_limit=SECONDS)
+    ample = problem.row_limit.copy()
+    ample[MEMORY] = unreachable(problem.items, MEMORY)
+    free = solve(replace(problem, row_limit=ample), time_limit=SECONDS)
     wants = row_loads(problem, free.choice)[MEMORY] if free.choice is not None else least.cost
-    gib = 2**30
     certain = "" if least.bound > limit else f" (not proven: the search stopped, {solution.status.value})"
     return InfeasibleError(
-        f"no plan fits in {limit / gib:.4g} GiB per rank{certain}: the fastest plan needs {wants / gib:.4g} GiB for parameters, "
-        f"gradients, optimizer state and saved activations; no plan needs less than {least.bound / gib:.4g} GiB (proven), and the "
-        f"least found needs {least.cost / gib:.4g} GiB. Raise the memory budget, use more ranks or a smaller batch")
+        f"no plan fits in {_text(limit)} per rank{certain}: the fastest plan needs {_text(wants)} for parameters, "
+        f"gradients, optimizer state and saved activations; no plan needs less than {_text(least.bound)} (proven), and the "
+        f"least found needs {_text(least.cost)}. Raise the memory budget, use more ranks or a smaller batch")
+
+
+def _text(nbytes: float) -> str:
+    """Bytes for a message, in the largest unit that leaves a number above 1."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes:.0f} bytes"
 
 
 def least_memory(problem: Problem) -> Problem:

@@ -130,14 +130,20 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
         for index in range(len(op.outputs)):
             _add_value(b, Ref(op.name, index), layers)
     _tie_gradients(b)
-    limit = np.inf if memory_limit is None else float(memory_limit)
+    items = _items(b)
+    limit = unreachable(items, MEMORY) if memory_limit is None else float(memory_limit)
     row_limit, row_price = [limit], [np.inf]
     if b.overlaps:
         row_limit += [0.0, 0.0]
         row_price += [1.0 - b.kappa] * 2
-    problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), _items(b),
+    problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
                       groups=np.array(b.groups, dtype=np.int64) if layers else None)
     return Formulation(problem, b.units, tuple(b.copies), table)
+
+
+def unreachable(items: Items, row: int) -> float:
+    """A limit that no choice can exceed: everything on the row at once."""
+    return float(np.maximum(items.amount[items.row == row], 0.0).sum()) + 1.0
 
 
 def _items(b: _Builder) -> Items:
