@@ -36,8 +36,8 @@ from autoshard.trace import Traced, trace
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
-         outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str = "h100-dgx",
-         time_limit: float = 60.0, backend: str = "auto", progress: Progress | None = None,
+         outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
+         time_limit: float = 60.0, search: str = "auto", progress: Progress | None = None,
          model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
@@ -47,14 +47,16 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     training       None: with gradients when grad mode is on and some parameter is trainable
     optimizer      "adamw", "adam", "sgd", "momentum", "none", or a torch.optim class
     seeds          see annotate.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
+    cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
     time_limit     seconds the search may take; the best plan so far is returned with its gap
+    search         backend of the search: auto, milp, cp_sat, local, brute
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
     options = Options(optimizer_name(optimizer), precision, seeds or {}, inputs, outputs,
-                      parse_bytes(memory_budget), cluster, time_limit, backend)
+                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search)
     mesh, clock = as_mesh(mesh), Clock(progress)
-    load_cluster(cluster).links_for(mesh)  # a bad cluster or mesh is reported before the long work
+    load_cluster(options.cluster).links_for(mesh)  # a bad cluster or mesh is reported before the long work
     with clock("trace"):
         traced = trace(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn=loss_fn,
                        training=training, precision=precision)
@@ -65,7 +67,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable | None = None,
             training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
-            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str = "h100-dgx",
+            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
             time_limit: float = 60.0, search: str = "auto", plan: Plan | str | os.PathLike[str] | None = None,
             backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None,
             device: Any = None, progress: Progress | None = None) -> CompiledModule:
@@ -74,7 +76,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     Options are those of `plan`, and
     example_inputs plan now, for these; without them the model is planned at its first call
     batch_axes     with inputs="local": mesh axes that split dim 0 of every input (default: the first)
-    search         backend of the search; `backend` runs the local graphs: "eager" or "inductor"
+    backend        what runs the local graphs: "eager" or "inductor"
     plan           a Plan or its file, replayed instead of searched
     cache          keep plans on disk; True for the default folder, or a folder
     checkpoint     folder of a torch.distributed.checkpoint to fill a meta model from
@@ -82,8 +84,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
     options = Options(optimizer_name(optimizer), precision, seeds or {}, inputs, outputs,
-                      parse_bytes(memory_budget), cluster, time_limit, search)
-    load_cluster(cluster).links_for(as_mesh(mesh))
+                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search)
+    load_cluster(options.cluster).links_for(as_mesh(mesh))
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
         return plan_traced(traced, mesh, options, clock=Clock(progress), has_loss=loss_fn is not None,
@@ -112,7 +114,7 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
         limit = options.memory_budget or profile.device.memory_capacity
         formulation = formulate(table, memory_limit=limit, layers=repeated_layers(graph))
     with clock("search"):
-        solution = solve(formulation.problem, backend=options.backend, time_limit=options.time_limit,
+        solution = solve(formulation.problem, backend=options.search, time_limit=options.time_limit,
                          incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
@@ -137,6 +139,11 @@ def as_mesh(mesh: Any) -> Mesh:
         return parse_mesh(mesh)
     names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
     return Mesh(tuple(names), tuple(mesh.shape))
+
+
+def default_cluster(mesh: Any) -> str:
+    """The profile to assume when the user names none."""
+    return "cpu-gloo" if getattr(mesh, "device_type", "") == "cpu" else "h100-dgx"
 
 
 def optimizer_name(optimizer: Any) -> str:

@@ -76,7 +76,7 @@ def plan(
     seed: Annotated[Optional[list[str]], typer.Option(
         help="Fix a sharding: 'GLOB=AXIS,...', per tensor dim an axis, - for whole, ? for open. May be repeated.")] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds the search may take; the best plan so far is returned.")] = 60.0,
-    backend: Annotated[str, typer.Option(help="Search backend; auto picks one.")] = "auto",
+    search: Annotated[str, typer.Option(help="Search backend; auto picks one.")] = "auto",
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="Save the plan as JSON.")] = None,
     as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report.")] = False,
@@ -87,7 +87,7 @@ def plan(
     if output is not None:
         check_writable(output)
     settings = {"cluster": cluster, "memory_budget": memory, "optimizer": optimizer, "seeds": parse_seeds(seed or []),
-                "precision": parse_precision(precision), "time_limit": time_limit, "backend": backend}
+                "precision": parse_precision(precision), "time_limit": time_limit, "search": search}
     with progress_shown(not quiet) as progress:
         progress("load", model or str(hf or ""))
         found = _plan(model, {"batch": batch, "seq": seq, "dtype": dtype, "hf": hf}, mesh, inference, settings, progress)

@@ -28,7 +28,7 @@ class Options:
     memory_budget: float | None = None
     cluster: str = "h100-dgx"
     time_limit: float = 60.0
-    backend: str = "auto"
+    search: str = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in MODES.items():

@@ -210,7 +210,7 @@ def test_infeasible_memory_says_how_much_is_needed(run, tmp_path):
     ("--batch", "-4", ("batch", "-4")),
     ("--seq", "16", ("seq",)),
     ("--time-limit", "0", ("time_limit", "positive")),
-    ("--backend", "magic", ("magic",)),
+    ("--search", "magic", ("magic",)),
     ("--optimizer", "magic", ("magic", "adamw")),
 ])
 def test_bad_option(run, option, value, words):
