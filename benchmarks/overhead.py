@@ -1,0 +1,115 @@
+"""What the lowered module costs beside the plain model: one process, mesh size 1, one training step.
+
+    python benchmarks/overhead.py [CASE ...] [--backend inductor] [--rounds 30] [--json out.json]
+
+Both do forward, loss and backward on the same batch. Rounds alternate, and so does who goes first, because a busy
+machine drifts by more than the difference. The ratio is the median of each round's ratio (neighbours share the
+machine's mood); the spread is the 25th and 75th percentile. "fixed" is the difference of median times. The inductor backend is
+compared with torch.compile of the same model.
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import autoshard
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from models import gpt, llama, mlp, resnet  # noqa: E402
+
+CASES = {
+    "mlp tiny": (mlp, {}),
+    "mlp 4x1024": (mlp, {"widths": (1024,) * 5, "batch": 64}),
+    "gpt 4x256": (gpt, {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128}),
+    "llama 4x256": (llama, {"layers": 4, "width": 256, "hidden": 512, "vocab": 4096, "seq": 128}),
+    "resnet tiny": (resnet, {}),
+}
+LIMIT = 1.05
+"""Issue's target: at most 5 % over the plain model."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds per step (medians), and ratios lowered / plain."""
+
+    case: str
+    plain_ms: float
+    lowered_ms: float
+    ratio: float
+    ratio_25: float
+    ratio_75: float
+
+
+def measure(case: str, backend: str, rounds: int) -> Result:
+    module, options = CASES[case]
+    torch.manual_seed(0)
+    model, batch = module.build(**options)
+    lowered = autoshard.compile(copy.deepcopy(model), "one=1", batch, loss_fn=module.loss, cluster="cpu-gloo",
+                                backend=backend, cache=False)
+    forward = torch.compile(model) if backend == "inductor" else model
+    plain = _step(model, lambda: module.loss(forward(*batch[:-1]), batch[-1]))
+    ours = _step(lowered, lambda: lowered(*batch))
+    for _ in range(3):
+        plain(), ours()
+    repeat = max(1, round(0.02 / max(plain(), 1e-6)))  # a round lasts 20 ms or more, for the clock's sake
+    times = [_round(plain, ours, i, repeat) for i in range(rounds)]
+    ratios = [b / a for a, b in times]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return Result(case, *(1e3 * statistics.median(t) for t in zip(*times, strict=True)), middle, low, high)
+
+
+def _step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], float]:
+    """Seconds of one forward and backward; dropping the gradients is not counted."""
+    def run() -> float:
+        model.zero_grad()
+        start = time.perf_counter()
+        loss().backward()
+        return time.perf_counter() - start
+
+    return run
+
+
+def _round(plain: Callable[[], float], ours: Callable[[], float], i: int, repeat: int) -> tuple[float, float]:
+    seconds = {}
+    for name, step in (("plain", plain), ("ours", ours))[::1 if i % 2 else -1]:
+        seconds[name] = statistics.median(step() for _ in range(repeat))
+    return seconds["plain"], seconds["ours"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"one of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    for name in options.cases:
+        if name not in CASES:
+            parser.error(f"no case {name!r}; choose from {', '.join(CASES)}")
+    if options.rounds < 2:
+        parser.error("--rounds must be 2 or more: a spread needs them")
+    torch.set_num_threads(options.threads)
+    results = []
+    print(f"{'case':14} {'plain ms':>9} {'lowered ms':>11} {'fixed us':>9} {'ratio':>7}   25 % .. 75 %   at most {LIMIT}")
+    for case in options.cases or CASES:
+        r = measure(case, options.backend, options.rounds)
+        results.append(r)
+        print(f"{case:14} {r.plain_ms:9.3f} {r.lowered_ms:11.3f} {1e3 * (r.lowered_ms - r.plain_ms):9.0f} {r.ratio:7.3f}   "
+              f"{r.ratio_25:.3f} .. {r.ratio_75:.3f}   {'yes' if r.ratio <= LIMIT else 'no'}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
