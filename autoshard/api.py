@@ -14,7 +14,7 @@ from autoshard.annotate import Seeds, resolve_seeds
 from autoshard.assemble import make_plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import Training, build_cost_table
-from autoshard.feasible import explain_infeasible
+from autoshard.feasible import explain_infeasible, fit_memory
 from autoshard.formulate import formulate
 from autoshard.graph import Graph
 from autoshard.incumbents import known_plans
@@ -27,6 +27,7 @@ from autoshard.rules.factors import factor_graph
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.search import solve
+from autoshard.search.problem import Status
 from autoshard.simplify import simplify
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
@@ -116,6 +117,8 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
     with clock("search"):
         solution = solve(formulation.problem, backend=options.search, time_limit=options.time_limit,
                          incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
+        if solution.status is Status.UNKNOWN:
+            solution = fit_memory(formulation, solution, limit=limit, time_limit=options.time_limit, progress=clock.search)
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):

@@ -44,7 +44,9 @@ class MipModel:
         self.start = dict(zip(self.nodes, starts[:-1].tolist(), strict=True))
         self.n_x = int(starts[-1])
         self.node_of = np.repeat(np.arange(len(self.nodes)), sizes)
-        self.objective = [np.concatenate([core.cost[v] for v in self.nodes]) if self.nodes else np.zeros(0)]
+        costs = np.concatenate([core.cost[v] for v in self.nodes]) if self.nodes else np.zeros(0)
+        self.allowed = np.isfinite(costs)  # presolve removes the others, unless the clock cut it short
+        self.objective = [np.where(self.allowed, costs, 0.0)]
         self.row_ids: list[np.ndarray] = [self.node_of]
         self.col_ids: list[np.ndarray] = [np.arange(self.n_x)]
         self.coefficients: list[np.ndarray] = [np.ones(self.n_x)]
@@ -125,7 +127,7 @@ class MipModel:
         n, m = len(objective), len(self.lower)
         model.variables.ids.extend(range(n))
         model.variables.lower_bounds.extend([0.0] * n)
-        model.variables.upper_bounds.extend([1.0] * self.n_x + [np.inf] * (n - self.n_x))
+        model.variables.upper_bounds.extend([*self.allowed.astype(float).tolist(), *[np.inf] * (n - self.n_x)])
         model.variables.integers.extend([True] * self.n_x + [False] * (n - self.n_x))
         used = np.flatnonzero(objective)
         model.objective.linear_coefficients.ids.extend(used.tolist())
