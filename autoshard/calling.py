@@ -61,6 +61,8 @@ class Calling:
 
     def unflatten(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """The model's result from the tensors of the graph's "user:i" outputs."""
+        if self.out_spec.is_leaf() and len(outputs) == 1:
+            return outputs[0]
         leaves = [outputs[v.index] if isinstance(v, TensorLeaf) else v for v in self.out_leaves]
         return pytree.tree_unflatten(leaves, self.out_spec)
 

@@ -15,7 +15,7 @@ from autoshard.errors import UsageError
 from autoshard.plan import Plan
 from autoshard.runtime.agree import share
 from autoshard.runtime.compile import Settings, build
-from autoshard.runtime.inputs import as_global, localize, wrap_output
+from autoshard.runtime.inputs import as_global, flatten_call, localize, wrap_output
 from autoshard.runtime.place import Place
 from autoshard.runtime.shells import shell
 from autoshard.runtime.step import Function, Step
@@ -55,7 +55,7 @@ class CompiledModule(nn.Module):
     # --- calls ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        flat, tree = pytree.tree_flatten((args, kwargs))
+        flat, tree = flatten_call(args, kwargs)
         key, tensors = self._key(flat, tree)
         step = self._steps.get(key) or self._build(key, flat, tree)
         given = key[-1]
@@ -72,7 +72,7 @@ class CompiledModule(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":
         """Trace, plan and lower for these inputs now, without running."""
-        flat, tree = pytree.tree_flatten((args, kwargs))
+        flat, tree = flatten_call(args, kwargs)
         key, _ = self._key(flat, tree)
         if key not in self._steps:
             self._build(key, flat, tree)

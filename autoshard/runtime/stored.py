@@ -40,6 +40,12 @@ class Stored:
         self.module = copy.deepcopy(model, memo)
         self.params = dict(self.module.named_parameters())
         self.buffers = dict(self.module.named_buffers())
+        names = {id(t): name for name, t in self.buffers.items()}
+        self._holders: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.buffers}
+        for module in self.module.modules():
+            for key, t in module._buffers.items():
+                if t is not None:
+                    self._holders[names[id(t)]].append((module, key))
 
     def _first(self, name: str, t: torch.Tensor) -> torch.Tensor:
         """A tensor's stand-in before there is a plan. That of a meta tensor takes no memory, yet has a device."""
@@ -111,11 +117,8 @@ class Stored:
         if self.place.device_mesh is not None:
             self.buffers[name]._local_tensor = value
             return
-        old = self.buffers[name]
-        for module in self.module.modules():
-            for key, t in module._buffers.items():
-                if t is old:
-                    module._buffers[key] = value
+        for module, key in self._holders[name]:
+            module._buffers[key] = value
         self.buffers[name] = value
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
