@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import autoshard
-from autoshard.cost.cluster import load_cluster
+from autoshard.cost.cluster import Cluster
 from autoshard.mesh import Mesh, parse_mesh
 from autoshard.plan import Plan
 from autoshard.reprice import collectives_in, reprice
@@ -31,6 +31,10 @@ OWN = {"mlp": mlp, "gpt": gpt, "llama": llama, "bert": bert, "vit": vit, "resnet
 HF = ("hf-gpt2", "hf-llama", "hf-bert", "hf-mixtral")
 MODELS = (*OWN, *HF)
 SEARCHED = {"searched, cpu-gloo": "cpu-gloo", "searched, h100-dgx": "h100-dgx"}
+SLOW_DEVICE = str(Path(__file__).with_name("slow-device.toml"))
+"""Forced plans are for a machine where work is worth splitting: seeds fix parameters and inputs, and with real prices
+tiny models gather them and compute whole."""
+NOISE = 4.0
 FLOAT32_PLANS = ("searched, h100-dgx", "tensor parallel")
 
 
@@ -59,12 +63,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case gave. `error`: largest difference over max(norm, 1e-6 x norm of all gradients), of `worst`.
+    """What a case gave. `error`: largest difference over max(norm, 1e-6 x norm of all gradients), of `worst`;
+    `allowed`: its tolerance, or in float32 NOISE times what one process is itself off from float64, if that is more.
     `repriced`: relative difference of the re-priced step to the plan's objective. `failure`: a traceback."""
 
     case: Case
     error: float = 0.0
     worst: str = ""
+    allowed: float = 0.0
     collectives: int = 0
     as_planned: bool = False
     repriced: float = 0.0
@@ -73,7 +79,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        return not self.failure and self.error <= self.case.tolerance and self.as_planned and self.repriced <= 1e-9
+        return not self.failure and self.error <= self.allowed and self.as_planned and self.repriced <= 1e-9
 
 
 def cases(models: tuple[str, ...], meshes: tuple[str, ...], float32: bool = True) -> Iterator[Case]:
@@ -111,7 +117,7 @@ def subject(case: Case) -> Subject:
     bias of attention keys) is rounding noise, and the tolerance is relative to the weight's norm."""
     torch.manual_seed(zlib.crc32(case.model.encode()))
     if case.model in HF:
-        model, kwargs = _hf(case.model)
+        model, kwargs = _hf(case.model, case.dtype)
         args, loss_fn = (), None
     else:
         module = OWN[case.model]
@@ -127,8 +133,9 @@ def subject(case: Case) -> Subject:
     return Subject(model.to(dtype).train(), args, kwargs, loss_fn)
 
 
-def _hf(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Tiny models of transformers with SDPA attention, without dropout."""
+def _hf(name: str, dtype: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Tiny models of transformers with SDPA attention, without dropout. torch's grouped matmul has no float64, so Mixtral
+    gathers its experts' weights there."""
     import transformers as tf
     tf.logging.set_verbosity_error()
     small = {"vocab_size": 128, "use_cache": False, "attn_implementation": "sdpa", "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -140,7 +147,9 @@ def _hf(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
                                                             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
         "hf-llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**wide, num_key_value_heads=2)),
         "hf-bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**wide, **drop)),
-        "hf-mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**wide, num_key_value_heads=2, num_local_experts=4)),
+        "hf-mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(
+            **wide, num_key_value_heads=2, num_local_experts=4,
+            experts_implementation="batched_mm" if dtype == "float64" else "grouped_mm")),
     }
     model = make[name]()
     return model, {"input_ids": torch.randint(1, 128, (BATCH, SEQ)), "labels": torch.randint(1, 128, (BATCH, SEQ))}
@@ -155,7 +164,7 @@ def seeds_of(case: Case, what: Subject, mesh: Mesh) -> dict[str, VALUE]:
 def plan_of(case: Case, time_limit: float) -> Plan:
     what, mesh = subject(case), parse_mesh(case.mesh)
     return autoshard.plan(what.model, mesh, what.args, what.kwargs, loss_fn=what.loss_fn, training=True, seeds=seeds_of(case, what, mesh),
-                          inputs=case.inputs, cluster=SEARCHED.get(case.plan, "h100-dgx"), time_limit=time_limit)
+                          inputs=case.inputs, cluster=SEARCHED.get(case.plan, SLOW_DEVICE), time_limit=time_limit)
 
 
 def run_cases(todo: list[Case], folder: str, time_limit: float, deadline: float | None = None) -> list[Result]:
@@ -206,11 +215,12 @@ def run_case(case: Case, plan: Plan) -> Result:
     reference = copy.deepcopy(what.model)
     device_mesh = _device_mesh(plan.mesh)
     model = autoshard.compile(what.model, device_mesh, loss_fn=what.loss_fn, training=True, plan=plan, inputs=case.inputs,
-                              batch_axes=case.batch_axes, cluster=SEARCHED.get(case.plan, "h100-dgx"), cache=False)
+                              batch_axes=case.batch_axes, cluster=SEARCHED.get(case.plan, SLOW_DEVICE), cache=False)
     args, kwargs = pytree.tree_map(lambda t: _piece(t, case, plan.mesh), (what.args, what.kwargs))
     model.prepare(*args, **kwargs)  # lowering evaluates collectives on shapes; those are not calls
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
-    errors: list[tuple[float, str]] = []
+    noise = _noise(case) if case.dtype == "float32" else {}
+    errors: list[tuple[float, str, float]] = []
     issued: list[Any] = []
     for step in range(STEPS if case.dtype == "float64" else 1):
         with recorded_collectives(model.place.device_mesh) as issued:
@@ -219,14 +229,15 @@ def run_case(case: Case, plan: Plan) -> Result:
             loss.backward()
         want = what.reference_loss(reference)
         want.backward()
-        errors.append((_off(loss, want), f"loss, step {step}"))
-        errors += _gradient_errors(model, reference, step)
+        errors.append((_off(loss, want), f"loss, step {step}", case.tolerance))
+        errors += [(e, f"gradient of {n}, step {step}", max(case.tolerance, NOISE * noise.get(n, 0.0)))
+                   for n, e in _gradient_errors(model, reference).items()]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     if case.dtype == "float64":
-        errors += _state_errors(model, reference)
-    worst = max(errors, key=lambda e: (e[0] != e[0], e[0]))  # nan first
+        errors += [(e, f"updated {n}", case.tolerance) for n, e in _state_errors(model, reference).items()]
+    worst = max(errors, key=lambda e: (e[0] != e[0], e[0] / e[2]))  # nan first
     return Result(case, *worst, len(issued), *_prices(model, plan, issued))
 
 
@@ -258,23 +269,35 @@ def _off(got: torch.Tensor, want: torch.Tensor, scale: float = 0.0) -> float:
     return difference / max(want.norm().item(), 1e-6 * scale) if difference else 0.0
 
 
-def _gradient_errors(model: nn.Module, reference: nn.Module, step: int) -> list[tuple[float, str]]:
+def _gradient_errors(model: nn.Module, reference: nn.Module) -> dict[str, float]:
     wanted = {n: p.grad for n, p in reference.named_parameters()}
     scale = torch.stack([g.double().norm() for g in wanted.values() if g is not None]).norm().item()
-    errors = []
+    errors = {}
     for name, p in model.named_parameters():
-        label, want = f"gradient of {name}, step {step}", wanted[name]
+        want = wanted[name]
         if (p.grad is None) != (want is None):
-            errors.append((float("inf"), label))
+            errors[name] = float("inf")
         elif want is not None:
-            errors.append((_off(p.grad, want, scale), label))
+            errors[name] = _off(p.grad, want, scale)
     return errors
 
 
-def _state_errors(model: nn.Module, reference: nn.Module) -> list[tuple[float, str]]:
+def _noise(case: Case) -> dict[str, float]:
+    """What gradients of one process in float32 are off from float64: where the exact gradient is zero (the bias of
+    attention keys), or batch norm sees few values, float32 has no digits to compare."""
+    exact, single = subject(replace(case, dtype="float64")), subject(case)
+    with torch.no_grad():
+        for p, q in zip(exact.model.parameters(), single.model.parameters(), strict=True):
+            p.copy_(q)
+    for s in (exact, single):
+        s.reference_loss(s.model).backward()
+    return _gradient_errors(single.model, exact.model)
+
+
+def _state_errors(model: nn.Module, reference: nn.Module) -> dict[str, float]:
     wanted = dict(reference.named_parameters()) | dict(reference.named_buffers())
     got = dict(model.named_parameters()) | dict(model.named_buffers())
-    return [(_off(t, wanted[n]), f"updated {n}") for n, t in got.items()]
+    return {n: _off(t, wanted[n]) for n, t in got.items()}
 
 
 def _prices(model: Any, plan: Plan, issued: list[Any]) -> tuple[bool, float]:
@@ -283,5 +306,5 @@ def _prices(model: Any, plan: Plan, issued: list[Any]) -> tuple[bool, float]:
     planned = Counter((c.kind, c.axis, c.nbytes) for c in plan.collectives)
     lowered = Counter((c.kind, c.axis, c.nbytes) for c in collectives_in(step.lowered))
     same = Counter((c.kind, c.axis, c.nbytes) for c in issued) == planned == lowered
-    price = reprice(step.graph, step.lowered, load_cluster(plan.cluster["name"]), "adamw")
+    price = reprice(step.graph, step.lowered, Cluster.from_snapshot(plan.cluster), "adamw")
     return same, abs(price - plan.objective_s) / plan.objective_s
