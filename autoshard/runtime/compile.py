@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
-from autoshard.lower import lower
+from autoshard.lower import Lowered, lower
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 from autoshard.precision import Precision
 from autoshard.rules.factors import factor_graph
-from autoshard.runtime.agree import share
+from autoshard.runtime.agree import alone, share
 from autoshard.runtime.backends import backend_of
 from autoshard.runtime.cache import cached, key_of
 from autoshard.runtime.inputs import Passing
@@ -56,18 +56,25 @@ def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixe
           seed: int, replan: bool = False) -> Step:
     """The running form of one variant. The first one settles the parameters' placements; later ones keep them,
     unless `replan`. Raises what tracing, planning and lowering raise."""
-    graph = factor_graph(simplify(traced.graph))
+    graph = alone(place, lambda: factor_graph(simplify(traced.graph)))
     fixed = {} if replan else dict(stored.specs)
     text = share(place, f"graph {graph.hash} on {place.mesh}", lambda: _plan(
         traced, graph, place.mesh, settings, fixed, fixed_inputs, replan).to_json(), settings.timeout)
-    plan = Plan.from_json(text)
-    check_fits(plan, graph, place.mesh)
-    if stored.specs and not replan:
-        stored.check(plan.placements)
-    lowered = lower(graph, plan, place.mesh, route_of(plan))
+
+    def lowered() -> tuple[Plan, Lowered]:
+        plan = Plan.from_json(text)
+        check_fits(plan, graph, place.mesh)
+        if stored.specs and not replan:
+            stored.check(plan.placements)
+        return plan, lower(graph, plan, place.mesh, route_of(plan))
+
+    plan, program = alone(place, lowered)
+    if not stored.specs:
+        alone(place, lambda: stored.check_checkpoint(settings.checkpoint))
+    share(place, "lowered", lambda: "", settings.timeout)  # from here on ranks may meet in collectives
     if not stored.specs:
         stored.settle(plan.placements, seed, settings.checkpoint)
-    return Step(graph, traced.calling, plan, lowered, place, stored, backend_of(settings.backend), settings.passing.outputs)
+    return Step(graph, traced.calling, plan, program, place, stored, backend_of(settings.backend), settings.passing.outputs)
 
 
 def _plan(traced: Traced, graph: Graph, mesh: Mesh, settings: Settings, stored: Mapping[str, Spec],

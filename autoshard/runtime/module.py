@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import UsageError
 from autoshard.plan import Plan
-from autoshard.runtime.agree import share
+from autoshard.runtime.agree import alone, share
 from autoshard.runtime.compile import Settings, build
 from autoshard.runtime.inputs import as_global, flatten_call, localize, wrap_output
 from autoshard.runtime.place import Place
@@ -99,7 +99,8 @@ class CompiledModule(nn.Module):
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
         args, kwargs = pytree.tree_unflatten(stand_ins, tree)
         self._sync_modes()
-        traced = trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn, precision=self.settings.precision)
+        traced = alone(self.place, lambda: trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn,
+                                                 precision=self.settings.precision))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = build(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
         self._steps[key] = step

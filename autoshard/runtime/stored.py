@@ -75,22 +75,43 @@ class Stored:
         spec = tuple(getattr(p, "dim", R) for p in like.placements)
         return _torch.dtensor_like(self._own_copy(whole.to(self.place.device), spec), like)
 
+    def check_checkpoint(self, folder: str | None) -> None:
+        """Raises ModelError when the checkpoint cannot be read, or lacks a tensor of the model or has another shape for it."""
+        if folder is None:
+            return
+        try:
+            found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        except Exception as e:
+            raise ModelError(f"checkpoint={folder!r} cannot be read ({type(e).__name__}: {e}); give a folder that "
+                             "torch.distributed.checkpoint.save wrote") from e
+        wanted = {name: t for name, t in self.module.state_dict().items() if isinstance(t, torch.Tensor)}
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            raise ModelError(f"checkpoint {folder} lacks {len(missing)} of the model's {len(wanted)} tensors ({_some(missing)}; it "
+                             f"has {_some(list(found))}); save the state_dict() of the same model, without a prefix")
+        for name, t in wanted.items():
+            size = getattr(found[name], "size", None)
+            if size != t.shape:
+                raise ModelError(f"checkpoint {folder} holds {name} as {tuple(size or ())}, the model has {tuple(t.shape)}; "
+                                 "build the model with the checkpoint's configuration")
+
     def settle(self, chosen: Mapping[str, Spec], seed: int, checkpoint: str | None = None) -> None:
         """Give every tensor its placement for the first time; names that `chosen` lacks stay whole. Meta tensors
-        come from the checkpoint, or from their modules' initialisers under `seed`. Raises ModelError for meta
-        tensors that nothing initialises."""
+        come from the checkpoint (which has passed `check_checkpoint`), or from their modules' initialisers under
+        `seed`: without a checkpoint all, with one those that a state dict leaves out (non-persistent buffers).
+        Raises ModelError for meta tensors that nothing initialises."""
+        specs = {name: chosen.get(name, replicated(self.place.mesh)) for name, _ in self._named()}
+        loaded = set(self.module.state_dict()) if checkpoint is not None else set()
+        for name, whole in self._initialised(seed, self._meta - loaded):
+            self._put(name, self._own_copy(whole, specs[name]), specs[name])
         for name, t in self._named():
-            spec = chosen.get(name, replicated(self.place.mesh))
-            if name in self._meta:
-                local = self._empty(t, spec)
-            else:
-                local = self._own_copy(self._agreed(self.local(name)), spec)
-            self._put(name, local, spec)
+            if name not in self._meta:
+                self._put(name, self._own_copy(self._agreed(self.local(name)), specs[name]), specs[name])
+            elif name in loaded:
+                self._put(name, self._empty(t, specs[name]), specs[name])
         if checkpoint is not None:
             dcp.load(self.module.state_dict(), checkpoint_id=checkpoint)
-        else:
-            for name, whole in self._initialised(seed):
-                self._put(name, self._own_copy(whole, self.specs[name]), self.specs[name])
+        self.specs = specs  # last: a model that could not be filled stays unsettled
         self._meta.clear()
 
     def check(self, chosen: Mapping[str, Spec]) -> None:
@@ -126,7 +147,6 @@ class Stored:
         yield from self.buffers.items()
 
     def _put(self, name: str, local: torch.Tensor, spec: Spec) -> None:
-        self.specs[name] = spec
         t = self.params[name] if name in self.params else self.buffers[name]
         if self.place.device_mesh is not None:
             _torch.swap(t, local, placements(spec))
@@ -152,9 +172,9 @@ class Stored:
 
     # --- meta models ---
 
-    def _initialised(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole value) of every meta tensor, one module's at a time."""
-        left = set(self._meta)
+    def _initialised(self, seed: int, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole value) of meta tensors, one module's at a time."""
+        left = set(wanted)
         names = {id(t): name for name, t in self._named()}
         for path, module in self.module.named_modules():
             own = {k: t for table in (module._parameters, module._buffers) for k, t in table.items()
@@ -173,7 +193,7 @@ class Stored:
         where = f"{type(module).__name__} {path or '(the model itself)'}"
         if initialise is None:
             raise ModelError(f"{where} is on the meta device and has no reset_parameters(); add one that fills "
-                             f"{', '.join(own)}, or pass checkpoint=")
+                             f"{', '.join(own)}, or pass checkpoint= (which fills what state_dict() lists)")
         devices = [self.place.device] if self.place.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(mix(seed, crc32(path.encode())))
@@ -196,3 +216,7 @@ def _initialiser(root: nn.Module, module: nn.Module) -> Any:
     if hasattr(root, "_init_weights"):
         return lambda: root._init_weights(module)
     return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
