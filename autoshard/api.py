@@ -14,7 +14,7 @@ from autoshard.annotate import Seeds, resolve_seeds
 from autoshard.assemble import make_plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import Training, build_cost_table
-from autoshard.feasible import explain_infeasible, fit_memory
+from autoshard.feasible import explain_infeasible, search_within
 from autoshard.formulate import formulate
 from autoshard.graph import Graph
 from autoshard.incumbents import known_plans
@@ -26,8 +26,6 @@ from autoshard.precision import Precision
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
-from autoshard.search import solve
-from autoshard.search.problem import Status
 from autoshard.simplify import simplify
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
@@ -115,10 +113,8 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
         limit = options.memory_budget or profile.device.memory_capacity
         formulation = formulate(table, memory_limit=limit, layers=repeated_layers(graph))
     with clock("search"):
-        solution = solve(formulation.problem, backend=options.search, time_limit=options.time_limit,
-                         incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
-        if solution.status is Status.UNKNOWN:
-            solution = fit_memory(formulation, solution, limit=limit, time_limit=options.time_limit, progress=clock.search)
+        solution = search_within(formulation, limit, time_limit=options.time_limit, backend=options.search,
+                                 incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):

@@ -1,7 +1,8 @@
 """Tight memory: find a plan that fits, or say why none does and how much memory the least plan needs."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,22 @@ from autoshard.search.problem import Edge, Problem, Solution, Status, evaluate, 
 
 SECONDS = 30.0
 ROUNDS = 4
+
+
+def search_within(formulation: Formulation, limit: float, *, time_limit: float, incumbents: Sequence[np.ndarray],
+                  progress: Callable | None = None, **options) -> Solution:
+    """Solve. Where no known plan fits, memory is tight: then a plan that fits is looked for first, in half the time."""
+    problem, start = formulation.problem, time.monotonic()
+    loads = [row_loads(problem, np.asarray(c))[MEMORY] for c in incumbents]
+    fitted = None
+    if loads and min(loads) > limit:
+        nothing = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
+        fitted = fit_memory(formulation, nothing, limit=limit, time_limit=time_limit / 2, progress=progress, **options)
+        if fitted.choice is not None:
+            incumbents = (fitted.choice,)
+    left = max(1.0, time_limit - (time.monotonic() - start))
+    answer = solve(problem, time_limit=left, incumbents=incumbents, progress=progress, **options)
+    return answer if fitted is None or answer.choice is None else replace(answer, bound=max(answer.bound, fitted.bound))
 
 
 def explain_infeasible(formulation: Formulation, solution: Solution, limit: float) -> InfeasibleError:

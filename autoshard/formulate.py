@@ -32,7 +32,7 @@ from autoshard.plan import Window
 from autoshard.regions import Unit, Units, find_units
 from autoshard.rules import registry
 from autoshard.search.problem import Edge, Items, Problem
-from autoshard.spec import Spec, is_partial, local_shape
+from autoshard.spec import Spec, local_shape
 from autoshard.strategies import SpecIndex
 
 MEMORY, FORWARD, BACKWARD = 0, 1, 2
@@ -220,7 +220,7 @@ def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
         _add_direct_edge(b, ref, reader, frozenset(s for s, rs in shared.items() if reader in rs))
     for spec, rs in shared.items():
         _add_copy_node(b, ref, spec, rs, priced, layers)
-    _add_saved(b, ref, bool(shared))
+    _add_saved(b, ref)
 
 
 def _costs_anything(b: _Builder, ref: Ref, spec: Spec) -> bool:
@@ -315,20 +315,18 @@ def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
     return first.setdefault(key, 1_000_000 + len(first))
 
 
-def _add_saved(b: _Builder, ref: Ref, has_copies: bool) -> None:
-    """Memory of a forward value that backward reads: the producer's spec is saved (views of one buffer once).
-
-    A Partial value with copies is never saved itself: what backward reads is a reduced copy, counted as kept."""
+def _add_saved(b: _Builder, ref: Ref) -> None:
+    """Memory of a forward value that backward reads, in its producer's spec. Views of one buffer count once where
+    they are sure to share it, that is within one unit; never less than the plan will really save."""
     graph = b.table.graph
     root = storage_root(graph, ref)
     read = any(graph.op(name).phase == "backward" for name, _ in graph.users.get(ref, ()))
-    if (graph.op(ref.op).phase == "backward" or not read or graph.op(root.op).kind in ("param", "buffer")
-            or ("saved", root) in b.memo):
+    key = ("saved", root, b.units.index(ref.op))
+    if graph.op(ref.op).phase == "backward" or not read or graph.op(root.op).kind in ("param", "buffer") or key in b.memo:
         return
-    b.memo["saved", root] = True
+    b.memo[key] = True
     specs = b.units.outputs(ref)
-    amounts = np.array([0.0 if has_copies and any(map(is_partial, s)) else local_bytes(b.table, ref, s)
-                        for s in specs.specs])
+    amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
     b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
 
 

@@ -210,3 +210,23 @@ def test_a_plan_is_found_under_tight_memory():
     assert found.bound <= exact.cost * (1 + 1e-9) <= found.cost * (1 + 2e-9)
     assert evaluate(formulation.problem, found.choice) == pytest.approx(found.cost)
     assert fit_memory(formulate(table, memory_limit=1.0), nothing, limit=1.0, time_limit=30) is nothing
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "resnet", "t5"])
+def test_the_memory_row_never_counts_less_than_the_plan_saves(name):
+    import importlib
+
+    from autoshard.feasible import least_memory
+    from autoshard.search.problem import row_loads
+
+    models = importlib.import_module(f"models.{name}")
+    model, inputs = models.build("tiny")
+    graph = factor_graph(simplify(trace(model, inputs, loss_fn=models.loss).graph))
+    mesh = parse_mesh("dp=2")
+    table = build_cost_table(graph, mesh, load_cluster("h100-dgx"), enumerate_strategies(graph, mesh, Seeds()), Training())
+    formulation = formulate(table, memory_limit=1e12)
+    for problem in (formulation.problem, least_memory(formulation.problem)):
+        solution = solve(problem, time_limit=20)
+        plan = make_plan(formulation, solution, memory_limit=None, model={}, settings={}, seeds={})
+        counted = row_loads(formulation.problem, solution.choice)[0]
+        assert plan.memory["total"] - plan.memory["buffers"] <= counted * (1 + 1e-9)
