@@ -30,6 +30,7 @@ class Board:
         """Keep `choice` (for every node of the problem) if it is the best feasible one; returns its cost."""
         cost = evaluate(self.problem, choice)
         if cost < self.cost:
+            self.tied_proven &= cost >= self.cost - MARGIN * abs(self.cost)  # cheaper than all tied ones: not tied itself
             self.choice, self.cost = np.array(choice, dtype=np.int64), cost
             self.report(message)
         return cost
@@ -73,9 +74,11 @@ class Board:
             return Status.INFEASIBLE if self.infeasible else Status.UNKNOWN
         if self.clock.stop:
             return Status.INTERRUPTED
-        if self.tied_proven and not self.clock.expired():
+        if self.tied_proven:
             return Status.OPTIMAL_TIED
-        return Status.WORK_LIMIT if self.clock.out_of_work else Status.TIME_LIMIT
+        if self.clock.out_of_work:
+            return Status.WORK_LIMIT
+        return Status.TIME_LIMIT if self.clock.expired() else Status.GAP
 
 
 def _is_integral(problem: Problem) -> bool:

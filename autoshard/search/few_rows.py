@@ -41,7 +41,7 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
             board.report("no choice treats the layers alike")  # says nothing about untied ones
         if tied.choice is not None:
             board.offer(lift(tied.choice), "layers tied")
-        board.tied_proven = tied.proven
+        board.tied_proven = tied.proven and board.cost >= tied.cost - MARGIN * abs(tied.cost)
         board.stats["tied"] = {"cost": tied.cost, "bound": tied.bound, "seconds": tied.clock.seconds}
     _, found = search_prices(board, core, seed, prices, 2 if pool else TRIALS)
     if not board.done:

@@ -1,0 +1,45 @@
+"""What a solution says about itself: only a clock that decided may be blamed."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autoshard.search import Board, Clock, Problem, Status, solve
+
+PROBLEM = Problem((np.array([1.5, 3.0]), np.array([2.0, 5.0])))
+
+
+def board_with_gap(clock: Clock) -> Board:
+    board = Board(PROBLEM, clock)
+    board.offer(np.array([1, 0]))
+    board.raise_bound(3.0)
+    return board
+
+
+def test_giving_up_early_is_a_gap_and_not_the_time_limit():
+    found = board_with_gap(Clock(60.0)).solution()
+    assert found.status is Status.GAP and found.gap == pytest.approx(0.4) and found.bound == 3.0
+
+
+@pytest.mark.parametrize(("clock", "status"), [
+    (Clock(0.0), Status.TIME_LIMIT), (Clock(60.0, work_limit=5, work=5), Status.WORK_LIMIT), (Clock(60.0, stop=True), Status.INTERRUPTED),
+])
+def test_a_limit_that_decided_is_named(clock, status):
+    assert board_with_gap(clock).solution().status is status
+
+
+def test_a_tied_proof_keeps_the_untied_bound_and_ends_when_a_cheaper_choice_comes():
+    board = board_with_gap(Clock(60.0))
+    board.tied_proven = True
+    assert board.solution().status is Status.OPTIMAL_TIED and board.solution().bound == 3.0
+    board.offer(np.array([0, 0]))
+    assert board.solution().status is Status.GAP and board.solution().cost == 3.5
+
+
+def test_nothing_found_blames_no_limit():
+    assert Board(PROBLEM, Clock(60.0)).solution().status is Status.UNKNOWN
+    assert "limit" not in Status.UNKNOWN.value and "limit" not in Status.GAP.value
+
+
+def test_proven_is_optimal():
+    assert solve(PROBLEM).status is Status.OPTIMAL and solve(PROBLEM).cost == 3.5
