@@ -18,7 +18,7 @@ EXAMPLES = """
 
   autoshard plan gpt:tiny --mesh tp=2 --cluster cpu-gloo
 
-  autoshard plan llama:8b --mesh dp=2,tp=4 --batch 16 --seq 8192 --dtype bf16 -o plan.json
+  autoshard plan llama:8b --mesh dp=2,tp=4 --batch 8 --seq 4096 --dtype bf16 -o plan.json
 
   autoshard report plan.json
 """
@@ -27,7 +27,7 @@ PLAN_EXAMPLES = """
 
   autoshard plan gpt:tiny --mesh tp=2 --cluster cpu-gloo
 
-  autoshard plan llama:8b --mesh dp=2,tp=4 --batch 16 --seq 8192 --dtype bf16 --memory 70GiB -o plan.json
+  autoshard plan llama:8b --mesh dp=2,tp=4 --batch 8 --seq 4096 --dtype bf16 --memory 70GiB -o plan.json
 
   autoshard plan mypackage.model:factory --mesh dp=8        factory() returns (model, example_inputs)
 
