@@ -96,10 +96,6 @@ def policies() -> None:
         reductions = [c for c in fast.plan.collectives if c.phase == "backward" and c.kind in ("all_reduce", "reduce_scatter")]
         assert "grad:one.weight" in {c.op for c in reductions}, f"its gradient is reduced over ranks: {reductions}"
         assert {c.dtype for c in reductions} == {dtype}, f"reduce={reduce}: {reductions}"
-        one, two = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (fast, slow))
-        one.step(), two.step()
-        for name, p in slow.named_parameters():
-            assert_near(f"weight {name}", dict(fast.named_parameters())[name], whole(p), BF16)
 
 
 def autocast() -> None:
