@@ -27,6 +27,8 @@ from autoshard.precision import Precision  # noqa: E402
 pytestmark = pytest.mark.dist
 BF16 = 2e-2
 """A few roundings of bfloat16 (2^-8 each) on sums that two ranks order differently."""
+SLOW = str(Path(__file__).with_name("slow-device.toml"))
+"""Devices so slow that splitting the work always pays."""
 BATCH = 2048
 """Large enough that data parallelism pays even with gloo's latency."""
 DATA_PARALLEL = {"input:0": [Shard(0)], "*": [Replicate()]}
@@ -57,13 +59,13 @@ def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def sharded(**options) -> nn.Module:
     """Data parallel, so that every gradient is reduced over the ranks."""
-    return autoshard.compile(net(), "dp=2", seeds=DATA_PARALLEL, cluster="cpu-gloo", cache=False, **options)
+    return autoshard.compile(net(), "dp=2", seeds=DATA_PARALLEL, cluster=SLOW, cache=False, **options)
 
 
 def alone(**options) -> nn.Module:
     """The same policy on a mesh of one rank, this one."""
     mine = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rest", "one"))["one"]
-    return autoshard.compile(net(), mine, cluster="cpu-gloo", cache=False, **options)
+    return autoshard.compile(net(), mine, cluster=SLOW, cache=False, **options)
 
 
 def compare(fast: nn.Module, slow: nn.Module, step, exact_step=None) -> None:
@@ -94,7 +96,7 @@ def policies() -> None:
         fast, slow = sharded(precision=policy), alone(precision=policy)
         compare(fast, slow, backward)
         reductions = [c for c in fast.plan.collectives if c.phase == "backward" and c.kind in ("all_reduce", "reduce_scatter")]
-        assert "grad:one.weight" in {c.op for c in reductions}, f"its gradient is reduced over ranks: {reductions}"
+        assert sum(c.nbytes >= 64 * 512 * 2 for c in reductions) >= 2, f"both weight matrices have a gradient to reduce: {reductions}"
         assert {c.dtype for c in reductions} == {dtype}, f"reduce={reduce}: {reductions}"
 
 
