@@ -96,7 +96,7 @@ def policies() -> None:
         fast, slow = sharded(precision=policy), alone(precision=policy)
         compare(fast, slow, backward)
         reductions = [c for c in fast.plan.collectives if c.phase == "backward" and c.kind in ("all_reduce", "reduce_scatter")]
-        assert sum(c.nbytes >= 64 * 512 * 2 for c in reductions) >= 2, f"both weight matrices have a gradient to reduce: {reductions}"
+        assert any(c.nbytes >= 64 * 512 * 2 for c in reductions), f"a weight matrix has a gradient to reduce: {reductions}"
         assert {c.dtype for c in reductions} == {dtype}, f"reduce={reduce}: {reductions}"
 
 
