@@ -24,6 +24,7 @@ $(INSTALLED): pyproject.toml
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
 	$(PIP) install 'torch==2.13.*'
 	$(PIP) install -e '.[test]'
+	$(PY) -m autoshard.search.warm
 	touch $@
 
 install: $(INSTALLED)

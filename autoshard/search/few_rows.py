@@ -24,6 +24,8 @@ TRIALS = 12
 COMBINE_SECONDS = 10.0
 GAPS = (1e-7, 1e-5, 1e-3, 1e-2, 4e-2)  # assumed gaps of the priced problem, widened while nothing is found
 TABLES = 2 * SMALL_TABLES
+SETTLE_WORK = 4e9  # table entries read before reduced costs fix: a few seconds, and a limit that repeats
+CLOSABLE = 1e-3  # wider gaps of untied layers leave more than a MIP can take: fixing is not even tried
 
 
 def search_few_rows(board: Board, core: Core, seed: int) -> None:
@@ -43,13 +45,14 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
             board.offer(lift(tied.choice), "layers tied")
         board.tied_proven = tied.proven and board.cost >= tied.cost - MARGIN * abs(tied.cost)
         board.stats["tied"] = {"cost": tied.cost, "bound": tied.bound, "seconds": tied.clock.seconds}
-    _, found = search_prices(board, core, seed, prices, 2 if pool else TRIALS)
+    _, found = search_prices(board, core, seed, prices, 2 if pool else TRIALS, CLOSABLE if pool else math.inf)
     if not board.done:
         _combine(board, [*pool, *found], seed)
 
 
-def search_prices(board: Board, core: Core, seed: int, prices: np.ndarray, trials: int) -> tuple[np.ndarray, list]:
-    """Raise the bound over the row prices from `prices`, then solve what is left with rows.
+def search_prices(board: Board, core: Core, seed: int, prices: np.ndarray, trials: int,
+                  closable: float = math.inf) -> tuple[np.ndarray, list]:
+    """Raise the bound over the row prices from `prices`, then solve what is left with rows, if the gap is at most `closable`.
 
     Returns the best prices and the choices that were optimal at the prices tried."""
     best, best_bound, cuts, found = prices, -math.inf, [], []
@@ -73,7 +76,8 @@ def search_prices(board: Board, core: Core, seed: int, prices: np.ndarray, trial
             break
     if not board.done:
         _combine(board, found, seed)
-        _close(board, core, best, seed)
+        if board.gap <= closable:
+            _close(board, core, best, seed)
     return best, found
 
 
@@ -155,7 +159,7 @@ def _priced(board: Board, core: Core, prices: np.ndarray, seed: int) -> tuple[fl
 def _close(board: Board, core: Core, prices: np.ndarray, seed: int) -> None:
     """Under the upper bound that is known, fix by reduced costs at `prices` and solve the rest with its rows."""
     dual = Dual(core, prices)
-    dual.settle_at_prices(Phase(board.clock, 0.3))
+    dual.settle_at_prices(Phase(board.clock, 0.3), SETTLE_WORK)
     upper = board.cost if math.isfinite(board.cost) else dual.bound + 0.05 * abs(dual.bound)
     try:
         small = shrink(board, dual, upper)

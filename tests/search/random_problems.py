@@ -7,7 +7,7 @@ from autoshard.search import Edge, Intervals, Items, Problem
 
 
 def random_problem(seed: int, *, nodes: int = 7, most: int = 4) -> Problem:
-    """A problem of at most `most ** nodes` choices. Costs are whole numbers or seconds; about one in six is infeasible."""
+    """A problem of at most `most ** nodes` choices. Costs are whole numbers or seconds; about 39 % are infeasible."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, nodes + 1))
     sizes = rng.integers(1, most + 1, n)

@@ -40,6 +40,12 @@ class Dual:
     def bound(self) -> float:
         return float(self.state[1]) + self.core.constant
 
+    @property
+    def sweep_work(self) -> int:
+        """Table entries that one sweep, forward and backward, reads."""
+        sizes = np.diff(self.packed.start)
+        return int(np.dot(np.repeat(sizes, np.diff(self.packed.adj_ptr)), sizes[self.packed.adj_node]))
+
     def row_prices(self) -> np.ndarray:
         """The best prices, per row of the core."""
         out = np.zeros(len(self.core.limit))
@@ -75,14 +81,15 @@ class Dual:
                 return
             before = self.state[1]
 
-    def settle_at_prices(self, phase: Phase) -> None:
-        """Sweeps at the present prices only, until they bring less than 1e-6 of the bound."""
+    def settle_at_prices(self, phase: Phase, work: float = math.inf) -> None:
+        """Sweeps at the present prices only, until they bring less than 1e-7 of the bound, or have read `work` table entries."""
         self.state[0], before = 0.0, -np.inf
-        while not phase.over():
+        while not phase.over() and work > 0:
             self._round(phase)
             if self.state[1] <= before + 1e-7 * abs(before):
                 return
             before = self.state[1]
+            work -= ROUND * self.sweep_work
 
     def _round(self, phase: Phase) -> None:
         messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice,

@@ -9,12 +9,12 @@ brings the bound of the sweeps into this form, whose validity needs no theory an
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from autoshard.search.large.jit import compiled
 from autoshard.search.large.packed import Packed
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def priced_costs(p: Packed, prices: np.ndarray, out: np.ndarray) -> float:
     """Write cost + price of usage to `out`; returns the constant -sum price x slack."""
     total = np.zeros(len(prices) + 1)
@@ -34,7 +34,7 @@ def priced_costs(p: Packed, prices: np.ndarray, out: np.ndarray) -> float:
     return constant
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, backward: bool) -> float:
     """One pass over the nodes; `theta` gets each node's min-marginal on its chains. Returns the bound (backward only)."""
     n = len(p.start) - 1
@@ -66,7 +66,7 @@ def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, b
     return bound
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _send(p: Packed, message: np.ndarray, theta: np.ndarray, v: int, a: int, share: float) -> float:
     """Replace the message from v along entry a; its minimum is made zero and returned."""
     w, m, t0 = p.adj_node[a], p.adj_message[a], p.adj_table[a]
@@ -90,7 +90,7 @@ def _send(p: Packed, message: np.ndarray, theta: np.ndarray, v: int, a: int, sha
     return least
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> float:
     """After a forward sweep: a last backward pass that leaves every node's share on the edge that carries it on.
 
@@ -124,7 +124,7 @@ def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> f
     return reparametrised_bound(p, cost, message)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def reparametrised_bound(p: Packed, cost: np.ndarray, message: np.ndarray) -> float:
     bound = 0.0
     for v in range(len(p.start) - 1):
@@ -149,7 +149,7 @@ def reparametrised_bound(p: Packed, cost: np.ndarray, message: np.ndarray) -> fl
     return bound
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decode(p: Packed, cost: np.ndarray, message: np.ndarray, choice: np.ndarray) -> None:
     """The usual primal of a backward-swept chain: in order, each node given the choices before it."""
     for v in range(len(p.start) - 1):
@@ -168,7 +168,7 @@ def decode(p: Packed, cost: np.ndarray, message: np.ndarray, choice: np.ndarray)
         choice[v] = at
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def row_loads(p: Packed, choice: np.ndarray) -> np.ndarray:
     delta = np.zeros(len(p.slack) + 1)
     for v in range(len(p.start) - 1):
@@ -179,7 +179,7 @@ def row_loads(p: Packed, choice: np.ndarray) -> np.ndarray:
     return np.cumsum(delta)[:-1]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def total_cost(p: Packed, choice: np.ndarray) -> float:
     """Node and edge costs of a choice, without rows."""
     cost = 0.0
@@ -192,7 +192,7 @@ def total_cost(p: Packed, choice: np.ndarray) -> float:
     return cost
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray, best_prices: np.ndarray,
            choice: np.ndarray, best_choice: np.ndarray, average: np.ndarray, sweeps: int) -> float:
     """Alternate sweeps with steps on the prices (none while the step is 0), `sweeps` times. `state` = [step, best bound,

@@ -6,12 +6,12 @@ than the temperature allows. Prices steer; only true costs and true loads decide
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from autoshard.search.large.jit import compiled
 from autoshard.search.large.packed import Packed
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _random(state: np.ndarray) -> float:
     """Uniform in [0, 1) from a 64-bit xorshift: the same on every thread and machine for the same state."""
     x = state[0]
@@ -22,7 +22,7 @@ def _random(state: np.ndarray) -> float:
     return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def violation(load: np.ndarray, p: Packed) -> float:
     total = 0.0
     for r in range(len(load)):
@@ -31,7 +31,7 @@ def violation(load: np.ndarray, p: Packed) -> float:
     return total
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _grow(p: Packed, rng: np.ndarray, size: int, stamp: int, seen: np.ndarray, count: np.ndarray,
           tree: np.ndarray, link: np.ndarray, frontier: np.ndarray) -> int:
     """Fill `tree` with nodes in order of addition; `link[i]` = the adjacency entry of tree[i] that leads to its parent.
@@ -68,7 +68,7 @@ def _grow(p: Packed, rng: np.ndarray, size: int, stamp: int, seen: np.ndarray, c
     return length
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _solve_tree(p: Packed, rng: np.ndarray, length: int, stamp: int, seen: np.ndarray, count: np.ndarray,
                 tree: np.ndarray, link: np.ndarray, cost: np.ndarray, noise: float, value: np.ndarray, place: np.ndarray,
                 choice: np.ndarray, new: np.ndarray) -> None:
@@ -126,7 +126,7 @@ def _solve_tree(p: Packed, rng: np.ndarray, length: int, stamp: int, seen: np.nd
         new[v] = at
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _change(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, new: np.ndarray) -> float:
     """True cost of the tree's new choices minus the present ones. Outside the tree `new` equals `choice`."""
     after = before = 0.0
@@ -145,7 +145,7 @@ def _change(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, new: n
     return after - before
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _apply_loads(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, new: np.ndarray, load: np.ndarray,
                  trial: np.ndarray) -> float:
     """Write the loads after the move to `trial`; returns the violation there."""
@@ -167,7 +167,7 @@ def _apply_loads(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, n
     return over
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, tally: np.ndarray, prices: np.ndarray,
            rng: np.ndarray, moves: int, most: int, hot: float, cold: float, noise: float) -> None:
     """Make `moves` moves on `choice` (with its `load`), the temperature falling geometrically from `hot` to `cold`.
@@ -216,7 +216,7 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
             best[:] = choice
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _usage_price(p: Packed, prices: np.ndarray, out: np.ndarray) -> None:
     total = np.zeros(len(prices) + 1)
     for r in range(len(prices)):
