@@ -11,6 +11,8 @@ import pytest
 from sample_plan import sample_plan
 
 from autoshard import cli
+from autoshard.cli.read import parse_precision, parse_seeds
+from autoshard.cli.request import Request
 from autoshard.errors import UsageError
 from autoshard.plan import Plan
 
@@ -256,7 +258,7 @@ def test_missing_package_is_named(run, monkeypatch):
     def missing(*_, **__):
         raise ModuleNotFoundError("No module named 'ortools'", name="ortools")
 
-    monkeypatch.setattr(cli, "_plan", missing)
+    monkeypatch.setattr(Request, "plan", missing)
     assert_refused(run(*MLP, "-q"), "ortools", "pip install")
 
 
@@ -277,24 +279,24 @@ def test_an_own_factory_with_a_typo(run, tmp_path, monkeypatch):
 # -- option parsing -------------------------------------------------------------------------------
 
 def test_seeds_parse():
-    assert cli.parse_seeds(["wq.weight=tp,-", "x=dp*tp,?", "y=[-,tp]"]) == {
+    assert parse_seeds(["wq.weight=tp,-", "x=dp*tp,?", "y=[-,tp]"]) == {
         "wq.weight": ("tp", None), "x": (("dp", "tp"), "?"), "y": (None, "tp")}
 
 
 @pytest.mark.parametrize("text", ["wq", "=tp", "wq="])
 def test_seeds_that_do_not_parse(text):
     with pytest.raises(UsageError, match="cannot read seed"):
-        cli.parse_seeds([text])
+        parse_seeds([text])
 
 
 def test_precision_parses():
-    assert cli.parse_precision(None) is None
-    short, long = cli.parse_precision("bf16"), cli.parse_precision("param=bf16,reduce=bf16")
+    assert parse_precision(None) is None
+    short, long = parse_precision("bf16"), parse_precision("param=bf16,reduce=bf16")
     assert (short.param, short.master, short.reduce) == ("bf16", "fp32", "fp32")
     assert (long.param, long.master, long.reduce) == ("bf16", "fp32", "bf16")
 
 
 def test_module_entry_point_exits_with_2():
     done = subprocess.run([sys.executable, "-m", "autoshard", "clusters", "show", "nope"],
-                          capture_output=True, text=True, cwd=Path(cli.__file__).parents[1])
+                          capture_output=True, text=True, cwd=Path(cli.__file__).parents[2])
     assert done.returncode == 2 and done.stderr.startswith("error: ")

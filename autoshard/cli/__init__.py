@@ -1,0 +1,46 @@
+"""The command line: one file per command. torch is imported only by commands that need it, when they run."""
+from __future__ import annotations
+
+import typer
+
+from autoshard.cli import plan as plan_command
+from autoshard.cli import solve as solve_command
+from autoshard.cli.clusters import clusters_app
+from autoshard.cli.request import takes_request
+from autoshard.errors import AutoshardError
+
+USER_ERROR = 2
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  autoshard plan gpt:tiny --mesh tp=2 --cluster cpu-gloo
+
+  autoshard plan llama:8b --mesh dp=2,tp=4 --batch 8 --seq 4096 --dtype bf16 -o plan.json
+
+  autoshard report plan.json
+"""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  rich_markup_mode="rich", epilog=EXAMPLES,
+                  help="Find how to shard a PyTorch model over a device mesh: no GPU, no process group, no weights.")
+app.command(epilog=plan_command.EXAMPLES)(takes_request(plan_command.plan))
+app.command()(plan_command.report)
+app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
+app.add_typer(clusters_app, name="clusters")
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one message on standard error and exit code 2, never a traceback."""
+    try:
+        app()
+    except AutoshardError as error:
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "autoshard").startswith("autoshard"):
+            raise
+        _fail(f"the package {error.name!r} is missing; install what autoshard needs with: pip install autoshard")
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    raise SystemExit(USER_ERROR)

@@ -1,0 +1,11 @@
+"""Options that several commands have."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report.")]
+OutputOption = Annotated[Optional[Path], typer.Option("--output", "-o", help="Save the result as JSON.")]

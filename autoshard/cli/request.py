@@ -1,0 +1,96 @@
+"""What every command about a model asks for: the model, the mesh, and how to plan it. Declared once, here."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
+
+import typer
+
+from autoshard.cli.read import parse_precision, parse_seeds
+
+if TYPE_CHECKING:
+    from autoshard.model_ref import ModelSpec
+    from autoshard.plan import Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options as given; nothing is loaded before `load` or `plan`."""
+
+    mesh: Annotated[str, typer.Option(help="Mesh axes with sizes, major first: dp=2,tp=4.")]
+    model: Annotated[Optional[str], typer.Argument(
+        help="name:size from models/ (llama:8b), or package.module:factory; left out with --hf.")] = None
+    cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file.")] = "h100-dgx"
+    memory: Annotated[Optional[str], typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")] = None
+    batch: Annotated[Optional[int], typer.Option(help="Global batch size of the example inputs.")] = None
+    seq: Annotated[Optional[int], typer.Option(help="Sequence length of the example inputs.")] = None
+    dtype: Annotated[Optional[str], typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum or none: its state and update are priced.")] = "adamw"
+    precision: Annotated[Optional[str], typer.Option(
+        help="Mixed precision: bf16 (weights and gradients in fp32), or param=bf16,master=fp32,reduce=fp32.")] = None
+    hf: Annotated[Optional[Path], typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None
+    inference: Annotated[bool, typer.Option("--inference", help="Forward pass only.")] = False
+    seed: Annotated[Optional[list[str]], typer.Option(
+        help="Fix a sharding: 'GLOB=AXIS,...', per tensor dim an axis, - for whole, ? for open. May be repeated.")] = None
+    time_limit: Annotated[float, typer.Option(help="Seconds the search may take; the best plan so far is returned.")] = 60.0
+    search: Annotated[str, typer.Option(help="Search backend; auto picks one.")] = "auto"
+
+    @property
+    def what(self) -> str:
+        return self.model or str(self.hf or "")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of `autoshard.plan`. Raises UsageError."""
+        return {"cluster": self.cluster, "memory_budget": self.memory, "optimizer": self.optimizer,
+                "seeds": parse_seeds(self.seed or []), "precision": parse_precision(self.precision),
+                "time_limit": self.time_limit, "search": self.search}
+
+    def check(self) -> None:
+        """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
+        from autoshard.cost.cluster import load_cluster
+        from autoshard.mesh import parse_mesh
+        from autoshard.options import parse_bytes
+
+        load_cluster(self.cluster).links_for(parse_mesh(self.mesh))
+        parse_bytes(self.memory)
+
+    def load(self, fake: bool = True) -> ModelSpec:
+        """The model with example inputs, on the meta device unless `fake` is False. Raises ModelError, UsageError."""
+        from autoshard.model_ref import load_model
+
+        spec = load_model(self.model, batch=self.batch, seq=self.seq, dtype=self.dtype, hf=self.hf, fake=fake)
+        if self.inference:
+            spec = spec.for_inference
+            spec.model.eval()
+        return spec
+
+    def plan(self, progress: Callable[[str, str], None]) -> Plan:
+        """Load the model and search its plan."""
+        settings = self.settings
+        progress("load", self.what)
+        self.check()
+        from autoshard import api
+
+        spec = self.load()
+        return api.plan(spec.model, self.mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn,
+                        training=not self.inference, progress=progress,
+                        model_info={"reference": spec.reference, **spec.settings}, **settings)
+
+
+def takes_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `request` of a command by the options of `Request`, each under its own name."""
+    shared = inspect.signature(Request).parameters
+    own = {n: p for n, p in inspect.signature(command).parameters.items() if n != "request"}
+
+    def run(**given: Any) -> None:
+        command(request=Request(**{name: given.pop(name) for name in shared}), **given)
+
+    hints = {**get_type_hints(Request, include_extras=True), **get_type_hints(command, include_extras=True)}
+    both = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*shared.values(), *own.values())]
+    run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, {p.name: p.annotation for p in both}
+    run.__signature__ = inspect.Signature(sorted(both, key=lambda p: p.default is not p.empty))
+    return run
