@@ -13,7 +13,7 @@ from torch import nn
 from autoshard.annotate import Seeds, resolve_seeds
 from autoshard.assemble import make_plan
 from autoshard.cost.cluster import load_cluster
-from autoshard.cost_table import Training, build_cost_table
+from autoshard.cost_table import CostTable, Training, build_cost_table
 from autoshard.feasible import explain_infeasible, search_within
 from autoshard.formulate import formulate
 from autoshard.graph import Graph
@@ -101,6 +101,14 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
     """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
     buffers and inputs by name come before seeds: that is how they are held already."""
     clock = clock or Clock(None)
+    return decide(prices(traced, mesh, options, clock=clock, fixed=fixed), options, clock=clock, has_loss=has_loss,
+                  model_info=model_info)
+
+
+def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None,
+           fixed: Mapping[str, Spec] | None = None) -> CostTable:
+    """What every strategy and every change of layout costs; explaining and comparing plans start from here too."""
+    clock = clock or Clock(None)
     with clock("simplify"):
         graph = factor_graph(simplify(traced.graph))
         seeds = _holding(resolve_seeds(graph, mesh, options.seeds), graph, fixed or {})
@@ -108,10 +116,16 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
     with clock("strategies"):
         strategies = enumerate_strategies(graph, mesh, seeds, outputs=options.outputs)
     with clock("costs"):
-        table = build_cost_table(graph, mesh, profile, strategies, Training(options.optimizer, graph.training))
+        return build_cost_table(graph, mesh, profile, strategies, Training(options.optimizer, graph.training))
+
+
+def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
+           model_info: Mapping[str, Any] | None = None) -> Plan:
+    """Formulate, search, and read the plan from the solution. Raises InfeasibleError."""
+    clock = clock or Clock(None)
     with clock("formulate"):
-        limit = options.memory_budget or profile.device.memory_capacity
-        formulation = formulate(table, memory_limit=limit, layers=repeated_layers(graph))
+        limit = options.memory_budget or table.cluster.device.memory_capacity
+        formulation = formulate(table, memory_limit=limit, layers=repeated_layers(table.graph))
     with clock("search"):
         solution = search_within(formulation, limit, time_limit=options.time_limit, backend=options.search,
                                  incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
@@ -119,7 +133,7 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock |
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):
         found = make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
-                          settings=options.settings(graph.training, has_loss),
+                          settings=options.settings(table.graph.training, has_loss),
                           seeds={k: str(v) for k, v in options.seeds.items()})
     return replace(found, timings=dict(clock.seconds))
 
