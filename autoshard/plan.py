@@ -72,6 +72,46 @@ class Fallback:
     source: str = ""
 
 
+CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "inputs", "saved", "outputs", "temporaries")
+"""What memory is used for. saved: what forward keeps for backward; temporaries: everything else that ops and
+redistributions make (gathered weights, communication buffers, values on their way)."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Live bytes of one rank while one instruction of the step runs, at its fullest.
+
+    `index` counts the instructions of the whole step, `window` says which part it is in. `op` is the op computed, or
+    the value redistributed (`kind` says which). `live`: bytes per category, in the order of `CATEGORIES`."""
+
+    index: int
+    window: Literal["forward", "backward", "update"]
+    kind: str
+    op: str
+    module: str
+    source: str
+    live: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.live)
+
+    @property
+    def by_category(self) -> dict[str, int]:
+        return dict(zip(CATEGORIES, self.live, strict=True))
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A tensor that is alive at the peak: what it is called, its bytes on one rank, and where it comes from."""
+
+    name: str
+    category: str
+    nbytes: int
+    module: str = ""
+    source: str = ""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one tensor that a reader knows by name lies on the mesh: what reports and diffs show.
@@ -92,7 +132,9 @@ class Plan:
 
     predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
                 optimizer_s; step_s == objective_s
-    memory      parameters, gradients, optimizer, saved (activations), buffers, total, limit (or null)
+    memory      at the peak: bytes per category of `CATEGORIES`, slack (of the allocator), total, limit (or null)
+    timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
+    largest     the largest tensors alive at the peak
     model       reference, batch, seq, dtype ... as the user gave them
     settings    optimizer, precision, inputs, outputs, training, loss
     placements  stored spec per parameter and buffer
@@ -118,10 +160,17 @@ class Plan:
     seeds: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()
+    timeline: tuple[Moment, ...] = ()
+    largest: tuple[Alive, ...] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[Mapping[str, Any], ...] = ({"index": 0},)
     format: int = FORMAT
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def peak(self) -> Moment | None:
+        """The fullest moment of the step; None for a plan without a timeline."""
+        return max(self.timeline, key=lambda m: m.total, default=None)
 
     @property
     def key(self) -> str:
@@ -203,7 +252,9 @@ def _encode(value: Any) -> Any:
         return {**asdict(value), "spec": format_spec(value.spec)}
     if isinstance(value, Layout):
         return {**asdict(value), "shape": list(value.shape), "spec": format_spec(value.spec)}
-    if isinstance(value, (Collective, Fallback)):
+    if isinstance(value, Moment):
+        return {**asdict(value), "live": list(value.live)}
+    if isinstance(value, (Collective, Fallback, Alive)):
         return asdict(value)
     if isinstance(value, Mapping):
         return {str(k): _encode(v) for k, v in value.items()}
@@ -232,5 +283,7 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
     out["notes"] = tuple(data["notes"])
     out["layouts"] = tuple(Layout(**{**x, "shape": tuple(x["shape"]), "spec": parse_spec(x["spec"])})
                            for x in data.get("layouts", ()))
+    out["timeline"] = tuple(Moment(**{**m, "live": tuple(m["live"])}) for m in data.get("timeline", ()))
+    out["largest"] = tuple(Alive(**a) for a in data.get("largest", ()))
     out["stages"] = tuple(data["stages"])
     return Plan(**out)
