@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from autoshard.flow import param_derived
 from autoshard.formulate import CopyNode, Formulation, State
 from autoshard.graph import Op, Ref
 from autoshard.spec import R, Spec
@@ -92,9 +93,11 @@ def _turn(op: Op) -> int:
     return 1 if op.kind == "tangent" else 2 if op.phase == "backward" else 0
 
 
-def complete(formulation: Formulation, picked: np.ndarray) -> np.ndarray:
-    """Add the state of every copy node that the chosen strategies ask for: the cheapest that serves its readers."""
+def complete(formulation: Formulation, picked: np.ndarray, keep: bool = True) -> np.ndarray:
+    """Add the state of every copy node that the chosen strategies ask for: the cheapest that serves its readers.
+    Without `keep` a gathered parameter that both windows read is gathered in each (ZeRO-3)."""
     table, units = formulation.table, formulation.units
+    derived = param_derived(table.graph)
 
     def spec_of(specs: SpecIndex, op: str) -> int:
         return int(specs.index[picked[units.index(op)]])
@@ -113,7 +116,9 @@ def complete(formulation: Formulation, picked: np.ndarray) -> np.ndarray:
         price = float(table.table(copy.value, specs, target)[source, 0]) if specs.specs[source] != copy.spec else None
         fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == "own") == (price is None)
                 and (s.price is None or s.price == price)]
-        return min(fits, key=lambda i: (sum(copy.states[i].times), copy.states[i].name == "kept"), default=0)
+        again = not keep and copy.value in derived
+        return min(fits, key=lambda i: (again and copy.states[i].name == "kept", sum(copy.states[i].times),
+                                        copy.states[i].name == "kept"), default=0)
 
     return np.concatenate([picked, np.array([state_of(c) for c in formulation.copies], dtype=np.int64)])
 
