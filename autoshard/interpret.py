@@ -1,7 +1,7 @@
 """Run a traced graph op by op on real tensors: the single-device reference of everything downstream."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +27,26 @@ def run(traced: Traced, state: Mapping[str, torch.Tensor], args: tuple[Any, ...]
     user output that has a tangent (default: ones). Everything runs on the device of the inputs or state.
 
     Raises UsageError when `state` lacks a value or the call differs from the traced one."""
+    return results_of(traced, values(traced, state, args, kwargs, tangents))
+
+
+def values(traced: Traced, state: Mapping[str, torch.Tensor], args: tuple[Any, ...] = (),
+           kwargs: Mapping[str, Any] | None = None, tangents: Mapping[int, torch.Tensor] | None = None,
+           instead: Callable[[Op, tuple[Any, ...]], tuple[Any, ...] | None] = lambda op, inputs: None) -> dict[str, tuple[Any, ...]]:
+    """Every value of the graph, by the name of the op that makes it. `instead(op, tensor inputs)` may answer for an op."""
     inputs = traced.calling.flatten(args, kwargs)
     given = {f"input:{i}": t for i, t in enumerate(inputs)}
     state = {**traced.calling.constants, **state}
     device = next((t.device for t in (*inputs, *state.values())), torch.device("cpu"))
-    values: dict[str, tuple[Any, ...]] = {}
+    found: dict[str, tuple[Any, ...]] = {}
     with torch.no_grad():
         for op in traced.graph.ops:
             if op.kind == "call":
-                values[op.name] = _call(op, values, device)
+                answer = instead(op, tuple(found[r.op][r.index] for r in op.refs))
+                found[op.name] = _call(op, found, device) if answer is None else answer
             elif op.kind != "output":
-                values[op.name] = (_given(op, state, given, tangents or {}, device),)
-    return _results(traced, values)
+                found[op.name] = (_given(op, state, given, tangents or {}, device),)
+    return found
 
 
 def _given(op: Op, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor],
@@ -64,7 +72,8 @@ def _call(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def _results(traced: Traced, values: Mapping[str, tuple[Any, ...]]) -> Results:
+def results_of(traced: Traced, values: Mapping[str, tuple[Any, ...]]) -> Results:
+    """What the output ops hand out."""
     users, grads, mutations = {}, {}, {}
     for op in traced.graph.of_kind("output"):
         ref = op.args[0]

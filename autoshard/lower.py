@@ -258,6 +258,7 @@ class _Lowering:
         held = instruction.reads[0]
         with self.emit.part(Part("redistribute", str(held.ref), self.window, instruction.hideable)):
             self.env[held] = self.emit.complete(self.env[held])
+        self.env[held].node.meta.setdefault("copy", held)
 
     def _free(self, instruction: Instruction) -> None:
         """FX code drops a value after its last use by itself."""
