@@ -6,6 +6,7 @@ over as many mesh axes as they divide by (fully sharded). Nothing moves on the a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -45,8 +46,9 @@ def _shards(formulation: Formulation, unit: Unit) -> np.ndarray:
                for m, p in zip(unit.members, unit.picked, strict=True))
 
 
-def greedy(formulation: Formulation, rank: Callable[[Spec], int]) -> np.ndarray:
-    """Strategy per unit: parameters by least `rank` of their storage spec, every other unit the locally cheapest."""
+def greedy(formulation: Formulation, rank: Callable[[Spec], float], pick: Callable[[np.ndarray], Any] = np.argmin) -> np.ndarray:
+    """Strategy per unit: parameters by least `rank` of their storage spec, every other unit what `pick` takes from the
+    seconds of its strategies where it stands (the cheapest; inf cannot be reached)."""
     table, units, graph = formulation.table, formulation.units, formulation.table.graph
     stored = {f"grad:{op.target}": Ref(op.name) for op in graph.of_kind("param")}
     outputs = {str(op.target): op for op in graph.of_kind("output")}
@@ -77,7 +79,7 @@ def greedy(formulation: Formulation, rank: Callable[[Spec], int]) -> np.ndarray:
             specs = units.inputs(output.name, 0)
             wanted = specs.specs[specs.index[picked[units.index(output.name)]]]
             return _argmin(units.outputs(Ref(op.name)), lambda s: s != wanted)
-        return int(np.argmin(cost(unit)))
+        return int(pick(cost(unit)))
 
     for unit in sorted(units.units, key=lambda u: _turn(graph.op(u.name))):
         picked[units.index(unit.name)] = choose(unit)
