@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import resources
 from math import inf, isfinite
@@ -17,10 +17,15 @@ from typing import Any
 
 import torch
 
+from autoshard.cost.curve import Curve, problem
 from autoshard.errors import ClusterError
 from autoshard.mesh import Mesh
 
 VERSION = 1
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv")
+OPTIMIZER = "optimizer"
+HEAVY = ("matmul", "attention", "conv")
+"""Op families that count FLOPs. Their time can hide communication; the others are too short or memory-bound."""
 FAMILIES = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "gather", "random", "copy")
 
 
@@ -31,6 +36,8 @@ class Device:
     peak              (dtype name, dense FLOP/s) pairs, dtype names as torch writes them ("bfloat16")
     memory_bandwidth  bytes/s;  memory_capacity  bytes;  kernel_overhead  seconds an op costs at least
     efficiency        (op family, achievable fraction of peak or bandwidth) pairs, one per `FAMILIES`
+    measured          (what, seconds over amount) pairs that stand in for the roofline; see `curve_of`
+    fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
     """
 
     name: str
@@ -39,6 +46,23 @@ class Device:
     memory_capacity: float
     kernel_overhead: float
     efficiency: tuple[tuple[str, float], ...]
+    measured: tuple[tuple[str, Curve], ...] = ()
+    fuses: bool = False
+
+    @cached_property
+    def _measured(self) -> dict[str, Curve]:
+        return dict(self.measured)
+
+    def curve_of(self, op: str, family: str, dtype: torch.dtype) -> Curve | None:
+        """The measured curve of an op ("aten::gelu"), else of its family, a dtype's own before the common one:
+        keys "aten::gelu/bfloat16", "aten::gelu", "pointwise/bfloat16", "pointwise". None: use the roofline.
+
+        Amounts are FLOP for matmul, attention and conv, bytes read and written for the others."""
+        if not self.measured:
+            return None
+        name = str(dtype).removeprefix("torch.")
+        keys = (f"{op}/{name}", op, f"{family}/{name}", family)
+        return next((self._measured[k] for k in keys if k in self._measured), None)
 
     @cached_property
     def _peak(self) -> dict[str, float]:
@@ -60,6 +84,15 @@ class Device:
 
 
 @dataclass(frozen=True)
+class InNetwork:
+    """An all_reduce that the switch computes: `overhead` s per call, `bandwidth` bytes/s of the reduced buffer
+    (nccl-tests' algorithm bandwidth), whatever the number of ranks."""
+
+    overhead: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
 class Link:
     """One level of the physical hierarchy.
 
@@ -67,7 +100,10 @@ class Link:
     latency     seconds per step of an algorithm;  overhead  seconds per collective call
     bandwidth   bytes/s one device can send while it receives as much, as the data sheet says
     efficiency  fraction of it that collectives reach (bus bandwidth / bandwidth)
-    in_network  whether the switch can reduce (NVLS, SHARP); recorded, not priced yet
+    oversubscription  bandwidth of all devices below a switch / bandwidth out of it, when all send at once
+    in_network  what an all_reduce in the switch reaches (NVLS, SHARP); None: the switch cannot reduce
+    measured    (collective, seconds over bytes on the wire) pairs: overhead and transfer without the steps'
+                latency, instead of overhead + bytes / bus bandwidth
     """
 
     name: str
@@ -76,11 +112,16 @@ class Link:
     overhead: float
     bandwidth: float
     efficiency: float
-    in_network: bool = False
+    oversubscription: float = 1.0
+    in_network: InNetwork | None = None
+    measured: tuple[tuple[str, Curve], ...] = ()
 
-    @property
+    @cached_property
     def bus_bandwidth(self) -> float:
-        return self.bandwidth * self.efficiency
+        return self.bandwidth * self.efficiency / self.oversubscription
+
+    def curve_of(self, kind: str) -> Curve | None:
+        return next((curve for name, curve in self.measured if name == kind), None)
 
 
 @dataclass(frozen=True)
@@ -151,16 +192,21 @@ class Cluster:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain JSON-able numbers, enough to price with: what a plan keeps of its cluster."""
-        data = asdict(self)
-        del data["sources"]
-        data["device"] |= {k: dict(data["device"][k]) for k in ("peak", "efficiency")}
-        data["links"] = [{k: v for k, v in link.items() if v != inf} for link in data["links"]]
-        return {"version": VERSION, **data}
+        return {"version": VERSION, "name": self.name, "description": self.description,
+                "device": _plain(self.device, "peak", "efficiency", "measured"),
+                "links": [_plain(link, "measured") for link in self.links], "overlap": _plain(self.overlap)}
 
     @staticmethod
     def from_snapshot(data: Mapping[str, Any]) -> "Cluster":
         """Inverse of `snapshot`. Raises ClusterError, naming the key, for anything that is not physical."""
         return _build(data, f"cluster {data.get('name', '?')}" if isinstance(data, Mapping) else "cluster", ())
+
+
+def _plain(item: Any, *pairs: str) -> dict[str, Any]:
+    """Fields of a dataclass as JSON has them: fields named in `pairs` become tables, what is at its default is left out."""
+    out = {f.name: getattr(item, f.name) for f in fields(item) if getattr(item, f.name) != f.default}
+    out |= {k: {name: v.points if isinstance(v, Curve) else v for name, v in out[k]} for k in pairs if k in out}
+    return {k: _plain(v) if isinstance(v, InNetwork) else v for k, v in out.items() if v != inf}
 
 
 def available() -> tuple[str, ...]:
@@ -237,15 +283,34 @@ def _device(r: "_Reader") -> Device:
     fractions = tuple((k, efficiency.fraction(k, above_zero=True)) for k in FAMILIES)
     efficiency.finish()
     out = Device(r.take("name", str), rates, r.number("memory_bandwidth"), r.number("memory_capacity"),
-                 r.number("kernel_overhead"), fractions)
+                 r.number("kernel_overhead"), fractions, r.curves("measured"), r.take("fuses", bool, False))
     r.finish()
+    for key, _ in out.measured:
+        if "::" not in key and key.partition("/")[0] not in (*FAMILIES, OPTIMIZER):
+            raise ClusterError(f"{r.where('measured')} has a curve for {key!r}; name an op (aten::gelu) or a family "
+                               f"({', '.join(FAMILIES)}, {OPTIMIZER}), with a dtype or without (matmul/float32)")
     return out
 
 
 def _link(r: "_Reader") -> Link:
     out = Link(r.take("name", str), r.number("devices", inf), r.number("latency"), r.number("overhead"),
-               r.number("bandwidth"), r.fraction("efficiency", above_zero=True), r.take("in_network", bool, False))
+               r.number("bandwidth"), r.fraction("efficiency", above_zero=True), r.number("oversubscription", 1.0),
+               _in_network(r), r.curves("measured", COLLECTIVES))
     r.finish()
+    if out.oversubscription < 1:
+        raise ClusterError(f"{r.where('oversubscription')} is {out.oversubscription:g}; it is 1 (none) or more")
+    if out.in_network is not None and out.in_network.bandwidth > out.bandwidth:
+        raise ClusterError(f"{r.where('in_network.bandwidth')} is above the link's bandwidth; give the bytes/s of the "
+                           "reduced buffer (algorithm bandwidth of nccl-tests), not the bus bandwidth")
+    return out
+
+
+def _in_network(r: "_Reader") -> InNetwork | None:
+    if r.take("in_network", object, False) is False:
+        return None
+    inner = r.table("in_network")
+    out = InNetwork(inner.number("overhead"), inner.number("bandwidth"))
+    inner.finish()
     return out
 
 
@@ -284,11 +349,29 @@ class _Reader:
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
         if key not in self.data and default is not None:
+            self.seen.add(key)
             return default
         value = self.take(key, object)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
             raise ClusterError(f"{self.where(key)} is {value!r}; a positive number is needed")
         return float(value)
+
+    def curves(self, key: str, names: tuple[str, ...] = ()) -> tuple[tuple[str, Curve], ...]:
+        """A table of measured curves; an absent one is empty. `names`: what may be in it, anything if not given."""
+        if key not in self.data:
+            self.seen.add(key)
+            return ()
+        inner = self.table(key)
+        out = tuple((k, inner.curve(k)) for k in sorted(inner.keys() & set(names) if names else inner.keys()))
+        inner.seen |= set(names)
+        inner.finish()
+        return out
+
+    def curve(self, key: str) -> Curve:
+        points = self.take(key, object)
+        if what := problem(points):
+            raise ClusterError(f"{self.where(key)}: {what}")
+        return Curve(tuple(float(a) for a, _ in points), tuple(float(s) for _, s in points))
 
     def fraction(self, key: str, above_zero: bool = False) -> float:
         value = self.take(key, object)

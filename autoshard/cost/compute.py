@@ -2,7 +2,9 @@
 
     seconds = max(FLOPs / (peak x e), bytes / (bandwidth x e), overhead)        views: 0
 
-e is the profile's efficiency of the op's family. Bytes are those of all local inputs and outputs, except
+e is the profile's efficiency of the op's family. Where the profile holds a measured curve for the op or its family
+(`autoshard calibrate` writes them), seconds = curve(bytes), or max(curve(FLOPs), bytes / (bandwidth x e)) for the
+families that count FLOPs. Bytes are those of all local inputs and outputs, except
 that an op which only picks rows of an input is charged for what it picks. Every shape entry may be a numpy
 array with one element per strategy; one call then prices all strategies of an op.
 Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009.
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.cost.cluster import Device
+from autoshard.cost.cluster import HEAVY, OPTIMIZER, Device
 from autoshard.errors import UsageError
 from autoshard.graph import Call
 from autoshard.rules.registry import rule_of
@@ -50,8 +52,9 @@ OPTIMIZERS = {
 }
 
 
-def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device) -> Any:
-    """Roofline seconds; `flops` (FLOP) and `nbytes` (bytes moved) may be arrays. Views cost 0.
+def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device, op: str = "") -> Any:
+    """Seconds of an op; `flops` (FLOP) and `nbytes` (bytes moved) may be arrays, `op` is its name for measured curves.
+    Views cost 0.
 
     Raises ClusterError for an unknown family.
     >>> op_seconds("matmul", 2 * 4096**3, 3 * 2 * 4096**2, torch.bfloat16, h100)
@@ -61,9 +64,13 @@ def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device:
     if family == "view":
         out = np.zeros(np.broadcast_shapes(flops.shape, nbytes.shape))
     else:
-        e = device.efficiency_of(family)
-        compute, memory = flops / (device.peak_flops(dtype) * e), nbytes / (device.memory_bandwidth * e)
-        out = np.maximum(np.maximum(compute, memory), device.kernel_overhead)
+        e, curve = device.efficiency_of(family), device.curve_of(op, family, dtype)
+        memory = nbytes / (device.memory_bandwidth * e)
+        if curve is None:
+            out = np.maximum(np.maximum(flops / (device.peak_flops(dtype) * e), memory), device.kernel_overhead)
+        else:
+            out = np.maximum(curve(flops), memory) if family in HEAVY else curve(nbytes)
+            out = np.broadcast_to(out, np.broadcast_shapes(flops.shape, nbytes.shape))
     return out if out.ndim else float(out)
 
 
@@ -76,12 +83,12 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
     rule = rule_of(call.target)
     ins, outs = [_int64(s) for s in inputs], [None if s is None else _int64(s) for s in outputs]
     flops = rule.flops(call, ins, outs) if rule.flops is not None else 0
-    return op_seconds(rule.family, flops, call_bytes(call, ins, outs), compute_dtype(call), device)
+    return op_seconds(rule.family, flops, call_bytes(call, ins, outs), compute_dtype(call), device, op_name(call.target))
 
 
 def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None]) -> Any:
     """Bytes a call reads and writes on local logical shapes (see `PICKS_FROM`, `NEVER_READS`)."""
-    name = _name(call.target)
+    name = op_name(call.target)
     written = sum(_numel(s) * m.dtype.itemsize for s, m in zip(outputs, call.outputs, strict=True)
                   if s is not None and m is not None)
     total = written
@@ -100,7 +107,7 @@ def compute_dtype(call: Call) -> torch.dtype:
 
 def optimizer_seconds(name: str, nbytes: Any, device: Device) -> Any:
     """Seconds of one fused update of a parameter of `nbytes` local bytes (may be an array): tensors read or written
-    x nbytes / (bandwidth x e_pointwise), gradient and state being held in the parameter's own dtype. No overhead
+    x nbytes / (bandwidth x e_pointwise), or the profile's measured curve "optimizer" of the bytes moved; gradient and state being held in the parameter's own dtype. No overhead
     per parameter: a fused or foreach update launches few kernels for the whole model.
 
     Raises UsageError for an unknown optimizer.
@@ -108,7 +115,11 @@ def optimizer_seconds(name: str, nbytes: Any, device: Device) -> Any:
     0.07896...
     """
     out = _optimizer(name)[1] * np.asarray(nbytes, np.float64)
-    out = out / (device.memory_bandwidth * device.efficiency_of("pointwise"))
+    curve = device.curve_of(f"{OPTIMIZER}/{name}", OPTIMIZER, torch.float32)
+    if curve is None or name == "none":
+        out = out / (device.memory_bandwidth * device.efficiency_of("pointwise"))
+    else:
+        out = np.asarray(curve(out))
     return out if out.ndim else float(out)
 
 
@@ -126,7 +137,7 @@ def _optimizer(name: str) -> tuple[int, int]:
     return OPTIMIZERS[name]
 
 
-def _name(target: Any) -> str:
+def op_name(target: Any) -> str:
     """`aten::slice.Tensor`, without the overload where it is `default`."""
     schema = getattr(target, "_schema", None)
     if schema is None:

@@ -37,8 +37,9 @@ def test_profile_is_sane_and_survives_a_snapshot(name):
     for inner, outer in zip(c.links, c.links[1:], strict=False):
         assert inner.bus_bandwidth > outer.bus_bandwidth and inner.latency <= outer.latency
         assert inner.overhead <= outer.overhead
-    numbers = len(c.device.peak) + len(FAMILIES) + 3 + sum(4 + (l.devices < 1e18) for l in c.links) + 2
-    assert len(c.sources) == numbers and all(len(s) > 8 for _, s in c.sources)
+    optional = sum((l.devices < 1e18) + (l.oversubscription != 1) + 2 * (l.in_network is not None) + len(l.measured)
+                   for l in c.links) + len(c.device.measured)
+    assert len(c.sources) == len(c.device.peak) + len(FAMILIES) + 3 + 4 * len(c.links) + 2 + optional and all(len(s) > 8 for _, s in c.sources)
     snapshot = json.loads(json.dumps(c.snapshot()))
     assert Cluster.from_snapshot(snapshot) == c
     assert Cluster.from_snapshot(snapshot).snapshot() == c.snapshot()
@@ -84,9 +85,11 @@ BROKEN = [
     ("eta = ", "etta = ", "eta is missing"),
     ("float32 = ", "float33 = ", "peak.float32 is missing"),
     ("memory_capacity = ", "memory_capasity = ", "memory_capacity is missing"),
-    ("in_network = true", "in_netwrk = true", "did you mean in_network"),
-    ("in_network = true", "in_network = \"yes\"", "a bool is needed"),
-    ("[[links]]", "[[link]]", "links is missing"),
+    ("[links.in_network]", "[links.in_netwrk]", "did you mean in_network"),
+    ("[links.in_network]", "[links.measured]", "measured.bandwidth is not a key"),
+    ("value = 275e9", "value = 480e9", "in_network.bandwidth is above the link's bandwidth"),
+    ("version = 1\n", "version = 1\nextra = true\n", "extra is not a key of a profile; remove it"),
+    ("[[links]]", "[[link]]", "a list is needed"),
     ("[overlap]", "[overlop]", "overlap is missing"),
     ("value = 8, source", "value = 0, source", "links\\[0\\].devices is 0"),
     ("version = 1", "version = = 1", "not TOML"),

@@ -1,0 +1,49 @@
+"""Seconds as a function of an amount (bytes on the wire, bytes moved, FLOP), through measured points."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Straight lines between the points; constant below the first; the last line goes on above the last.
+
+    amounts  strictly increasing;  seconds  positive and never falling, so that the curve is monotone
+
+    >>> Curve((0.0, 1e6), (1e-4, 1.1e-3))(np.array([5e5, 2e6]))     # 0.1 ms and 1 ns per byte
+    array([0.0006, 0.0021])
+    """
+
+    amounts: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, amount: Any) -> Any:
+        (a, b), (s, t) = self.amounts[-2:], self.seconds[-2:]
+        beyond = np.maximum(np.asarray(amount, np.float64) - b, 0.0) * ((t - s) / (b - a))
+        return np.interp(amount, self.amounts, self.seconds) + beyond
+
+    @property
+    def points(self) -> list[list[float]]:
+        """[[amount, seconds], ...], as a profile writes it."""
+        return [[a, s] for a, s in zip(self.amounts, self.seconds, strict=True)]
+
+
+def problem(points: Any) -> str:
+    """What is wrong with the points of a curve as they stand in a profile; empty when nothing is."""
+    numbers = (isinstance(points, (list, tuple)) and len(points) >= 2 and all(
+        isinstance(p, (list, tuple)) and len(p) == 2 and all(_is_finite(x) for x in p) for p in points))
+    if not numbers:
+        return "a list of at least two [amount, seconds] pairs of numbers is needed"
+    amounts, seconds = zip(*points, strict=True)
+    if amounts[0] < 0 or any(b <= a for a, b in zip(amounts, amounts[1:], strict=False)):
+        return "amounts must not be negative and must increase"
+    if seconds[0] <= 0 or any(t < s for s, t in zip(seconds, seconds[1:], strict=False)):
+        return "seconds must be positive and must not fall"
+    return ""
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and bool(np.isfinite(x))
