@@ -16,6 +16,7 @@ _HOMES = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
     "shard_batch": "autoshard.runtime.inputs",
+    "verify": "autoshard.verify.check",
     "AutoshardError": "autoshard.errors",
     "Mesh": "autoshard.mesh",
     "Plan": "autoshard.plan",

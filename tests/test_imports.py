@@ -35,11 +35,12 @@ LAYERS = (
     ("runtime",),
     ("report",),
     ("api",),
+    ("verify",),
     ("cli",),
     ("__main__",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "compile", "plan", "shard_batch"]
+PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "compile", "plan", "shard_batch", "verify"]
 
 
 def modules() -> list[Path]:

@@ -1,0 +1,127 @@
+"""What the unsharded model computes: run by torch, or, with random ops, its graph run whole with the ranks' numbers."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.calling import Traced
+from autoshard.graph import Graph, Op
+from autoshard.interpret import results_of, values
+from autoshard.recorder import is_random
+from autoshard.verify.program import MakeOptimizer
+
+aten = torch.ops.aten
+Numbers = Mapping[str, tuple[torch.Tensor, ...]]
+"""What the random ops drew, by op name, whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """One step's results: user outputs, gradients and buffers by name. `values`: of every op, where known."""
+
+    users: tuple[torch.Tensor, ...]
+    grads: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+class Reference(Protocol):
+    """The unsharded model in training."""
+
+    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers) -> Expected: ...
+
+    def update(self, make: MakeOptimizer) -> None: ...
+
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
+
+
+class Eager:
+    """The model itself, under torch's autograd."""
+
+    def __init__(self, model: nn.Module, traced: Traced, loss_fn: Callable[..., Any] | None) -> None:
+        self.model, self.loss_fn, self.graph = copy.deepcopy(model), loss_fn, traced.graph
+        self.tangents = [op.target for op in traced.graph.of_kind("tangent")]
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers = {}) -> Expected:  # noqa: B006
+        self.model.zero_grad()
+        args, kwargs = pytree.tree_map(_fresh, (args, dict(kwargs)))
+        with torch.set_grad_enabled(self.graph.training):
+            out = self.model(*args, **kwargs) if self.loss_fn is None else self.loss_fn(self.model(*args[:-1], **kwargs), args[-1])
+            users = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+            if self.tangents:
+                torch.autograd.backward([users[i] for i in self.tangents], [torch.ones_like(users[i]) for i in self.tangents])
+        inputs = [t for t in pytree.tree_leaves((args, dict(sorted(kwargs.items())))) if isinstance(t, torch.Tensor)]
+        grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        grads |= {f"input:{i}": t.grad for i, t in enumerate(inputs) if t.grad is not None}
+        buffers = {n: b.detach().clone() for n, b in self.model.named_buffers() if b is not None}
+        return Expected(tuple(u.detach() for u in users), grads, buffers)
+
+    def update(self, make: MakeOptimizer) -> None:
+        if self._optimizer is None:
+            self._optimizer = make([p for p in self.model.parameters() if p.requires_grad])
+        self._optimizer.step()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+
+class Interpreted:
+    """The graph, op by op on whole tensors. Random ops repeat what the ranks drew."""
+
+    def __init__(self, traced: Traced, state: Mapping[str, torch.Tensor]) -> None:
+        self.traced = traced
+        self.state = {n: t.detach().clone() for n, t in state.items()}
+        self._params: dict[str, nn.Parameter] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._grads: Mapping[str, torch.Tensor] = {}
+
+    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers) -> Expected:
+        def instead(op: Op, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            return repeated(op, inputs, numbers[op.name]) if op.name in numbers else None
+
+        found = values(self.traced, self.state, args, kwargs, instead=instead)
+        results = results_of(self.traced, found)
+        self._grads = results.grads
+        self.state.update(results.mutations)
+        return Expected(results.users, results.grads, results.mutations, found)
+
+    def update(self, make: MakeOptimizer) -> None:
+        if self._optimizer is None:
+            self._params = {n: nn.Parameter(self.state[n]) for n in self._grads if n in self.state}
+            self._optimizer = make(list(self._params.values()))
+        for name, p in self._params.items():
+            p.grad = self._grads[name]
+        self._optimizer.step()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {op.target: self.state[op.target] for op in self.traced.graph.of_kind("param")}
+
+
+def repeated(op: Op, inputs: tuple[Any, ...], drawn: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A random op's outputs from numbers drawn elsewhere. Of dropout only the mask is taken as it is."""
+    if op.target is aten.native_dropout.default:
+        keep, p = drawn[1], op.args[1]
+        scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+        return inputs[0] * keep * scale, keep
+    return drawn
+
+
+def random_ops(graph: Graph) -> frozenset[str]:
+    """Names of the ops that may draw numbers."""
+    return frozenset(op.name for op in graph.of_kind("call") if is_random(op.target) and not _draws_nothing(op, graph))
+
+
+def _draws_nothing(op: Op, graph: Graph) -> bool:
+    """Attention without dropout."""
+    return graph.calls[op.name].argument("dropout_p") == 0.0
+
+
+def _fresh(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
