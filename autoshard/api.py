@@ -12,10 +12,11 @@ from torch import nn
 
 from autoshard.annotate import Seeds, resolve_seeds
 from autoshard.assemble import make_plan
+from autoshard.baselines import baselines
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
 from autoshard.feasible import explain_infeasible, search_within
-from autoshard.formulate import formulate
+from autoshard.formulate import Formulation, formulate
 from autoshard.graph import Graph
 from autoshard.incumbents import known_plans
 from autoshard.layers import repeated_layers
@@ -119,16 +120,21 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None
         return build_cost_table(graph, mesh, profile, strategies, Training(options.optimizer, graph.training))
 
 
+def formulated(table: CostTable, options: Options) -> Formulation:
+    """The search problem of a cost table, within the memory that `options` allow."""
+    return formulate(table, memory_limit=options.memory_limit(table.cluster), layers=repeated_layers(table.graph))
+
+
 def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
-           model_info: Mapping[str, Any] | None = None) -> Plan:
+           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None) -> Plan:
     """Formulate, search, and read the plan from the solution. Raises InfeasibleError."""
-    clock = clock or Clock(None)
+    clock, limit = clock or Clock(None), options.memory_limit(table.cluster)
     with clock("formulate"):
-        limit = options.memory_budget or table.cluster.device.memory_capacity
-        formulation = formulate(table, memory_limit=limit, layers=repeated_layers(table.graph))
+        formulation = formulation or formulated(table, options)
+        known = (*known_plans(formulation), *baselines(formulation))
     with clock("search"):
         solution = search_within(formulation, limit, time_limit=options.time_limit, backend=options.search,
-                                 incumbents=tuple(choice for _, choice in known_plans(formulation)), progress=clock.search)
+                                 incumbents=tuple(choice for _, choice in known), progress=clock.search)
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):
@@ -173,6 +179,10 @@ class Clock:
         self.seconds: dict[str, float] = {}
         self.cpu_seconds: dict[str, float] = {}
         self._progress = progress or (lambda phase, detail: None)
+
+    def say(self, phase: str) -> None:
+        """Announce a phase that is not timed."""
+        self._progress(phase, "")
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

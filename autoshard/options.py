@@ -4,10 +4,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UsageError
 from autoshard.precision import Precision
+
+if TYPE_CHECKING:
+    from autoshard.cost.cluster import Cluster
 
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -38,6 +41,10 @@ class Options:
             raise UsageError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
         if self.memory_budget is not None and not self.memory_budget > 0:
             raise UsageError(f"memory_budget={self.memory_budget!r}: give a positive number of bytes")
+
+    def memory_limit(self, cluster: Cluster) -> float:
+        """Bytes a rank may use: the budget, else what the device has."""
+        return self.memory_budget or cluster.device.memory_capacity
 
     def settings(self, training: bool, has_loss: bool) -> dict[str, Any]:
         """The part that belongs to a plan."""

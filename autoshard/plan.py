@@ -226,6 +226,15 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     os.unlink(tmp)
 
 
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Make the folder where it is missing. Raises UsageError when files could not be written into it."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"cannot make folder {path}: {e.strerror or e}; choose another") from None
+    check_writable(Path(path) / "plan.json")
+
+
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write a whole file or nothing. Raises UsageError naming the path."""
     path = Path(path)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
@@ -12,8 +12,22 @@ import typer
 from autoshard.cli.read import parse_precision, parse_seeds
 
 if TYPE_CHECKING:
+    from autoshard.calling import Traced
+    from autoshard.mesh import Mesh
     from autoshard.model_ref import ModelSpec
+    from autoshard.options import Options
     from autoshard.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A traced model with what was asked about it."""
+
+    traced: Traced
+    mesh: Mesh
+    options: Options
+    has_loss: bool
+    model: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,23 @@ class Request:
             spec = spec.for_inference
             spec.model.eval()
         return spec
+
+    def traced(self, progress: Callable[[str, str], None]) -> Asked:
+        """Load and trace the model, for commands that look at more than one plan of it."""
+        settings = self.settings
+        progress("load", self.what)
+        self.check()
+        from autoshard.mesh import parse_mesh
+        from autoshard.options import Options, parse_bytes
+        from autoshard.trace import trace
+
+        spec = self.load()
+        options = Options(**{**settings, "memory_budget": parse_bytes(self.memory)})
+        progress("trace", "")
+        traced = trace(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), loss_fn=spec.loss_fn,
+                       training=not self.inference, precision=options.precision)
+        return Asked(traced, parse_mesh(self.mesh), options, spec.loss_fn is not None,
+                     {"reference": spec.reference, **spec.settings})
 
     def plan(self, progress: Callable[[str, str], None]) -> Plan:
         """Load the model and search its plan."""

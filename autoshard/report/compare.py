@@ -1,0 +1,41 @@
+"""Draws a comparison in a terminal."""
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.text import Text
+
+from autoshard.report import units
+from autoshard.report.tables import report_console, section, table
+
+
+def show(comparison, console: Console | None = None) -> None:
+    """Print a `compare.Comparison`."""
+    console = console or report_console()
+    grid = table("plan", "axes", ">step", ">x", ">exposed", ">moved", ">memory", "!fits")
+    base = comparison.chosen.plan.objective_s if comparison.chosen.plan else None
+    for i, row in enumerate(comparison.contenders):
+        plan = row.plan
+        if plan is None:
+            grid.add_row(escape(row.name), escape(row.axes), "-", "", "", "", "", "", style="dim")
+            continue
+        ratio = f"{plan.objective_s / base:.2f}" if base else ""
+        grid.add_row(escape(row.name), escape(row.axes), units.seconds(plan.objective_s), ratio, units.seconds(row.exposed_s),
+                     units.size(row.moved_bytes), units.size(row.memory_bytes), "yes" if row.fits else "no",
+                     style="bold" if i == 0 else None)
+        if i == 0:
+            grid.add_section()
+    console.print(section(f"Plans for {comparison.mesh} on {comparison.cluster}, {units.size(comparison.limit_bytes)} a rank",
+                          Group(grid, *(Text(line, style="dim") for line in _lines(comparison)))))
+
+
+def _lines(comparison) -> list[str]:
+    lines = ["step: predicted seconds; x: times the chosen plan; exposed: communication that compute does not hide; "
+             "moved: bytes a rank hands to collectives in a step."]
+    lines += [f"{row.name}: {row.note}" for row in comparison.contenders if row.note]
+    best, chosen = comparison.best_baseline, comparison.chosen.plan
+    if best is not None and chosen is not None:
+        saved = best.plan.objective_s - chosen.objective_s
+        lines.append(f"The chosen plan is {units.seconds(saved)} ({units.share(saved, best.plan.objective_s) or '0 %'}) faster "
+                     f"a step than the best baseline that fits, {best.name}.")
+    return lines + list(comparison.notes)
