@@ -4,6 +4,7 @@ from __future__ import annotations
 import typer
 
 from autoshard.cli import compare as compare_command
+from autoshard.cli import diff as diff_command
 from autoshard.cli import plan as plan_command
 from autoshard.cli import solve as solve_command
 from autoshard.cli.clusters import clusters_app
@@ -26,6 +27,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Find how to shard a PyTorch model over a device mesh: no GPU, no process group, no weights.")
 app.command(epilog=plan_command.EXAMPLES)(takes_request(plan_command.plan))
 app.command()(plan_command.report)
+app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command(epilog=compare_command.EXAMPLES)(takes_request(compare_command.compare))
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")
