@@ -43,4 +43,10 @@ def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, 
     for choice in incumbents:
         board.offer(np.asarray(choice), "incumbent")
     BACKENDS[backend](board, seed=seed, threads=threads)
+    if board.proven and board.integral and backend != "brute":
+        from autoshard.search.large.proof import confirm  # loads the compiled sweeps
+
+        if confirm(board):
+            board.confirmed()
+        board.stats["exact"] = board.exact
     return board.solution()

@@ -23,6 +23,7 @@ class Board:
         self.cost, self.bound = math.inf, -math.inf
         self.infeasible = False
         self.tied_proven = False  # the choice is proven optimal among those that treat repeated layers alike
+        self.exact = False  # the choice is proven optimal without any rounding
         self.stats: dict = {}
         self.integral = _is_integral(problem)
 
@@ -56,6 +57,11 @@ class Board:
     @property
     def done(self) -> bool:
         return self.proven or self.infeasible or self.clock.expired()
+
+    def confirmed(self) -> None:
+        """The choice was proven optimal in whole numbers."""
+        self.exact, self.bound = True, self.cost
+        self.report("proven in whole numbers")
 
     def report(self, message: str) -> None:
         if self.progress is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from autoshard.errors import InfeasibleError, ProblemError
 from autoshard.search import solve
-from autoshard.search.board import Board
+from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Clock
 from autoshard.search.contest import read_problem, solution_json, write_atomically
 from autoshard.search.infeasible import explain
@@ -86,7 +86,7 @@ def _publish(solution: Solution, problem: Problem, output: str | None, as_json: 
         shown = {k: v for k, v in answer.items() if k != "choice" or output is None}
         print(json.dumps(shown | {"presolve": solution.stats}))
         return
-    print(f"status   {answer['status']}")
+    print(f"status   {answer['status']}{_how_sure(solution)}")
     print(f"cost     {answer['cost']:,}")
     print(f"bound    {answer['bound']:,}" if answer["bound"] is not None else "bound    none yet")
     print(f"gap      {100 * solution.gap:.4g} %")
@@ -96,6 +96,12 @@ def _publish(solution: Solution, problem: Problem, output: str | None, as_json: 
     print(f"seconds  {solution.seconds:.1f}")
     if output is not None:
         print(f"written  {output}")
+
+
+def _how_sure(solution: Solution) -> str:
+    if solution.status is not Status.OPTIMAL:
+        return ""
+    return ", proven in whole numbers" if solution.stats.get("exact") else f", within a margin of {MARGIN:g} of the cost"
 
 
 def _check_writable(output: str) -> None:

@@ -1,9 +1,17 @@
-"""Small random problems that reach every reduction: forbidden pairs, ties, shared index vectors, rows, intervals."""
+"""Small random problems that reach every reduction: forbidden pairs, ties, shared index vectors, rows, intervals, groups;
+and what a backend's answer to one must keep."""
 from __future__ import annotations
 
 import numpy as np
 
-from autoshard.search import Edge, Intervals, Items, Problem
+from autoshard.search import Board, Clock, Edge, Intervals, Items, Problem, Solution, Status, evaluate, solve
+from autoshard.search.core import build
+from autoshard.search.few_rows import search_few_rows
+from autoshard.search.large.exact import search_small
+from autoshard.search.presolve import Infeasible, reduce_core
+
+EXACT = ("auto", "milp", "cp_sat")  # these decide every small problem
+WORK = 1500  # steps of the local search
 
 
 def random_problem(seed: int, *, nodes: int = 7, most: int = 4) -> Problem:
@@ -27,8 +35,20 @@ def random_problem(seed: int, *, nodes: int = 7, most: int = 4) -> Problem:
             edges.append(_edge(rng, u, v, sizes, draw))
     rows = int(rng.integers(0, 4))
     limit, price, items = _rows(rng, n, sizes, rows, unit)
-    return Problem(tuple(_some_finite(rng, draw(k)) for k in sizes), tuple(edges), limit, price, items,
-                   _intervals(rng, n, sizes) if rng.random() < 0.5 else None)
+    costs = tuple(_some_finite(rng, draw(k)) for k in sizes)
+    intervals = _intervals(rng, n, sizes) if rng.random() < 0.5 else None
+    costs, groups = _groups(rng, costs)
+    return Problem(costs, tuple(edges), limit, price, items, intervals, groups)
+
+
+def _groups(rng: np.random.Generator, costs: tuple[np.ndarray, ...]) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
+    """Half of the problems have copies: nodes of one size and cost, whatever their edges and items are."""
+    if rng.random() < 0.5:
+        return costs, None
+    group = rng.integers(-1, 2, len(costs))
+    group[[len(c) != len(costs[0]) for c in costs]] = -1
+    first = {g: costs[v] for v, g in reversed(list(enumerate(group.tolist())))}
+    return tuple(costs[v] if g < 0 else first[g] for v, g in enumerate(group.tolist())), group
 
 
 def _some_finite(rng: np.random.Generator, cost: np.ndarray) -> np.ndarray:
@@ -72,3 +92,49 @@ def _intervals(rng, n, sizes) -> Intervals:
                 node.append(v), strategy.append(s), lo.append(a), hi.append(b), amount.append(float(rng.integers(0, 9)))
     arrays = (np.array(x, dtype=np.int64) for x in (node, strategy, lo, hi))
     return Intervals(float(rng.integers(2 * n, 7 * n + 1)), *arrays, np.array(amount))
+
+
+def answer(problem: Problem, route: str) -> Solution:
+    """What a backend, or one of the routes that small problems do not reach by themselves, says about `problem`."""
+    if route in ("few rows", "by prices"):
+        return _forced(problem, route)
+    return solve(problem, backend=route, time_limit=20.0, work_limit=WORK if route == "local" else None, threads=1)
+
+
+def _forced(problem: Problem, route: str) -> Solution:
+    board = Board(problem, Clock(20.0))
+    try:
+        core = build(problem)[0]
+        reduce_core(core)
+        if core.alive:
+            rows_only = route == "few rows" and problem.intervals is None  # as plans are
+            search_few_rows(board, core, 0) if rows_only else search_small(board, core, 0)
+        else:
+            return solve(problem, backend="milp")
+    except Infeasible:
+        board.infeasible = True
+    return board.solution()
+
+
+def disagreement(problem: Problem, reference: Solution, found: Solution, *, exact: bool) -> str | None:
+    """What is wrong with `found`, given brute force's answer; None when nothing is. `exact`: it must be decided."""
+    if reference.choice is None:
+        if found.choice is not None:
+            return f"a choice of cost {found.cost} where none is feasible"
+        return f"{found.status} where nothing is feasible" if exact and found.status is not Status.INFEASIBLE else None
+    slack = 1e-8 * max(1e-9, abs(reference.cost))
+    if found.status is Status.INFEASIBLE:
+        return f"infeasible, but there is a choice of cost {reference.cost}"
+    if found.bound > reference.cost + slack:
+        return f"bound {found.bound} above the optimum {reference.cost}"
+    if found.choice is None:
+        return f"nothing found ({found.status}), the optimum is {reference.cost}" if exact else None
+    if evaluate(problem, found.choice) != found.cost:
+        return f"cost {found.cost} of a choice that costs {evaluate(problem, found.choice)}"
+    if found.cost < reference.cost - slack:
+        return f"cost {found.cost} below the optimum {reference.cost}"
+    if (exact or found.status is Status.OPTIMAL) and found.cost > reference.cost + slack:
+        return f"cost {found.cost}, the optimum is {reference.cost} ({found.status})"
+    if exact and found.status is not Status.OPTIMAL:
+        return f"{found.status}, cost {found.cost}, bound {found.bound}, optimum {reference.cost}"
+    return None

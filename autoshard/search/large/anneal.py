@@ -1,5 +1,6 @@
-"""The large route: prices from several dual schedules, annealed tree moves on every thread, cores that shrink as the
-gap closes, and a bound all along. It ends at the time limit, or earlier when what is left is small enough to prove."""
+"""The large route: first any choice that fits; then prices from several dual schedules, annealed tree moves on every
+thread, cores that shrink as the gap closes, and a bound all along. It ends at the time limit, or earlier when what is left
+is small enough to prove."""
 from __future__ import annotations
 
 import math
@@ -23,6 +24,10 @@ TREE = 100  # most nodes of one tree
 NOISE = 1.0
 CHUNK = 500
 EXACT_TABLES = 60_000
+REPAIR = 0.1  # of the cost: how much the prices of overloaded rows grow between chunks while a walker does not fit
+PATIENCE = 30  # chunks
+CLIMBING = 1e-3  # of the bound: a turn of the dual that gained more is followed by another
+TURNS = 8
 
 
 @dataclass
@@ -34,10 +39,13 @@ class Walker:
     load: np.ndarray
     tally: np.ndarray  # cost, violation, best cost, factor on the prices
     rng: np.ndarray
+    prices: np.ndarray
 
 
 def search_large(board: Board, core: Core, seed: int, threads: int) -> None:
     prices: np.ndarray | None = None
+    if board.choice is None:
+        first_fitting(board, core, seed)
     shares = (0.35, 0.5, 0.5, 0.6, 1.0)
     for turn, share in enumerate(shares):
         if board.done:
@@ -57,11 +65,28 @@ def search_large(board: Board, core: Core, seed: int, threads: int) -> None:
             search_small(board, core, seed)
 
 
+def first_fitting(board: Board, core: Core, seed: int) -> None:
+    """A choice that fits, whatever it costs: prices need long before what they suggest fits, and aim better when they
+    know a cost. Given up after `PATIENCE` chunks without progress, or half the time."""
+    dual, phase = Dual(core), Phase(board.clock, 0.5)
+    walker = _walker(dual, [_decoded(dual, 1.0)], seed)
+    least, waited = walker.tally[1], 0
+    while walker.tally[1] > 0.0 and waited < PATIENCE and not phase.over():
+        _move(dual, walker, HOT * max(abs(walker.tally[0] + core.constant), 1e-300))
+        phase.tick(CHUNK)
+        waited = 0 if walker.tally[1] < 0.99 * least else waited + 1
+        least = min(least, walker.tally[1])
+    board.clock.work += phase.work
+    _offer(board, dual, walker)
+
+
 def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int, share: float) -> Dual:
-    """One schedule per thread, then once more from the better one's prices."""
+    """One schedule per thread, then again from the best one's prices; more than twice only while the bound still climbs
+    steeply, as on a busy machine: poor prices make every later move poor."""
     target = board.cost if math.isfinite(board.cost) else None
     best: Dual | None = None
-    for _ in range(2):
+    for turn in range(TURNS):
+        before = -math.inf if best is None else best.bound
         duals = [Dual(core, prices) for _ in range(threads)]
         for dual in duals:
             if best is not None:
@@ -76,6 +101,11 @@ def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int,
         cheapest = min(duals, key=lambda d: d.state[4])
         best.state[4], best.best_choice = cheapest.state[4], cheapest.best_choice
         prices = best.row_prices()
+        priced = prices.any() or not len(best.rows)
+        if turn and priced and best.bound <= before + CLIMBING * abs(before):
+            break
+    if math.isfinite(best.state[4]):
+        board.offer(best.core.lift(_spread(best, best.best_choice)), "prices")
     return best
 
 
@@ -95,13 +125,25 @@ def _anneal(board: Board, dual: Dual, walker: Walker, phase: Phase, heat: float)
     scale = heat * max(abs(walker.tally[0] + dual.core.constant), 1e-300)
     offered, told = walker.tally[2], phase.clock.seconds
     while not phase.over():
-        temperature = scale * HOT * (COLD / HOT) ** phase.fraction
-        moves.anneal(dual.packed, walker.choice, walker.best, walker.load, walker.tally, dual.best_prices, walker.rng,
-                     CHUNK, TREE, temperature, temperature, NOISE)
+        _move(dual, walker, scale * HOT * (COLD / HOT) ** phase.fraction)
         phase.tick(CHUNK)
         if walker.tally[2] < offered and phase.clock.seconds - told > 2.0:
             _offer(board, dual, walker)
             offered, told = walker.tally[2], phase.clock.seconds
+
+
+def _move(dual: Dual, walker: Walker, temperature: float) -> None:
+    """A chunk of moves. While the walker does not fit, the rows it overloads get dearer first."""
+    p = dual.packed
+    if walker.tally[1] > 0.0:
+        excess = np.where(np.isinf(p.price), np.maximum(0.0, walker.load - p.slack), 0.0) / p.scale
+        total = float(excess.sum())
+        if total > 0.0:
+            growth = REPAIR * max(abs(walker.tally[0] + dual.core.constant), 1e-300)
+            walker.prices = walker.prices + growth * excess / total / p.scale
+        walker.tally[3] = 1.0
+    moves.anneal(p, walker.choice, walker.best, walker.load, walker.tally, walker.prices, walker.rng, CHUNK, TREE,
+                 temperature, temperature, NOISE)
 
 
 def _offer(board: Board, dual: Dual, walker: Walker) -> None:
@@ -120,31 +162,33 @@ def _walker(dual: Dual, starts: list[np.ndarray], seed: int) -> Walker:
     scored = []
     for choice in starts:
         load = messages.row_loads(p, choice)
-        scored.append((moves.violation(load, p), messages.total_cost(p, choice), choice, load))
+        scored.append((moves.violation(load, p), messages.total_cost(p, choice) + moves.excess_cost(load, p), choice, load))
     over, cost, choice, load = min(scored, key=lambda s: s[:2])
     rng = np.array([np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] | np.uint64(1)], dtype=np.uint64)
     tally = np.array([cost, over, cost if over <= 0.0 else np.inf, 1.0])
-    return Walker(choice.copy(), choice.copy(), load.copy(), tally, rng)
+    return Walker(choice.copy(), choice.copy(), load.copy(), tally, rng, dual.best_prices.copy())
 
 
 def _starts(board: Board, dual: Dual) -> list[np.ndarray]:
     """Decodings at rising prices, and the best choice so far where this core can still express it."""
-    p, found = dual.packed, []
-    cost, theta = np.empty_like(p.cost), np.empty_like(p.cost)
-    for factor in FACTORS:
-        messages.priced_costs(p, dual.best_prices * factor, cost)
-        message = dual.message.copy()
-        for _ in range(5):
-            messages.sweep(p, cost, message, theta, False)
-            messages.sweep(p, cost, message, theta, True)
-        choice = np.zeros(len(dual.nodes), dtype=np.int64)
-        messages.decode(p, cost, message, choice)
-        found.append(choice)
+    found = [_decoded(dual, factor) for factor in FACTORS]
     if math.isfinite(dual.state[4]):
         found.append(dual.best_choice)
     if board.choice is not None:
         found.append(_repaired(dual, dual.core.project(board.choice)[dual.nodes]))
     return found
+
+
+def _decoded(dual: Dual, factor: float) -> np.ndarray:
+    p, message = dual.packed, dual.message.copy()
+    cost, theta = np.empty_like(p.cost), np.empty_like(p.cost)
+    messages.priced_costs(p, dual.best_prices * factor, cost)
+    for _ in range(5):
+        messages.sweep(p, cost, message, theta, False)
+        messages.sweep(p, cost, message, theta, True)
+    choice = np.zeros(len(dual.nodes), dtype=np.int64)
+    messages.decode(p, cost, message, choice)
+    return choice
 
 
 def _repaired(dual: Dual, choice: np.ndarray) -> np.ndarray:

@@ -120,21 +120,21 @@ class Dual:
         cost, constant = self.settle()
         message, theta = self.message.copy(), np.empty_like(cost)
         messages.decouple(p, cost, message, _grid(p))
-        incoming = _sum_messages(p, message)
+        incoming = sum_messages(p, message)
         marginal = cost + incoming
         if not np.isfinite(cost).all():
             raise ValueError("messages need finite costs: presolve removes the forbidden strategies first")
         least = np.minimum.reduceat(marginal, p.start[:-1]) if len(p.start) > 1 else np.zeros(0)
         core = self.core.copy()
-        tables, edge_least = self._slacks(message)
+        tables, edge_least = self.slacks(message)
         bound = float(math.fsum([*least, *edge_least.values()])) + constant + self.core.constant
         room = upper - bound + 1e-9 * max(abs(upper), abs(bound))
         messages.sweep(p, cost, self.message, theta, True)  # sharper on each node than the decoupled form
         alive = (theta <= room) & (marginal - np.repeat(least, np.diff(p.start)) <= room)
-        self._write(core, incoming, tables, edge_least, alive, room)
+        self.write(core, incoming, tables, edge_least, alive, room)
         return core, bound
 
-    def _slacks(self, message: np.ndarray) -> tuple[dict[tuple[int, int], np.ndarray], dict[tuple[int, int], float]]:
+    def slacks(self, message: np.ndarray) -> tuple[dict[tuple[int, int], np.ndarray], dict[tuple[int, int], float]]:
         p, tables, least = self.packed, {}, {}
         for v in range(len(self.nodes)):
             k = int(p.start[v + 1] - p.start[v])
@@ -148,7 +148,7 @@ class Dual:
                     tables[v, w], least[v, w] = slack, float(slack.min())
         return tables, least
 
-    def _write(self, core: Core, incoming: np.ndarray, tables: dict, least: dict, alive: np.ndarray, room: float) -> None:
+    def write(self, core: Core, incoming: np.ndarray, tables: dict, least: dict, alive: np.ndarray, room: float) -> None:
         p = self.packed
         for (v, w), slack in tables.items():
             low = least[v, w]
@@ -181,7 +181,7 @@ def _adapt(guess: float, gained: float, aimed: float) -> float:
     return guess if gained > 0.0 else max(0.002, 0.5 * guess)
 
 
-def _sum_messages(p: Packed, message: np.ndarray) -> np.ndarray:
+def sum_messages(p: Packed, message: np.ndarray) -> np.ndarray:
     out = np.zeros_like(p.cost)
     for v in range(len(p.start) - 1):
         k = p.start[v + 1] - p.start[v]

@@ -24,10 +24,21 @@ def _random(state: np.ndarray) -> float:
 
 @compiled
 def violation(load: np.ndarray, p: Packed) -> float:
+    """How far the hard rows are over their limits, added up."""
     total = 0.0
     for r in range(len(load)):
-        if load[r] > p.slack[r]:
+        if load[r] > p.slack[r] and p.price[r] == np.inf:
             total += load[r] - p.slack[r]
+    return total
+
+
+@compiled
+def excess_cost(load: np.ndarray, p: Packed) -> float:
+    """What the priced rows cost."""
+    total = 0.0
+    for r in range(len(load)):
+        if load[r] > p.slack[r] and p.price[r] < np.inf:
+            total += p.price[r] * (load[r] - p.slack[r])
     return total
 
 
@@ -147,8 +158,8 @@ def _change(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, new: n
 
 @compiled
 def _apply_loads(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, new: np.ndarray, load: np.ndarray,
-                 trial: np.ndarray) -> float:
-    """Write the loads after the move to `trial`; returns the violation there."""
+                 trial: np.ndarray) -> tuple[float, float]:
+    """Write the loads after the move to `trial`; returns the violation and the excess cost there."""
     for r in range(len(load) + 1):
         trial[r] = 0.0
     for i in range(length):
@@ -158,13 +169,16 @@ def _apply_loads(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, n
                 amount = p.amount[p.item_amount[j] + new[v]] - p.amount[p.item_amount[j] + choice[v]]
                 trial[p.item_lo[j]] += amount
                 trial[p.item_hi[j]] -= amount
-    change = over = 0.0
+    change = over = excess = 0.0
     for r in range(len(load)):
         change += trial[r]
         trial[r] = load[r] + change
         if trial[r] > p.slack[r]:
-            over += trial[r] - p.slack[r]
-    return over
+            if p.price[r] == np.inf:
+                over += trial[r] - p.slack[r]
+            else:
+                excess += p.price[r] * (trial[r] - p.slack[r])
+    return over, excess
 
 
 @compiled
@@ -172,7 +186,7 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
            rng: np.ndarray, moves: int, most: int, hot: float, cold: float, noise: float) -> None:
     """Make `moves` moves on `choice` (with its `load`), the temperature falling geometrically from `hot` to `cold`.
 
-    tally = [cost, violation, best cost, factor on the prices]; `best` is only replaced by choices that fit."""
+    tally = [cost with priced excess, violation, best cost, factor on the prices]; `best` is only replaced by choices that fit."""
     n = len(p.start) - 1
     seen, count = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     tree, link = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
@@ -181,6 +195,7 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
     new, priced = choice.copy(), p.cost.copy()
     unit = np.empty(len(p.cost))
     _usage_price(p, prices, unit)
+    soft, paid = np.any(p.price < np.inf), excess_cost(load, p)
     for move in range(moves):
         if move % 64 == 0:
             for i in range(len(priced)):
@@ -196,11 +211,13 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
         if not moved:
             continue
         change = _change(p, length, tree, choice, new)
-        accept = change <= -temperature * np.log(1.0 - _random(rng)) or tally[1] > 0.0
-        over = 0.0
-        if accept and len(load) > 0:
-            over = _apply_loads(p, length, tree, choice, new, load, trial)
-            accept = over <= 0.0 if tally[1] <= 0.0 else over < tally[1]
+        allowed = -temperature * np.log(1.0 - _random(rng))
+        accept = change <= allowed or tally[1] > 0.0
+        over = excess = 0.0
+        if (accept or soft) and len(load) > 0:
+            over, excess = _apply_loads(p, length, tree, choice, new, load, trial)
+            change += excess - paid
+            accept = change <= allowed and over <= 0.0 if tally[1] <= 0.0 else over < tally[1]
             tally[3] = tally[3] * 0.999 if over <= 0.0 else min(tally[3] * 1.002, 20.0)
         if not accept:
             for i in range(length):
@@ -209,6 +226,7 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
         for i in range(length):
             choice[tree[i]] = new[tree[i]]
         load[:] = trial[:-1]
+        paid = excess
         tally[0] += change
         tally[1] = over
         if over <= 0.0 and tally[0] < tally[2]:
