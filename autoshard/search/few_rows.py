@@ -115,7 +115,8 @@ def _next_prices(core: Core, cuts: list[tuple[np.ndarray, float, np.ndarray]]) -
     caps = np.where(np.isfinite(core.price), core.price, _cap(core, cuts))
     height = model.add_variable(lb=-math.inf, ub=math.inf)
     share = [model.add_variable(lb=0.0, ub=1.0) for _ in caps]  # of each cap
-    unit = max(abs(cuts[0][1]), 1e-300)  # solver tolerances are absolute: count in parts of the first bound
+    steepest = max(float(np.abs(slope * caps).max(initial=0.0)) for _, _, slope in cuts)
+    unit = abs(cuts[0][1]) or steepest or 1.0  # solver tolerances are absolute: count in parts of the first bound
     for at, bound, slope in cuts:
         terms = [float(g * cap / unit) * x for g, cap, x in zip(slope, caps, share, strict=True) if g and cap]
         model.add_linear_constraint(height <= float((bound - np.dot(slope, at)) / unit) + mathopt.fast_sum(terms))
