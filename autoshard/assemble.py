@@ -2,16 +2,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from autoshard.cost.memory import stored_parts
 from autoshard.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
-from autoshard.formulate import Formulation, State, local_bytes, storage_root
+from autoshard.formulate import Formulation, State
 from autoshard.graph import Op, Ref
 from autoshard.layouts import layouts
+from autoshard.memory.footprint import Footprints
+from autoshard.memory.timeline import Timeline, timeline
 from autoshard.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
@@ -86,40 +87,6 @@ def price(chosen: Chosen) -> dict[str, float]:
             "exposed_s": exposed, "optimizer_s": update, "step_s": compute + blocking + update + paid}
 
 
-def memory(chosen: Chosen, limit: float | None) -> dict[str, float | None]:
-    """Bytes per rank by category, counted as the search counts them."""
-    table, graph = chosen.table, chosen.table.graph
-    out = dict.fromkeys(("parameters", "gradients", "optimizer", "saved", "buffers"), 0.0)
-    for op in graph.of_kind("param"):
-        trained = op.name in table.trained
-        parts = stored_parts(op.outputs[0], chosen.out_spec(Ref(op.name)), table.mesh,
-                             table.training.optimizer if trained else None)
-        for name, nbytes in parts.items():
-            out[name] += nbytes
-    out["buffers"] = float(sum(op.outputs[0].nbytes for op in graph.of_kind("buffer")))
-    out["saved"] = sum(local_bytes(table, ref, spec) for ref, spec in saved_values(chosen))
-    total = sum(out.values())
-    return {**out, "total": total, "limit": limit}
-
-
-def saved_values(chosen: Chosen) -> list[tuple[Ref, Spec]]:
-    """(value, spec) pairs that backward reads from forward, each buffer once; parameters and buffers are stored."""
-    graph = chosen.table.graph
-    kept = {(ref, copy.spec) for ref, _, copy in chosen.copies if copy.source == "kept"}
-    found: dict[tuple[Ref, Spec], tuple[Ref, Spec]] = {}
-    for op in graph.ops:
-        for i, ref in enumerate(op.refs if op.phase == "backward" else ()):
-            producer = graph.op(ref.op)
-            root = storage_root(graph, ref)
-            if producer.phase == "backward" or graph.op(root.op).kind in ("param", "buffer"):
-                continue
-            wanted = chosen.in_spec(op.name, i)
-            spec = wanted if (ref, wanted) in kept else chosen.out_spec(ref)
-            same_buffer = (root, spec) if spec == chosen.out_spec(ref) else (ref, spec)
-            found.setdefault(same_buffer, (ref, spec))
-    return list(found.values())
-
-
 def collectives(chosen: Chosen) -> tuple[Collective, ...]:
     """Every collective of one step: those of copies at their first reader, then the op's own."""
     table, mesh = chosen.table, chosen.table.mesh
@@ -175,9 +142,9 @@ def fallbacks(chosen: Chosen) -> tuple[Fallback, ...]:
 
 def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: float | None,
               model: Mapping[str, Any], settings: Mapping[str, Any], seeds: Mapping[str, str],
-              notes: tuple[str, ...] = ()) -> Plan:
+              notes: tuple[str, ...] = (), footprints: Footprints | None = None) -> Plan:
     """Assemble the plan of a solution. The objective is the re-priced one; it may only be lower than the
-    search's (a state chosen but not needed costs nothing)."""
+    search's (a state chosen but not needed costs nothing). `footprints` may know ops already."""
     chosen = choose(formulation, solution)
     table, graph = formulation.table, formulation.table.graph
     predicted = price(chosen)
@@ -185,13 +152,23 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     bound = min(float(solution.bound), objective)
     ops = {op.name: OpPlan(*table.strategies[op.name].strategy(chosen.strategies[op.name])) for op in graph.ops}
     placements = {op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")}
-    return Plan(
+    plan = Plan(
         graph_hash=graph.hash, mesh=table.mesh, cluster=table.cluster.snapshot(), model=dict(model), settings=dict(settings),
         ops=ops, placements=placements, layouts=layouts(graph, ops, placements),
         copies=tuple(c for _, _, c in chosen.copies), collectives=collectives(chosen), fallbacks=fallbacks(chosen),
-        predicted=predicted, memory=memory(chosen, memory_limit), objective_s=objective, bound_s=bound,
+        predicted=predicted, memory={}, objective_s=objective, bound_s=bound,
         gap=max(0.0, objective - bound) / max(objective, 1e-30), status=solution.status.value,
         seeds=dict(seeds), notes=notes, search=_search_facts(formulation, solution))
+    played = memory_of(table, plan, footprints or Footprints(table.mesh))
+    return replace(plan, memory=played.summary(getattr(table.cluster.device, "allocator_slack", 0.0), memory_limit), timeline=played.moments(),
+                   largest=played.largest())
+
+
+def memory_of(table: CostTable, plan: Plan, footprints: Footprints) -> Timeline:
+    """The plan's memory over one step of one rank."""
+    trained = [op.name for op in table.graph.of_kind("param") if op.name in table.trained]
+    return timeline(table.graph, plan, table.redistribution.steps, footprints, table.training.optimizer, trained,
+                    getattr(table.cluster.device, "updates_together", True))
 
 
 def _search_facts(formulation: Formulation, solution: Solution) -> dict[str, Any]:

@@ -105,11 +105,12 @@ class Emitter:
             return tuple(self.value(p) for p in proxy)
         return proxy.node.meta["val"] if isinstance(proxy, Proxy) else proxy
 
-    def placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Proxy:
-        """An argument of the graph. `name` is made a Python name; the count keeps names apart."""
+    def placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Proxy:
+        """An argument of the graph, contiguous without `strides`. `name` is made a Python name; the count keeps names apart."""
         self._count += 1
         with self.fake:
-            return self._placeholder(f"{re.sub(r'[^0-9A-Za-z]', '_', name)}_{self._count}", torch.empty(shape, dtype=dtype))
+            value = torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
+            return self._placeholder(f"{re.sub(r'[^0-9A-Za-z]', '_', name)}_{self._count}", value)
 
     def _placeholder(self, name: str, value: Any) -> Proxy:
         node = self.graph.placeholder(name)

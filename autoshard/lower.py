@@ -200,8 +200,7 @@ class _Lowering:
         chosen = self.plan.ops[op.name]
         with self.emit.part(Part("compute", op.name, self.window)):
             try:
-                reads = [self._readable(op, self.env[h]) for h in instruction.reads]
-                results = self._outputs(op, self._run(op, chosen, reads))
+                reads, results = emit_op(self.emit, op, self.graph.calls[op.name], chosen, [self.env[h] for h in instruction.reads])
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as e:
                 raise LoweringError(f"cannot lower {op.where} with inputs {chosen.inputs} and outputs "
                                     f"{chosen.outputs}: {e}") from e
@@ -209,32 +208,6 @@ class _Lowering:
             self.env[held] = self._checked(op, held, results[held.ref.index])
         outputs = tuple(None if m is None else self.emit.value(results[i]) for i, m in enumerate(op.outputs))
         self.calls.append(Called(op.name, tuple(self.emit.value(r) for r in reads), outputs))
-
-    def _readable(self, op: Op, x: Any) -> Any:
-        """A dense tensor for kernels that read memory by shape alone: layer_norm's backward takes a slice's
-        strides for granted and is silently wrong. One device never sees such slices, so nothing is lost there."""
-        if self.mesh.size == 1 or registry.rule_of(op.target).family in ANY_STRIDES or is_dense(self.emit.value(x)):
-            return x
-        return torch.ops.aten.contiguous.default(x)
-
-    def _run(self, op: Op, chosen: OpPlan, reads: list[Any]) -> Any:
-        tensors = iter(reads)
-
-        def fill(leaf: Any) -> Any:
-            return next(tensors) if isinstance(leaf, Ref) else leaf
-
-        args = _as_lists(map_args(fill, op.args))
-        kwargs = {k: _as_lists(map_args(fill, v), top=False) for k, v in op.kwargs}
-        shards = tuple(a for a in range(self.mesh.ndim) if any(is_shard(s[a]) for s in chosen.outputs))
-        self.emit.random_key = (op.name, shards)
-        ctx = Context(self.graph.calls[op.name], chosen.inputs, chosen.outputs, self.mesh, self.emit)
-        return registry.run_local(ctx, *args, **kwargs)
-
-    def _outputs(self, op: Op, result: Any) -> list[Any]:
-        value = self.emit.value(result)
-        if isinstance(value, (tuple, list)):
-            return [result[i] for i in range(len(value))]
-        return [result]
 
     def _checked(self, op: Op, held: Held, result: Any) -> Any:
         meta = self.graph.meta(held.ref)
@@ -289,6 +262,31 @@ class _Lowering:
             seen.add(value.node)
             out.append(value)
         return out
+
+
+def emit_op(emit: Emitter, op: Op, call: Call, chosen: OpPlan, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Write what one rank runs for `op`: (the tensors it really reads, its outputs)."""
+    reads = [_readable(emit, op, x) for x in tensors]
+    left = iter(reads)
+
+    def fill(leaf: Any) -> Any:
+        return next(left) if isinstance(leaf, Ref) else leaf
+
+    args = _as_lists(map_args(fill, op.args))
+    kwargs = {k: _as_lists(map_args(fill, v), top=False) for k, v in op.kwargs}
+    shards = tuple(a for a in range(emit.mesh.ndim) if any(is_shard(s[a]) for s in chosen.outputs))
+    emit.random_key = (op.name, shards)
+    result = registry.run_local(Context(call, chosen.inputs, chosen.outputs, emit.mesh, emit), *args, **kwargs)
+    value = emit.value(result)
+    return reads, [result[i] for i in range(len(value))] if isinstance(value, (tuple, list)) else [result]
+
+
+def _readable(emit: Emitter, op: Op, x: Any) -> Any:
+    """A dense tensor for kernels that read memory by shape alone: layer_norm's backward takes a slice's
+    strides for granted and is silently wrong. One device never sees such slices, so nothing is lost there."""
+    if emit.mesh.size == 1 or registry.rule_of(op.target).family in ANY_STRIDES or is_dense(emit.value(x)):
+        return x
+    return torch.ops.aten.contiguous.default(x)
 
 
 def _as_lists(value: Any, top: bool = True) -> Any:

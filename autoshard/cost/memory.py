@@ -6,7 +6,10 @@ graph, counted where they live, not here.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
+
+import torch
 
 from autoshard.cost.compute import optimizer_state_bytes
 from autoshard.graph import TensorMeta
@@ -34,3 +37,14 @@ def stored_parts(meta: TensorMeta, spec: Spec, mesh: Mesh, optimizer: str | None
 def stored_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh, optimizer: str | None) -> int:
     """Sum of `stored_parts`."""
     return sum(stored_parts(meta, spec, mesh, optimizer).values())
+
+
+def update_workspace(optimizer: str, parameters: Sequence[int], together: bool) -> int:
+    """Bytes an update needs beside parameters, gradients and state. `parameters`: bytes per parameter on this rank;
+    `together`: all parameters in one call, as torch.optim does on GPUs (foreach), else one by one.
+
+    Source: torch/optim/adam.py, which keeps sqrt(exp_avg_sq) of every parameter (foreach), or that and its quotient of
+    one parameter (single tensor). Optimizers without a denominator work in place."""
+    if optimizer_state_bytes(optimizer, torch.float32) < 8 or not parameters:
+        return 0
+    return sum(parameters) if together else 2 * max(parameters)

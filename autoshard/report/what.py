@@ -15,6 +15,10 @@ MEMORY_LABELS = {
     "optimizer": "optimizer state",
     "saved": "saved activations",
     "buffers": "buffers",
+    "inputs": "inputs",
+    "outputs": "outputs",
+    "temporaries": "temporaries",
+    "slack": "allocator slack",
 }
 
 

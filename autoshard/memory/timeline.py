@@ -1,0 +1,112 @@
+"""The memory of a plan over one step: live bytes by category, the peak, and what is alive there.
+
+    parameters, buffers, optimizer   all the time
+    gradients                        from when they are final to the end of the step: `zero_grad()` lets go of them
+    inputs, outputs                  as long as the user holds them: the whole step
+    saved                            from forward until backward has read them
+    temporaries                      from the op that makes them to the last that reads them
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.cost.memory import stored_parts, update_workspace
+from autoshard.graph import Graph, Op
+from autoshard.memory.footprint import Footprints
+from autoshard.memory.play import Buffer, Played, play
+from autoshard.plan import CATEGORIES, Alive, Moment, Plan, Window
+from autoshard.schedule import Instruction, Route, schedule
+
+MOST_MOMENTS = 400
+MOST_TENSORS = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """`live[t, c]`: bytes of category c at time t (see memory/play.py), including what `constant` says is there always."""
+
+    graph: Graph
+    played: Played
+    constant: Mapping[str, int]
+    update: int
+
+    @cached_property
+    def live(self) -> np.ndarray:
+        n = len(self.played.times)
+        last = n if self.graph.training else n - 1  # time n: the optimizer's update
+        change = np.zeros((n + 2, len(CATEGORIES)), dtype=np.int64)
+        for b in self.played.buffers:
+            c = CATEGORIES.index(b.category)
+            change[b.born, c] += b.nbytes
+            change[min(b.died, n + 1), c] -= b.nbytes
+        live = np.cumsum(change, axis=0)[:last + 1]
+        live += np.array([self.constant.get(c, 0) for c in CATEGORIES])
+        if self.graph.training:
+            live[n, CATEGORIES.index("temporaries")] += self.update
+        return live
+
+    @property
+    def peak(self) -> int:
+        return int(self.live.sum(axis=1).max())
+
+    @property
+    def peak_time(self) -> int:
+        return int(np.argmax(self.live.sum(axis=1)))
+
+    def moments(self) -> tuple[Moment, ...]:
+        """The fullest time of every instruction, or, where there are many, of every stretch of instructions, with its
+        emptiest."""
+        total = self.live.sum(axis=1)
+        times = [*self.played.times, None]
+        first = [t for t in range(len(total)) if t == 0 or times[t] is None or times[t][1] is not times[t - 1][1]]
+        fullest = [a + int(np.argmax(total[a:b])) for a, b in zip(first, [*first[1:], len(total)], strict=True)]
+        if len(fullest) > MOST_MOMENTS:
+            stretches = np.array_split(np.array(fullest), MOST_MOMENTS // 2)
+            fullest = sorted({int(s[f(total[s])]) for s in stretches for f in (np.argmax, np.argmin)})
+        return tuple(self._moment(t) for t in fullest)
+
+    def _moment(self, t: int) -> Moment:
+        window, instruction = (*self.played.times, ("update", None))[t]
+        kind, name, op = _what(self.graph, instruction, window)
+        return Moment(t, window, kind, name, op.module if op else "", op.source if op else "", tuple(map(int, self.live[t])))
+
+    def largest(self) -> tuple[Alive, ...]:
+        """The largest buffers alive at the peak."""
+        t = self.peak_time
+        alive = sorted((b for b in self.played.buffers if b.born <= t < b.died), key=lambda b: -b.nbytes)
+        return tuple(self._alive(b) for b in alive[:MOST_TENSORS])
+
+    def _alive(self, buffer: Buffer) -> Alive:
+        op = self.graph.op(buffer.held.ref.op)
+        name = str(op.target) if op.kind in ("param", "buffer", "input") else str(buffer.held)
+        return Alive(name, buffer.category, buffer.nbytes, op.module, op.source)
+
+    def summary(self, slack: float, limit: float | None) -> dict[str, float | None]:
+        """Bytes per category at the peak, what the allocator wastes (`slack`, a fraction), total and limit."""
+        at = dict(zip(CATEGORIES, map(float, self.live[self.peak_time]), strict=True))
+        at["slack"] = slack * sum(at.values())
+        return {**at, "total": sum(at.values()), "limit": limit}
+
+
+def _what(graph: Graph, instruction: Instruction | None, window: Window) -> tuple[str, str, Op | None]:
+    """(kind, name, op to show) of a moment."""
+    if instruction is None:
+        return {"forward": ("start", "inputs"), "backward": ("turn", "end of forward"), "update": ("update", "optimizer")}[window] + (None,)
+    if instruction.kind == "compute":
+        op = graph.op(instruction.op)
+        return "compute", op.name, op
+    return "redistribute", str(instruction.writes[0]), graph.op(instruction.writes[0].ref.op)
+
+
+def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, optimizer: str, trained: Sequence[str],
+             together: bool) -> Timeline:
+    """Play one step of `plan`. `trained`: names of the parameter ops with a gradient; `together`: whether the optimizer
+    updates all parameters in one call. Raises PlanError for a plan that does not fit the graph."""
+    played = play(graph, plan, schedule(graph, plan, plan.mesh, route), footprints)
+    local = [stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained]
+    return Timeline(graph, played, {"optimizer": sum(p["optimizer"] for p in local)},
+                    update_workspace(optimizer, [p["parameters"] for p in local], together))

@@ -1,0 +1,62 @@
+"""Bytes of live tensor storage, counted while a program runs."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard import _torch
+
+SENDS = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Every storage that an op returns counts from then until it is freed; workspace inside kernels is not seen.
+    `peak` is the most at the end of any op. `hold_sent`: keep what a collective sends until it is waited for, as a real
+    one does (fake ones do not)."""
+
+    def __init__(self, hold_sent: bool = False, watch: Callable[[Any, int], None] | None = None) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.hold_sent, self.watch = hold_sent, watch
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._sent: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.hold_sent and func in SENDS:
+            self._sent[_storage(out)._cdata] = args[0]
+        self.track(out)
+        if self.watch:
+            self.watch(func, self.live)
+        if self.hold_sent and func is _torch.WAIT:
+            self._sent.pop(_storage(args[0])._cdata, None)
+        return out
+
+    def track(self, *values: Any) -> None:
+        """Count storages that no op under this mode has made."""
+        for t in pytree.tree_leaves(values):
+            if isinstance(t, torch.Tensor):
+                self._track(_storage(t))
+        self.peak = max(self.peak, self.live)
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self.live += nbytes
+
+        def freed(_: Any) -> None:
+            del self._known[key]
+            self.live -= nbytes
+
+        self._known[key] = weakref.ref(storage, freed)
+
+
+def _storage(t: torch.Tensor) -> torch.UntypedStorage:
+    return (t._local_tensor if isinstance(t, DTensor) else t).untyped_storage()

@@ -1,0 +1,98 @@
+"""The timeline of a plan against the lowered program as it runs, on tensors that take no memory."""
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard import _torch
+from autoshard.api import plan_traced
+from autoshard.cost.cluster import load_cluster
+from autoshard.cost.redistribute import Redistribution
+from autoshard.graph import Graph
+from autoshard.lower import LocalGraph, Lowered, bind, lower, local_tensor_shape
+from autoshard.memory.footprint import Footprints
+from autoshard.memory.play import play
+from autoshard.memory.timeline import MOST_MOMENTS, timeline
+from autoshard.mesh import parse_mesh
+from autoshard.options import Options
+from autoshard.plan import CATEGORIES, Plan
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.backends import eager
+from autoshard.runtime.route import route_of
+from autoshard.schedule import Route, schedule
+from autoshard.simplify import simplify
+from autoshard.trace import trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+from live_bytes import LiveBytes  # noqa: E402
+from random_plans import random_plan  # noqa: E402
+
+MODELS = ("mlp", "gpt", "llama", "bert", "vit", "resnet", "moe", "t5", "dlrm")
+CLUSTER = load_cluster("cpu-gloo")
+
+
+def graph_of(name: str) -> Graph:
+    module = importlib.import_module(f"models.{name}")
+    model, batch = module.build()
+    return factor_graph(simplify(trace(model, batch, loss_fn=module.loss).graph))
+
+
+def run_fake(graph: Graph, plan: Plan, lowered: Lowered) -> int:
+    """Peak bytes of rank 0 when the generated code runs on fake tensors."""
+    mode, metas = _torch.fake_mode(), {op.target: op for op in graph.of_kind("param", "buffer", "input", "tangent")}
+
+    def fresh(port: Any) -> torch.Tensor:
+        op = metas[port.name]
+        shape = local_tensor_shape(op.outputs[0], plan.ops[op.name].outputs[0], plan.mesh)
+        return torch.empty(shape, dtype=op.outputs[0].dtype)
+
+    def function(local: LocalGraph) -> tuple[Any, Any]:
+        module, takes = bind(local, (0,) * plan.mesh.ndim, {a: a for a in plan.mesh.names}, plan.mesh, torch.device("cpu"))
+        return eager(module, "test"), takes
+
+    with torch.no_grad(), mode, LiveBytes(hold_sent=True) as seen:
+        call, takes = function(lowered.forward)
+        users = {p: 0 if p.kind == "seed" else fresh(p) for p in takes}
+        stored = {p: t for p, t in users.items() if p.kind in ("param", "buffer")}
+        for op in graph.of_kind("param", "buffer", "input"):  # those that forward does not read are there all the same
+            if not any(p.kind == op.kind and p.name == op.target for p in users):
+                stored[op.name] = fresh(type(takes[0])(op.kind, op.target))
+        outs = dict(zip(lowered.forward.gives, call([users[p] for p in takes]), strict=True))
+        kept = [t for p, t in outs.items() if p.kind == "user"]
+        saved = {p: t for p, t in outs.items() if p.kind == "saved"}
+        del outs
+        if lowered.backward is not None:
+            call, takes = function(lowered.backward)
+            everything = {**stored, **{p: t for p, t in users.items() if p.kind in ("param", "buffer")}}
+            arguments = [saved.pop(p) if p.kind == "saved" else 0 if p.kind == "seed" else fresh(p) if p.kind == "tangent"
+                         else next((t for q, t in everything.items() if q == p), None) for p in takes]
+            grads = call(arguments)
+            del grads
+        del kept
+        return seen.peak
+
+
+def peak_of(graph: Graph, plan: Plan, route: Route) -> int:
+    plan = replace(plan, settings={**plan.settings, "inputs": "local"})
+    played = play(graph, plan, schedule(graph, plan, plan.mesh, route), Footprints(plan.mesh))
+    total, change = 0, {}
+    for b in played.buffers:
+        change[b.born] = change.get(b.born, 0) + b.nbytes
+        change[b.died] = change.get(b.died, 0) - b.nbytes
+    return max(total := total + change[t] for t in sorted(change))
+
+
+@pytest.mark.parametrize("mesh", ["d=2", "a=2,b=2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_byte_of_random_plans(name: str, mesh: str) -> None:
+    graph, on = graph_of(name), parse_mesh(mesh)
+    route = Redistribution(on, CLUSTER).steps
+    for seed in range(2):
+        plan = random_plan(graph, on, route, seed)
+        assert peak_of(graph, plan, route) == run_fake(graph, plan, lower(graph, plan, on, route)), f"seed {seed}"
