@@ -27,6 +27,7 @@ from autoshard.precision import Precision
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
+from autoshard.search import guarded
 from autoshard.simplify import simplify
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
@@ -172,6 +173,11 @@ def optimizer_name(optimizer: Any) -> str:
     return getattr(optimizer, "__name__", type(optimizer).__name__).lower()
 
 
+def _cpu_seconds() -> float:
+    """Of this process and of its solver processes."""
+    return time.process_time() + guarded.cpu_seconds()
+
+
 class Clock:
     """Times phases by wall clock and by CPU time of the process, and tells the user where the work is."""
 
@@ -187,10 +193,10 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self._progress(phase, "")
-        start, cpu = time.perf_counter(), time.process_time()
+        start, cpu = time.perf_counter(), _cpu_seconds()
         yield
         self.seconds[phase] = time.perf_counter() - start
-        self.cpu_seconds[phase] = time.process_time() - cpu
+        self.cpu_seconds[phase] = _cpu_seconds() - cpu
 
     def search(self, cost: float, bound: float, gap: float, seconds: float, message: str = "") -> None:
         """Progress of the search: incumbent, bound, gap."""

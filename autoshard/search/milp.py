@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 
 from autoshard.search.core import Core
+from autoshard.search.guarded import solve_program
 
-SOLVERS = {"milp": mathopt.SolverType.HIGHS, "cp_sat": mathopt.SolverType.CP_SAT}
 ROWS_PER_ROUND = 12
 SCALED_SUM = 1e6
 
@@ -148,23 +147,16 @@ class MipModel:
     def run(self, solver: str, seconds: float, seed: int) -> tuple[np.ndarray | None, float, bool, bool]:
         """(node choices or None, bound, finished, infeasible) of the program with its present rows."""
         proto, scale = self.proto()
-        model = mathopt.Model.from_model_proto(proto)
-        columns = [model.get_variable(i) for i in range(self.n_x)]
-        parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=max(0.01, seconds)), random_seed=seed,
-                                             relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0)
-        wanted = mathopt.ModelSolveParameters(variable_values_filter=mathopt.VariableFilter(filtered_items=columns))
-        result = mathopt.solve(model, SOLVERS[solver], params=parameters, model_params=wanted)
-        reason = result.termination.reason
-        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        answer = solve_program(proto.SerializeToString(), self.n_x, solver=solver, seconds=seconds, seed=seed)
+        if answer.reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
             return None, np.inf, True, True
-        bound = result.termination.objective_bounds.dual_bound / scale + self.core.constant
-        if not result.has_primal_feasible_solution():
+        bound, values = answer.bound / scale + self.core.constant, answer.values
+        if values is None:
             return None, bound, False, False
-        values = result.variable_values(columns)
-        order = np.lexsort((np.asarray(values), self.node_of))
+        order = np.lexsort((values, self.node_of))
         last = np.append(np.flatnonzero(np.diff(self.node_of)), self.n_x - 1)
         starts = np.array([self.start[v] for v in self.nodes])
-        return order[last] - starts, bound, reason == mathopt.TerminationReason.OPTIMAL, False
+        return order[last] - starts, bound, answer.reason == "OPTIMAL", False
 
 
 def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0) -> MipAnswer:
