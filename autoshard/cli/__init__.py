@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import typer
 
+from autoshard.cli import calibrate as calibrate_command
 from autoshard.cli import compare as compare_command
 from autoshard.cli import diff as diff_command
 from autoshard.cli import plan as plan_command
@@ -31,6 +32,7 @@ app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command(epilog=compare_command.EXAMPLES)(takes_request(compare_command.compare))
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")
+app.command(epilog=calibrate_command.EXAMPLES)(calibrate_command.calibrate)
 
 
 def main() -> None:

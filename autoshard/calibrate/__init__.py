@@ -1,0 +1,1 @@
+"""Measure this machine and write a cluster profile: see docs/calibrate.md."""

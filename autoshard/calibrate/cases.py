@@ -1,0 +1,195 @@
+"""The ops that are measured: kernels that models spend their time in, called as the lowered program calls them.
+
+A case makes the arguments of one aten overload for a size. Amounts (FLOP or bytes) come from the same functions that
+price the op, so a fitted curve means what the cost model reads from it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from autoshard.cost.cluster import HEAVY
+from autoshard.cost.compute import call_bytes, compute_dtype, op_name
+from autoshard.graph import Call, Slot, TensorMeta
+from autoshard.rules.registry import rule_of
+
+aten = torch.ops.aten
+COLUMNS = 512
+"""Width of the tensors of ops that work on rows."""
+
+ELEMENTS = (2**12, 2**14, 2**16, 2**17, 2**18, 2**19, 2**20, 2**21, 2**22)
+HELD_ELEMENTS = (2**13, 3 * 2**15, 3 * 2**17, 3 * 2**19)
+PRODUCTS = ((64, 64, 64), (256, 64, 256), (256, 256, 256), (1024, 256, 256), (512, 512, 512), (1024, 256, 1024),
+            (2048, 512, 512), (1024, 1024, 1024), (2048, 512, 2048), (256, 2048, 2048))
+HELD_PRODUCTS = ((128, 128, 128), (512, 256, 512), (2048, 256, 256), (1024, 512, 1024), (512, 2048, 512))
+HEADS = ((1, 4, 64, 64), (2, 4, 128, 64), (4, 4, 256, 64), (4, 8, 512, 64))
+HELD_HEADS = ((2, 4, 64, 64), (4, 4, 128, 32), (2, 8, 256, 64))
+IMAGES = ((1, 16, 16, 16), (4, 16, 32, 32), (4, 64, 28, 28), (8, 64, 28, 64), (8, 128, 28, 128))
+HELD_IMAGES = ((4, 32, 16, 32), (4, 128, 14, 128), (16, 64, 28, 64))
+
+Make = Callable[[Any, Callable[..., torch.Tensor]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`make(size, new)` gives the arguments; `new(*shape)` is a random tensor of the case's dtype and device."""
+
+    target: Any
+    make: Make
+    sizes: tuple[Any, ...] = ELEMENTS
+    held: tuple[Any, ...] = HELD_ELEMENTS
+    low_precision: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case at one size: `run()` does it once."""
+
+    key: str
+    family: str
+    dtype: str
+    amount: float
+    moved: float
+    held_out: bool
+    run: Callable[[], Any]
+
+
+def cases(device: torch.device) -> tuple[Case, ...]:
+    """The catalogue; attention is the kernel that this kind of device has."""
+    return (*MATMUL, *POINTWISE, *ROWS, *LOOKUPS, *CONVOLUTIONS, *_attention(device))
+
+
+def rows(n: int) -> tuple[int, int]:
+    """A matrix of n elements, COLUMNS wide where it is large enough."""
+    return n // min(n // 8, COLUMNS), min(n // 8, COLUMNS)
+
+
+class Pool:
+    """Random tensors as views of a few buffers, which all cases share: made one by one they would take gigabytes."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, buffers: int = 4) -> None:
+        self.device = device
+        self._buffers = [torch.randn(max(ELEMENTS), device=device).to(dtype) for _ in range(buffers)]
+        self._next = 0
+
+    def new(self, *shape: int) -> torch.Tensor:
+        """A tensor of `shape`; those of one case lie in different buffers, as long as it asks for no more than there are."""
+        self._next = (self._next + 1) % len(self._buffers)
+        return self._buffers[self._next][:prod(shape)].view(shape)
+
+
+def prepare(case: Case, size: Any, pool: Pool, held_out: bool) -> Prepared:
+    """Make the arguments and count what the op moves and computes, from the rules that price it."""
+    args = case.make(size, pool.new)
+    call = as_call(case.target, args, case.target(*args))
+    rule = rule_of(case.target)
+    ins, outs = [m.logical_shape for m in call.inputs], [None if m is None else m.logical_shape for m in call.outputs]
+    moved = float(call_bytes(call, ins, outs))
+    amount = float(rule.flops(call, ins, outs)) if rule.family in HEAVY else moved
+    return Prepared(op_name(case.target), rule.family, str(compute_dtype(call)).removeprefix("torch."), amount, moved, held_out,
+                    lambda: case.target(*args))
+
+
+def as_call(target: Any, args: tuple[Any, ...], result: Any) -> Call:
+    """The call as the cost model sees it: tensors replaced by slots."""
+    inputs: list[TensorMeta] = []
+
+    def slotted(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            inputs.append(TensorMeta(tuple(value.shape), value.dtype))
+            return Slot(len(inputs) - 1)
+        return tuple(slotted(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+    plain = tuple(slotted(a) for a in args)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    outputs = tuple(TensorMeta(tuple(r.shape), r.dtype) if isinstance(r, torch.Tensor) else None for r in results)
+    return Call(target, plain, (), tuple(inputs), outputs)
+
+
+def _unary(target: Any, *rest: Any) -> Case:
+    return Case(target, lambda n, new: (new(*rows(n)), *rest))
+
+
+def _binary(target: Any, *rest: Any) -> Case:
+    return Case(target, lambda n, new: (new(*rows(n)), new(*rows(n)), *rest))
+
+
+def _product(target: Any, make: Make, low_precision: bool = False) -> Case:
+    return Case(target, make, PRODUCTS, HELD_PRODUCTS, low_precision)
+
+
+MATMUL = (
+    _product(aten.mm.default, lambda s, new: (new(s[0], s[1]), new(s[2], s[1]).t()), True),     # x w', forward
+    _product(aten.mm.default, lambda s, new: (new(s[0], s[1]), new(s[1], s[2]))),               # dy w, backward
+    _product(aten.mm.default, lambda s, new: (new(s[1], s[0]).t(), new(s[1], s[2]))),           # dy' x, backward
+    _product(aten.addmm.default, lambda s, new: (new(s[2]), new(s[0], s[1]), new(s[2], s[1]).t())),
+    _product(aten.bmm.default, lambda s, new: (new(4, s[0] // 4, s[1]), new(4, s[1], s[2] // 4))),
+)
+POINTWISE = (
+    Case(aten.add.Tensor, lambda n, new: (new(*rows(n)), new(*rows(n))), low_precision=True),
+    _binary(aten.mul.Tensor), _unary(aten.gelu.default), _binary(aten.gelu_backward.default), _unary(aten.silu.default),
+    _binary(aten.silu_backward.default), _unary(aten.tanh.default), _binary(aten.tanh_backward.default), _unary(aten.exp.default),
+    _unary(aten.sigmoid.default), _unary(aten.relu.default), _binary(aten.threshold_backward.default, 0),
+    _unary(aten.pow.Tensor_Scalar, 2), _unary(aten.neg.default), _unary(aten.mul.Scalar, 0.5),
+    _unary(aten.clone.default), Case(aten.cat.default, lambda n, new: ([new(*rows(n // 2)), new(*rows(n // 2))],)),
+    Case(aten.clone.default, lambda n, new: (new(8, rows(n)[0] // 8, rows(n)[1]).transpose(0, 1),)),
+    Case(aten.native_dropout.default, lambda n, new: (new(*rows(n)), 0.1, True)),
+)
+ROWS = (
+    Case(aten.sum.dim_IntList, lambda n, new: (new(*rows(n)), [0], True)),
+    Case(aten.sum.dim_IntList, lambda n, new: (new(*rows(n)), [1], True)),
+    Case(aten.mean.dim, lambda n, new: (new(*rows(n)), [1], True)),
+    Case(aten._softmax.default, lambda n, new: (new(*rows(n)), 1, False)),
+    Case(aten._log_softmax.default, lambda n, new: (new(*rows(n)), 1, False)),
+    Case(aten._softmax_backward_data.default, lambda n, new: (new(*rows(n)), new(*rows(n)).softmax(1), 1, torch.float32)),
+    Case(aten._log_softmax_backward_data.default, lambda n, new: (new(*rows(n)), new(*rows(n)), 1, torch.float32)),
+    Case(aten.native_layer_norm.default, lambda n, new: (new(*rows(n)), [rows(n)[1]], new(rows(n)[1]), new(rows(n)[1]), 1e-5)),
+    Case(aten.native_layer_norm_backward.default, lambda n, new: (
+        new(*rows(n)), new(*rows(n)), [rows(n)[1]], new(rows(n)[0], 1), new(rows(n)[0], 1), new(rows(n)[1]), new(rows(n)[1]),
+        [True, True, True])),
+)
+LOOKUPS = (
+    Case(aten.embedding.default, lambda n, new: (new(1024, rows(n)[1]), _numbers(rows(n)[0], 1024, new))),
+    Case(aten.embedding_dense_backward.default, lambda n, new: (new(*rows(n)), _numbers(rows(n)[0], 1024, new), 1024, -1, False)),
+)
+CONVOLUTIONS = (
+    Case(aten.convolution.default, lambda s, new: (new(s[0], s[1], s[2], s[2]), new(s[3], s[1], 3, 3), None, [1, 1], [1, 1], [1, 1],
+                                                   False, [0, 0], 1), IMAGES, HELD_IMAGES),
+    Case(aten.convolution_backward.default, lambda s, new: (
+        new(s[0], s[3], s[2], s[2]), new(s[0], s[1], s[2], s[2]), new(s[3], s[1], 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0],
+        1, [True, True, False]), IMAGES, HELD_IMAGES),
+    Case(aten._native_batch_norm_legit_functional.default, lambda n, new: (
+        new(8, 32, n // 256), new(32), new(32), new(32), new(32).abs(), True, 0.1, 1e-5)),
+    Case(aten.native_batch_norm_backward.default, lambda n, new: (
+        new(8, 32, n // 256), new(8, 32, n // 256), new(32), new(32), new(32).abs(), new(32), new(32).abs(), True, 1e-5,
+        [True, True, True])),
+)
+
+
+def _numbers(n: int, below: int, new: Callable[..., torch.Tensor]) -> torch.Tensor:
+    return torch.randint(below, (n,), device=new(1).device)
+
+
+def _attention(device: torch.device) -> tuple[Case, ...]:
+    if device.type != "cpu":
+        return (Case(aten._scaled_dot_product_flash_attention.default, lambda s, new: (*_heads(s, new), 0.0, True),
+                     HEADS, HELD_HEADS, True),)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def backward(s: Any, new: Any) -> tuple[Any, ...]:
+        q, k, v = _heads(s, new)
+        out, lse = forward(q, k, v, 0.0, True)
+        return (new(*s), q, k, v, out, lse, 0.0, True)
+
+    return (Case(forward, lambda s, new: (*_heads(s, new), 0.0, True), HEADS, HELD_HEADS),
+            Case(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, backward, HEADS, HELD_HEADS))
+
+
+def _heads(s: Any, new: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values as models make them: [batch, seq, heads, dim] with the middle dims swapped."""
+    b, h, n, d = s
+    return tuple(new(b, n, h, d).transpose(1, 2) for _ in range(3))

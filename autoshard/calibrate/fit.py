@@ -1,0 +1,156 @@
+"""Samples -> a cluster profile, and how well it repeats them.
+
+A curve is what isotonic regression leaves of the samples that are not held out: of all curves that never fall, the one
+with the least squared error of log seconds (pool adjacent violators; Barlow et al., "Statistical Inference under Order
+Restrictions", 1972). Noise can then not make a larger size cheaper, which the search relies on.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from statistics import geometric_mean, median
+
+import torch
+
+from autoshard.calibrate.sample import Machine, Sample
+from autoshard.cost import collectives
+from autoshard.cost.cluster import (COLLECTIVES, FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap)
+from autoshard.cost.compute import op_seconds
+from autoshard.cost.curve import Curve
+
+ANCHOR = {"pointwise": ("aten::add.Tensor", "aten::mul.Tensor"), "reduction": ("aten::sum.dim_IntList",),
+          "norm": ("aten::native_layer_norm", "aten::native_layer_norm_backward"), "matmul": ("aten::mm", "aten::addmm")}
+"""Ops that stand for their family where an op of it has no curve of its own; of the other families, all."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """A sample and what the profile says about it; `error` is predicted / measured - 1."""
+
+    sample: Sample
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.sample.seconds - 1
+
+
+def fit(machine: Machine, samples: Sequence[Sample], overlap: Overlap) -> Cluster:
+    """The profile. Its sources say what was measured, when and on what."""
+    used = [s for s in samples if not s.held_out]
+    links = tuple(_link(machine, i, [s for s in used if s.kind == "collective" and s.link == i]) for i in range(len(machine.links)))
+    return Cluster(machine.name, _device(machine, used), links, overlap,
+                   f"{machine.device}, {machine.backend}, {machine.ranks} ranks; calibrated {machine.made}")
+
+
+def errors(cluster: Cluster, samples: Iterable[Sample]) -> list[Error]:
+    """Every sample beside the profile's price of the same thing."""
+    return [Error(s, predicted(cluster, s)) for s in samples]
+
+
+def predicted(cluster: Cluster, s: Sample) -> float:
+    """What the cost model says, through the functions that price plans."""
+    if s.kind == "collective":
+        return float(collectives.seconds(s.key, s.nbytes, AxisLink(((cluster.links[s.link], s.ranks),))))
+    if s.kind == "optimizer":
+        curve = cluster.device.curve_of(f"{OPTIMIZER}/{s.key}", OPTIMIZER, torch.float32)
+        return float(curve(s.amount))
+    flops = s.amount if s.family in HEAVY else 0.0
+    return float(op_seconds(s.family, flops, s.moved, getattr(torch, s.dtype), cluster.device, s.key))
+
+
+def monotone(points: Iterable[tuple[float, float]]) -> Curve:
+    """Isotonic regression of log seconds; equal amounts are averaged first. Flat stretches keep their two ends, but for the last.
+
+    >>> monotone([(1, 2.0), (2, 1.0), (4, 8.0)])              # 2 and 1 become their geometric mean
+    Curve(amounts=(1.0, 2.0, 4.0), seconds=(1.414..., 1.414..., 8.0))
+    """
+    by_amount: dict[float, list[float]] = {}
+    for amount, seconds in points:
+        by_amount.setdefault(float(amount), []).append(log(seconds))
+    blocks: list[list] = []  # [mean, weight, amounts]
+    for amount in sorted(by_amount):
+        logs = by_amount[amount]
+        blocks.append([sum(logs) / len(logs), len(logs), [amount]])
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            mean, weight, amounts = blocks.pop()
+            last = blocks[-1]
+            last[:] = [(last[0] * last[1] + mean * weight) / (last[1] + weight), last[1] + weight, last[2] + amounts]
+    knots = [(amount, exp(mean)) for mean, _, amounts in blocks for amount in dict.fromkeys((amounts[0], amounts[-1]))]
+    if len(blocks) > 1 and len(blocks[-1][2]) > 1:
+        del knots[-2]  # a flat end would go on flat for ever
+    if len(knots) == 1:
+        knots.append((2 * knots[0][0] + 1.0, knots[0][1]))
+    return Curve(tuple(a for a, _ in knots), tuple(s for _, s in knots))
+
+
+def _device(machine: Machine, used: Sequence[Sample]) -> Device:
+    ops = [s for s in used if s.kind == "op"]
+    heavy, light = [s for s in ops if s.family in HEAVY], [s for s in ops if s.family not in HEAVY]
+    peak = {d: max(s.amount / s.seconds for s in heavy if s.dtype == d) for d in sorted({s.dtype for s in heavy})}
+    bandwidth = max(s.amount / s.seconds for s in light)
+    fraction = {f: _fraction([s for s in ops if s.family == f], bandwidth, peak) for f in FAMILIES}
+    overhead = min(s.seconds for s in light)
+    return Device(machine.device, tuple(sorted(peak.items())), bandwidth, machine.memory, overhead,
+                  tuple((f, fraction[f]) for f in FAMILIES), _op_curves(used))
+
+
+def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float]) -> float:
+    """Reached share of the best rate, over the largest size of each op; a family without samples is taken at a half."""
+    largest = {(s.key, s.dtype): s for s in sorted(samples, key=lambda s: s.amount)}
+    rates = [s.amount / s.seconds / (peak[s.dtype] if s.family in HEAVY else bandwidth) for s in largest.values()]
+    return min(geometric_mean(rates), 1.0) if rates else 0.5
+
+
+def _op_curves(used: Sequence[Sample]) -> tuple[tuple[str, Curve], ...]:
+    """Per op and dtype, and per family and dtype for ops that were not measured."""
+    groups: dict[str, list[Sample]] = {}
+    for s in used:
+        if s.kind == "optimizer":
+            groups.setdefault(f"{OPTIMIZER}/{s.key}", []).append(s)
+            groups.setdefault(OPTIMIZER, []).append(s)
+        elif s.kind == "op":
+            groups.setdefault(f"{s.key}/{s.dtype}", []).append(s)
+            if s.key in ANCHOR.get(s.family, (s.key,)):
+                groups.setdefault(f"{s.family}/{s.dtype}", []).append(s)
+    return tuple((key, monotone((s.amount, s.seconds) for s in groups[key])) for key in sorted(groups))
+
+
+def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:
+    """Latency from the smallest buffers, what is left as a curve over bytes on the wire per collective."""
+    latency = _latency(samples)
+    curves = {}
+    for kind in COLLECTIVES:
+        mine = [s for s in samples if s.key == kind]
+        if mine:
+            left = [(s.amount, max(s.seconds - collectives.ring_steps(kind, s.ranks) * latency, latency)) for s in mine]
+            curves[kind] = monotone(left)
+    best = [c.amounts[-1] / c.seconds[-1] for c in curves.values()]
+    bandwidth = max(best)
+    return Link(machine.links[i], machine.devices[i] if i + 1 < len(machine.links) else float("inf"), latency,
+                median(c.seconds[0] for c in curves.values()), bandwidth, min(geometric_mean(best) / bandwidth, 1.0),
+                measured=_bounded(curves))
+
+
+def _latency(samples: Sequence[Sample]) -> float:
+    """Seconds per step: how the time of the smallest buffers grows with steps if groups of several sizes were measured;
+    of one size, half of what the quickest collective takes per step (a small share: the curves hold the rest)."""
+    small: dict[str, dict[int, float]] = {}
+    for s in sorted(samples, key=lambda s: -s.amount):
+        small.setdefault(s.key, {})[collectives.ring_steps(s.key, s.ranks)] = s.seconds
+    limit = min(t / (steps + 1) for times in small.values() for steps, t in times.items())
+    slopes = [(t[max(t)] - t[min(t)]) / (max(t) - min(t)) for t in small.values() if len(t) > 1]
+    return min(max(median(slopes), 1e-8), limit) if slopes else limit / 2
+
+
+def _bounded(curves: dict[str, Curve]) -> tuple[tuple[str, Curve], ...]:
+    """An exchange never costs more than the gather of the same local tensor, which could stand in for it: over n ranks
+    that has n >= 2 times the bytes on the wire. The lower of two lines lies above its chord, so bounding the points of
+    both curves bounds everything between."""
+    if "all_to_all" in curves and "all_gather" in curves:
+        exchange, gather = curves["all_to_all"], curves["all_gather"]
+        amounts = sorted({*exchange.amounts, *(a / 2 for a in gather.amounts)})
+        lower = tuple(min(float(exchange(a)), float(gather(2 * a))) for a in amounts)
+        curves = {**curves, "all_to_all": Curve(tuple(amounts), lower)}
+    return tuple(curves.items())

@@ -1,0 +1,187 @@
+"""Runs things and times them: rounds over all cases, so that a slow minute of the machine touches all alike.
+
+All ranks do the same at the same time, as they do in a training step: they share memory bandwidth and caches. A round
+times each case once, after a barrier. A case's time is the lower quartile over rounds of the slowest rank: whatever else
+runs on the machine only ever adds time.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autoshard import _torch
+from autoshard.calibrate.cases import Pool, cases, prepare
+from autoshard.calibrate.sample import Sample
+from autoshard.cost.collectives import wire_bytes
+from autoshard.runtime.place import Place
+
+SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 25))
+HELD_SIZES = (2**11, 2**15, 3 * 2**16, 3 * 2**19, 3 * 2**21, 3 * 2**22)
+OPTIMIZER_SIZES, HELD_OPTIMIZER_SIZES = (2**8, 2**12, 2**16, 2**18, 2**20, 2**21), (2**14, 2**17, 3 * 2**18)
+TENSORS = 4
+"""Parameters in the model whose update is timed."""
+REPEAT_BELOW = 2e-3
+"""Cases shorter than this are repeated to last so long; a clock tick and a barrier's skew are microseconds."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 25
+
+Progress = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A sample without its time, and what to run for it."""
+
+    sample: Sample
+    run: Callable[[], Any]
+    together: bool
+
+
+class Stopwatch:
+    """Times work on this device; `agree` makes all ranks see the slowest."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.cuda = place, place.device.type == "cuda"
+        self.group = dist.group.WORLD if place.device_mesh is not None else None
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier()
+
+    def once(self, run: Callable[[], Any], repeat: int) -> float:
+        """Seconds of one run out of `repeat` in a row."""
+        self._finish()
+        start = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        self._finish()
+        return (time.perf_counter() - start) / repeat
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Per entry the time of the slowest rank."""
+        if self.group is None:
+            return list(seconds)
+        out = torch.tensor(list(seconds), dtype=torch.float64, device=self.place.device)
+        dist.all_reduce(out, dist.ReduceOp.MAX)
+        return out.tolist()
+
+    def _finish(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.place.device)
+
+
+def measure(place: Place, link_of: Sequence[int], dtypes: Sequence[torch.dtype], seconds: float,
+            progress: Progress) -> list[Sample]:
+    """Time everything in about `seconds`. `link_of[i]`: the profile's link that mesh axis i uses."""
+    progress("calibrate", "preparing")
+    work = [*collective_work(place, link_of), *op_work(place, dtypes), *optimizer_work(place)]
+    return time_rounds(work, Stopwatch(place), seconds, progress)
+
+
+def time_rounds(work: list[Work], watch: Stopwatch, seconds: float, progress: Progress) -> list[Sample]:
+    """Warm up, one round to see how long a round takes, then as many as fit."""
+    repeats = _warm_up(work, watch)
+    rounds, start = [], time.perf_counter()
+    wanted = MIN_ROUNDS
+    while len(rounds) < wanted:
+        progress("calibrate", f"round {len(rounds) + 1} of {wanted}, {time.perf_counter() - start:.0f} s")
+        rounds.append(_round(work, repeats, watch))
+        if len(rounds) == 1:
+            one = watch.slowest([time.perf_counter() - start])[0]
+            wanted = min(max(int(seconds / one), MIN_ROUNDS), MAX_ROUNDS)
+    table = np.array(rounds)
+    low, high = np.percentile(table, (25, 75), axis=0)
+    return [replace(w.sample, seconds=float(q), spread=float((h - q) / q)) for w, q, h in zip(work, low, high, strict=True)]
+
+
+def _warm_up(work: list[Work], watch: Stopwatch) -> list[int]:
+    """How often each case is repeated in a round; equal on all ranks."""
+    watch.barrier()
+    for w in work:
+        w.run()
+    return [max(1, min(200, int(REPEAT_BELOW / t))) for t in watch.slowest([watch.once(w.run, 1) for w in work])]
+
+
+def _round(work: list[Work], repeats: list[int], watch: Stopwatch) -> list[float]:
+    own = []
+    for w, repeat in zip(work, repeats, strict=True):
+        if w.together:
+            watch.barrier()
+        own.append(watch.once(w.run, repeat))
+    return watch.slowest(own)
+
+
+def collective_work(place: Place, link_of: Sequence[int]) -> Iterator[Work]:
+    """Every collective over every mesh axis of more than one rank, called as lowered programs call it."""
+    sent, received = (torch.ones(max(SIZES) // 4, device=place.device) for _ in range(2))
+    for axis, (name, n) in enumerate(zip(place.mesh.names, place.mesh.sizes, strict=True)):
+        for size in (*SIZES, *HELD_SIZES) if n > 1 else ():
+            numel = size // 4 // n * n
+            for kind, run in _collectives(place, axis, name, n, sent[:numel], received[:numel]):
+                nbytes = 4.0 * numel
+                sample = Sample("collective", kind, wire_bytes(kind, nbytes, n), 0.0, size in HELD_SIZES, link=link_of[axis],
+                                ranks=n, nbytes=nbytes)
+                yield Work(sample, run, True)
+
+
+def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tensor, received: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
+    x, part, numel = buffer, buffer[:len(buffer) // n], len(buffer)
+    tag, start, wait = place.groups[name], _torch.COLLECTIVES, _torch.WAIT
+    rows = [numel // n] * n
+    yield "all_gather", lambda: wait(start["all_gather"](part, n, tag))
+    yield "reduce_scatter", lambda: wait(start["reduce_scatter"](x, "sum", n, tag))
+    yield "all_reduce", lambda: wait(start["all_reduce"](x, "sum", tag))
+    yield "all_to_all", lambda: wait(start["all_to_all"](x, rows, rows, tag))
+    if place.device_mesh is None:
+        return
+    group, me = place.device_mesh.get_group(axis), place.coordinates[axis]
+    members = dist.get_process_group_ranks(group)
+    yield "broadcast", lambda: dist.broadcast(x, members[0], group=group)
+    yield "send_recv", lambda: _shift(x, received, members[(me + 1) % n], members[(me - 1) % n], group)
+
+
+def _shift(x: torch.Tensor, received: torch.Tensor, to: int, source: int, group: Any) -> None:
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, received, source, group)])
+    for work in works:
+        work.wait()
+
+
+def op_work(place: Place, dtypes: Sequence[torch.dtype]) -> Iterator[Work]:
+    """The catalogue in the first dtype; in the others the cases that show their rate."""
+    for dtype in dtypes:
+        pool = Pool(dtype, place.device)
+        for case in cases(place.device):
+            if dtype != dtypes[0] and not case.low_precision:
+                continue
+            for size in (*case.sizes, *case.held):
+                p = prepare(case, size, pool, size in case.held)
+                yield Work(Sample("op", p.key, p.amount, 0.0, p.held_out, p.family, p.dtype, moved=p.moved), p.run, False)
+
+
+def optimizer_work(place: Place) -> Iterator[Work]:
+    """torch's AdamW on parameters as a compiled model holds them, per parameter."""
+    from autoshard.cost.compute import OPTIMIZERS
+
+    for numel in (*OPTIMIZER_SIZES, *HELD_OPTIMIZER_SIZES):
+        params = [_parameter(place, numel) for _ in range(TENSORS)]
+        step = torch.optim.AdamW(params).step
+        amount = 4.0 * numel * OPTIMIZERS["adamw"][1]
+        sample = Sample("optimizer", "adamw", amount, 0.0, numel in HELD_OPTIMIZER_SIZES, dtype="float32", moved=amount)
+        yield Work(sample, step, False)
+
+
+def _parameter(place: Place, numel: int) -> torch.nn.Parameter:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def held(x: torch.Tensor) -> torch.Tensor:
+        mesh = place.device_mesh
+        return x if mesh is None else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    out = torch.nn.Parameter(held(torch.randn(numel, device=place.device)))
+    out.grad = held(torch.randn(numel, device=place.device))
+    return out

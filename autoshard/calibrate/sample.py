@@ -1,0 +1,50 @@
+"""What a measurement is. Everything after it (fit, errors, plot) works on these alone, so it needs no machine."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["collective", "op", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One size of one thing.
+
+    key       the collective, the op ("aten::gelu") or "optimizer/adamw"
+    family    op family; "" for collectives and the optimizer
+    dtype     torch's name of the dtype an op computes in; "" for collectives
+    link, ranks   for collectives: index of the profile's link, and ranks of the group
+    nbytes    for collectives: the buffer, by the convention of cost/collectives.py
+    amount    what its curve is a function of: bytes on the wire, bytes moved, or FLOP
+    seconds   lower quartile over rounds of the slowest rank
+    spread    upper quartile / lower quartile of the rounds - 1: the noise
+    held_out  not used in the fit, only to test it
+    """
+
+    kind: Kind
+    key: str
+    amount: float
+    seconds: float
+    held_out: bool
+    family: str = ""
+    dtype: str = ""
+    link: int = 0
+    ranks: int = 1
+    nbytes: float = 0.0
+    moved: float = 0.0
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is known of the machine without measuring. `devices[i]`: ranks that link i joins (the last has no limit)."""
+
+    name: str
+    device: str
+    backend: str
+    ranks: int
+    memory: float
+    links: tuple[str, ...]
+    devices: tuple[int, ...]
+    made: str
