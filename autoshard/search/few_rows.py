@@ -131,7 +131,9 @@ def _next_prices(core: Core, cuts: list[tuple[np.ndarray, float, np.ndarray]]) -
 def _cap(core: Core, cuts: list) -> np.ndarray:
     """A hard row has no largest price; allow what prices the whole limit at the bound, and more while it helps."""
     highest = np.max([at for at, _, _ in cuts], axis=0)
-    return np.maximum(abs(cuts[0][1]) / np.maximum(np.abs(core.limit), 1e-30), 4.0 * highest)
+    reach = np.max([np.abs(slope) for _, _, slope in cuts], axis=0)
+    size = np.where(core.limit != 0.0, np.abs(core.limit), reach)
+    return np.maximum(abs(cuts[0][1]) / np.maximum(size, 1e-30), 4.0 * highest)
 
 
 def _priced(board: Board, core: Core, prices: np.ndarray, seed: int) -> tuple[float, np.ndarray | None]:
