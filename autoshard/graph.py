@@ -56,7 +56,10 @@ class TensorMeta:
         return any(len(f) > 1 for f in self.factors)
 
     def logical_dims(self, dim: int) -> range:
-        """Logical dims of tensor dim `dim` (negative counts from the end)."""
+        """Logical dims of tensor dim `dim` (negative counts from the end); none of a 0-dim tensor, of which torch
+        accepts dim 0 and -1."""
+        if not self.factors:
+            return range(0)
         dim %= len(self.factors)
         start = sum(len(f) for f in self.factors[:dim])
         return range(start, start + len(self.factors[dim]))

@@ -149,6 +149,7 @@ def _nll_backward_line(call: Call) -> str:
 def _nll_backward(ctx: LocalContext, grad: Any, x: Any, target: Any, weight: Any, reduction: int,
                   ignore_index: int, total: Any) -> Any:
     axes = output_axes(ctx, 0, 1)
+    x = aten.contiguous.default(x)  # its layout is the result's, and nll_loss2d's kernel wants that contiguous
     if axes:
         local, mine = local_ids(ctx, target, axes, ctx.local_out(0)[1])
         keep = aten.bitwise_and.Tensor(mine, aten.ne.Scalar(target, ignore_index))

@@ -51,18 +51,25 @@ def _rms_norm_backward_line(call: Call) -> str:
 
 def _group_norm_line(call: Call) -> str:
     """The letter c is channels in the input and groups in the statistics: both must split."""
-    x = _channel_term(_meta(call, "input"))
-    return f"{x}, c, c -> {x}, n c, n c"
+    x, c = _channel_term(_meta(call, "input")), _groups(call)
+    return f"{x}, {c}, {c} -> {x}, n {c}, n {c}"
 
 
 def _group_norm_backward_line(call: Call) -> str:
-    x = _channel_term(_meta(call, "input"))
-    return f"{x}, {x}, n c, n c, c -> {x}, c, c"
+    x, c = _channel_term(_meta(call, "input")), _groups(call)
+    return f"{x}, {x}, n {c}, n {c}, {c} -> {x}, {c}, {c}"
+
+
+def _groups(call: Call) -> str:
+    """A single group does not split, and its dim of size 1 would not say so."""
+    return "c!" if call.argument("group") == 1 else "c"
 
 
 def _group_norm(ctx: LocalContext, x: Any, weight: Any, bias: Any, n: int, c: int, pixels: int, group: int,
                 eps: float) -> Any:
+    """The kernels take the memory of their inputs for contiguous: the backward is silently wrong where it is not."""
     n, c = ctx.local_in(0)[:2]
+    x = aten.contiguous.default(x)
     return ctx.call.target(x, weight, bias, n, c, pixels, group // ctx.ranks(input_axes(ctx, 0, 1)), eps)
 
 
@@ -70,6 +77,7 @@ def _group_norm_backward(ctx: LocalContext, grad: Any, x: Any, mean: Any, rstd: 
                          pixels: int, group: int, output_mask: Any) -> Any:
     n, c = ctx.local_in(0)[:2]
     group //= ctx.ranks(input_axes(ctx, 0, 1))
+    grad, x = aten.contiguous.default(grad), aten.contiguous.default(x)
     return ctx.call.target(grad, x, mean, rstd, weight, n, c, pixels, group, output_mask)
 
 

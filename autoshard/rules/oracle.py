@@ -40,12 +40,20 @@ class Wrong:
 
 # ---- pieces of tensors
 
-def split(x: torch.Tensor, meta: TensorMeta, spec: Spec, mesh: Mesh, rng: torch.Generator) -> list[torch.Tensor]:
-    """The local tensor of every rank. Partial axes get random parts."""
+def split(x: torch.Tensor, meta: TensorMeta, spec: Spec, mesh: Mesh, rng: torch.Generator,
+          strided: bool = False) -> list[torch.Tensor]:
+    """The local tensor of every rank, contiguous or with its dims stored in reverse order. Partial axes get random parts."""
     pieces = [x.reshape(meta.logical_shape)]
     for placement, n in zip(spec, mesh.sizes, strict=True):
         pieces = [part for piece in pieces for part in _cut(piece, placement, n, rng)]
-    return [p.reshape(meta.unflatten(tuple(p.shape))).contiguous() for p in pieces]
+    local = [p.reshape(meta.unflatten(tuple(p.shape))).contiguous() for p in pieces]
+    return [_reordered(p) for p in local] if strided else local
+
+
+def _reordered(x: torch.Tensor) -> torch.Tensor:
+    """Equal to `x`, its dims stored in reverse order."""
+    back = list(reversed(range(x.ndim)))
+    return x.permute(back).contiguous().permute(back)
 
 
 def _cut(x: torch.Tensor, placement: Placement, n: int, rng: torch.Generator) -> list[torch.Tensor]:
@@ -160,9 +168,9 @@ def run_whole(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def run_sharded(call: Call, tensors: Sequence[torch.Tensor], inputs: tuple[Spec, ...], outputs: tuple[Spec, ...],
-                mesh: Mesh, rng: torch.Generator) -> list[tuple[Any, ...]]:
+                mesh: Mesh, rng: torch.Generator, strided: bool = False) -> list[tuple[Any, ...]]:
     """Outputs of every rank. Raises whatever the op raises on its local tensors."""
-    pieces = [split(x, m, s, mesh, rng) for x, m, s in zip(tensors, call.inputs, inputs, strict=True)]
+    pieces = [split(x, m, s, mesh, rng, strided) for x, m, s in zip(tensors, call.inputs, inputs, strict=True)]
     exchange = _Exchange(mesh)
 
     def run(rank: int) -> tuple[Any, ...]:
@@ -205,18 +213,21 @@ def _tolerance(call: Call) -> float:
 
 
 def check_rows(call: Call, tensors: Sequence[torch.Tensor], rows: Sequence[Row], sizes: tuple[int, ...] = (2,),
-               values: bool = True) -> Wrong | None:
+               values: bool = True, strided: bool = False) -> Wrong | None:
     """Test one strategy: one row per mesh axis of `sizes`. None when it is right, or does not divide.
 
-    values=False compares shapes only (for ops that leave memory unset)."""
+    values=False compares shapes only (for ops that leave memory unset); strided=True gives the ranks pieces that
+    are not contiguous."""
     mesh = Mesh(tuple(f"d{i}" for i in range(len(sizes))), sizes)
     ins = tuple(zip(*(row.inputs for row in rows), strict=True)) if call.inputs else ()
     outs = tuple(zip(*(row.outputs for row in rows), strict=True))
     metas = (*zip(call.inputs, ins, strict=True), *zip(call.outputs, outs, strict=True))
     if not all(m is None or divides(m.logical_shape, s, sizes) for m, s in metas):
         return None
+    if strided and not _takes_strided(call, tensors):
+        return None
     try:
-        found = run_sharded(call, tensors, ins, outs, mesh, torch.Generator().manual_seed(1))
+        found = run_sharded(call, tensors, ins, outs, mesh, torch.Generator().manual_seed(1), strided)
     except Exception as e:  # whatever the op raises on its shards is the verdict
         return Wrong(call, tuple(rows), f"{type(e).__name__}: {e}")
     for i, (meta, whole) in enumerate(zip(call.outputs, run_whole(call, tensors), strict=True)):
@@ -224,6 +235,15 @@ def check_rows(call: Call, tensors: Sequence[torch.Tensor], rows: Sequence[Row],
         if meta is not None and (why := _compare(whole, parts, meta, outs[i], mesh, values, _tolerance(call))):
             return Wrong(call, tuple(rows), f"output {i}: {why}")
     return None
+
+
+def _takes_strided(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the op itself accepts tensors that are not contiguous."""
+    try:
+        run_whole(call, [_reordered(t) for t in tensors])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _compare(whole: torch.Tensor, parts: Sequence[torch.Tensor], meta: TensorMeta, spec: Spec, mesh: Mesh,

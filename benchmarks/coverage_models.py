@@ -1,0 +1,217 @@
+"""Every architecture family of transformers, as a small random model: does it trace, plan, and compute what it should?
+
+    python benchmarks/coverage_models.py                            # all families: hours on 2 cores; may be interrupted
+    python benchmarks/coverage_models.py --families llama,bert,vit  # some
+    python benchmarks/coverage_models.py --minutes 30 --every 3     # a third of them, for half an hour
+    python benchmarks/coverage_models.py --table docs/coverage.md   # no run: write the page from the results so far
+
+Each family runs in a process of its own with limits on time and memory, and adds one JSON line to --results; families that
+have one are skipped. A family is built by the first of its heads and size schemes that runs one training step by itself
+(see zoo/). The plans are made for a device so slow that splitting always pays (a plan of a tiny model on a real device
+replicates everything, and so tests nothing), and random ones; `autoshard.verify` runs them with all ranks in one process and
+compares the loss, the outputs, every gradient and every updated weight with the model's own. Exit code 1 when one is wrong.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from zoo.build import CannotBuild, Example, build, short, without_loss  # noqa: E402
+from zoo.families import Candidate, candidates, families  # noqa: E402
+from zoo.page import write  # noqa: E402
+
+from autoshard.errors import AutoshardError  # noqa: E402
+from autoshard.graph import Graph  # noqa: E402
+from autoshard.simplify import simplify  # noqa: E402
+from autoshard.trace import trace  # noqa: E402
+from autoshard.verify.check import verify  # noqa: E402
+
+MESHES = ("d=4", "dp=2,tp=2")
+PLANS = ("split",)
+UNCLEAR = "not an error of autoshard:"
+MOST_HEADS = 4
+"""Heads of a family to try before giving up."""
+
+
+def examine(family: str, types: Sequence[str], meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
+    """Everything about one family as data; `stage` says how far it came."""
+    found: dict[str, Any] = {"family": family, "stage": "no model", "why": ""}
+    example = None
+    for candidate in candidates(tuple(types))[:MOST_HEADS]:
+        try:
+            example = build(candidate)
+        except CannotBuild as e:
+            found["why"] = found["why"] or f"{candidate.class_name}: {e}"
+            continue
+        found |= described(candidate, example)
+        break
+    if example is None:
+        found["why"] = found["why"] or "transformers has a config for it and no model class"
+        return found
+    example, graph, refused = traced(example)
+    if refused:
+        found |= {"why": refused, "clear": not refused.startswith(UNCLEAR)}
+    if graph is None:
+        return found | {"stage": "built"}
+    if refused:
+        found |= {"own_loss": False, "loss_refused": found.pop("why")}
+    found |= {"stage": "traced", "ops": len(graph.of_kind("call")),
+              "targets": sorted({str(op.target) for op in graph.of_kind("call")}), "meshes": {}}
+    for mesh in meshes:
+        found["meshes"][mesh] = verified(example, mesh, plans)
+    outcomes = [m["outcome"] for m in found["meshes"].values()]
+    found["stage"] = next((s for s in ("wrong", "failed") if s in outcomes), "verified")
+    return found | {"why": next((m["why"] for m in found["meshes"].values() if m["why"]), "")}
+
+
+def traced(example: Example) -> tuple[Example, Graph | None, str]:
+    """The example and its graph, and why the model's own loss was left out or nothing could be traced."""
+    refused = ""
+    for variant in (example, without_loss(example)) if example.own_loss else (example,):
+        try:
+            found = trace(variant.model, variant.args, variant.inputs, loss_fn=variant.loss_fn)
+            return variant, simplify(found.graph), refused
+        except Exception as e:
+            refused = refused or reason(e)
+    return example, None, refused
+
+
+def described(candidate: Candidate, example: Example) -> dict[str, Any]:
+    return {"class": candidate.class_name, "head": candidate.head, "config": candidate.model_type, "sizes": example.scheme,
+            "own_loss": example.own_loss, "parameters": sum(p.numel() for p in example.model.parameters()), "why": "",
+            "inputs": {k: list(v.shape) for k, v in example.inputs.items() if isinstance(v, torch.Tensor)}}
+
+
+def verified(example: Example, mesh: str, plans: Sequence[str]) -> dict[str, Any]:
+    """One training step on one mesh under every kind of plan."""
+    try:
+        report = verify(example.model, mesh, example.args, example.inputs, loss_fn=example.loss_fn, plans=plans,
+                        time_limit=10.0, optimizer="sgd")
+    except Exception as e:
+        return {"outcome": "failed", "why": reason(e), "clear": isinstance(e, AutoshardError)}
+    checks = [c for p in report.plans for c in p.checks]
+    bad = next((p for p in report.plans if not p.ok), None)
+    why = "" if bad is None else f"{bad.name}: {worst(bad.checks)}; {bad.first_wrong}"
+    return {"outcome": "verified" if bad is None else "wrong", "why": why, "dtype": report.dtype, "checks": len(checks),
+            "error": max(c.relative for c in checks), "collectives": [len(p.plan.collectives) for p in report.plans],
+            "unruled": sorted({f.target for p in report.plans for f in p.plan.fallbacks}), "random": report.plans[0].random}
+
+
+def worst(checks: Sequence[Any]) -> str:
+    c = max(checks, key=lambda c: c.badness)
+    return f"{c.kind} {c.name} is off by {c.relative:.1e}"
+
+
+def reason(e: BaseException) -> str:
+    return " ".join(str(e).split())[:600] if isinstance(e, AutoshardError) else f"{UNCLEAR} {short(e)}"
+
+
+# ---- processes
+
+def worker(queue: Any, gigabytes: float, *job: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 2**30),) * 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    started = time.process_time()
+    try:
+        result = examine(*job)
+    except BaseException as e:  # also out of memory: the line must be written
+        result = {"family": job[0], "stage": "no model", "why": short(e)}
+    queue.put(result | {"cpu_s": round(time.process_time() - started, 1)})
+
+
+def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float) -> dict[str, Any]:
+    """`examine(*job)` in a fork, which has the libraries loaded already."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    class Once:
+        put = staticmethod(send.send)
+
+    process = context.Process(target=worker, args=(Once, gigabytes, *job))
+    process.start()
+    send.close()
+    try:
+        answer = receive.recv() if receive.poll(seconds) else {"stage": "no model", "why": f"stopped after {seconds:.0f} s"}
+    except EOFError:
+        answer = {"stage": "no model", "why": "the process died"}
+    process.kill()
+    process.join()
+    return {"family": job[0]} | answer
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Architecture families of transformers: traced, planned, verified.")
+    parser.add_argument("--families", help="comma separated; default: all")
+    parser.add_argument("--every", type=int, default=1, help="every N-th family only (in an order that favours none)")
+    parser.add_argument("--offset", type=int, default=0, help="which of those: to share the work between processes")
+    parser.add_argument("--mesh", action="append", help=f"default: {' '.join(MESHES)}")
+    parser.add_argument("--plans", default=",".join(PLANS), help="kinds of plans of `autoshard verify`")
+    parser.add_argument("--minutes", type=float, help="start no family after this long")
+    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for one family")
+    parser.add_argument("--memory", type=float, default=4.0, help="GiB for one family")
+    parser.add_argument("--results", type=Path, default=Path("coverage-models.jsonl"))
+    parser.add_argument("--again", help="run families whose line has this stage once more; 'failed' includes 'built'")
+    parser.add_argument("--table", type=Path, help="write this page from the results, and run nothing")
+    return parser.parse_args(argv)
+
+
+def earlier(path: Path) -> dict[str, dict[str, Any]]:
+    """The latest line of every family."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {r["family"]: r for r in map(json.loads, lines)}
+
+
+def shuffled(known: Mapping[str, Any]) -> list[str]:
+    """A fixed order that is not the alphabet's, so that an interrupted run is a fair sample."""
+    return sorted(known, key=lambda family: hashlib.md5(family.encode()).hexdigest())
+
+
+def todo(options: argparse.Namespace, known: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    done = {f for f, r in earlier(options.results).items() if not options.again or r["stage"] not in options.again.split(",")}
+    wanted = options.families.split(",") if options.families else shuffled(known)[options.offset::options.every]
+    if unknown := [f for f in wanted if f not in known]:
+        sys.exit(f"no such family: {', '.join(unknown)}; families are folders of transformers.models")
+    yield from ((f, known[f]) for f in wanted if f not in done or options.families)
+
+
+def main() -> int:
+    options = arguments()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    known = families()
+    if options.table:
+        write(options.table, earlier(options.results), known)
+        return 0
+    deadline = time.time() + 60 * options.minutes if options.minutes else None
+    wrong = 0
+    for family, types in todo(options, known):
+        if deadline and time.time() > deadline:
+            break
+        job = (family, types, options.mesh or MESHES, options.plans.split(","))
+        result = run_one(job, options.time_limit, options.memory)
+        wrong += result["stage"] == "wrong"
+        with options.results.open("a") as out:
+            out.write(json.dumps(result) + "\n")
+        print(f"{family:28} {result['stage']:10} {result.get('cpu_s', 0):6.1f} s  {result['why'][:200]}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
