@@ -46,14 +46,18 @@ def solve_command(path: str, time_limit: float = 60.0, threads: int = 2, seed: i
     code = 128 + signals.number if signals.number else 0
     if solution.choice is not None:
         _publish(solution, problem, output, as_json)
+    elif code:
+        print("interrupted before any choice was found: nothing is written", file=sys.stderr)
     if not finished:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if solution.choice is not None else code or 1)  # a solver deep in C++ cannot be joined
+    if code:
+        return code
     if solution.status is Status.INFEASIBLE:
-        raise InfeasibleError(explain(problem, max(1.0, min(10.0, time_limit))))
+        raise InfeasibleError(f"{path}: {explain(problem, max(1.0, min(10.0, time_limit)))}")
     if solution.choice is None:
-        raise InfeasibleError(f"no feasible choice was found in {solution.seconds:.1f} s, nor proven impossible; try a longer --time-limit")
+        raise InfeasibleError(f"{path}: no feasible choice was found in {solution.seconds:.1f} s, nor proven impossible; try a longer --time-limit")
     return code
 
 

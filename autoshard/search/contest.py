@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import tempfile
+import zlib
 from itertools import chain
 from pathlib import Path
 
@@ -26,11 +27,16 @@ def read_problem(path: str | Path) -> Problem:
     path = Path(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            data = json.loads(file.read())
-    except (OSError, EOFError) as error:
+            text = file.read()
+    except (OSError, EOFError, zlib.error) as error:
         raise ProblemError(f"{path} cannot be read: {error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    if not text.strip():
+        raise ProblemError(f"{path} is empty; a problem in the contest's JSON is needed")
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProblemError(f"{path} is not JSON: {error}") from error
+    del text
     try:
         return parse_problem(data)
     except ProblemError as error:
@@ -107,7 +113,7 @@ def _intervals(nodes: dict, sizes: np.ndarray, limit: object) -> Intervals | Non
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
         raise ProblemError(f"usage_limit must be a number that is not negative, not {limit!r}")
     node = np.repeat(np.arange(len(sizes)), sizes)
-    first = np.repeat(np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes).astype(np.int64)
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
     amount = _numbers(usages, "nodes.usages")
     if len(amount) and (amount.min() < 0 or not np.isfinite(amount).all()):
         raise ProblemError("nodes.usages contains a negative or infinite usage")

@@ -18,7 +18,7 @@ from autoshard.search.large.exact import search_small, shrink, table_entries
 from autoshard.search.presolve import Infeasible
 
 STEPS = (0.1, 0.3, 0.05, 0.03)
-FACTORS = (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0, 40.0)
+FACTORS = (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, 10.0)
 HOT, COLD = 2e-5, 2e-8  # temperatures, in parts of the cost
 TREE = 100  # most nodes of one tree
 NOISE = 1.0
@@ -28,6 +28,7 @@ REPAIR = 0.1  # of the cost: how much the prices of overloaded rows grow between
 PATIENCE = 30  # chunks
 CLIMBING = 1e-3  # of the bound: a turn of the dual that gained more is followed by another
 TURNS = 8
+TRIALS = 10  # chunks before starts are compared
 
 
 @dataclass
@@ -69,7 +70,7 @@ def first_fitting(board: Board, core: Core, seed: int) -> None:
     """A choice that fits, whatever it costs: prices need long before what they suggest fits, and aim better when they
     know a cost. Given up after `PATIENCE` chunks without progress, or half the time."""
     dual, phase = Dual(core), Phase(board.clock, 0.5)
-    walker = _walker(dual, [_decoded(dual, 1.0)], seed)
+    walker = _walker(dual, _decoded(dual, 1.0), seed)
     least, waited = walker.tally[1], 0
     while walker.tally[1] > 0.0 and waited < PATIENCE and not phase.over():
         _move(dual, walker, HOT * max(abs(walker.tally[0] + core.constant), 1e-300))
@@ -111,8 +112,7 @@ def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int,
 
 def walk(board: Board, dual: Dual, seed: int, threads: int, share: float, heat: float) -> None:
     """Anneal on every thread for a share of the time; the best choice goes to the board."""
-    starts = _starts(board, dual)
-    walkers = [_walker(dual, starts, seed * 64 + i) for i in range(threads)]
+    walkers = _walkers(board, dual, seed, threads, 0.3 * share, heat)
     phases = [Phase(board.clock, share, threads) for _ in walkers]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda job: _anneal(board, dual, *job, heat), zip(walkers, phases, strict=True)))
@@ -157,13 +157,32 @@ def _spread(dual: Dual, packed_choice: np.ndarray) -> np.ndarray:
     return full
 
 
-def _walker(dual: Dual, starts: list[np.ndarray], seed: int) -> Walker:
+def _walkers(board: Board, dual: Dual, seed: int, threads: int, share: float, heat: float) -> list[Walker]:
+    """The most promising starts, one per thread: what a start is worth shows after a few moves, when it fits."""
+    found = [_walker(dual, choice, seed * 64 + i) for i, choice in enumerate(_starts(board, dual))]
+    phases = [Phase(board.clock, share, len(found)) for _ in found]
+
+    def try_out(walker: Walker, phase: Phase) -> None:
+        scale = heat * HOT * max(abs(walker.tally[0] + dual.core.constant), 1e-300)
+        for trial in range(TRIALS):
+            if phase.over():
+                return
+            _move(dual, walker, scale * (COLD / HOT) ** (trial / TRIALS))
+            phase.tick(CHUNK)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(try_out, found, phases))
+    board.clock.work += sum(p.work for p in phases)
+    found.sort(key=lambda w: (w.tally[2], w.tally[1]))
+    _offer(board, dual, found[0])
+    more = [_walker(dual, found[i % len(found)].choice, seed * 64 + i) for i in range(len(found), threads)]
+    return [*found[:threads], *more]
+
+
+def _walker(dual: Dual, choice: np.ndarray, seed: int) -> Walker:
     p = dual.packed
-    scored = []
-    for choice in starts:
-        load = messages.row_loads(p, choice)
-        scored.append((moves.violation(load, p), messages.total_cost(p, choice) + moves.excess_cost(load, p), choice, load))
-    over, cost, choice, load = min(scored, key=lambda s: s[:2])
+    load = messages.row_loads(p, choice)
+    over, cost = moves.violation(load, p), messages.total_cost(p, choice) + moves.excess_cost(load, p)
     rng = np.array([np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] | np.uint64(1)], dtype=np.uint64)
     tally = np.array([cost, over, cost if over <= 0.0 else np.inf, 1.0])
     return Walker(choice.copy(), choice.copy(), load.copy(), tally, rng, dual.best_prices.copy())
