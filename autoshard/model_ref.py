@@ -128,6 +128,12 @@ def _models() -> dict[str, Path]:
     return {p.stem.lower(): p for folder in folders for p in sorted(folder.glob("*.py")) if p.stem != "__init__"}
 
 
+def sizes_of(name: str) -> tuple[str, ...]:
+    """Sizes of a model of `models/`, the default first; () for any other name. Raises ModelError for a broken file."""
+    path = _models().get(name.lower())
+    return () if path is None else tuple(getattr(_load_file(path), "SIZES", ()))
+
+
 def _unknown_model(name: str) -> ModelError:
     known = sorted(_models())
     near = get_close_matches(name.lower(), known, n=1)

@@ -8,6 +8,7 @@ from autoshard.cli import compare as compare_command
 from autoshard.cli import diff as diff_command
 from autoshard.cli import plan as plan_command
 from autoshard.cli import solve as solve_command
+from autoshard.cli import verify as verify_command
 from autoshard.cli.clusters import clusters_app
 from autoshard.cli.request import takes_request
 from autoshard.errors import AutoshardError
@@ -30,6 +31,7 @@ app.command(epilog=plan_command.EXAMPLES)(takes_request(plan_command.plan))
 app.command()(plan_command.report)
 app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command(epilog=compare_command.EXAMPLES)(takes_request(compare_command.compare))
+app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify))
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")
 app.command(epilog=calibrate_command.EXAMPLES)(calibrate_command.calibrate)
