@@ -24,8 +24,8 @@ from autoshard.runtime.place import Place
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 25))
 HELD_SIZES = (2**11, 2**15, 3 * 2**16, 3 * 2**19, 3 * 2**21, 3 * 2**22)
 OPTIMIZER_SIZES, HELD_OPTIMIZER_SIZES = (2**8, 2**12, 2**16, 2**18, 2**20, 2**21), (2**14, 2**17, 3 * 2**18)
-TENSORS = 4
-"""Parameters in the model whose update is timed."""
+TENSORS, SMALL = 16, 2**16
+"""Parameters whose update is timed together, and a quarter as many of more than SMALL elements."""
 REPEAT_BELOW = 2e-3
 """Cases shorter than this are repeated to last so long; a clock tick and a barrier's skew are microseconds."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
@@ -35,11 +35,12 @@ Progress = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Work:
-    """A sample without its time, and what to run for it."""
+    """A sample without its time, and what to run for it: `together` on all ranks, after a barrier; `parts` of it at once."""
 
     sample: Sample
     run: Callable[[], Any]
     together: bool
+    parts: int = 1
 
 
 class Stopwatch:
@@ -112,7 +113,7 @@ def _round(work: list[Work], repeats: list[int], watch: Stopwatch) -> list[float
     for w, repeat in zip(work, repeats, strict=True):
         if w.together:
             watch.barrier()
-        own.append(watch.once(w.run, repeat))
+        own.append(watch.once(w.run, repeat) / w.parts)
     return watch.slowest(own)
 
 
@@ -164,15 +165,16 @@ def op_work(place: Place, dtypes: Sequence[torch.dtype]) -> Iterator[Work]:
 
 
 def optimizer_work(place: Place) -> Iterator[Work]:
-    """torch's AdamW on parameters as a compiled model holds them, per parameter."""
+    """torch's fused AdamW on parameters as a compiled model holds them. A step updates TENSORS of them, and a sample is
+    one: what the step costs by itself is spread over them, as in a model."""
     from autoshard.cost.compute import OPTIMIZERS
 
     for numel in (*OPTIMIZER_SIZES, *HELD_OPTIMIZER_SIZES):
-        params = [_parameter(place, numel) for _ in range(TENSORS)]
-        step = torch.optim.AdamW(params).step
+        params = [_parameter(place, numel) for _ in range(TENSORS if numel <= SMALL else TENSORS // 4)]
+        step = torch.optim.AdamW(params, fused=True).step
         amount = 4.0 * numel * OPTIMIZERS["adamw"][1]
         sample = Sample("optimizer", "adamw", amount, 0.0, numel in HELD_OPTIMIZER_SIZES, dtype="float32", moved=amount)
-        yield Work(sample, step, False)
+        yield Work(sample, step, False, len(params))
 
 
 def _parameter(place: Place, numel: int) -> torch.nn.Parameter:
