@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from contest_problems import write_problem
 
-from autoshard.search import evaluate
+from autoshard.search import Status, evaluate
 from autoshard.search.contest import read_problem
 
 SOLVE = "import sys; from autoshard.search.command import solve_command; sys.exit(solve_command(sys.argv[1], float(sys.argv[2]), output=sys.argv[3]))"
@@ -53,7 +53,7 @@ def kill_once(folder: Path, problem: Path, number: signal.Signals, after: float)
 
 
 def test_a_signal_writes_the_best_so_far(tmp_path):
-    problem, output = write_problem(tmp_path / "problem.json", seed=1, nodes=150), tmp_path / "answer.json"
+    problem, output = write_problem(tmp_path / "problem.json", seed=1, nodes=400), tmp_path / "answer.json"
     process = start(problem, 300.0, output)
     time.sleep(6.0)
     process.send_signal(signal.SIGTERM)
@@ -61,7 +61,7 @@ def test_a_signal_writes_the_best_so_far(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM, error
     if output.exists():  # on a very busy machine not even the file was read by then
         check_answer(problem, output)
-        assert "interrupted" in json.loads(output.read_text())["status"]
+        assert json.loads(output.read_text())["status"] in (Status.INTERRUPTED.value, Status.OPTIMAL.value)
     else:
         assert "interrupted before any choice was found" in error
 
