@@ -70,13 +70,28 @@ def functional_tracing(recorder: Recorder) -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)  # then an LSTM is matmuls and pointwise ops; its fused op cannot be split
     try:
         # a submodule under torch.compile runs as the Python it wraps
-        with torch.compiler.set_stance("force_eager"), enable_python_dispatcher(), recorder, FunctionalTensorMode():
+        with (torch.compiler.set_stance("force_eager"), _no_data_checks(), enable_python_dispatcher(), recorder,
+              FunctionalTensorMode()):
             yield
     finally:
         torch._C._set_mkldnn_enabled(one_dnn)
         log.disabled = silent
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
         torch.clear_autocast_cache()  # it may hold fake casts, keyed by addresses that will be reused
+
+
+@contextlib.contextmanager
+def _no_data_checks() -> Iterator[None]:
+    """`torch._check_tensor_all` and its like check values, which a trace does not have: they say yes meanwhile."""
+    names = [n for n in vars(torch) if n.startswith("_check_tensor_all")]
+    kept = {name: getattr(torch, name) for name in names}
+    for name in names:
+        setattr(torch, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name, check in kept.items():
+            setattr(torch, name, check)
 
 
 def functional(fake: torch.Tensor) -> torch.Tensor:
