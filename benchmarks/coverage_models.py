@@ -125,8 +125,9 @@ def reason(e: BaseException) -> str:
 
 # ---- processes
 
-def worker(queue: Any, gigabytes: float, *job: Any) -> None:
+def worker(queue: Any, gigabytes: float, seconds: float, *job: Any) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 2**30),) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds + time.process_time()),) * 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     started = time.process_time()
     try:
@@ -144,13 +145,13 @@ def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float) -> dict[str,
     class Once:
         put = staticmethod(send.send)
 
-    process = context.Process(target=worker, args=(Once, gigabytes, *job))
+    process = context.Process(target=worker, args=(Once, gigabytes, seconds, *job))
     process.start()
     send.close()
     try:
-        answer = receive.recv() if receive.poll(seconds) else {"stage": "no model", "why": f"stopped after {seconds:.0f} s"}
+        answer = receive.recv() if receive.poll(10 * seconds) else {"stage": "limit", "why": f"stopped after {10 * seconds:.0f} s"}
     except EOFError:
-        answer = {"stage": "no model", "why": "the process died"}
+        answer = {"stage": "limit", "why": f"the process died (more than {seconds:.0f} CPU seconds or {gigabytes:.0f} GiB)"}
     process.kill()
     process.join()
     return {"family": job[0]} | answer
@@ -164,7 +165,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mesh", action="append", help=f"default: {' '.join(MESHES)}")
     parser.add_argument("--plans", default=",".join(PLANS), help="kinds of plans of `autoshard verify`")
     parser.add_argument("--minutes", type=float, help="start no family after this long")
-    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for one family")
+    parser.add_argument("--time-limit", type=float, default=90.0, help="CPU seconds for one family (and ten times that of wall clock)")
     parser.add_argument("--memory", type=float, default=4.0, help="GiB for one family")
     parser.add_argument("--results", type=Path, default=Path("coverage-models.jsonl"))
     parser.add_argument("--again", help="run families whose line has this stage once more; 'failed' includes 'built'")

@@ -447,3 +447,16 @@ def test_70b_traces_in_little_memory():
     graph = trace(model, example, loss_fn=llama.loss, precision=Precision()).graph
     assert sum(op.outputs[0].numel for op in graph.of_kind("param")) > 68e9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 * 2**20, "KiB"
+
+
+def test_checks_of_data_are_not_part_of_the_graph():
+    class Checked(nn.Module):
+        def forward(self, x):
+            if torch.compiler.is_exporting():
+                torch._check_tensor_all(x > 0, lambda: "negative")
+            return x.relu()
+
+    graph = trace(Checked(), (torch.ones(4),)).graph
+    assert [str(op.target) for op in graph.of_kind("call")] == ["aten.gt.Scalar", "aten.relu.default"]
+    with pytest.raises(RuntimeError):
+        torch._check_tensor_all(torch.tensor([False]))
