@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 _HOMES = {
+    "annotate": "autoshard.annotate",
     "compile": "autoshard.api",
     "plan": "autoshard.api",
     "shard_batch": "autoshard.runtime.inputs",

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.annotate import Seeds, resolve_seeds
+from autoshard.annotate import MARKER, Seeds, held_by, resolve_seeds, seed_text
 from autoshard.assemble import make_plan
 from autoshard.baselines import baselines
 from autoshard.cost.cluster import load_cluster
@@ -54,13 +54,13 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
-    options = Options(optimizer_name(optimizer), precision, seeds or {}, inputs, outputs,
+    options = Options(optimizer_name(optimizer), precision, {**held_by(model), **(seeds or {})}, inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search)
     mesh, clock = as_mesh(mesh), Clock(progress)
     load_cluster(options.cluster).links_for(mesh)  # a bad cluster or mesh is reported before the long work
     with clock("trace"):
         traced = trace(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn=loss_fn,
-                       training=training, precision=precision)
+                       training=training, precision=precision, marks=options.marks)
     return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
 
 
@@ -84,7 +84,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
-    options = Options(optimizer_name(optimizer), precision, seeds or {}, inputs, outputs,
+    options = Options(optimizer_name(optimizer), precision, {**held_by(model), **(seeds or {})}, inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search)
     load_cluster(options.cluster).links_for(as_mesh(mesh))
 
@@ -95,7 +95,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     return compile_model(model, mesh, planner, example_inputs=example_inputs, example_kwargs=example_kwargs,
                          loss_fn=loss_fn, training=training, precision=precision, inputs=inputs, outputs=outputs,
                          batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=repr(options),
-                         checkpoint=checkpoint, device=device)
+                         checkpoint=checkpoint, device=device, marks=options.marks)
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
@@ -141,14 +141,22 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
     with clock("assemble"):
         found = make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
                           settings=options.settings(table.graph.training, has_loss),
-                          seeds={k: str(v) for k, v in options.seeds.items()})
+                          seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table, options))
     return replace(found, timings=dict(clock.seconds))
+
+
+def _seed_notes(table: CostTable, options: Options) -> tuple[str, ...]:
+    """How much every seed matched, and what `annotate` marked."""
+    matched = resolve_seeds(table.graph, table.mesh, options.seeds).matches
+    lines = [f"seed {key}={seed_text(options.seeds[key])} holds for {n} tensor{'s' if n > 1 else ''}" for key, n in matched.items()]
+    marked = sum(str(op.target) == MARKER and op.phase == "forward" for op in table.graph.of_kind("call"))
+    return (*lines, *([f"autoshard.annotate holds {marked} activation{'s' if marked > 1 else ''}"] if marked else []))
 
 
 def _holding(seeds: Seeds, graph: Graph, fixed: Mapping[str, Spec]) -> Seeds:
     held = {op.name: frozenset({tuple(fixed[op.target])}) for op in graph.of_kind("param", "buffer", "input")
             if op.target in fixed}
-    return Seeds({**seeds.specs, **held}, seeds.matches)
+    return replace(seeds, specs={**seeds.specs, **held})
 
 
 def as_mesh(mesh: Any) -> Mesh:

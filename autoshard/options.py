@@ -42,6 +42,13 @@ class Options:
         if self.memory_budget is not None and not self.memory_budget > 0:
             raise UsageError(f"memory_budget={self.memory_budget!r}: give a positive number of bytes")
 
+    @property
+    def marks(self) -> dict[str, str]:
+        """The seeds as text by key; `trace` takes those that name modules."""
+        from autoshard.annotate import seed_text
+
+        return {key: seed_text(value) for key, value in self.seeds.items()}
+
     def memory_limit(self, cluster: Cluster) -> float:
         """Bytes a rank may use: the budget, else what the device has."""
         return self.memory_budget or cluster.device.memory_capacity

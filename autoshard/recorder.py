@@ -20,6 +20,7 @@ TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py")
+COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
 STDLIB = os.path.dirname(os.__file__) + os.sep
 
 # The device is the runtime's choice, so it is no part of the program: lowering adds `device` to factories.
@@ -93,6 +94,9 @@ class Tape:
         if target._schema.is_mutable:
             raise TraceError(f"{target} writes in place where torch does not make it functional{self._at()}; "
                              "use the out-of-place form")
+        if target.namespace in COLLECTIVES:
+            raise TraceError(f"the model calls the collective {target} itself{self._at()}; a model is planned as one device would "
+                             "run it: take the collective out, and fix layouts with autoshard.annotate or seeds")
         args = self._freeze(args)
         kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items()
                        if k not in DEVICE_KWARGS and v is not torch.strided)

@@ -81,11 +81,21 @@ def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str
     result: dict[str, StrategySet] = {}
     for op in graph.ops:
         seed = seeds.specs.get(op.name)
-        key = (graph.calls[op.name] if op.kind == "call" else _placeholder_key(op, graph, outputs), seed)
+        reads = tuple((i, seeds.reads[op.name, i]) for i in range(len(op.refs)) if (op.name, i) in seeds.reads) if seeds.reads else ()
+        key = (graph.calls[op.name] if op.kind == "call" else _placeholder_key(op, graph, outputs), seed, reads)
         if key not in cache:
-            cache[key] = _strategies_of(op, graph, mesh, seed, outputs)
+            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seed, outputs), reads)
         result[op.name] = cache[key]
     return result
+
+
+def _reading(op: Op, found: StrategySet, reads: Sequence[tuple[int, frozenset[Spec]]]) -> StrategySet:
+    """The strategies that read their inputs as seeds on activations say."""
+    for index, allowed in reads:
+        found = found.keep(np.array([tuple(row) in allowed for row in found.inputs[:, index].tolist()], dtype=bool))
+    if not len(found):
+        raise SeedError(f"a seed on what {op.where} reads leaves it without a strategy; leave a dim open with ?")
+    return found
 
 
 def _placeholder_key(op: Op, graph: Graph, outputs: str) -> object:

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import _torch
+from autoshard.annotate import annotate, marks_of
 from autoshard.calling import Calling, TensorLeaf, Traced, arguments
 from autoshard.errors import AutoshardError, TraceError
 from autoshard.graph import Graph, Op, Ref
@@ -40,30 +41,33 @@ NORMS_IN_MASTER = (nn.modules.batchnorm._NormBase,)
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
-          precision: Precision | None = None) -> Traced:
+          precision: Precision | None = None, marks: Mapping[str, str] | None = None) -> Traced:
     """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`.
 
     Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
     left as it is. `training` asks for the backward pass (default: gradients are enabled and some parameter
     is trainable); dropout and batch norm follow `model.training`. The autocast context around the call holds
-    for the forward. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
+    for the forward. `marks` (glob over module paths -> seed text) hold what leaves these modules as
+    `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
 
     Raises TraceError, naming the user's line, for data-dependent control flow and what else cannot be one graph.
     """
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     with torch.random.fork_rng(devices=()):
-        return _Run(model, *arguments(args, kwargs), loss_fn, training, precision).traced()
+        return _Run(model, *arguments(args, kwargs), loss_fn, training, precision, marks or {}).traced()
 
 
 class _Run:
     """State of one trace; nothing of it outlives `traced()`."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-                 loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None) -> None:
+                 loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
+                 marks: Mapping[str, str]) -> None:
         if loss_fn is not None and not args:
             raise TraceError("with loss_fn the last positional argument is the target, and there is none; pass (x, target)")
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
+        self.marks = marks
         self.args = args
         self.flat, self.in_spec = pytree.tree_flatten((args, kwargs))
         self.tape = Tape()
@@ -140,6 +144,8 @@ class _Run:
                     memo.setdefault(id(value), value if value.device.type in ("cpu", "meta") else value.cpu())
         twin = _copy_tree(self.model, memo)
         for name, module in twin.named_modules():
+            for text in marks_of(name, self.marks, self.params):
+                module.register_forward_hook(lambda m, args, out, text=text: _mark(out, text))
             _track(module, name, self.tape.modules)
         return twin
 
@@ -343,6 +349,13 @@ def _track(module: nn.Module, name: str, stack: list[str]) -> None:
 
     module.register_forward_pre_hook(lambda *_: stack.append(name), prepend=True)
     module.register_forward_hook(leave, always_call=True)
+
+
+def _mark(out: Any, text: str) -> Any:
+    """A module's output, or the first of several, held as a seed says."""
+    if isinstance(out, torch.Tensor):
+        return annotate(out, text)
+    return type(out)((_mark(out[0], text), *out[1:])) if type(out) in (tuple, list) and out else out
 
 
 def _short(e: BaseException) -> str:

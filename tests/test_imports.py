@@ -23,7 +23,9 @@ LAYERS = (
     ("layouts",),
     ("rules", "cost"),
     ("flow",),
-    ("calling", "recorder", "trace", "annotate", "simplify", "layers", "interpret", "hf_model", "model_ref", "naming"),
+    ("naming",),
+    ("annotate",),
+    ("calling", "recorder", "trace", "simplify", "layers", "interpret", "hf_model", "model_ref"),
     ("strategies",),
     ("cost_table",),
     ("regions",),
@@ -45,7 +47,7 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "compile", "plan", "shard_batch", "verify"]
+PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "annotate", "compile", "plan", "shard_batch", "verify"]
 
 
 def modules() -> list[Path]:

@@ -1,28 +1,28 @@
 """Text of the command line -> values."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from autoshard.errors import UsageError
 
 
-def parse_seeds(texts: list[str]) -> dict[str, tuple[Any, ...]]:
-    """`["wq.weight=tp,-", "x=dp*tp,?"]` -> `{"wq.weight": ("tp", None), "x": (("dp", "tp"), "?")}`. Raises UsageError."""
-    seeds: dict[str, tuple[Any, ...]] = {}
+def parse_seeds(texts: list[str], file: Path | None = None) -> dict[str, Any]:
+    """`["wq.weight=tp,-"]` -> `{"wq.weight": Seed("tp,-", "--seed")}`, and the seeds of a YAML file before them.
+    Raises UsageError, also for a key that is given twice."""
+    seeds: dict[str, Any] = {}
+    if texts or file:
+        from autoshard.annotate import Seed, load_seeds
+
+        seeds |= load_seeds(str(file)) if file else {}
     for text in texts:
         key, _, dims = text.rpartition("=")
         if not key or not dims:
             raise UsageError(f"cannot read seed {text!r}; write for example 'layers.*.wq.weight=tp,-'")
         if key in seeds:
-            raise UsageError(f"seed {key!r} is given twice; keep one of them")
-        seeds[key] = tuple(_seed_dim(d.strip()) for d in dims.strip("[]").split(","))
+            raise UsageError(f"seed {key!r} is given twice, at {seeds[key].where} and on the command line; keep one of them")
+        seeds[key] = Seed(dims, "on the command line")
     return seeds
-
-
-def _seed_dim(text: str) -> Any:
-    if text in ("-", ""):
-        return None
-    return tuple(text.strip("()").split("*")) if "*" in text else text
 
 
 def parse_precision(text: str | None) -> Any:

@@ -49,6 +49,7 @@ class Request:
     inference: Annotated[bool, typer.Option("--inference", help="Forward pass only.")] = False
     seed: Annotated[Optional[list[str]], typer.Option(
         help="Fix a sharding: 'GLOB=AXIS,...', per tensor dim an axis, - for whole, ? for open. May be repeated.")] = None
+    seeds: Annotated[Optional[Path], typer.Option(help="YAML file of seeds, GLOB: AXIS,... a line.")] = None
     time_limit: Annotated[float, typer.Option(help="Seconds the search may take; the best plan so far is returned.")] = 60.0
     search: Annotated[str, typer.Option(help="Search backend; auto picks one.")] = "auto"
 
@@ -60,7 +61,7 @@ class Request:
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of `autoshard.plan`. Raises UsageError."""
         return {"cluster": self.cluster, "memory_budget": self.memory, "optimizer": self.optimizer,
-                "seeds": parse_seeds(self.seed or []), "precision": parse_precision(self.precision),
+                "seeds": parse_seeds(self.seed or [], self.seeds), "precision": parse_precision(self.precision),
                 "time_limit": self.time_limit, "search": self.search}
 
     def check(self) -> None:
@@ -95,7 +96,7 @@ class Request:
         options = Options(**{**settings, "memory_budget": parse_bytes(self.memory)})
         progress("trace", "")
         traced = trace(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), loss_fn=spec.loss_fn,
-                       training=not self.inference, precision=options.precision)
+                       training=not self.inference, precision=options.precision, marks=options.marks)
         return Asked(traced, parse_mesh(self.mesh), options, spec.loss_fn is not None,
                      {"reference": spec.reference, **spec.settings})
 

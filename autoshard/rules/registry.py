@@ -20,6 +20,7 @@ from autoshard.rules import (
     grouped,
     index,
     loss,
+    marker,
     norm,
     pointwise,
     random,
@@ -32,7 +33,7 @@ from autoshard.rules.types import LocalContext, Origin, Row, Rule
 from autoshard.spec import PSUM, R, Placement, is_partial
 
 FAMILIES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
-            grouped)
+            grouped, marker)
 
 
 def all_replicate(call: Call) -> Row:
@@ -49,7 +50,7 @@ def table() -> dict[Any, Rule]:
     Raises ValueError when two families claim one op."""
     out: dict[Any, Rule] = {}
     for family in FAMILIES:
-        rules = {**family.RULES, **getattr(family, "BY_NAME", {})}
+        rules = {**getattr(family, "RULES", {}), **getattr(family, "BY_NAME", {})}
         if twice := out.keys() & rules.keys():
             raise ValueError(f"op {next(iter(twice))} has a second rule in {family.__name__}")
         out.update(rules)

@@ -15,7 +15,7 @@ from autoshard.errors import UsageError
 from autoshard.plan import Plan
 from autoshard.runtime.agree import alone, share
 from autoshard.runtime.compile import Settings, build
-from autoshard.runtime.inputs import as_global, flatten_call, localize, wrap_output
+from autoshard.runtime.inputs import as_global, flatten_call, wrap_output
 from autoshard.runtime.place import Place
 from autoshard.runtime.shells import shell
 from autoshard.runtime.step import Function, Step
@@ -47,6 +47,7 @@ class CompiledModule(nn.Module):
         self._steps: dict[Any, Step] = {}
         self._latest: tuple[Any, Step] | None = None
         self._recipes: dict[Any, tuple[Any, ...]] = {}
+        self._wraps = self.passing.outputs == "dtensor" and place.device_mesh is not None
         self._accumulating = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
         self._seed: int | None = None
@@ -58,17 +59,13 @@ class CompiledModule(nn.Module):
         flat, tree = flatten_call(args, kwargs)
         key, tensors = self._key(flat, tree)
         step = self._steps.get(key) or self._build(key, flat, tree)
-        given = key[-1]
-        inputs = {f"input:{i}": localize(t, given[i], step.input_specs[f"input:{i}"], self.place)
-                  for i, t in enumerate(tensors) if f"input:{i}" in step.input_specs}
-        leaves = [self._stored.params[n] if n in self._stored.params else tensors[int(n.removeprefix("input:"))]
-                  for n in step.grad_names] if step.backward else []
         self._calls += 1
-        with self._without_autocast():
-            outs = step.run(inputs, leaves, mix(self._seed, self._calls), self)
-        wrapped = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self.place)
-                        for t, s, m in zip(outs, step.user_specs, step.user_metas, strict=True))
-        return step.calling.unflatten(wrapped)
+        with self._without_autocast() if key[0][1] else nullcontext():
+            outs = step.run(tensors, key[-1], mix(self._seed, self._calls), self)
+        if self._wraps:
+            outs = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self.place)
+                         for t, s, m in zip(outs, step.user_specs, step.user_metas, strict=True))
+        return step.calling.unflatten(outs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":
         """Trace, plan and lower for these inputs now, without running."""
@@ -100,7 +97,7 @@ class CompiledModule(nn.Module):
         args, kwargs = pytree.tree_unflatten(stand_ins, tree)
         self._sync_modes()
         traced = alone(self.place, lambda: trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn,
-                                                 precision=self.settings.precision))
+                                                 precision=self.settings.precision, marks=self.settings.marks))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = build(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
         self._steps[key] = step
@@ -116,8 +113,7 @@ class CompiledModule(nn.Module):
 
     def _without_autocast(self) -> Any:
         """Casts are part of the graph already."""
-        device = self.place.device.type
-        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        return torch.autocast(self.place.device.type, enabled=False)
 
     # --- gradients ---
 
