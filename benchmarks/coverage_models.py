@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,6 +158,11 @@ def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float) -> dict[str,
     return {"family": job[0]} | answer
 
 
+def warm_up() -> None:
+    """Load what is loaded at first use, once, before the forks."""
+    verify(torch.nn.Linear(8, 8), MESHES[0], (torch.randn(8, 8),), plans=PLANS)
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Architecture families of transformers: traced, planned, verified.")
     parser.add_argument("--families", help="comma separated; default: all")
@@ -169,6 +175,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=4.0, help="GiB for one family")
     parser.add_argument("--results", type=Path, default=Path("coverage-models.jsonl"))
     parser.add_argument("--again", help="run families whose line has this stage once more; 'failed' includes 'built'")
+    parser.add_argument("--ops", type=Path, default=Path("coverage-ops.json"), help="for --table: what coverage_ops.py found")
     parser.add_argument("--table", type=Path, help="write this page from the results, and run nothing")
     return parser.parse_args(argv)
 
@@ -198,8 +205,11 @@ def main() -> int:
     torch.set_num_threads(1)
     known = families()
     if options.table:
-        write(options.table, earlier(options.results), known)
+        ops = json.loads(options.ops.read_text()) if options.ops.exists() else None
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        write(options.table, earlier(options.results), known, ops, commit or "unknown")
         return 0
+    warm_up()
     deadline = time.time() + 60 * options.minutes if options.minutes else None
     wrong = 0
     for family, types in todo(options, known):

@@ -3,14 +3,17 @@
     python benchmarks/coverage_ops.py                                # everything: about half an hour on 2 cores
     python benchmarks/coverage_ops.py --ops softmax,linalg --dtypes float64,bfloat16
     python benchmarks/coverage_ops.py --minutes 5 --list missing
+    python benchmarks/coverage_ops.py --models coverage-models.jsonl --results coverage-ops.json   # for docs/coverage.md
 
 Every sample is traced like a model, forward and backward, so rules are tried on the calls they will meet. Each row of
 each distinct call is tried on one mesh axis of every size in --sizes that divides it, and pairs of rows on two axes:
-inputs are cut by the row, the op runs on every piece, outputs are put together and compared. Exit code 1 when a row is wrong.
+inputs are cut by the row, the op runs on every piece, outputs are put together and compared. Ops of the models in --models
+(what coverage_models.py found) that no sample reached are tried on the calls of such a model. Exit code 1 when a row is wrong.
 """
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -26,14 +29,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from autoshard.calling import Traced  # noqa: E402
 from autoshard.errors import AutoshardError  # noqa: E402
 from autoshard.graph import Call  # noqa: E402
 from autoshard.interpret import values  # noqa: E402
 from autoshard.rules import registry  # noqa: E402
 from autoshard.rules.factors import factor_graph  # noqa: E402
 from autoshard.rules.oracle import Wrong, check_rows, missing_rows  # noqa: E402
+from autoshard.rules.samples import SAMPLES  # noqa: E402
+from autoshard.rules.samples import build as build_sample  # noqa: E402
+from autoshard.rules.samples_special import SPECIAL  # noqa: E402
+from autoshard.simplify import simplify  # noqa: E402
 from autoshard.spec import divides as fits  # noqa: E402
 from autoshard.trace import trace  # noqa: E402
 
@@ -86,9 +94,14 @@ def calls_of(op: Any, sample: Any, grad: bool) -> Iterator[tuple[Call, list[torc
     grad = grad and any(t.requires_grad for t in model.tensors)
     traced = trace(model, tuple(t.requires_grad_(was.requires_grad) for t, was in zip(tensors, model.tensors, strict=True))
                    if grad else tensors, training=grad)
+    yield from values_of_calls(traced, {}, tuple(t.detach() for t in tensors), {})
+
+
+def values_of_calls(traced: Traced, state: Any, args: Any, kwargs: Any) -> Iterator[tuple[Call, list[torch.Tensor]]]:
+    """Every call of a graph with the tensors it meets in a run."""
     graph = factor_graph(traced.graph)
     tangents = {op.target: torch.randn(op.outputs[0].shape, dtype=op.outputs[0].dtype) for op in graph.of_kind("tangent")}
-    found = values(traced, {}, tuple(t.detach() for t in tensors), tangents=tangents)
+    found = values(traced, state, args, kwargs, tangents=tangents)
     for op in graph.of_kind("call"):
         yield graph.calls[op.name], [found[r.op][r.index] for r in op.refs]
 
@@ -195,6 +208,37 @@ def op_samples(options: argparse.Namespace) -> Iterator[tuple[str, Any, Any, boo
             yield from ((f"{info.name} {dtype}", info.op, s, grad) for s in samples[::step][:options.samples])
 
 
+def own_samples(options: argparse.Namespace) -> Iterator[tuple[Call, list[torch.Tensor]]]:
+    """The calls of autoshard's own rule tests."""
+    if options.ops:
+        return
+    for sample in (*SAMPLES, *SPECIAL):
+        yield build_sample(sample)
+
+
+def model_calls(path: Path, reached: set[str]) -> Iterator[tuple[Call, list[torch.Tensor]]]:
+    """Calls of ops that nothing reached so far, from the first model that uses each."""
+    from zoo.build import CannotBuild, build, without_loss
+    from zoo.families import Candidate
+    for line in path.read_text().splitlines():
+        found = json.loads(line)
+        wanted = set(found.get("targets", ())) - reached
+        if not wanted:
+            continue
+        try:
+            example = build(Candidate(found["config"], found["head"], found["class"]))
+        except CannotBuild as e:  # another version of transformers made the file
+            print(f"{found['family']} could not be built again: {e}", file=sys.stderr)
+            continue
+        if not found["own_loss"] and example.own_loss:
+            example = without_loss(example)
+        reached |= wanted
+        state = {n: t.detach() for n, t in (*example.model.named_parameters(), *example.model.named_buffers())}
+        traced = trace(example.model, example.args, example.inputs, loss_fn=example.loss_fn)
+        traced = Traced(simplify(traced.graph), traced.calling)
+        yield from (c for c in values_of_calls(traced, state, example.args, example.inputs) if str(c[0].target) in wanted)
+
+
 def sweep(options: argparse.Namespace, checker: Checker) -> Counter[str]:
     """Run everything asked for; what became of the samples."""
     outcome: Counter[str] = Counter()
@@ -220,7 +264,22 @@ def sweep(options: argparse.Namespace, checker: Checker) -> Counter[str]:
         outcome["traced"] += 1
         for call, tensors in calls:
             checker.check(call, tensors)
+    for call, tensors in own_samples(options):
+        outcome["of autoshard's own"] += 1
+        checker.check(call, tensors)
+    if options.models:
+        for call, tensors in model_calls(options.models, set(checker.tallies)):
+            outcome["calls of models"] += 1
+            checker.check(call, tensors)
     return outcome
+
+
+def save(path: Path, checker: Checker, outcome: Counter[str]) -> None:
+    """The figures as data."""
+    ops = {op: {"origin": t.origin, "calls": t.calls, "rows": t.rows, "checks": t.checks, "undivided": t.undivided,
+                "wrong": len(t.wrong), "missing": len(t.missing)} for op, t in sorted(checker.tallies.items())}
+    command = f"python {' '.join(sys.argv)}"
+    path.write_text(json.dumps({"command": command, "samples": dict(outcome.most_common()), "ops": ops}, indent=1))
 
 
 def summary(checker: Checker, outcome: Counter[str]) -> str:
@@ -244,6 +303,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=6, help="pairs of rows on two mesh axes per call")
     parser.add_argument("--searches", type=int, default=2, help="calls per op overload whose missing rows are searched")
     parser.add_argument("--minutes", type=float)
+    parser.add_argument("--models", type=Path, help="results of coverage_models.py, to reach all ops of its models")
+    parser.add_argument("--results", type=Path, help="write the figures here, as JSON")
     parser.add_argument("--list", choices=("missing", "refused"), help="print each of them")
     parser.add_argument("--verbose", action="store_true")
     return parser.parse_args(argv)
@@ -260,6 +321,8 @@ def main() -> int:
             for row, call in tally.missing.items():
                 print(f"missing {op} {tuple(m.shape for m in call.inputs)} {row}")
     print(summary(checker, outcome))
+    if options.results:
+        save(options.results, checker, outcome)
     return int(any(t.wrong for t in checker.tallies.values()))
 
 
