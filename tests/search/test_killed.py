@@ -46,7 +46,8 @@ def kill_once(folder: Path, problem: Path, number: signal.Signals, after: float)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode in (0, -number, 128 + number, 1), f"exit code {process.returncode} after {after:.2f} s: {error}"
-    assert "Traceback" not in error or "KeyboardInterrupt" in error or after < 3.0, error
+    expected = ("KeyboardInterrupt", "InfeasibleError", "mip_worker")  # during imports; nothing found yet; its worker's
+    assert "Traceback" not in error or any(word in error for word in expected), error
     if output.exists():
         check_answer(problem, output)
     return output.exists()

@@ -88,40 +88,11 @@ def _solve_tree(p: Packed, rng: np.ndarray, length: int, stamp: int, seen: np.nd
     for i in range(length):
         v = tree[i]
         place[v] = used
-        base, k = p.start[v], p.start[v + 1] - p.start[v]
-        own = value[used:used + k]
-        for s in range(k):
-            own[s] = cost[base + s]
-        if noise > 0.0:
-            for s in range(k):
-                own[s] -= noise * np.log(1.0 - _random(rng))
-        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            w = p.adj_node[a]
-            if not (seen[w] == stamp and count[w] == -1):
-                t0 = p.adj_table[p.adj_back[a]] + choice[w] * k
-                row = p.table[t0:t0 + k]
-                for s in range(k):
-                    own[s] += row[s]
+        k = p.start[v + 1] - p.start[v]
+        _own_values(p, rng, v, stamp, seen, count, cost, noise, choice, value[used:used + k])
         used += k
-    message = np.empty(2048)
     for i in range(length - 1, 0, -1):
-        v, a = tree[i], link[i]
-        w = p.adj_node[a]
-        k, width = p.start[v + 1] - p.start[v], p.start[w + 1] - p.start[w]
-        out = message[:width]
-        for t in range(width):
-            out[t] = np.inf
-        for s in range(k):
-            own_s = value[place[v] + s]
-            if own_s < np.inf:
-                t0 = p.adj_table[a] + s * width
-                row = p.table[t0:t0 + width]
-                for t in range(width):
-                    candidate = own_s + row[t]
-                    out[t] = candidate if candidate < out[t] else out[t]
-        target = value[place[w]:place[w] + width]
-        for t in range(width):
-            target[t] += out[t]
+        _pass_on(p, tree[i], link[i], value, place, value[used:])
     for i in range(length):
         v, a = tree[i], link[i]
         k = p.start[v + 1] - p.start[v]
@@ -135,6 +106,46 @@ def _solve_tree(p: Packed, rng: np.ndarray, length: int, stamp: int, seen: np.nd
             if candidate < best:
                 best, at = candidate, s
         new[v] = at
+
+
+@compiled
+def _own_values(p: Packed, rng: np.ndarray, v: int, stamp: int, seen: np.ndarray, count: np.ndarray, cost: np.ndarray,
+                noise: float, choice: np.ndarray, own: np.ndarray) -> None:
+    """What v's strategies cost with noise, towards the neighbours outside the tree."""
+    base, k = p.start[v], p.start[v + 1] - p.start[v]
+    for s in range(k):
+        own[s] = cost[base + s]
+    if noise > 0.0:
+        for s in range(k):
+            own[s] -= noise * np.log(1.0 - _random(rng))
+    for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+        w = p.adj_node[a]
+        if not (seen[w] == stamp and count[w] == -1):
+            t0 = p.adj_table[p.adj_back[a]] + choice[w] * k
+            row = p.table[t0:t0 + k]
+            for s in range(k):
+                own[s] += row[s]
+
+
+@compiled
+def _pass_on(p: Packed, v: int, a: int, value: np.ndarray, place: np.ndarray, message: np.ndarray) -> None:
+    """Add the best of v's values, given its parent's strategy, to the parent, to which entry `a` leads."""
+    w = p.adj_node[a]
+    k, width = p.start[v + 1] - p.start[v], p.start[w + 1] - p.start[w]
+    out = message[:width]
+    for t in range(width):
+        out[t] = np.inf
+    for s in range(k):
+        own_s = value[place[v] + s]
+        if own_s < np.inf:
+            t0 = p.adj_table[a] + s * width
+            row = p.table[t0:t0 + width]
+            for t in range(width):
+                candidate = own_s + row[t]
+                out[t] = candidate if candidate < out[t] else out[t]
+    target = value[place[w]:place[w] + width]
+    for t in range(width):
+        target[t] += out[t]
 
 
 @compiled
@@ -191,7 +202,7 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
     seen, count = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     tree, link = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
     frontier, place = np.empty(len(p.adj_node) + 1, dtype=np.int64), np.empty(n, dtype=np.int64)
-    value, trial = np.empty(p.start[n]), np.empty(len(load) + 1)
+    value, trial = np.empty(p.start[n] + np.max(np.diff(p.start))), np.empty(len(load) + 1)
     new, priced = choice.copy(), p.cost.copy()
     unit = np.empty(len(p.cost))
     _usage_price(p, prices, unit)
