@@ -59,7 +59,7 @@ def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixe
     unless `replan`. Raises what tracing, planning and lowering raise."""
     graph = alone(place, lambda: factor_graph(simplify(traced.graph)))
     fixed = {} if replan else dict(stored.specs)
-    text = share(place, f"graph {graph.hash} on {place.mesh}", lambda: _plan(
+    text = share(place, {"mesh": str(place.mesh), "graph of the model": graph.hash}, lambda: _plan(
         traced, graph, place.mesh, settings, fixed, fixed_inputs, replan).to_json(), settings.timeout)
 
     def lowered() -> tuple[Plan, Lowered]:

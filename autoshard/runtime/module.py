@@ -15,6 +15,7 @@ from autoshard.errors import UsageError
 from autoshard.plan import Plan
 from autoshard.runtime.agree import alone, share
 from autoshard.runtime.compile import Settings, build
+from autoshard.runtime.facts import call_facts
 from autoshard.runtime.inputs import as_global, flatten_call, wrap_output
 from autoshard.runtime.place import Place
 from autoshard.runtime.shells import shell
@@ -46,6 +47,8 @@ class CompiledModule(nn.Module):
         self._trainable = tuple(self._stored.params.values())
         self._steps: dict[Any, Step] = {}
         self._latest: tuple[Any, Step] | None = None
+        self._current: Step | None = None
+        self._told = place.pulse.told if place.mesh.size > 1 else [0]
         self._recipes: dict[Any, tuple[Any, ...]] = {}
         self._wraps = self.passing.outputs == "dtensor" and place.device_mesh is not None
         self._accumulating = False
@@ -57,8 +60,12 @@ class CompiledModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         flat, tree = flatten_call(args, kwargs)
-        key, tensors = self._key(flat, tree)
-        step = self._steps.get(key) or self._build(key, flat, tree)
+        key, tensors = alone(self.place, lambda: self._key(flat, tree))
+        step = self._steps.get(key)
+        if step is None or step is not self._current:
+            step = self._enter(key, flat, tree)
+        else:
+            self._told[0] += 1
         self._calls += 1
         with self._without_autocast() if key[0][1] else nullcontext():
             outs = step.run(tensors, key[-1], mix(self._seed, self._calls), self)
@@ -70,9 +77,9 @@ class CompiledModule(nn.Module):
     def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":
         """Trace, plan and lower for these inputs now, without running."""
         flat, tree = flatten_call(args, kwargs)
-        key, _ = self._key(flat, tree)
+        key, _ = alone(self.place, lambda: self._key(flat, tree))
         if key not in self._steps:
-            self._build(key, flat, tree)
+            self._enter(key, flat, tree)
         return self
 
     def _key(self, flat: list[Any], tree: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
@@ -86,12 +93,24 @@ class CompiledModule(nn.Module):
                  tuple([p.requires_grad for p in self._trainable]))
         return (modes, tree, shapes, given), tensors
 
+    def _enter(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
+        """Change to another variant, which all ranks do in the same call: a rank alone would wait in a collective."""
+        if self.place.mesh.size == 1:
+            self._seed = torch.initial_seed() if self._seed is None else self._seed
+            self._current = self._build(key, flat, tree, replan) if replan or key not in self._steps else self._steps[key]
+            return self._current
+        facts = call_facts(self._stored.module, self.settings, key, self._told[0] + 1, first=not self._steps)
+        with self.place.pulse.together(f"{facts['mode']} with inputs {facts['inputs']}"):
+            seed = share(self.place, facts, lambda: str(torch.initial_seed()), self.settings.timeout)
+            self._seed = int(seed) if self._seed is None else self._seed
+            known = None if replan else self._steps.get(key)
+            self._current = known or self._build(key, flat, tree, replan)
+        return self._current
+
     def _build(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
         if self._steps and not replan:
             log.info("new variant of the model (%s): tracing and planning it with the placements of the others",
                      "training" if torch.is_grad_enabled() else "inference")
-        if self._seed is None:
-            self._seed = int(share(self.place, "seed", lambda: str(torch.initial_seed()), self.settings.timeout))
         given = iter(key[-1])
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
         args, kwargs = pytree.tree_unflatten(stand_ins, tree)
@@ -169,7 +188,7 @@ class CompiledModule(nn.Module):
         key = self._latest[0]
         flat, tree = self._recipes[key]
         with torch.set_grad_enabled(key[0][0]):
-            step = self._build(key, flat, tree, replan=True)
+            step = self._enter(key, flat, tree, replan=True)
         self._stored.move(step.plan.placements, optimizer)
         self._steps, self._recipes = {key: step}, {key: (flat, tree)}
         return step.plan

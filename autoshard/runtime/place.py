@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard import _torch
 from autoshard.errors import MeshError
 from autoshard.mesh import Mesh, parse_mesh
+from autoshard.runtime.pulse import Pulse
 from autoshard.spec import Spec
 
 
@@ -35,6 +37,13 @@ class Place:
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the mesh, in mesh order."""
         return (0,) if self.device_mesh is None else tuple(self.device_mesh.mesh.flatten().tolist())
+
+    @cached_property
+    def pulse(self) -> Pulse:
+        """Of this rank; starts when it is first asked for. Ranks make their places in the same order."""
+        store, rank = _torch.default_store(), dist.get_rank()
+        name = "-".join(map(str, (self.ranks[0], self.ranks[-1], len(self.ranks), self.mesh)))
+        return Pulse(store, f"autoshard/pulse/{name}/{store.add(f'autoshard/places/{name}/{rank}', 1)}", rank)
 
     def slice(self, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
         """This rank's piece of a tensor that every rank has whole: a view. Axes in mesh order, major first."""

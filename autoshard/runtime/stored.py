@@ -19,6 +19,7 @@ from torch import nn
 from autoshard import _torch
 from autoshard.errors import ModelError, PlanError
 from autoshard.precision import Precision
+from autoshard.runtime.agree import alone, share
 from autoshard.runtime.place import Place, placements
 from autoshard.seeded import mix
 from autoshard.spec import R, Spec, format_spec, local_shape, replicated
@@ -102,8 +103,8 @@ class Stored:
         Raises ModelError for meta tensors that nothing initialises."""
         specs = {name: chosen.get(name, replicated(self.place.mesh)) for name, _ in self._named()}
         loaded = set(self.module.state_dict()) if checkpoint is not None else set()
-        for name, whole in self._initialised(seed, self._meta - loaded):
-            self._put(name, self._own_copy(whole, specs[name]), specs[name])
+        alone(self.place, lambda: self._initialise_meta(seed, self._meta - loaded, specs))
+        share(self.place, "initialised", lambda: "")  # what follows are collectives: no rank may be missing
         for name, t in self._named():
             if name not in self._meta:
                 self._put(name, self._own_copy(self._agreed(self.local(name)), specs[name]), specs[name])
@@ -113,6 +114,10 @@ class Stored:
             dcp.load(self.module.state_dict(), checkpoint_id=checkpoint)
         self.specs = specs  # last: a model that could not be filled stays unsettled
         self._meta.clear()
+
+    def _initialise_meta(self, seed: int, wanted: set[str], specs: Mapping[str, Spec]) -> None:
+        for name, whole in self._initialised(seed, wanted):
+            self._put(name, self._own_copy(whole, specs[name]), specs[name])
 
     def check(self, chosen: Mapping[str, Spec]) -> None:
         """Raises PlanError where a plan wants another placement than the stored one."""
