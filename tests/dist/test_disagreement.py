@@ -1,0 +1,112 @@
+"""Ranks that differ, go another way or die: a message on the others in bounded time, before any collective of the model."""
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import START, on_ranks  # noqa: E402
+from planners import random_planner  # noqa: E402
+
+from autoshard.errors import AutoshardError, LoweringError  # noqa: E402
+from autoshard.runtime import pulse  # noqa: E402
+from autoshard.runtime.agree import share  # noqa: E402
+from autoshard.runtime.compile import Settings  # noqa: E402
+from autoshard.runtime.module import CompiledModule  # noqa: E402
+from autoshard.runtime.place import locate  # noqa: E402
+
+pytestmark = pytest.mark.dist
+MESH, SOON, LOST = "dp=2", 20.0, 3.0
+
+
+def net(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8))
+
+
+def compiled(model: nn.Module, **settings) -> CompiledModule:
+    return CompiledModule(model, locate(MESH), Settings(random_planner(1), **settings))
+
+
+# --- on both ranks ---
+
+def differing_calls() -> None:
+    mine = dist.get_rank()
+    x = torch.ones(4, 8)
+    wide, short = compiled(net(8 + 8 * mine)), compiled(net())
+    for model, args, message in (
+            (wide, (x,), r"parameters: 0.weight \(8, 8\) torch.float32 against 0.weight \(16, 8\)"),
+            (short, (x[:4 - 2 * mine],), r"inputs: \(4, 8\) float32 against \(2, 8\) float32"),
+            (compiled(net()), (x.to(torch.float64 if mine else torch.float32),), "inputs: .* float32 against .* float64"),
+            (compiled(net().train(bool(mine))), (x,), "mode: evaluation mode, gradients on against training"),
+            (compiled(net(), key=f"time_limit={mine}"), (x,), "options: time_limit=0 against time_limit=1"),
+            (compiled(net(), loss_fn=(nn.functional.mse_loss, nn.functional.l1_loss)[mine]), (x, x), "loss_fn mse_loss against")):
+        start = time.monotonic()
+        with pytest.raises(LoweringError, match=message):
+            model(*args)
+        assert time.monotonic() - start < SOON
+    assert short(x).shape == (4, 8), "ranks that agree again go on"
+
+
+def another_way() -> None:
+    """Rank 1 runs a variant it has, and waits in its collective, while rank 0 prepares another: rank 0 finds out."""
+    model = compiled(net())
+    model(torch.ones(4, 8))
+    model.place.pulse.told[0] += 1
+    dist.barrier()
+    if dist.get_rank() == 1:  # stands for a call of the same variant, in whose collective it would hang
+        time.sleep(4.0)
+        return
+    start = time.monotonic()
+    model.place.pulse.told[0] -= 1
+    with pytest.raises(AutoshardError, match=r"rank 1 does not prepare call 2 .* inputs \(4, 8\) float32.* inputs \(2, 8\)"):
+        model(torch.ones(2, 8))
+    assert time.monotonic() - start < SOON
+
+
+def disagreements() -> None:
+    differing_calls()
+    another_way()
+
+
+def test_disagreements_are_named() -> None:
+    on_ranks(2, disagreements, timeout=120)
+
+
+# --- a killed rank ---
+
+def waits_for_the_dead(rank: int, folder: str) -> None:
+    pulse.LOST = LOST
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    place = locate(MESH)
+    share(place, "same", lambda: "both are there")
+    place.pulse.told[0] = 1
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        share(place, "same", lambda: "never")
+    except AutoshardError as e:
+        Path(folder, "said").write_text(f"{time.monotonic() - start:.1f} {e}")
+    os._exit(0)
+
+
+def test_a_killed_rank_is_missed(tmp_path: Path) -> None:
+    ranks = [START.Process(target=waits_for_the_dead, args=(r, str(tmp_path))) for r in (0, 1)]
+    for p in ranks:
+        p.start()
+    for p in ranks:
+        p.join(90)
+        assert p.exitcode is not None, "a rank hangs"
+    seconds, _, message = (tmp_path / "said").read_text().partition(" ")
+    assert "rank 1 has not been heard of" in message and "killed" in message
+    assert float(seconds) < LOST + SOON
