@@ -41,7 +41,7 @@ def kill_once(folder: Path, problem: Path, number: signal.Signals, after: float)
     """Whether there was an answer."""
     output = folder / "answer.json"
     output.unlink(missing_ok=True)
-    process = start(problem, 3.0, output)
+    process = start(problem, 8.0, output)
     time.sleep(after)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
@@ -82,5 +82,5 @@ def test_a_write_that_is_killed_leaves_the_old_file_or_the_new(tmp_path):
 def test_fifty_kills_at_random_moments(tmp_path):
     problem, rng = write_problem(tmp_path / "problem.json", seed=2, nodes=150), random.Random(7)
     signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-    answers = sum(kill_once(tmp_path, problem, signals[n % 3], rng.uniform(0.0, 6.0)) for n in range(50))
+    answers = sum(kill_once(tmp_path, problem, signals[n % 3], rng.uniform(1.0, 12.0)) for n in range(50))
     print(f"{answers} of 50 killed runs left an answer")

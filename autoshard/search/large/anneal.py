@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 
@@ -26,8 +27,9 @@ CHUNK = 500
 EXACT_TABLES = 60_000
 REPAIR = 0.1  # of the cost: how much the prices of overloaded rows grow between chunks while a walker does not fit
 PATIENCE = 30  # chunks
-CLIMBING = 1e-3  # of the bound: a turn of the dual that gained more is followed by another
-TURNS = 8
+CLIMBING = 1e-3  # of the bound in five rounds of sweeps
+LONGEST = 3.0
+AGAIN = 0.3  # of the steps, where prices are known
 TRIALS = 10  # chunks before starts are compared
 
 
@@ -82,32 +84,49 @@ def first_fitting(board: Board, core: Core, seed: int) -> None:
 
 
 def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int, share: float) -> Dual:
-    """One schedule per thread, then again from the best one's prices; more than twice only while the bound still climbs
-    steeply, as on a busy machine: poor prices make every later move poor."""
+    """One schedule per thread, then again, with smaller steps, from the best one's prices."""
     target = board.cost if math.isfinite(board.cost) else None
     best: Dual | None = None
-    for turn in range(TURNS):
-        before = -math.inf if best is None else best.bound
+    for _ in range(2):
+        factor = 1.0 if prices is None else AGAIN
         duals = [Dual(core, prices) for _ in range(threads)]
         for dual in duals:
             if best is not None:
                 dual.message[:] = best.message
-        phases = [Phase(board.clock, share / 2, threads) for _ in duals]
+        climbs = [_Climb(dual, board, share / 2, threads) for dual in duals]
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda job: job[0].ascend(job[1], target=target, step=job[2]), zip(duals, phases, STEPS)))
-        board.clock.work += sum(p.work for p in phases)
+            list(pool.map(lambda job: job[0].ascend(job[1], target=target, step=factor * job[2]), zip(duals, climbs, cycle(STEPS))))
+        board.clock.work += sum(c.phase.work for c in climbs)
         if best is not None:
             duals.append(best)
         best = max(duals, key=lambda d: d.bound)
         cheapest = min(duals, key=lambda d: d.state[4])
         best.state[4], best.best_choice = cheapest.state[4], cheapest.best_choice
         prices = best.row_prices()
-        priced = prices.any() or not len(best.rows)
-        if turn and priced and best.bound <= before + CLIMBING * abs(before):
-            break
     if math.isfinite(best.state[4]):
         board.offer(best.core.lift(_spread(best, best.best_choice)), "prices")
     return best
+
+
+class _Climb:
+    """A phase of the dual that may last `LONGEST` times its share while the bound still climbs steeply, as it does on a
+    busy machine: poor prices make every later move poor."""
+
+    def __init__(self, dual: Dual, board: Board, share: float, workers: int):
+        self.dual = dual
+        self.phase, self.usual = (Phase(board.clock, x, workers) for x in (min(0.5, LONGEST * share), share))
+        self.bounds: list[float] = []
+
+    def tick(self, work: int) -> None:
+        self.phase.tick(work)
+        self.usual.tick(work)
+        self.bounds.append(self.dual.bound)
+
+    def over(self) -> bool:
+        if self.phase.over() or not self.usual.over():
+            return self.phase.over()
+        before, now = self.bounds[-5:][:1], self.dual.bound  # five rounds are a few hundred sweeps
+        return bool(self.dual.prices.any() and before and now <= before[0] + CLIMBING * abs(now))
 
 
 def walk(board: Board, dual: Dual, seed: int, threads: int, share: float, heat: float) -> None:
