@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.search.problem import Problem
+from autoshard.search.undo import Keep, Masks, Undo
 
 
 class Table:
@@ -53,7 +54,7 @@ class Core:
         self.limit, self.price = limit, price
         self.base = np.zeros(len(limit))
         self.constant = 0.0
-        self.undo: list[tuple] = []
+        self.undo: list[Undo] = []
         self.same: dict[bytes, np.ndarray] = {}  # equal index vectors are one object, like tables
         self._memo: dict[tuple, tuple] = {}
 
@@ -99,10 +100,10 @@ class Core:
     def drop_edge(self, u: int, v: int) -> None:
         del self.adj[u][v], self.adj[v][u]
 
-    def keep(self, v: int, kept: np.ndarray) -> None:
-        """Keep only the strategies `kept` (indices, ascending) of v."""
+    def keep(self, v: int, kept: np.ndarray, change: np.ndarray | None = None) -> None:
+        """Keep only the strategies `kept` (indices, ascending) of v. For `change` see `undo.Keep`."""
         kept = self.same.setdefault(kept.tobytes(), kept)
-        self.undo.append(("keep", v, kept))
+        self.undo.append(Keep(v, kept, len(self.cost[v]), change))
         self.cost[v] = self.memo(np.take, self.cost[v], kept)
         for u, table in self.adj[v].items():
             new = self.memo(_take_rows, table, kept)
@@ -134,29 +135,24 @@ class Core:
         """Undo every reduction: from a choice on the nodes alive (others ignored) to one on all nodes."""
         full = np.array(choice, dtype=np.int64)
         for step in reversed(self.undo):
-            kind, v = step[0], step[1]
-            if kind == "keep":
-                full[v] = step[2][full[v]]
-            elif kind == "given one":
-                full[v] = step[3][full[step[2]]]
-            elif kind == "given two":
-                full[v] = step[4][full[step[2]], full[step[3]]]
-            else:  # "state": the strategy of v that a merged state stands for depends on a neighbour
-                full[v] = step[3][full[v], full[step[2]]]
+            step.lift(full)
         return full
+
+    def widen(self, possible: dict[int, np.ndarray], room: float, since: int) -> dict[int, np.ndarray]:
+        """Masks of the strategies that a choice may take that costs at most `room` more than the optimum, before the
+        reductions from number `since` of `undo` on. `possible` has those of the nodes alive now. Rows must be gone."""
+        masks = Masks(room, self.memo_shaped)
+        for v, mask in possible.items():
+            masks.put(v, mask)
+        for step in reversed(self.undo[since:]):
+            step.widen(masks)
+        return masks.of
 
     def project(self, choice: np.ndarray) -> np.ndarray:
         """The other way, where it is defined: strategies that were removed become -1."""
         part = np.array(choice, dtype=np.int64)
         for step in self.undo:
-            kind, v = step[0], step[1]
-            if part[v] < 0:
-                continue
-            if kind == "keep":
-                at = int(np.searchsorted(step[2], part[v]))
-                part[v] = at if at < len(step[2]) and step[2][at] == part[v] else -1
-            elif kind == "state":
-                part[v] = step[4][part[v]]
+            step.project(part)
         return part
 
     def price_rows(self, prices: np.ndarray) -> None:

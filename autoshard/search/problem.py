@@ -131,10 +131,7 @@ def evaluate(problem: Problem, choice: np.ndarray) -> float:
     if np.any((choice < 0) | (choice >= sizes)):
         at = int(np.flatnonzero((choice < 0) | (choice >= sizes))[0])
         raise ProblemError(f"node {at} has strategies 0 to {sizes[at] - 1}, the choice says {choice[at]}")
-    picks = choice.tolist()
-    parts = [c[s] for c, s in zip(problem.node_costs, picks, strict=True)]
-    parts += [e.table[e.rows[picks[e.u]], e.cols[picks[e.v]]] for e in problem.edges]
-    total = math.fsum(parts)
+    total = _without_rows(problem, choice)
     load = row_loads(problem, choice)
     excess = np.maximum(0.0, load - problem.row_limit)
     hard = np.isinf(problem.row_price)
@@ -142,6 +139,18 @@ def evaluate(problem: Problem, choice: np.ndarray) -> float:
     if np.any(excess[hard] > tolerance[hard]) or not _intervals_fit(problem.intervals, choice):
         return float("inf")
     return total + float(np.sum(excess[~hard] * problem.row_price[~hard]))
+
+
+def _without_rows(problem: Problem, choice: np.ndarray) -> float:
+    picks = choice.tolist()
+    parts = [c[s] for c, s in zip(problem.node_costs, picks, strict=True)]
+    parts += [e.table[e.rows[picks[e.u]], e.cols[picks[e.v]]] for e in problem.edges]
+    return math.fsum(parts)
+
+
+def priced_cost(problem: Problem, choice: np.ndarray, prices: np.ndarray) -> float:
+    """Cost of a choice when row r costs prices[r] x (load - limit), negative where there is room, and nothing else."""
+    return _without_rows(problem, choice) + float(np.dot(prices, row_loads(problem, choice) - problem.row_limit))
 
 
 def row_loads(problem: Problem, choice: np.ndarray) -> np.ndarray:

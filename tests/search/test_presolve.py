@@ -130,7 +130,7 @@ def test_a_reduction_does_something_on_random_problems(name: str):
 def test_distinct_two_rows_with_equal_specs_leave_the_cheaper():
     e = Edge(0, 1, np.array([[0.0, 1.0], [2.0, 3.0]]), np.array([0, 0, 1]), np.array([0, 1]))
     core = build(Problem((np.array([4.0, 3.0, 1.0]), np.zeros(2)), (e,)))[0]
-    assert core.cost[0].tolist() == [3, 1] and core.undo == [("keep", 0, core.undo[0][2])] and core.undo[0][2].tolist() == [1, 2]
+    assert core.cost[0].tolist() == [3, 1] and core.undo[0].kept.tolist() == [1, 2] and len(core.undo) == 1
 
 
 def test_dead_removes_row_and_column():

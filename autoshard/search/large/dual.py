@@ -14,6 +14,9 @@ from autoshard.search.presolve import Infeasible
 ROUND = 50  # sweeps between looks at the clock
 GUESS = 0.02  # of the bound: how far above it a step aims while no cost is known
 SETTLED = 1e-3  # relative progress of a round below which the first messages count as settled
+SWEEPS, ROUNDS = 20, 100  # of `converge`
+TIGHT, GAINED, STALL = 5e-10, 1e-7, 3  # relative: a bound that is reached; a gain that is none, and how often
+FINER = 2.0 ** -6
 SETTLE = 10  # more sweeps at the best prices, before a bound is read off
 
 
@@ -111,6 +114,41 @@ class Dual:
             messages.sweep(self.packed, cost, self.message, theta, True)
         messages.sweep(self.packed, cost, self.message, theta, False)
         return cost, constant
+
+    def converge(self, phase: Phase) -> tuple[float, np.ndarray, float]:
+        """Without rows: sweep until the decoded choice costs what the messages prove, or nothing is gained any more.
+
+        Returns (bound, choice per packed node, its cost)."""
+        p, bound, value = self.packed, -np.inf, np.inf
+        theta, choice = np.empty_like(p.cost), np.zeros(len(self.nodes), dtype=np.int64)
+        constant, flat = self.core.constant, 0
+        grid = _grid(p) * FINER  # nothing here sums whole numbers
+        for _ in range(ROUNDS):
+            for _ in range(SWEEPS):
+                messages.sweep(p, p.cost, self.message, theta, False)
+                messages.sweep(p, p.cost, self.message, theta, True)
+            messages.decode(p, p.cost, self.message, self.choice)
+            cost = float(messages.total_cost(p, self.choice)) + constant
+            if cost < value:
+                value, choice = cost, self.choice.copy()
+            messages.sweep(p, p.cost, self.message, theta, False)
+            self.proven = self.message.copy()
+            now = float(messages.decouple(p, p.cost, self.proven, grid)) + constant
+            flat = flat + 1 if now <= bound + GAINED * abs(bound) else 0
+            bound = max(bound, now)
+            phase.tick(SWEEPS)
+            if value - bound <= TIGHT * abs(bound) or flat >= STALL or phase.over():
+                break
+        self.state[1] = bound - constant
+        return bound, choice, value
+
+    def possible(self, upper: float) -> dict[int, np.ndarray]:
+        """Without rows: masks of the strategies, by core node, that a choice of cost at most `upper` may take."""
+        p, theta = self.packed, np.empty_like(self.packed.cost)
+        messages.sweep(p, p.cost, self.message, theta, False)
+        bound = float(messages.sweep(p, p.cost, self.message, theta, True)) + self.core.constant
+        alive = theta <= upper - bound + 1e-9 * max(abs(upper), abs(bound))
+        return {int(v): alive[p.start[i]:p.start[i + 1]] for i, v in enumerate(self.nodes)}
 
     def reduce(self, upper: float) -> tuple[Core, float]:
         """(core, bound): the core reparametrised, without the strategies and pairs that would cost more than `upper`.

@@ -23,14 +23,16 @@ CHEAP = (drop_dead, eliminate, contract, separate)
 ALL = (*CHEAP, dominate, merge_states)
 
 
-def reduce_core(core: Core, expired: Callable[[], bool] = lambda: False) -> None:
-    """Reduce `core` in place to a fixpoint, or until `expired()`: stopping early is only less reduced.
+def reduce_core(core: Core, expired: Callable[[], bool] = lambda: False, changed: list[int] | None = None) -> None:
+    """Reduce `core` in place to a fixpoint, or until `expired()`: stopping early is only less reduced. `changed`: the nodes
+    that changed since it was last reduced, by default all.
 
     Raises Infeasible when some node has no strategy left, or a hard row's least load is over its limit."""
     with np.errstate(invalid="ignore"):  # forbidden - forbidden: every rule says what it means by that
         price_certain_rows(core)
-        _sweep(core, core.alive, CHEAP, expired)
-        dirty = core.alive
+        dirty = core.alive if changed is None else sorted({v for u in changed for v in (u, *core.adj[u])})
+        _sweep(core, dirty, CHEAP, expired)
+        dirty = core.alive if changed is None else [v for v in dirty if core.cost[v] is not None]
         while dirty and not expired():
             _check_rows(core)
             _sweep(core, dirty, ALL, expired)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search.core import Core, Table
+from autoshard.search.undo import GivenOne
 
 LARGEST_GROWTH = 2_000_000
 
@@ -47,7 +48,14 @@ def _merge(core: Core, v: int, u: int, towards: Table, choice: np.ndarray) -> No
             core.add_edge(u, w, core.memo(_rows, table, choice))
     for item in items:
         core.add_item(u, item.lo, item.hi, core.memo(np.take, item.amount, choice))
-    core.undo.append(("given one", v, u, choice))
+    core.undo.append(GivenOne(v, u, choice, core.memo(_only, towards, choice)))
+
+
+def _only(towards: Table, choice: np.ndarray) -> np.ndarray:
+    """What each strategy of v costs more than the decided one: it is the only one there is."""
+    extra = np.full(towards.a.shape, np.inf)
+    extra[np.arange(len(choice)), choice] = 0.0
+    return extra
 
 
 def _decided_cost(towards: Table, cost: np.ndarray, choice: np.ndarray) -> np.ndarray:

@@ -27,10 +27,10 @@ def replacement(table: np.ndarray) -> np.ndarray | None:
 
 def dominate(core: Core, v: int) -> bool:
     tables = list(core.adj[v].values())
-    kept = core.memo(_undominated, core.cost[v], *tables, *load_profile(core, v))
-    if kept is None:
+    found = core.memo(_undominated, core.cost[v], *tables, *load_profile(core, v))
+    if found is None:
         return False
-    core.keep(v, kept)
+    core.keep(v, *found)
     return True
 
 
@@ -52,8 +52,9 @@ def _loads(shape: tuple, *amounts: np.ndarray) -> np.ndarray:
     return out
 
 
-def _undominated(cost: np.ndarray, *parts) -> np.ndarray | None:
-    """Indices of the strategies that stay; None when all do. Equal ones leave the first."""
+def _undominated(cost: np.ndarray, *parts) -> tuple[np.ndarray, np.ndarray] | None:
+    """(indices of the strategies that stay, [a, b]: the most that b instead of a adds); None when all stay. Equal ones
+    leave the first."""
     k = len(cost)
     worst = cost[None, :] - cost[:, None]
     fits = np.ones((k, k), dtype=bool)
@@ -74,4 +75,4 @@ def _undominated(cost: np.ndarray, *parts) -> np.ndarray | None:
     kept = np.ones(k, dtype=bool)
     for a in np.lexsort((-np.arange(k), -cost)):  # dearest and last first; only a strategy still kept may replace
         kept[a] = not (better[a] & kept).any()
-    return np.flatnonzero(kept)
+    return np.flatnonzero(kept), worst

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search.core import Core, Table
+from autoshard.search.undo import Fixed, GivenOne, GivenTwo
 
 LARGEST_PRODUCT = 30_000_000  # strategies of the three nodes multiplied; above this degree two is left alone
 LARGEST_TABLE = 250_000
@@ -27,7 +28,7 @@ def _fold_single(core: Core, v: int) -> bool:
         core.add_cost(u, core.memo(first_row, table))
     core.constant += float(core.cost[v][0])
     core.remove(v)
-    core.undo.append(("keep", v, np.zeros(1, dtype=np.int64)))
+    core.undo.append(Fixed(v, 0, np.zeros(1)))
     return True
 
 
@@ -38,25 +39,26 @@ def first_row(table: Table) -> np.ndarray:
 def _fix_isolated(core: Core, v: int) -> bool:
     best = int(np.argmin(core.cost[v]))
     core.constant += float(core.cost[v][best])
+    core.undo.append(Fixed(v, best, core.cost[v] - core.cost[v][best]))
     core.remove(v)
-    core.undo.append(("keep", v, np.full(1, best)))
-    core.undo.append(("keep", v, np.zeros(1, dtype=np.int64)))
     return True
 
 
 def _fold_leaf(core: Core, v: int) -> bool:
     (u, table), = core.adj[v].items()
-    cost, best = core.memo(fold, core.cost[v], table)
+    cost, best, extra = core.memo(fold, core.cost[v], table)
     core.remove(v)
     core.add_cost(u, cost)
-    core.undo.append(("given one", v, u, best))
+    core.undo.append(GivenOne(v, u, best, extra))
     return True
 
 
-def fold(cost: np.ndarray, table: Table) -> tuple[np.ndarray, np.ndarray]:
+def fold(cost: np.ndarray, table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(least cost, strategy of v that has it, what every strategy of v costs more) for each strategy of its neighbour."""
     total = table.T.a + cost
     best = np.argmin(total, axis=1)
-    return total[np.arange(len(total)), best], best
+    least = total[np.arange(len(total)), best]
+    return least, best, np.where(np.isfinite(total), total - least[:, None], np.inf)
 
 
 def _fold_between(core: Core, v: int) -> bool:
@@ -64,10 +66,11 @@ def _fold_between(core: Core, v: int) -> bool:
     nu, nv, nw = to_u.a.shape[1], len(core.cost[v]), to_w.a.shape[1]
     if nu * nv * nw > LARGEST_PRODUCT or nu * nw > max(LARGEST_TABLE, nv * (nu + nw)):
         return False
-    table, best = core.memo(join, to_u, core.cost[v], to_w)
+    parts = to_u, core.cost[v], to_w
+    table, best = core.memo(join, *parts)
     core.remove(v)
     core.add_edge(u, w, table)
-    core.undo.append(("given two", v, u, w, best))
+    core.undo.append(GivenTwo(v, u, w, best, parts))
     return True
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from autoshard.search.core import Core, Table
 from autoshard.search.presolve.dominance import load_profile, replacement
+from autoshard.search.undo import States
 
 
 def alike(table: np.ndarray) -> np.ndarray | None:
@@ -29,7 +30,7 @@ def merge_states(core: Core, v: int) -> bool:
     merged = core.memo(_merged, core.cost[v], towards, *others, *profile)
     if merged is None:
         return False
-    _apply(core, v, u, merged)
+    _apply(core, v, u, towards, merged)
     return True
 
 
@@ -52,9 +53,9 @@ def _told_apart_by_one(*parts) -> int | None:
     return None
 
 
-def _apply(core: Core, v: int, u: int, merged: tuple) -> None:
-    kept, cost, table, best, group = merged
-    core.undo.append(("state", v, u, best, group))
+def _apply(core: Core, v: int, u: int, towards: Table, merged: tuple) -> None:
+    kept, cost, table, best, group, offset = merged
+    core.undo.append(States(v, u, best, group, (towards, offset, table)))
     items, core.items[v] = core.items[v], ()
     for w, old in list(core.adj[v].items()):
         new = table if w == u else core.memo(_take, old, kept)
@@ -69,7 +70,7 @@ def _take(table: Table, kept: np.ndarray) -> Table:
 
 
 def _merged(cost: np.ndarray, towards: Table, *parts) -> tuple | None:
-    """(kept, cost, table to u, best original state [state, choice of u], group of each original) or None."""
+    """(kept, cost, table to u, best original state [state, choice of u], group and offset of each original) or None."""
     k = len(cost)
     same, shift = np.ones((k, k), dtype=bool), np.zeros((k, k))
     for part in parts:
@@ -97,4 +98,4 @@ def _merged(cost: np.ndarray, towards: Table, *parts) -> tuple | None:
         better = candidate < table[group[s]]
         table[group[s]][better] = candidate[better]
         best[group[s]][better] = s
-    return kept, np.zeros(len(kept)), Table(table), best, group
+    return kept, np.zeros(len(kept)), Table(table), best, group, offset

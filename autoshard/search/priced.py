@@ -1,0 +1,86 @@
+"""The problem at fixed prices of its rows: no rows are left, so it reduces well, and its bound is usually tight."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.search.board import MARGIN, Board
+from autoshard.search.clock import Phase
+from autoshard.search.core import Core
+from autoshard.search.large.dual import Dual
+from autoshard.search.large.exact import SMALL_TABLES, shrink, table_entries
+from autoshard.search.milp import solve_mip
+from autoshard.search.presolve import Infeasible, reduce_core
+from autoshard.search.presolve.pairs import merge_pairs
+from autoshard.search.problem import priced_cost
+
+GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
+TABLES = 2 * SMALL_TABLES
+LARGEST_PAIR = 256  # joint strategies
+MIP_SECONDS = 20.0
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """What the problem at `prices` gave: a `bound` that holds for the problem with rows, and the best choice found, or
+    None. `value` is what that choice costs at these prices: the bound, where it is tight."""
+
+    prices: np.ndarray
+    bound: float
+    value: float
+    choice: np.ndarray | None
+    dual: Dual
+    since: int
+
+    def possible(self, upper: float) -> dict[int, np.ndarray]:
+        """Masks of the strategies of the core before pricing that a choice of cost at most `upper` may take."""
+        return self.dual.core.widen(self.dual.possible(upper), upper - self.bound + MARGIN * abs(upper), self.since)
+
+
+def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int) -> Priced:
+    """Raises Infeasible when no choice is possible whatever the rows."""
+    free = core.copy()
+    free.price_rows(prices)
+    reduce_core(free, board.clock.expired)
+    merge_pairs(free, LARGEST_PAIR, board.clock.expired)
+    dual = Dual(free)
+    bound, picked, value = dual.converge(Phase(board.clock, 0.5))
+    choice = None
+    if math.isfinite(value):
+        full = np.zeros(len(core.cost), dtype=np.int64)
+        full[dual.nodes] = picked
+        choice = free.lift(full)
+    if value - bound > MARGIN * abs(bound):
+        bound, choice = _widen(board, dual, bound, value, choice, seed)
+    if choice is not None:
+        value = priced_cost(board.problem, choice, np.where(_always(board, core), board.problem.row_price, prices))
+    return Priced(prices, bound, value, choice, dual, len(core.undo))
+
+
+def _always(board: Board, core: Core) -> np.ndarray:
+    """Rows that presolve found to be over their limit whatever is chosen: their price is part of the costs by now."""
+    return (core.price == 0) & (board.problem.row_price > 0)
+
+
+def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndarray | None,
+           seed: int) -> tuple[float, np.ndarray | None]:
+    """Assume that the best is a little above the bound, remove what would cost more and solve the rest, until it is found."""
+    first = bound
+    for gap in GAPS:
+        upper = min(value, first + gap * max(abs(first), 1e-12))
+        try:
+            small = shrink(board, dual, upper)
+            if table_entries(small) > TABLES:
+                break
+            answer = solve_mip(small, min(MIP_SECONDS, board.clock.left), seed=seed)
+        except Infeasible:
+            bound = max(bound, upper)
+            continue
+        bound = max(bound, min(answer.bound, upper))
+        if answer.choice is not None:
+            return bound, small.lift(answer.choice)
+        if not answer.infeasible:
+            break
+    return bound, choice
