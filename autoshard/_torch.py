@@ -19,6 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -140,7 +141,8 @@ COLLECTIVES = {
 }
 """Functional collectives: they start the transfer and return a tensor that `WAIT` completes."""
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-COLLECTIVE_KINDS = {target: kind for kind, target in COLLECTIVES.items()}
+ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
+COLLECTIVE_KINDS = {**{target: kind for kind, target in COLLECTIVES.items()}, ALL_REDUCE_IN_PLACE: "all_reduce"}
 
 
 def fake_mode() -> Any:
@@ -182,9 +184,18 @@ def swap(dtensor: Any, local: torch.Tensor, placements: Any) -> None:
     dtensor._spec = dtensor_spec(spec.mesh, placements, spec.shape, local.dtype)
 
 
-def boxed(graph: torch.fx.Graph) -> None:
-    """Make the graph's code take one list and empty it, so that arguments die at their last use."""
-    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+DispatchMode = TorchDispatchMode
+"""Sees every op that reaches the dispatcher."""
+
+
+def kernel(op: Any) -> Callable[..., Any]:
+    """The C++ entry of an OpOverload, without the Python method around it."""
+    return op._op
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones too."""
+    return t.untyped_storage()._cdata
 
 
 def drop_saved(ctx: Any) -> None:

@@ -1,6 +1,7 @@
 """Random ops on many ranks: replicas must agree, shards must differ."""
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,30 @@ def seeded(op: Any, seed: int, salt: int, piece: int, *args: Any, **kwargs: Any)
         return op(*args, **kwargs)
     finally:
         generator.set_state(state)
+
+
+@cache
+def seeded_op(op: Any) -> Any:
+    """`seeded` for `op` as an op of its own, which compilers call and do not look into:
+    (seed: a tensor, so that a new seed is no new program; salt; piece; the arguments of `op`)."""
+    name = f"seeded_{op.name()}".replace("::", "_").replace(".", "_")
+    takes, _, gives = str(op._schema).partition("(")[2].rpartition(") -> ")
+    _library().define(f"{name}(Tensor seed, int salt, int piece, {takes}) -> {gives}")
+
+    def run(seed: torch.Tensor, salt: int, piece: int, *args: Any, **kwargs: Any) -> Any:
+        return seeded(op, int(seed), salt, piece, *args, **kwargs)
+
+    def shape(seed: torch.Tensor, salt: int, piece: int, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    _library().impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autoshard::{name}", shape, lib=_library())
+    return getattr(torch.ops.autoshard, name).default
+
+
+@cache
+def _library() -> torch.library.Library:
+    return torch.library.Library("autoshard", "FRAGMENT")
 
 
 def mix(*numbers: int) -> int:

@@ -8,31 +8,44 @@ import torch
 
 from autoshard import _torch
 from autoshard.errors import UsageError
-from autoshard.seeded import seeded
+from autoshard.runtime.in_place import overwrite
+from autoshard.runtime.straight import straight
+from autoshard.seeded import seeded, seeded_op
 
 
 def eager(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """The graph's generated Python. Values die at their last use, arguments too."""
-    _torch.boxed(module.graph)
-    module.recompile()
-    return module.forward
+    """Op by op, over memory that is free where possible. Values die at their last use, arguments too."""
+    overwrite(module.graph)
+    return straight(module.graph, name)
 
 
 def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Forward and backward are compiled each on its own: inductor fuses, and cannot change what is saved.
 
-    Raises UsageError for a graph with random ops, whose numbers must not depend on the compiler."""
-    random = [str(n.args[0]) for n in module.graph.nodes if n.target is seeded]
-    if random:
-        raise UsageError(f"backend=\"inductor\" cannot run {random[0]} on several ranks yet; use backend=\"eager\"")
+    Random ops on several ranks stay as they are in the eager backend, with the same numbers."""
+    seeds = _seeds_as_tensors(module.graph)
+    module.recompile()
     compiled: list[Any] = []
 
     def call(arguments: list[Any]) -> Sequence[torch.Tensor]:
+        for i in seeds:
+            arguments[i] = torch.tensor(arguments[i])
         if not compiled:  # at the first call, when strides and devices are known
             compiled.append(_torch.compile_with_inductor(module, arguments))
         return compiled[0](arguments)
 
     return call
+
+
+def _seeds_as_tensors(graph: torch.fx.Graph) -> tuple[int, ...]:
+    """Make random ops take their seed as a tensor; returns the positions of the arguments that are seeds."""
+    seeds = set()
+    for node in graph.nodes:
+        if node.target is seeded:
+            op, seed, *rest = node.args
+            node.target, node.args = seeded_op(op), (seed, *rest)
+            seeds.add(seed)
+    return tuple(i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder") if n in seeds)
 
 
 BACKENDS = {"eager": eager, "inductor": inductor}

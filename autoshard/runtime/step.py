@@ -1,7 +1,7 @@
 """One variant of the model as it runs: two local functions and one autograd node between them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,10 +15,12 @@ from autoshard import _torch
 from autoshard.graph import Graph
 from autoshard.lower import LocalGraph, Lowered, Port, bind, lower_deferred
 from autoshard.plan import Plan
+from autoshard.runtime.inputs import localize
 from autoshard.runtime.place import Place, placements
 from autoshard.runtime.route import route_of
 from autoshard.runtime.stored import Stored
 from autoshard.calling import Calling
+from autoshard.spec import Spec
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
@@ -51,8 +53,14 @@ class Step:
         self.user_metas = tuple(graph.meta(graph.op(f"user:{i}").refs[0]) for i in range(len(self.user_specs)))
         self.mutated = tuple(p.name for p in self.forward.gives if p.kind == "mutation")
         self.n_users = len(self.user_specs)
+        self.shards = tuple(prod(s for s, p in zip(place.mesh.sizes, spec, strict=True) if p >= 0) for spec in self.user_specs)
         tangents = {op.target for op in graph.of_kind("tangent")}
         self.constants = tuple(i for i in range(self.n_users) if i not in tangents)
+        self.takes = tuple((p.kind, p.name) for p in self.forward.takes)
+        used = {name for kind, name in self.takes if kind == "input"}
+        self.reads = tuple((int(name.removeprefix("input:")), name, spec) for name, spec in self.input_specs.items() if name in used)
+        self.grad_names: tuple[str, ...] = ()
+        self._known: dict[Function, tuple[tuple[str, int], ...]] = {}
         if self.backward:
             self.grad_names = tuple(p.name for p in self.backward.gives)
             self.kept = tuple(p for p in self.backward.takes if p.kind in ("param", "buffer"))
@@ -71,43 +79,54 @@ class Step:
 
     # --- forward ---
 
-    def arguments(self, inputs: Mapping[str, torch.Tensor], seed: int) -> list[Any]:
-        """Local tensors in the order the forward takes them."""
-        local = self.local
-        return [inputs[p.name] if p.kind == "input" else seed if p.kind == "seed" else local(p.name)
-                for p in self.forward.takes]
+    def arguments(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> list[Any]:
+        """Local tensors in the order the forward takes them, from the call's tensors and how each comes in."""
+        local, place = self.local, self.place
+        inputs = {name: localize(tensors[i], given[i], spec, place) for i, name, spec in self.reads}
+        return [inputs[name] if kind == "input" else seed if kind == "seed" else local(name) for kind, name in self.takes]
+
+    def leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What gradients go to, in the order of `grad_names`."""
+        params = self.stored.params
+        return [params[n] if n in params else tensors[int(n.removeprefix("input:"))] for n in self.grad_names]
 
     def write_back(self, values: Sequence[torch.Tensor]) -> None:
         for name, value in zip(self.mutated, values, strict=True):
             self.stored.write(name, value)
 
-    def run(self, inputs: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
-        """User outputs of one call, local. `leaves`: what gradients go to, in the order of `grad_names`."""
-        arguments = self.arguments(inputs, seed)
+    def run(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
+        """User outputs of one call, local."""
+        arguments = self.arguments(tensors, given, seed)
         if self.backward is None or not torch.is_grad_enabled():
             with torch.no_grad():
                 outs = self.forward.call(arguments)
             self.write_back(outs[self.n_users:self.n_users + len(self.mutated)])
             return tuple(outs[:self.n_users])
         kept = [self.local(p.name) for p in self.kept]
-        result = _Node.apply(self, model, arguments, kept, seed, *leaves)
+        result = _Node.apply(self, model, arguments, kept, seed, *self.leaves(tensors))
         return result if isinstance(result, tuple) else (result,)
 
     # --- backward ---
 
     def backward_arguments(self, function: Function, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor],
                            seed: int) -> list[Any]:
-        n = len(self.kept)
-        return [saved[self.kept_at[p]] if p.kind in ("param", "buffer")
-                else saved[n + self.saved_at[p]] if p.kind == "saved"
-                else seed if p.kind == "seed" else self._tangent(p.name, tangents[p.name]) for p in function.takes]
+        return [saved[i] if kind == "saved" else seed if kind == "seed" else self._tangent(i, tangents[i])
+                for kind, i in self._backward_takes(function)]
+
+    def _backward_takes(self, function: Function) -> tuple[tuple[str, int], ...]:
+        """Per argument: ("saved", which saved tensor), ("tangent", which) or ("seed", 0)."""
+        if function not in self._known:
+            n = len(self.kept)
+            self._known[function] = tuple(
+                ("saved", self.kept_at[p]) if p.kind in ("param", "buffer") else ("saved", n + self.saved_at[p]) if p.kind == "saved"
+                else (p.kind, p.name if p.kind == "tangent" else 0) for p in function.takes)
+        return self._known[function]
 
     def _tangent(self, i: int, tangent: torch.Tensor) -> torch.Tensor:
         """Losses are means over the global batch: a rank that averages its own shard of an output sees gradients
         as many times too large as there are shards."""
-        shards = prod(s for s, p in zip(self.place.mesh.sizes, self.user_specs[i], strict=True) if p >= 0)
-        if self.outputs == "local" and shards > 1:
-            tangent = tangent / shards
+        if self.outputs == "local" and self.shards[i] > 1:
+            tangent = tangent / self.shards[i]
         return tangent.contiguous()
 
     @cached_property

@@ -6,9 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from autoshard import _torch
 
 
@@ -21,7 +18,7 @@ class Issued:
     nbytes: int
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(_torch.DispatchMode):
     def __init__(self, axes: Mapping[str, str], found: list[Issued]) -> None:
         super().__init__()
         self.axes, self.found = axes, found
@@ -37,7 +34,8 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def recorded_collectives(device_mesh: Any) -> Iterator[list[Issued]]:
-    """The list of calls made inside the block, backward passes included, in order.
+    """The list of calls made inside the block, backward passes included, in order. Call the model's `prepare()`
+    before: lowering tries collectives on shapes, and those would be counted.
 
     Every functional collective is one call of its process group (they are not coalesced); a group that is none
     of the mesh's axes shows under its own name."""

@@ -1,0 +1,103 @@
+"""Ops that may overwrite an argument, because it dies there: no second buffer, no copy before an all-reduce.
+
+Only the eager backend needs this; inductor plans buffers by itself. The lowered graph stays functional.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autoshard import _torch
+from autoshard.lower import is_dense
+
+aten = torch.ops.aten
+OVERWRITE = {
+    aten.add.Tensor: (aten.add_.Tensor, (0, 1)),
+    aten.mul.Tensor: (aten.mul_.Tensor, (0, 1)),
+    aten.sub.Tensor: (aten.sub_.Tensor, (0,)),
+    aten.div.Tensor: (aten.div_.Tensor, (0,)),
+    aten.relu.default: (aten.relu_.default, (0,)),
+    _torch.COLLECTIVES["all_reduce"]: (_torch.ALL_REDUCE_IN_PLACE, (0,)),
+}
+"""Functional op -> its in-place form, and the arguments whose memory may take the result."""
+MAY_ALIAS = (aten.reshape.default, aten.contiguous.default, _torch.WAIT)
+"""Ops that may return their argument's memory, whatever the fake tensors say."""
+
+
+def overwrite(graph: Graph) -> int:
+    """Replace ops by their in-place forms where nobody can tell; returns how many. Arguments of the graph and
+    what it hands out stay untouched. Needs fake values in `meta["val"]`."""
+    memory = _Memory(graph)
+    count = 0
+    for i, node in enumerate(list(graph.nodes)):
+        target, candidates = OVERWRITE.get(node.target, (None, ()))
+        for k in candidates:
+            if target is not None and memory.may_take(node, k, i):
+                order = [node.args[k], *(a for j, a in enumerate(node.args) if j != k)]
+                node.target, node.args = target, tuple(order)
+                memory.join(node, order[0])
+                count += 1
+                break
+    return count
+
+
+class _Memory:
+    """Which nodes share memory, and when each piece of memory is read for the last time."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._root: dict[Any, Any] = {}
+        self._last: dict[Any, float] = {}
+        self._given: set[Any] = set()
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self._given |= set(self._keys(node))
+            if node.target in MAY_ALIAS:
+                self.join(node, node.args[0])
+        for i, node in enumerate(graph.nodes):
+            for read in node.all_input_nodes:
+                for root in self._group(read):
+                    self._last[root] = max(self._last.get(root, -1), float("inf") if node.op == "output" else i)
+
+    def may_take(self, node: Node, k: int, at: int) -> bool:
+        """Whether `node` (at position `at`) may write its result over its argument `k`."""
+        x = node.args[k]
+        if not isinstance(x, Node) or (k > 0 and (node.kwargs or len(node.args) > 2)):
+            return False
+        old, new = x.meta["val"], node.meta["val"]
+        if not isinstance(old, torch.Tensor) or old.shape != new.shape or old.dtype != new.dtype or old.stride() != new.stride():
+            return False
+        if not is_dense(old):
+            return False
+        mine = self._group(x)
+        others = [a for j, a in enumerate(node.args) if j != k and isinstance(a, Node)]
+        return (not mine & self._given and all(self._last[root] <= at for root in mine)
+                and not any(self._group(o) & mine for o in others))
+
+    def join(self, a: Node, b: Node) -> None:
+        """They share memory from now on."""
+        for one in self._keys(a):
+            for other in self._keys(b):
+                first, second = self._find(one), self._find(other)
+                if first != second:
+                    self._root[second] = first
+                    self._last[first] = max(self._last.get(first, -1), self._last.get(second, -1))
+                    if second in self._given:
+                        self._given.add(first)
+
+    def _group(self, node: Node) -> set[Any]:
+        return {self._find(key) for key in self._keys(node)}
+
+    def _find(self, key: Any) -> Any:
+        while key in self._root:
+            key = self._root[key]
+        return key
+
+    def _keys(self, node: Node) -> Iterator[Any]:
+        """The storages of a node's value."""
+        value = node.meta.get("val")
+        for t in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(t, torch.Tensor):
+                yield _torch.storage_key(t)
