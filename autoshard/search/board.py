@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +20,7 @@ class Board:
 
     def __init__(self, problem: Problem, clock: Clock, progress: Progress | None = None):
         self.problem, self.clock, self.progress = problem, clock, progress
+        self.lock = threading.RLock()  # walkers offer from their threads, and a signal may want the answer at any moment
         self.choice: np.ndarray | None = None
         self.cost, self.bound = math.inf, -math.inf
         self.infeasible = False
@@ -30,19 +32,21 @@ class Board:
     def offer(self, choice: np.ndarray, message: str = "") -> float:
         """Keep `choice` (for every node of the problem) if it is the best feasible one; returns its cost."""
         cost = evaluate(self.problem, choice)
-        if cost < self.cost:
-            self.tied_proven &= cost >= self.cost - MARGIN * abs(self.cost)  # cheaper than all tied ones: not tied itself
-            self.choice, self.cost = np.array(choice, dtype=np.int64), cost
-            self.report(message)
+        with self.lock:
+            if cost < self.cost:
+                self.tied_proven &= cost >= self.cost - MARGIN * abs(self.cost)  # cheaper than all tied ones: not tied itself
+                self.choice, self.cost = np.array(choice, dtype=np.int64), cost
+                self.report(message)
         return cost
 
     def raise_bound(self, bound: float, message: str = "") -> None:
         """`bound` must be valid up to `MARGIN`. Integer problems round it up."""
         if self.integral and math.isfinite(bound):
             bound = float(math.ceil(bound - MARGIN * max(1.0, abs(bound))))
-        if bound > self.bound:
-            self.bound = bound
-            self.report(message)
+        with self.lock:
+            if bound > self.bound:
+                self.bound = bound
+                self.report(message)
 
     @property
     def gap(self) -> float:
@@ -68,10 +72,11 @@ class Board:
             self.progress(self.cost, min(self.bound, self.cost), self.gap, self.clock.seconds, message)
 
     def solution(self) -> Solution:
-        bound = self.cost if self.proven else min(self.bound, self.cost)
-        if self.infeasible and self.choice is None:
-            bound = math.inf
-        return Solution(self.choice, self.cost, bound, self._status(), self.clock.seconds, self.stats)
+        with self.lock:
+            bound = self.cost if self.proven else min(self.bound, self.cost)
+            if self.infeasible and self.choice is None:
+                bound = math.inf
+            return Solution(self.choice, self.cost, bound, self._status(), self.clock.seconds, self.stats)
 
     def _status(self) -> Status:
         if self.proven:

@@ -21,7 +21,7 @@ from autoshard.search.infeasible import explain
 from autoshard.search.problem import Problem, Solution, Status
 
 GRACE = 0.3  # seconds the search gets to stop by itself after a signal or the time limit
-RESERVE = 0.2  # seconds kept back to write the answer
+RESERVE = 0.5  # seconds kept back to stop and to write the answer
 
 
 def solve_command(path: str, time_limit: float = 60.0, threads: int = 2, seed: int = 0, output: str | None = None,
@@ -43,22 +43,26 @@ def solve_command(path: str, time_limit: float = 60.0, threads: int = 2, seed: i
         board = Board(problem, Clock(max(0.05, time_limit - RESERVE), start=start), line.show)
         solution, finished = _search(board, threads, seed, signals)
         line.end()
+        if solution.choice is not None:
+            _publish(solution, problem, output, as_json)
+        elif signals.number:
+            print("interrupted before any choice was found: nothing is written", file=sys.stderr)
+        elif not finished:
+            print(f"error: {_nothing_found(path, solution)}", file=sys.stderr)
     code = 128 + signals.number if signals.number else 0
-    if solution.choice is not None:
-        _publish(solution, problem, output, as_json)
-    elif code:
-        print("interrupted before any choice was found: nothing is written", file=sys.stderr)
     if not finished:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code if solution.choice is not None else code or 1)  # a solver deep in C++ cannot be joined
-    if code:
-        return code
-    if solution.status is Status.INFEASIBLE:
-        raise InfeasibleError(f"{path}: {explain(problem, max(1.0, min(10.0, time_limit)))}")
-    if solution.choice is None:
-        raise InfeasibleError(f"{path}: no feasible choice was found in {solution.seconds:.1f} s, nor proven impossible; try a longer --time-limit")
+        os._exit(code if solution.choice is not None else code or 2)  # a solver deep in C++ cannot be joined
+    if solution.choice is None and not code:
+        if solution.status is Status.INFEASIBLE:
+            raise InfeasibleError(f"{path}: {explain(problem, max(1.0, min(10.0, time_limit)))}")
+        raise InfeasibleError(_nothing_found(path, solution))
     return code
+
+
+def _nothing_found(path: str, solution: Solution) -> str:
+    return f"{path}: no feasible choice was found in {solution.seconds:.1f} s, nor proven impossible; try a longer --time-limit"
 
 
 def _search(board: Board, threads: int, seed: int, signals: "_Signals") -> tuple[Solution, bool]:
