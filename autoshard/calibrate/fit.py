@@ -7,7 +7,7 @@ Restrictions", 1972). Noise can then not make a larger size cheaper, which the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import geometric_mean, median
 
@@ -15,7 +15,7 @@ import torch
 
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.cost import collectives
-from autoshard.cost.cluster import (COLLECTIVES, FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap)
+from autoshard.cost.cluster import (COLLECTIVES, FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster)
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.curve import Curve
 
@@ -93,7 +93,7 @@ def _device(machine: Machine, used: Sequence[Sample]) -> Device:
     fraction = {f: _fraction([s for s in ops if s.family == f], bandwidth, peak) for f in FAMILIES}
     overhead = min(s.seconds for s in light)
     return Device(machine.device, tuple(sorted(peak.items())), bandwidth, machine.memory, overhead,
-                  tuple((f, fraction[f]) for f in FAMILIES), _op_curves(used))
+                  tuple((f, fraction[f]) for f in FAMILIES), _op_curves(used), updates_together=machine.backend == "nccl")
 
 
 def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float]) -> float:
@@ -118,7 +118,11 @@ def _op_curves(used: Sequence[Sample]) -> tuple[tuple[str, Curve], ...]:
 
 
 def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:
-    """Latency from the smallest buffers, what is left as a curve over bytes on the wire per collective."""
+    """Latency from the smallest buffers, what is left as a curve over bytes on the wire per collective. One process alone
+    cannot measure a link: it gets that of a built-in profile, and a name that says so."""
+    if not samples:
+        stand_in = load_cluster("h100-dgx" if machine.links[i] == "nvlink" else "cpu-gloo").links[0]
+        return replace(stand_in, name=f"{stand_in.name}-not-measured")
     latency = _latency(samples)
     curves = {}
     for kind in COLLECTIVES:
@@ -130,7 +134,7 @@ def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:
     bandwidth = max(best)
     return Link(machine.links[i], machine.devices[i] if i + 1 < len(machine.links) else float("inf"), latency,
                 median(c.seconds[0] for c in curves.values()), bandwidth, min(geometric_mean(best) / bandwidth, 1.0),
-                measured=_bounded(curves))
+                measured=bounded(curves))
 
 
 def _latency(samples: Sequence[Sample]) -> float:
@@ -144,13 +148,15 @@ def _latency(samples: Sequence[Sample]) -> float:
     return min(max(median(slopes), 1e-8), limit) if slopes else limit / 2
 
 
-def _bounded(curves: dict[str, Curve]) -> tuple[tuple[str, Curve], ...]:
+def bounded(curves: dict[str, Curve]) -> tuple[tuple[str, Curve], ...]:
     """An exchange never costs more than the gather of the same local tensor, which could stand in for it: over n ranks
     that has n >= 2 times the bytes on the wire. The lower of two lines lies above its chord, so bounding the points of
     both curves bounds everything between."""
     if "all_to_all" in curves and "all_gather" in curves:
         exchange, gather = curves["all_to_all"], curves["all_gather"]
         amounts = sorted({*exchange.amounts, *(a / 2 for a in gather.amounts)})
-        lower = tuple(min(float(exchange(a)), float(gather(2 * a))) for a in amounts)
-        curves = {**curves, "all_to_all": Curve(tuple(amounts), lower)}
+        lower = [min(float(exchange(a)), float(gather(2 * a))) for a in amounts]
+        last = amounts[-1]  # from here on both are straight: go on with the flatter one
+        rise = min(float(exchange(2 * last) - exchange(last)), float(gather(4 * last) - gather(2 * last)))
+        curves = {**curves, "all_to_all": Curve((*amounts, 2 * last), (*lower, lower[-1] + rise))}
     return tuple(curves.items())

@@ -1,15 +1,27 @@
 """Properties of the collective formulas over all profiles, and the worked numbers of the docstrings."""
+from dataclasses import replace
+from math import inf
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.cluster import available, load_cluster
-from autoshard.cost.collectives import FORMULAS, seconds
+from autoshard.calibrate.fit import bounded
+from autoshard.cost.cluster import COLLECTIVES, AxisLink, available, load_cluster
+from autoshard.cost.collectives import FORMULAS, ring_steps, seconds, wire_bytes
+from autoshard.cost.curve import Curve
 from autoshard.errors import ClusterError
 from autoshard.mesh import Mesh
 
-CLUSTERS = {name: load_cluster(name) for name in available()}
+
+
+def unlimited(c):
+    """The cluster with as many nodes (or cards on its last link) as a test likes."""
+    return replace(c, links=(*c.links[:-1], replace(c.links[-1], devices=inf)))
+
+
+CLUSTERS = {name: unlimited(load_cluster(name)) for name in available()}
 SIZES = st.floats(min_value=0, max_value=1e12, allow_nan=False)
 profiles = st.sampled_from(sorted(CLUSTERS))
 kinds = st.sampled_from(sorted(FORMULAS))
@@ -96,3 +108,79 @@ def test_small_buffers_take_logarithmic_steps():
     ("all_gather", 64 << 20, 99), ("reduce_scatter", 32 << 20, 48), ("all_reduce", 32 << 20, 45), ("all_to_all", 32 << 20, 26)])
 def test_gloo_is_within_a_factor_of_two_and_a_half_of_measurements(kind, nbytes, milliseconds):
     assert 1 / 2.5 < seconds(kind, nbytes, axis_of("cpu-gloo", 2)) * 1e3 / milliseconds < 2.5
+
+
+MIB = 2**20
+# (collective, ranks, {MiB: microseconds}), where from. 8 ranks are one node, H100 and H200 have the same NVLink and switches.
+PUBLISHED = {
+    "8 x H100, github.com/drmysore/nebius-h100-8gpu-benchmark": ("all_reduce", 8, {1: 44, 10: 90, 100: 474, 1024: 4150}),
+    "8 x H200, github.com/stas00/ml-engineering, network/README.md, GB/s of the buffer": ("all_reduce", 8, {
+        m: m * MIB / (rate * 1e3) for m, rate in {
+            1: 22.82, 2: 36.87, 4: 61.23, 8: 88.87, 16: 125.65, 32: 157.62, 64: 198.01, 128: 229.67, 256: 249.23, 512: 257.31,
+            1024: 264.90, 2048: 268.10, 4096: 270.34, 8192: 272.83, 16384: 275.58}.items()}),
+    "2 x 8 H100, github.com/drmysore/nebius-h100-16gpu-benchmark": ("all_reduce", 16, {1: 88, 10: 157, 100: 647, 1024: 4520}),
+    "4 x 8 H200, 364.87 GB/s bus bandwidth, github.com/stas00/ml-engineering, network/README.md": (
+        "all_reduce", 32, {4096: 2 * 31 / 32 * 4096 * MIB / 364.87e3}),
+    "4 x 8 H100, peak 330.93 GB/s, git.onestrm.cn/aigatech/vpbenchmarking": (
+        "all_reduce", 32, {8192: 2 * 31 / 32 * 8192 * MIB / 330.93e3}),
+    "4 x 8 H100, peak 323.53 GB/s, git.onestrm.cn/aigatech/vpbenchmarking": (
+        "all_gather", 32, {8192: 31 / 32 * 8192 * MIB / 323.53e3}),
+    "8 x H200, 361.4 GB/s, github.com/stas00/ml-engineering, network/README.md": ("all_gather", 8, {16384: 7 / 8 * 16384 * MIB / 361.4e3}),
+    "8 x H200, 362.9 GB/s, github.com/stas00/ml-engineering, network/README.md": (
+        "reduce_scatter", 8, {16384: 7 / 8 * 16384 * MIB / 362.9e3}),
+}
+
+
+@pytest.mark.parametrize("source", PUBLISHED)
+def test_h100_within_20_percent_of_published_measurements(source):
+    kind, n, published = PUBLISHED[source]
+    for mib, microseconds in published.items():
+        assert seconds(kind, mib * MIB, axis_of("h100-dgx", n)) * 1e6 == pytest.approx(microseconds, rel=0.2), f"{mib} MiB"
+
+
+@given(profiles, SIZES, powers)
+def test_a_switch_that_reduces_never_makes_an_all_reduce_dearer(name, nbytes, n):
+    without = replace(CLUSTERS[name], links=tuple(replace(link, in_network=None) for link in CLUSTERS[name].links))
+    slow = without.links_for(Mesh(("a",), (n,)))[0]
+    assert seconds("all_reduce", nbytes, axis_of(name, n)) <= seconds("all_reduce", nbytes, slow)
+
+
+@given(profiles, kinds, SIZES, powers, st.floats(min_value=1, max_value=16))
+def test_oversubscription_slows_what_crosses_it_and_nothing_else(name, kind, nbytes, n, factor):
+    c = CLUSTERS[name]
+    thin = replace(c, links=(*c.links[:-1], replace(c.links[-1], oversubscription=factor)))
+    mesh = Mesh(("a",), (n,))
+    slow, fast = (seconds(kind, nbytes, x.links_for(mesh)[0]) for x in (thin, c))
+    crosses = c.links_for(mesh)[0].levels[-1:] and c.links_for(mesh)[0].levels[-1][0] == c.links[-1]
+    assert slow >= fast if crosses else slow == fast
+
+
+points = st.lists(st.tuples(st.floats(1, 1e4), st.floats(0, 1)), min_size=2, max_size=6)
+
+
+@given(st.lists(points, min_size=6, max_size=6), SIZES, SIZES, st.integers(1, 63), st.data())
+def test_measured_links_keep_the_properties(curves, a, b, n, data):
+    """Whatever was measured: free on one rank, monotone in bytes and ranks, exchange at most gather."""
+    link = replace(CLUSTERS["cpu-gloo"].links[0], measured=bounded(dict(zip(COLLECTIVES, map(curve_through, curves), strict=True))))
+    few, more = AxisLink(((link, n),)) if n > 1 else AxisLink(()), AxisLink(((link, n + 1),))
+    kind = data.draw(kinds)
+    assert seconds(kind, a, few) <= seconds(kind, a, more) * (1 + 1e-9)
+    assert seconds(kind, min(a, b), more) <= seconds(kind, max(a, b), more) * (1 + 1e-9)
+    assert seconds("all_to_all", a, more) <= seconds("all_gather", a * (n + 1), more) * (1 + 1e-9)
+
+
+def curve_through(pairs):
+    """A curve from steps in amount and seconds."""
+    amounts, times = np.cumsum([p[0] for p in pairs]), np.cumsum([p[1] for p in pairs]) + 1e-6
+    return Curve(tuple(amounts.tolist()), tuple(times.tolist()))
+
+
+def test_a_measured_link_repeats_its_measurements():
+    """2 ranks, curve through 1 MB in 3 ms on the wire: an all_gather of 2 MB takes that and one step of latency."""
+    link = replace(CLUSTERS["cpu-gloo"].links[0], measured=(("all_gather", Curve((0.0, 1e6), (1e-3, 3e-3))),))
+    axis = AxisLink(((link, 2),))
+    assert seconds("all_gather", 2e6, axis) == pytest.approx(3e-3 + 1e-4)
+    assert seconds("all_gather", 4e6, axis) == pytest.approx(5e-3 + 1e-4)
+    assert seconds("reduce_scatter", 2e6, axis) == seconds("reduce_scatter", 2e6, axis_of("cpu-gloo", 2))
+    assert [wire_bytes(k, 8.0, 4) for k in COLLECTIVES] == [6, 6, 12, 6, 8, 8]
+    assert [ring_steps(k, 4) for k in COLLECTIVES] == [3, 3, 6, 3, 2, 1]

@@ -130,6 +130,8 @@ def table_of(mesh, cluster, shape, dtype=torch.bfloat16, partials=(PSUM,)):
 @pytest.mark.parametrize("mesh, shape", [("2x4", (8, 256, 512)), ("2x8", (16, 1024, 64)), ("2x2x2", (32, 32))])
 def test_table_is_the_sum_of_its_steps_and_obeys_the_triangle(name, mesh, shape):
     mesh, cluster = parse_mesh(mesh), load_cluster(name)
+    if mesh.size > cluster.limit:
+        pytest.skip(f"{name} has {cluster.limit:.0f} devices")
     table, sources, targets = table_of(mesh, cluster, shape)
     moves = Redistribution(mesh, cluster)
     for i, src in enumerate(sources):

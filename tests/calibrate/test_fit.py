@@ -1,0 +1,156 @@
+"""Fitting without a machine: samples made from known numbers must come back as those numbers."""
+from dataclasses import replace
+from math import log2
+from statistics import median
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from autoshard.calibrate.cases import Pool, cases, prepare
+from autoshard.calibrate.fit import errors, fit, monotone
+from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Stopwatch, Work, op_work, time_rounds
+from autoshard.calibrate.overlap import Timing, fitted
+from autoshard.calibrate.report import label, page, show, warnings
+from autoshard.calibrate.run import Calibration
+from autoshard.calibrate.sample import Machine, Sample
+from autoshard.calibrate.toml import profile_text
+from autoshard.cost import collectives
+from autoshard.cost.cluster import COLLECTIVES, AxisLink, Overlap, load_cluster
+from autoshard.cost.compute import op_seconds
+from autoshard.errors import UsageError
+from autoshard.runtime.place import locate
+
+TRUTH = load_cluster("cpu-gloo")
+MACHINE = Machine("mine", "a made-up core", "gloo", 2, 8e9, ("loopback",), (2,), "2026-01-01")
+OVERLAP = Overlap(0.5, 0.4)
+
+
+def samples(noise=0.0, seed=0):
+    """What a machine with the numbers of cpu-gloo would show, with relative noise."""
+    rng = np.random.default_rng(seed)
+
+    def noisy(seconds):
+        return float(seconds * np.exp(noise * rng.standard_normal()))
+
+    out = [Sample("collective", kind, collectives.wire_bytes(kind, size, 2),
+                  noisy(collectives.seconds(kind, size, AxisLink(((TRUTH.links[0], 2),)))), size in HELD_SIZES, ranks=2, nbytes=size)
+           for size in (*SIZES, *HELD_SIZES) for kind in COLLECTIVES]
+    for k, amount in enumerate(np.logspace(3, 9, 19)):
+        for key, family in (("aten::add.Tensor", "pointwise"), ("aten::native_layer_norm", "norm")):
+            seconds = op_seconds(family, 0, amount, torch.float32, TRUTH.device)
+            out.append(Sample("op", key, amount, noisy(seconds), k % 3 == 1, family, "float32", moved=amount))
+        seconds = op_seconds("matmul", amount, 1, torch.float32, TRUTH.device)
+        out.append(Sample("op", "aten::mm", amount, noisy(seconds), k % 3 == 1, "matmul", "float32", moved=1))
+        out.append(Sample("optimizer", "adamw", amount, noisy(1e-5 + amount / 1e10), k % 3 == 1, dtype="float32", moved=amount))
+    return out
+
+
+def held_error(cluster, given, kind):
+    return median(abs(e.error) for e in errors(cluster, given) if e.sample.held_out and e.sample.kind == kind)
+
+
+@pytest.mark.parametrize("noise, collective, op", [(0.0, 0.02, 0.02), (0.1, 0.15, 0.15)])
+def test_fit_repeats_sizes_it_never_saw(noise, collective, op):
+    given = samples(noise)
+    cluster = fit(MACHINE, given, OVERLAP)
+    assert held_error(cluster, given, "collective") < collective
+    assert held_error(cluster, given, "op") < op and held_error(cluster, given, "optimizer") < op
+
+
+def test_the_profile_is_a_profile(tmp_path):
+    cluster = fit(MACHINE, samples(0.05), OVERLAP)
+    path = tmp_path / "mine.toml"
+    path.write_text(profile_text(cluster, cluster.description))
+    again = load_cluster(path)
+    assert again.name == "mine" and again.overlap == OVERLAP
+    assert {k for k, _ in again.links[0].measured} == set(COLLECTIVES)
+    assert all("calibrated 2026-01-01" in source for _, source in again.sources)
+    axis, same = (AxisLink(((c.links[0], 2),)) for c in (again, cluster))
+    for kind in COLLECTIVES:
+        assert collectives.seconds(kind, 3e5, axis) == pytest.approx(collectives.seconds(kind, 3e5, same), rel=1e-4)
+
+
+def test_two_group_sizes_give_the_latency():
+    """Of 2 and 4 ranks the small gathers differ by two steps."""
+    link = TRUTH.links[0]
+    small = [Sample("collective", "all_gather", 512.0 * (n - 1) / n, link.overhead + (n - 1) * link.latency, False, ranks=n, nbytes=512.0)
+             for n in (2, 4)]
+    large = [replace(s, amount=1e7, seconds=s.seconds + 0.02) for s in small]
+    ops = [s for s in samples() if s.kind == "op"]
+    assert fit(replace(MACHINE, ranks=4), [*small, *large, *ops], OVERLAP).links[0].latency == pytest.approx(link.latency)
+
+
+def test_one_process_has_no_links_to_measure():
+    given = [s for s in samples() if s.kind != "collective"]
+    cluster = fit(replace(MACHINE, ranks=1, links=("loopback",)), given, Overlap(0.0, 1.0))
+    assert cluster.links[0] == replace(TRUTH.links[0], name="loopback-not-measured")
+    assert held_error(cluster, given, "op") < 0.02
+
+
+def test_monotone_is_the_isotonic_regression_of_the_logs():
+    curve = monotone([(1, 2.0), (2, 1.0), (4, 8.0)])
+    assert curve.amounts == (1, 2, 4) and curve.seconds == pytest.approx((2**0.5, 2**0.5, 8))
+    assert monotone([(1, 1.0), (2, 4.0), (3, 2.0)]).seconds == pytest.approx((1, 8**0.5)), "a flat end would go on for ever"
+    assert monotone([(5, 3.0)])(1e9) == pytest.approx(3.0)
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        noisy = monotone([(a, float(np.exp(rng.standard_normal()))) for a in range(1, 9)])
+        assert all(b >= a for a, b in zip(noisy.seconds, noisy.seconds[1:], strict=False))
+
+
+def test_overlap_from_two_timings():
+    found = fitted(Timing(0.030, 0.015, 0.036), Timing(0.030, 0.060, 0.075))
+    assert (found.interference, found.eta) == pytest.approx((0.4, 15 / 18))
+    assert fitted(Timing(0.030, 0.015, 0.045), Timing(0.030, 0.060, 0.090)) == Overlap(0.0, 1.0)
+    assert Timing(0.030, 0.015, 0.036).hidden == pytest.approx(0.6)
+
+
+def test_cases_count_what_the_cost_model_counts():
+    device = torch.device("cpu")
+    pool = Pool(torch.float32, device)
+    for case in cases(device):
+        p = prepare(case, case.sizes[0], pool, False)
+        p.run()
+        assert p.amount > 0 and p.moved > 0 and p.dtype == "float32"
+    mm = next(c for c in cases(device) if str(c.target) == "aten.mm.default")
+    assert prepare(mm, (64, 32, 16), pool, False).amount == 2 * 64 * 32 * 16
+
+
+def test_rounds_come_from_the_clock():
+    """Time comes from the clock, repeats from the first run, and noise from the rounds."""
+    place = locate("one=1")
+    work = [w for w in op_work(place, (torch.float32,)) if w.sample.key == "aten::add.Tensor"][:2]
+    seen = []
+    out = time_rounds(work, Stopwatch(place), 0.0, lambda phase, detail: seen.append(detail))
+    assert len(seen) == MIN_ROUNDS and [s.key for s in out] == ["aten::add.Tensor"] * 2
+    assert all(1e-7 < s.seconds < 1.0 and s.spread >= 0 for s in out)
+
+
+def test_parts_share_the_time():
+    place = locate("one=1")
+    sample = Sample("optimizer", "adamw", 1.0, 0.0, False)
+    slow = Work(sample, lambda: torch.empty(1 << 16).normal_(), False)
+    whole, quarter = time_rounds([slow, replace(slow, parts=64)], Stopwatch(place), 0.0, lambda *a: None)
+    assert 3 < log2(whole.seconds / quarter.seconds) < 9, "64 parts, and a busy machine"
+
+
+def test_report_warns_of_a_poor_fit_and_writes_the_page(tmp_path):
+    given = samples(0.6)
+    cluster = fit(MACHINE, given, OVERLAP)
+    found = Calibration(cluster, tuple(given), tuple(errors(cluster, given)), None)
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))
+    show(found, console)
+    text = console.export_text()
+    assert "all_gather over 2" in text and "aten::mm float32" in text and "held-out" in text
+    assert any(w.startswith("collective: the median error") for w in warnings(found.errors))
+    assert warnings(errors(fit(MACHINE, samples(), OVERLAP), samples())) == []
+    page(found, tmp_path / "plot.html")
+    html = (tmp_path / "plot.html").read_text()
+    assert "aten::mm float32" in html and "held out" in html
+    with pytest.raises(UsageError, match="cannot write"):
+        page(found, tmp_path / "nowhere" / "plot.html")
+    assert label(given[0]) == "all_gather over 2"
+
+
