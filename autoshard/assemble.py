@@ -160,7 +160,7 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
         gap=max(0.0, objective - bound) / max(objective, 1e-30), status=solution.status.value,
         seeds=dict(seeds), notes=notes, search=_search_facts(formulation, solution))
     played = memory_of(table, plan, footprints or Footprints(table.mesh))
-    return replace(plan, memory=played.summary(getattr(table.cluster.device, "allocator_slack", 0.0), memory_limit), timeline=played.moments(),
+    return replace(plan, memory=played.summary(table.cluster.device.allocator_slack, memory_limit), timeline=played.moments(),
                    largest=played.largest())
 
 
@@ -168,7 +168,7 @@ def memory_of(table: CostTable, plan: Plan, footprints: Footprints) -> Timeline:
     """The plan's memory over one step of one rank."""
     trained = [op.name for op in table.graph.of_kind("param") if op.name in table.trained]
     return timeline(table.graph, plan, table.redistribution.steps, footprints, table.training.optimizer, trained,
-                    getattr(table.cluster.device, "updates_together", True))
+                    table.cluster.device.updates_together)
 
 
 def _search_facts(formulation: Formulation, solution: Solution) -> dict[str, Any]:

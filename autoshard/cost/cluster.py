@@ -38,6 +38,8 @@ class Device:
     efficiency        (op family, achievable fraction of peak or bandwidth) pairs, one per `FAMILIES`
     measured          (what, seconds over amount) pairs that stand in for the roofline; see `curve_of`
     fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
+    allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
+    updates_together  whether the optimizer updates all parameters in one call (foreach), or one by one
     """
 
     name: str
@@ -48,6 +50,8 @@ class Device:
     efficiency: tuple[tuple[str, float], ...]
     measured: tuple[tuple[str, Curve], ...] = ()
     fuses: bool = False
+    allocator_slack: float = 0.0
+    updates_together: bool = True
 
     @cached_property
     def _measured(self) -> dict[str, Curve]:
@@ -283,7 +287,8 @@ def _device(r: "_Reader") -> Device:
     fractions = tuple((k, efficiency.fraction(k, above_zero=True)) for k in FAMILIES)
     efficiency.finish()
     out = Device(r.take("name", str), rates, r.number("memory_bandwidth"), r.number("memory_capacity"),
-                 r.number("kernel_overhead"), fractions, r.curves("measured"), r.take("fuses", bool, False))
+                 r.number("kernel_overhead"), fractions, r.curves("measured"), r.take("fuses", bool, False),
+                 r.fraction("allocator_slack") if "allocator_slack" in r.keys() else 0.0, r.take("updates_together", bool, True))
     r.finish()
     for key, _ in out.measured:
         if "::" not in key and key.partition("/")[0] not in (*FAMILIES, OPTIMIZER):
