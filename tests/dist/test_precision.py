@@ -27,6 +27,8 @@ from autoshard.precision import Precision  # noqa: E402
 pytestmark = pytest.mark.dist
 BF16 = 2e-2
 """A few roundings of bfloat16 (2^-8 each) on sums that two ranks order differently."""
+LR = 0.5
+"""Large, so that an update is well above the rounding of a float32 weight."""
 SLOW = str(Path(__file__).with_name("slow-device.toml"))
 """Devices so slow that splitting the work always pays."""
 BATCH = 2048
@@ -69,16 +71,27 @@ def alone(**options) -> nn.Module:
 
 
 def compare(fast: nn.Module, slow: nn.Module, step, exact_step=None) -> None:
-    """Sharded against one process: within rounding, or as near as one process is to float32 where sums cancel."""
+    """Sharded against one process: within rounding, or as near as one process is to float32 where sums cancel.
+    Updated weights differ by what their gradients may, and by the rounding of the update."""
     exact = net()
     (exact_step or step)(exact)
     assert_near("loss", step(fast), step(slow), BF16)
+    limits: dict[str, float] = {}
     wanted, true = dict(slow.named_parameters()), dict(exact.named_parameters())
     for name, p in fast.named_parameters():
         assert p.dtype == p.grad.dtype == torch.float32, f"{name}: {p.dtype}, gradient {p.grad.dtype}"
         got, want = whole(p.grad), whole(wanted[name].grad)
         limit = max(BF16 * want.norm().item(), 2 * (want - true[name].grad).norm().item())
         assert (got - want).norm().item() <= limit, f"gradient of {name}: off by {(got - want).norm():.3e}, allowed are {limit:.3e}"
+        limits[name] = LR * limit + 1e-6 * want.norm().item()
+    before = {name: whole(p).clone() for name, p in fast.named_parameters()}
+    for model in (fast, slow):
+        torch.optim.SGD(model.parameters(), lr=LR).step()
+    for name, p in fast.named_parameters():
+        got, want = whole(p), whole(wanted[name])
+        assert not torch.equal(got, before[name]), f"{name} was not updated"
+        limit = limits[name] + 1e-7 * want.norm().item()
+        assert (got - want).norm().item() <= limit, f"updated {name}: off by {(got - want).norm():.3e}, allowed are {limit:.3e}"
 
 
 def backward(model: nn.Module) -> torch.Tensor:

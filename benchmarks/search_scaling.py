@@ -1,0 +1,138 @@
+"""How planning time and memory grow: with layers, mesh axes, ranks, and the number of strategies.
+
+    python benchmarks/search_scaling.py layers axes ranks --json scaling.json --plot scaling.html
+    python benchmarks/search_scaling.py ranks --points 8,64,512,4096
+
+Every point is planned in a process of its own; CPU seconds are process time, memory is the process's peak. A slope is
+that of a least-squares line through the logarithms: 1 is linear.
+
+    layers   llama with 2 to 128 small layers on dp=8, training
+    axes     llama 1B, 16 layers, 64 ranks as one, two and three mesh axes
+    ranks    llama 8B on dp=N/8,tp=8 (tp=N below 8 ranks)
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
+
+POINTS = {"layers": (2, 4, 8, 16, 32, 64, 128), "axes": (1, 2, 3), "ranks": (2, 8, 32, 128, 512, 4096)}
+LIMIT = 60.0
+"""CPU seconds for llama 8B on 4,096 ranks."""
+
+
+def subject(sweep: str, n: int) -> tuple[dict[str, Any], str]:
+    """(arguments of models.llama.build, mesh)."""
+    if sweep == "layers":
+        return {"size": "tiny", "layers": n, "batch": 8}, "dp=8"
+    if sweep == "axes":
+        return {"size": "1B", "batch": 64, "seq": 2048}, {1: "dp=64", 2: "dp=8,tp=8", 3: "pp=4,dp=4,tp=4"}[n]
+    return {"size": "8B", "batch": 512, "seq": 2048}, f"dp={n // 8},tp=8" if n > 8 else f"tp={n}"
+
+
+def point(sweep: str, n: int) -> dict[str, Any]:
+    """Plan one point in this process and measure it."""
+    from autoshard.api import Clock, as_mesh, plan_traced
+    from autoshard.options import Options
+    from autoshard.trace import trace
+    from models import llama
+
+    options, mesh = subject(sweep, n)
+    with torch.device("meta"):
+        model, inputs = llama.build(**options)
+    clock, start = Clock(None), time.process_time()
+    with clock("trace"):
+        traced = trace(model, inputs, {}, loss_fn=llama.loss)
+    plan = plan_traced(traced, as_mesh(mesh), Options(time_limit=600.0), clock=clock, has_loss=True)
+    return {"sweep": sweep, "n": n, "mesh": mesh, "ops": len(traced.graph.ops), "choices": plan.search["choices"],
+            "cpu_s": time.process_time() - start, "phases": clock.cpu_seconds,
+            "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "status": plan.status, "gap": plan.gap}
+
+
+def slope(xs: list[float], ys: list[float]) -> float:
+    """Of the least-squares line through (log x, log y)."""
+    a, b = [math.log(x) for x in xs], [math.log(y) for y in ys]
+    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
+    return sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True)) / sum((x - mean_a) ** 2 for x in a)
+
+
+def show(sweep: str, found: list[dict[str, Any]]) -> None:
+    print(f"\n{sweep:>8} {'mesh':>14} {'ops':>6} {'strategies':>10} {'trace':>7} {'build':>7} {'search':>7} {'CPU s':>7} {'GiB':>6}  status")
+    for p in found:
+        phases = p["phases"]
+        build = sum(phases[k] for k in ("simplify", "strategies", "costs", "formulate", "assemble"))
+        print(f"{p['n']:8} {p['mesh']:>14} {p['ops']:6} {p['choices']:10} {phases['trace']:7.1f} {build:7.1f} {phases['search']:7.1f} "
+              f"{p['cpu_s']:7.1f} {p['gib']:6.2f}  {p['status']} ({p['gap']:.1%})")
+    if len(found) > 1:
+        ns = [p["n"] for p in found]
+        print(f"slope against {sweep}: CPU seconds {slope(ns, [p['cpu_s'] for p in found]):.2f}, memory {slope(ns, [p['gib'] for p in found]):.2f}")
+    last = found[-1]
+    if sweep == "ranks" and last["n"] == 4096:
+        print(f"llama 8B on 4,096 ranks: {last['cpu_s']:.0f} CPU s, wanted under {LIMIT:.0f}: {'yes' if last['cpu_s'] < LIMIT else 'no'}")
+
+
+def by_strategies(found: list[dict[str, Any]]) -> None:
+    """All points together: what the number of strategies costs."""
+    if len({p["choices"] for p in found}) > 2:
+        choices, seconds = [p["choices"] for p in found], [p["cpu_s"] - p["phases"]["trace"] for p in found]
+        print(f"\nslope against strategies, over all points, without tracing: {slope(choices, seconds):.2f}")
+
+
+def plot(found: list[dict[str, Any]], path: Path) -> None:
+    """Log-log lines, one per sweep; an HTML page that needs no network."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout={"title": "CPU seconds to plan", "xaxis": {"type": "log", "title": "layers, axes or ranks"},
+                               "yaxis": {"type": "log", "title": "CPU seconds"}})
+    for sweep in dict.fromkeys(p["sweep"] for p in found):
+        mine = [p for p in found if p["sweep"] == sweep]
+        figure.add_scatter(x=[p["n"] for p in mine], y=[p["cpu_s"] for p in mine], name=sweep, mode="lines+markers")
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"any of {', '.join(POINTS)} (default: all)")
+    parser.add_argument("--points", help="instead of the sweep's own: numbers, comma-separated")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="write an HTML page (needs plotly)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        sweep, _, n = options.one.partition(":")
+        print(json.dumps(point(sweep, int(n))))
+        return
+    unknown = set(options.sweeps) - set(POINTS)
+    if unknown:
+        parser.error(f"no sweep {sorted(unknown)[0]!r}; choose from {', '.join(POINTS)}")
+    found = []
+    for sweep in options.sweeps or POINTS:
+        mine = []
+        for n in map(int, options.points.split(",")) if options.points else POINTS[sweep]:
+            done = subprocess.run([sys.executable, __file__, "--one", f"{sweep}:{n}"], stdout=subprocess.PIPE, text=True,
+                                  env={**os.environ, "OMP_NUM_THREADS": "1"})
+            if done.returncode:
+                sys.exit(f"{sweep} {n} failed with exit code {done.returncode}")
+            mine.append(json.loads(done.stdout.splitlines()[-1]))
+        show(sweep, mine)
+        found += mine
+    by_strategies(found)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.plot:
+        plot(found, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Data parallelism with a larger batch, and the same accuracy: the linear scaling rule with warm-up (arXiv 1706.02677).
+
+    python examples/large_batch.py                                                    one process, batch 32
+    torchrun --nproc-per-node 2 examples/large_batch.py --batch 256                   two processes, eight times the batch
+
+The learning rate grows with the batch, reached step by step over the first epochs; everything else stays. An epoch
+has fewer, larger steps, so the collectives of data parallelism are paid less often. Needs scikit-learn for its digits.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "benchmarks")]
+from mnist_parallel import TRAIN, accuracy, batches, digits  # noqa: E402
+
+import autoshard  # noqa: E402
+from models import mlp  # noqa: E402
+
+BASE = 32
+LR = 0.05
+
+
+def train(batch: int, epochs: int, warmup: int) -> float:
+    """Accuracy on the test images."""
+    images, labels = digits()
+    torch.manual_seed(0)
+    model, _ = mlp.build("base", batch=batch)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    compiled = autoshard.compile(model, f"dp={world}", next(batches(images, labels, batch, 1, 0)), loss_fn=mlp.loss, optimizer="sgd")
+    steps = TRAIN // batch
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=LR)
+    target, ramp = LR * batch / BASE, warmup * steps
+    for epoch in range(epochs):
+        for i, (x, y) in enumerate(batches(images, labels, batch, steps, epoch)):
+            done = min(1.0, (epoch * steps + i + 1) / max(ramp, 1))
+            optimizer.param_groups[0]["lr"] = LR + (target - LR) * done
+            optimizer.zero_grad()
+            compiled(x, y).backward()
+            optimizer.step()
+    whole = mlp.build("base")[0]
+    whole.load_state_dict({n: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for n, p in compiled.named_parameters()})
+    return accuracy(whole, images, labels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=BASE)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5, help="epochs until the full learning rate")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = train(options.batch, options.epochs, options.warmup)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"batch {options.batch}, learning rate {LR * options.batch / BASE:g}: {found:.1%} of the test images")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
