@@ -102,6 +102,9 @@ def seed_text(value: Any) -> str:
         raise SeedError(f"a seed has value {value!r}; give one entry per tensor dim, for example ('tp', None) or 'tp,-'")
     if value and all(isinstance(v, (Shard, Replicate, Partial)) for v in value):
         return ",".join(f"S({v.dim})" if isinstance(v, Shard) else "R" if isinstance(v, Replicate) else "P" for v in value)
+    odd = [v for v in value if not (v is None or v is ... or isinstance(v, (str, tuple, list)))]
+    if odd:
+        raise SeedError(f"a seed has the entry {odd[0]!r}; an entry is an axis, a tuple of axes, None, '?' or ...")
     return ",".join("?" if v in OPEN[1:2] else "..." if v in OPEN else "-" if v in WHOLE else v if isinstance(v, str)
                     else "*".join(map(str, v)) for v in value)
 
