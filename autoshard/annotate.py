@@ -53,6 +53,14 @@ class Seeds:
     matches: Mapping[str, int] = field(default_factory=dict)
     reads: Mapping[tuple[str, int], frozenset[Spec]] = field(default_factory=dict)
 
+    @property
+    def held(self) -> frozenset[str]:
+        """Names of the ops that seeds restrict."""
+        return frozenset((*self.specs, *(op for op, _ in self.reads)))
+
+    def __bool__(self) -> bool:
+        return bool(self.specs or self.reads)
+
 
 # -- inside a model ---------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from autoshard.layers import repeated_layers
 from autoshard.mesh import Mesh, parse_mesh
 from autoshard.options import Options, Progress, parse_bytes
 from autoshard.plan import Plan
+from autoshard.propagate import propagate, taken
 from autoshard.precision import Precision
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.entry import compile_model
@@ -32,6 +33,8 @@ from autoshard.simplify import simplify
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
+
+PROPAGATE = "propagate"
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
@@ -50,7 +53,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     seeds          see annotate.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
     time_limit     seconds the search may take; the best plan so far is returned with its gap
-    search         backend of the search: auto, milp, cp_sat, local, brute
+    search         backend of the search: auto, milp, cp_sat, local, brute; or propagate: spread the seeds, search nothing
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
@@ -118,7 +121,8 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None
     with clock("strategies"):
         strategies = enumerate_strategies(graph, mesh, seeds, outputs=options.outputs)
     with clock("costs"):
-        return build_cost_table(graph, mesh, profile, strategies, Training(options.optimizer, graph.training))
+        table = build_cost_table(graph, mesh, profile, strategies, Training(options.optimizer, graph.training))
+        return replace(table, seeds=seeds)
 
 
 def formulated(table: CostTable, options: Options) -> Formulation:
@@ -132,23 +136,29 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
     clock, limit = clock or Clock(None), options.memory_limit(table.cluster)
     with clock("formulate"):
         formulation = formulation or formulated(table, options)
-        known = (*known_plans(formulation), *baselines(formulation))
+        known = [choice for _, choice in (*known_plans(formulation), *baselines(formulation))]
+        spread = propagate(formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
+        known += [spread.choice] if spread else []
     with clock("search"):
-        solution = search_within(formulation, limit, time_limit=options.time_limit, backend=options.search,
-                                 incumbents=tuple(choice for _, choice in known), progress=clock.search)
+        if options.search == PROPAGATE:
+            solution = taken(formulation, spread)
+        else:
+            solution = search_within(formulation, limit, time_limit=options.time_limit, backend=options.search,
+                                     incumbents=known, progress=clock.search)
         if solution.choice is None:
             raise explain_infeasible(formulation, solution, limit)
     with clock("assemble"):
         found = make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
                           settings=options.settings(table.graph.training, has_loss),
-                          seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table, options))
+                          seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table))
+    if options.search == PROPAGATE:
+        found = replace(found, status=spread.status, notes=(*found.notes, *spread.warnings))
     return replace(found, timings=dict(clock.seconds))
 
 
-def _seed_notes(table: CostTable, options: Options) -> tuple[str, ...]:
+def _seed_notes(table: CostTable) -> tuple[str, ...]:
     """How much every seed matched, and what `annotate` marked."""
-    matched = resolve_seeds(table.graph, table.mesh, options.seeds).matches
-    lines = [f"seed {key}={seed_text(options.seeds[key])} holds for {n} tensor{'s' if n > 1 else ''}" for key, n in matched.items()]
+    lines = [f"seed {key} holds for {n} tensor{'s' if n > 1 else ''}" for key, n in table.seeds.matches.items()]
     marked = sum(str(op.target) == MARKER and op.phase == "forward" for op in table.graph.of_kind("call"))
     return (*lines, *([f"autoshard.annotate holds {marked} activation{'s' if marked > 1 else ''}"] if marked else []))
 

@@ -19,10 +19,12 @@ from autoshard.formulate import Formulation
 from autoshard.mesh import Mesh
 from autoshard.options import Options
 from autoshard.plan import Plan
+from autoshard.propagate import propagate
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.wiring import Wiring
 
 CHOSEN = "chosen by the search"
+PROPAGATED = "propagated from seeds"
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def comparison(traced: Traced, mesh: Mesh, options: Options, *, model: Mapping[s
     write = _Writer(options, has_loss, model or {})
     chosen = _chosen(table, formulation, write, clock)
     clock.say("baselines")
-    rows = (chosen, *write.baselines(theirs))
+    rows = (chosen, write.propagated(formulation), *write.baselines(theirs))
     notes = ("the seeds hold for the chosen plan and for propagation, not for the baselines",) if options.seeds else ()
     return Comparison(model or {}, mesh, table.cluster.name, options.memory_limit(table.cluster), rows, notes)
 
@@ -139,6 +141,15 @@ class _Writer:
                 yield Contender(scheme.name, scheme.describe(mesh), None, False, obstacle)
             else:
                 yield self.contender(formulation, baseline(wiring, scheme), scheme)
+
+    def propagated(self, formulation: Formulation) -> Contender:
+        seeds = formulation.table.seeds
+        if not seeds:
+            return Contender(PROPAGATED, "", None, False, "there are no seeds")
+        spread = propagate(formulation, seeds)
+        fits = bool(np.isfinite(evaluate(formulation.problem, spread.choice)))
+        plan = replace(self.plan(formulation, spread.choice, ""), status=spread.status)
+        return Contender(PROPAGATED, "", plan, fits, f"{len(spread.warnings)} edges communicate")
 
     def contender(self, formulation: Formulation, choice: np.ndarray, scheme: Scheme) -> Contender:
         axes = scheme.describe(formulation.table.mesh)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from autoshard import flow
+from autoshard.annotate import Seeds
 from autoshard.cost import collectives, compute
 from autoshard.cost.cluster import HEAVY as HEAVY  # formulate and assemble take it from here
 from autoshard.cost.cluster import Cluster
@@ -57,6 +58,7 @@ class CostTable:
     training: Training
     ops: Mapping[str, OpCost]
     redistribution: Redistribution
+    seeds: Seeds = Seeds()
     _tables: dict = field(default_factory=dict)
 
     def table(self, ref: Ref, src: SpecIndex, dst: SpecIndex) -> np.ndarray:

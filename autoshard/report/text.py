@@ -62,6 +62,8 @@ def _header(plan: Plan) -> RenderableType:
 
 
 def _status(plan: Plan) -> str:
+    if plan.bound_s <= 0:
+        return f"{plan.status}: {units.seconds(plan.objective_s)} a step (nothing is proven about it)"
     gap = f"within {100 * plan.gap:.2g} % of the best possible"
     certainty = gap if plan.gap > PROVEN else "equal layers treated alike" if _tied(plan) else "proven"
     return f"{plan.status}: {units.seconds(plan.objective_s)} a step ({certainty})"
