@@ -97,9 +97,9 @@ class Prover:
         """Presolve and exact fixing in turn, while they help."""
         before = math.inf
         while True:
-            reduce_core(core)
             if self.expired() or not _fits(core, self.grid):
                 raise Unproven
+            reduce_core(core)
             size = sum(len(core.cost[v]) for v in core.alive)
             if not size or size > 0.8 * before:
                 return core, prices
@@ -113,7 +113,7 @@ class Prover:
 
 def reduce_exactly(dual: Dual, upper: float, grid: float) -> Core:
     """The core reparametrised, without the strategies and pairs that cost more than `upper`; see `Dual.reduce`, of which
-    this is the exact form. Raises Infeasible when nothing is left."""
+    this is the exact form. Raises Infeasible when nothing is left, Unproven where sums might round."""
     p, core = dual.packed, dual.core
     dual.settle()
     cost, constant = _priced(dual, grid)
@@ -123,6 +123,11 @@ def reduce_exactly(dual: Dual, upper: float, grid: float) -> Core:
     marginal = cost + incoming
     least = np.minimum.reduceat(marginal, p.start[:-1])
     tables, edge_least = dual.slacks(message)
+    degree = int(np.diff(p.adj_ptr).max(initial=0)) + 2
+    sums = degree * (_largest(cost) + np.abs(message).max(initial=0.0)) + _largest(p.table)
+    sums += math.fsum(map(abs, edge_least.values())) + float(np.abs(least).sum()) + abs(constant) + abs(core.constant)
+    if not sums < 2.0**52 * grid:  # nor if it is nan
+        raise Unproven
     bound = math.fsum([*least.tolist(), *edge_least.values(), constant, core.constant])
     room = upper - bound
     if room < 0.0:
@@ -151,7 +156,7 @@ def _priced(dual: Dual, grid: float) -> tuple[np.ndarray, float]:
             extra = extra + (total[p.item_hi[i]] - total[p.item_lo[i]]) * amount
         if not isinstance(extra, int):
             cost[begin:end] += [_round_down(x, shift, grid) for x in extra]
-    slack = [math.floor(core.limit[r] - core.base[r]) for r in dual.rows.tolist()]  # loads are whole
+    slack = [math.floor(core.limit[r]) - int(core.base[r]) for r in dual.rows.tolist()]  # loads are whole
     return cost, _round_down(-sum(x * s for x, s in zip(price, slack, strict=True)), shift, grid)
 
 
