@@ -12,6 +12,7 @@ from typing import Any, Literal
 from autoshard.errors import PlanError, UsageError
 from autoshard.mesh import Mesh
 from autoshard.spec import Spec, format_spec, parse_spec
+from autoshard.typed import check_types
 
 FORMAT = 1
 Window = Literal["forward", "backward"]
@@ -193,7 +194,7 @@ class Plan:
         """Raises PlanError, naming `origin`, for text that is not a plan of this format."""
         try:
             data = json.loads(text)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise PlanError(f"{origin} is not JSON ({e}); make one with `autoshard plan MODEL --mesh ... -o plan.json`") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else None
@@ -295,4 +296,9 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
     out["timeline"] = tuple(Moment(**{**m, "live": tuple(m["live"])}) for m in data.get("timeline", ()))
     out["largest"] = tuple(Alive(**a) for a in data.get("largest", ()))
     out["stages"] = tuple(data["stages"])
-    return Plan(**out)
+    plan = Plan(**out)
+    check_types(plan)
+    device = plan.cluster.get("device", {})
+    if not isinstance(device, dict) or not isinstance(device.get("name", ""), str):
+        raise ValueError(f"cluster['device'] is {device!r:.60}")
+    return plan

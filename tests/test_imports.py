@@ -14,7 +14,7 @@ PACKAGE = Path(autoshard.__file__).parent
 
 # From the bottom up; a module may import from its own layer and from those below it.
 LAYERS = (
-    ("errors",),
+    ("errors", "typed"),
     ("search",),
     ("mesh", "_torch"),
     ("spec",),
@@ -22,7 +22,7 @@ LAYERS = (
     ("graph",),
     ("layouts",),
     ("rules", "cost"),
-    ("flow",),
+    ("flow", "fusion"),
     ("naming",),
     ("annotate",),
     ("calling", "recorder", "trace", "simplify", "layers", "interpret", "hf_model", "model_ref"),
@@ -38,11 +38,12 @@ LAYERS = (
     ("wiring",),
     ("baselines", "propagate"),
     ("runtime",),
+    ("explain", "diff"),
     ("report",),
     ("calibrate",),
     ("api",),
     ("verify",),
-    ("compare", "explain", "diff"),
+    ("compare", "whynot"),
     ("cli",),
     ("__main__",),
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import PlanError, UsageError
+from autoshard.errors import AutoshardError, UsageError
 from autoshard.plan import Plan, write_atomically
 
 log = logging.getLogger("autoshard")
@@ -28,18 +28,19 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def cached(folder: Path | None, key: str, make: Callable[[], Plan]) -> Plan:
-    """The plan stored under `key`, or `make()`, stored. A file that is no plan is ignored with a warning, and a
-    folder that cannot be written costs a warning, not the run."""
+def cached(folder: Path | None, key: str, make: Callable[[], Plan], check: Callable[[Plan], None] = lambda plan: None) -> Plan:
+    """The plan stored under `key`, or `make()`, stored. A file that is no plan, or one that `check` raises AutoshardError
+    for, is ignored with a warning, and a folder that cannot be written costs a warning, not the run."""
     if folder is None:
         return make()
     path = folder / f"{key}.json"
     if path.exists():
         try:
             plan = Plan.load(path)
+            check(plan)
             log.info("plan from the cache: %s", path)
             return plan
-        except PlanError as e:
+        except AutoshardError as e:
             log.warning("ignoring cached plan %s: %s", path, e)
     plan = make()
     try:

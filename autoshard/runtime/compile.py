@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from autoshard.errors import PlanError
 from autoshard.graph import Graph
 from autoshard.lower import Lowered, lower
 from autoshard.mesh import Mesh
@@ -17,6 +16,7 @@ from autoshard.rules.factors import factor_graph
 from autoshard.runtime.agree import alone, share
 from autoshard.runtime.backends import backend_of
 from autoshard.runtime.cache import cached, key_of
+from autoshard.runtime.fits import check_fits
 from autoshard.runtime.inputs import Passing
 from autoshard.runtime.place import Place
 from autoshard.runtime.route import route_of
@@ -93,13 +93,5 @@ def _plan(traced: Traced, graph: Graph, mesh: Mesh, settings: Settings, stored: 
     names = {op.target for op in graph.of_kind("param", "buffer")}
     stored = {name: spec for name, spec in stored.items() if name in names}
     key = key_of(graph.hash, str(mesh), settings.key, sorted(stored.items()), sorted(inputs.items()))
-    return cached(settings.cache, key, lambda: settings.planner(traced, mesh, stored=stored, inputs=inputs))
-
-
-def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
-    """Raises PlanError when a plan is for another mesh or another program."""
-    if plan.mesh != mesh:
-        raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {mesh}; plan the model for this mesh")
-    if plan.graph_hash != graph.hash:
-        raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
-                        "shapes or dtypes of its inputs, the loss or the precision differ; plan again")
+    return cached(settings.cache, key, lambda: settings.planner(traced, mesh, stored=stored, inputs=inputs),
+                  lambda found: check_fits(found, graph, mesh))

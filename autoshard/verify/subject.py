@@ -14,7 +14,7 @@ from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 from autoshard.rules.factors import factor_graph
-from autoshard.runtime.compile import check_fits
+from autoshard.runtime.fits import check_fits
 from autoshard.simplify import simplify
 from autoshard.trace import trace
 from autoshard.verify.copies import cast, default_dtype, own_copy
