@@ -18,6 +18,7 @@ from autoshard.cost import collectives, compute
 from autoshard.cost.cluster import HEAVY as HEAVY  # formulate and assemble take it from here
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.redistribute import Redistribution, Step
+from autoshard.fusion import Fused, fused
 from autoshard.graph import Graph, Op, Ref, TensorMeta
 from autoshard.mesh import Mesh
 from autoshard.rules.types import InnerCollective
@@ -113,22 +114,25 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
     """Price every strategy of every op; tables of redistributions are made on first use and shared."""
     links = cluster.links_for(mesh)
     trained = trained_params(graph)
-    cache: dict[tuple[int, bool], OpCost] = {}
+    chains = fused(graph) if cluster.device.fuses else {}
+    cache: dict[tuple[int, bool, Fused | None], OpCost] = {}
     ops: dict[str, OpCost] = {}
     for op in graph.ops:
         found = strategies[op.name]
-        key = (id(found), op.name in trained)
+        key = (id(found), op.name in trained, chains.get(op.name))
         if key not in cache:
-            cache[key] = _op_cost(op, found, mesh, cluster, links, training, key[1])
+            cache[key] = _op_cost(op, found, mesh, cluster, links, training, *key[1:])
         ops[op.name] = cache[key]
     return CostTable(graph, mesh, cluster, strategies, training, ops, Redistribution(mesh, cluster))
 
 
-def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, training: Training, trained: bool) -> OpCost:
+def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, training: Training, trained: bool,
+             chain: Fused | None) -> OpCost:
     zero = np.zeros(len(found))
     if op.kind == "call":
         ins, outs = local_shapes(found, mesh)
-        seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device), float), zero.shape)
+        kept = (chain.unread, chain.unwritten) if chain else ()
+        seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device, *kept), float), zero.shape)
         return OpCost(seconds, inner_seconds(found, ins, outs, mesh, links), zero)
     if op.kind == "param" and trained:
         meta = op.outputs[0]

@@ -18,6 +18,7 @@ from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, op_seconds, optimizer_seconds
 from autoshard.emit import VIEWS, Part
 from autoshard.errors import LoweringError
+from autoshard.fusion import Fused, fused
 from autoshard.graph import Call, Graph, TensorMeta
 from autoshard.lower import Called, LocalGraph, Lowered
 from autoshard.rules import registry
@@ -58,11 +59,12 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str) ->
 
     `graph` only says what each op is (target, arguments) and which parameters are trained."""
     compute = blocking = 0.0
+    chains = fused(graph) if cluster.device.fuses else {}
     overlap, total = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer)
     for local in (g for g in (lowered.forward, lowered.backward) if g is not None):
         heavy = 0.0
         for called in local.calls:
-            seconds = _op_seconds(graph, called, lowered, cluster)
+            seconds = _op_seconds(graph, called, cluster, chains.get(called.op))
             compute += seconds
             heavy += seconds if registry.rule_of(graph.op(called.op).target).family in HEAVY else 0.0
         hide, block = _communication_seconds(local, lowered, cluster)
@@ -72,11 +74,12 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str) ->
     return total + compute + blocking
 
 
-def _op_seconds(graph: Graph, called: Called, lowered: Lowered, cluster: Cluster) -> float:
+def _op_seconds(graph: Graph, called: Called, cluster: Cluster, chain: Fused | None) -> float:
     call = graph.calls[called.op]
     inputs = [_logical(m, t, graph.calls[called.op]) for m, t in zip(call.inputs, called.inputs, strict=True)]
     outputs = [None if m is None else _logical(m, t, call) for m, t in zip(call.outputs, called.outputs, strict=True)]
-    return float(call_seconds(call, inputs, outputs, cluster.device))
+    kept = (chain.unread, chain.unwritten) if chain else ()
+    return float(call_seconds(call, inputs, outputs, cluster.device, *kept))
 
 
 def _logical(meta: TensorMeta, local: torch.Tensor, call: Call) -> tuple[int, ...]:

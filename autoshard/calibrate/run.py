@@ -46,8 +46,9 @@ def calibrate(name: str, mesh: str | None, *, seconds: float, timeout: float, pr
     seconds  about how long to measure;  timeout  how long to wait for a peer
 
     Raises ClusterError when peers cannot be reached or one goes away, MeshError for a mesh that does not fit."""
+    wanted = _mesh(mesh)
     with _peers(timeout):
-        place = locate(_mesh(mesh))
+        place = locate(wanted)
         machine, link_of = _machine(name, place)
         samples = measure(place, link_of, DTYPES, seconds, progress)
         timings = None
@@ -102,7 +103,7 @@ def _peers(timeout: float) -> Iterator[None]:
 
 
 def _first_line(e: BaseException) -> str:
-    return (str(e).splitlines() or [type(e).__name__])[0]
+    return (str(e).splitlines() or [type(e).__name__])[0].rstrip(".")
 
 
 def _machine(name: str, place: Place) -> tuple[Machine, tuple[int, ...]]:

@@ -38,6 +38,7 @@ def calibrate(
     """Measure collectives and ops on this machine, and write the cluster profile that repeats them. Start it with torchrun."""
     check_output(output)
     first = int(os.environ.get("RANK", "0")) == 0
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what c10d logs on a timeout is in our message; read when torch loads
     with progress_shown(first and not quiet) as progress:
         from autoshard.calibrate.run import calibrate as measured
 

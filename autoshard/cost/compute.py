@@ -52,9 +52,10 @@ OPTIMIZERS = {
 }
 
 
-def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device, op: str = "") -> Any:
+def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device, op: str = "",
+               overhead: float | None = None) -> Any:
     """Seconds of an op; `flops` (FLOP) and `nbytes` (bytes moved) may be arrays, `op` is its name for measured curves.
-    Views cost 0.
+    Views cost 0. `overhead`: what a kernel costs at least, if not the device's (0 for one that another kernel runs).
 
     Raises ClusterError for an unknown family.
     >>> op_seconds("matmul", 2 * 4096**3, 3 * 2 * 4096**2, torch.bfloat16, h100)
@@ -67,7 +68,8 @@ def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device:
         e, curve = device.efficiency_of(family), device.curve_of(op, family, dtype)
         memory = nbytes / (device.memory_bandwidth * e)
         if curve is None:
-            out = np.maximum(np.maximum(flops / (device.peak_flops(dtype) * e), memory), device.kernel_overhead)
+            least = device.kernel_overhead if overhead is None else overhead
+            out = np.maximum(np.maximum(flops / (device.peak_flops(dtype) * e), memory), least)
         else:
             out = np.maximum(curve(flops), memory) if family in HEAVY else curve(nbytes)
             out = np.broadcast_to(out, np.broadcast_shapes(flops.shape, nbytes.shape))
@@ -75,25 +77,30 @@ def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device:
 
 
 def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None],
-                 device: Device) -> Any:
+                 device: Device, unread: frozenset[int] = frozenset(), unwritten: frozenset[int] = frozenset()) -> Any:
     """Seconds of one call on local logical shapes: one shape per tensor input and output (None for an
-    absent output). Entries are ints, or int arrays [n_strategies], and then so is the result.
+    absent output). Entries are ints, or int arrays [n_strategies], and then so is the result. `unread`, `unwritten`:
+    inputs and outputs that stay in registers (fusion.py); a call that reads from registers starts no kernel.
 
     Pricing one strategy gives bit for bit the element of pricing many: both take the same numpy path."""
     rule = rule_of(call.target)
     ins, outs = [_int64(s) for s in inputs], [None if s is None else _int64(s) for s in outputs]
     flops = rule.flops(call, ins, outs) if rule.flops is not None else 0
-    return op_seconds(rule.family, flops, call_bytes(call, ins, outs), compute_dtype(call), device, op_name(call.target))
+    return op_seconds(rule.family, flops, call_bytes(call, ins, outs, unread, unwritten), compute_dtype(call), device,
+                      op_name(call.target), 0.0 if unread else None)
 
 
-def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None]) -> Any:
-    """Bytes a call reads and writes on local logical shapes (see `PICKS_FROM`, `NEVER_READS`)."""
+def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None],
+               unread: frozenset[int] = frozenset(), unwritten: frozenset[int] = frozenset()) -> Any:
+    """Bytes a call reads and writes on local logical shapes (see `PICKS_FROM`, `NEVER_READS`), but for inputs and
+    outputs that stay in registers."""
     name = op_name(call.target)
-    written = sum(_numel(s) * m.dtype.itemsize for s, m in zip(outputs, call.outputs, strict=True)
-                  if s is not None and m is not None)
-    total = written
+    made = [_numel(s) * m.dtype.itemsize if s is not None and m is not None else 0
+            for s, m in zip(outputs, call.outputs, strict=True)]
+    written = sum(made)
+    total = sum(n for i, n in enumerate(made) if i not in unwritten)
     for i, (shape, meta) in enumerate(zip(inputs, call.inputs, strict=True)):
-        if NEVER_READS.get(name) != i:
+        if NEVER_READS.get(name) != i and i not in unread:
             size = _numel(shape) * meta.dtype.itemsize
             total = total + (np.minimum(size, written) if PICKS_FROM.get(name) == i else size)
     return total
