@@ -121,7 +121,7 @@ class Emitter:
         """An int placeholder at the front of the graph: a coordinate or the seed. Made at first use."""
         label = f"{kind}_{name}" if name else kind
         if label not in self._extra:
-            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
                 self._extra[label] = self._placeholder(label, 0)
             self.extra_ports[self._extra[label].node.name] = (kind, name)
         return self._extra[label]
