@@ -30,11 +30,15 @@ def write(stream: BinaryIO, header: dict, payload: bytes) -> None:
 
 def read(stream: BinaryIO) -> tuple[dict, bytes]:
     """The next message. Raises EOFError when the other side is gone."""
-    lengths = stream.read(16)
-    if len(lengths) < 16:
+    text, payload = struct.unpack("<QQ", _exactly(stream, 16))
+    return json.loads(_exactly(stream, text)), _exactly(stream, payload)
+
+
+def _exactly(stream: BinaryIO, count: int) -> bytes:
+    found = stream.read(count)
+    if len(found) < count:
         raise EOFError("the other side closed its end")
-    text, payload = struct.unpack("<QQ", lengths)
-    return json.loads(stream.read(text)), stream.read(payload)
+    return found
 
 
 def answer(request: dict, program: bytes) -> tuple[dict, bytes]:
