@@ -187,15 +187,18 @@ class _Found:
         self.origins.setdefault(key, origin)
 
     def allowed(self, text: str, meta: TensorMeta, name: str, origin: str) -> frozenset[Spec]:
-        """The specs a value's text allows for a tensor."""
-        if PER_AXIS.fullmatch(text) and not set(text.split(",")) <= set(self.mesh.names):
-            return frozenset({_per_axis(text, meta, self.mesh, origin)})
-        dims = _per_dim(text, len(meta.shape), self.mesh, origin)
-        allowed = frozenset(_expand(dims, meta, self.mesh))
+        allowed = specs_of(text, meta, self.mesh, origin)
         if not allowed:
             raise SeedError(f"seed {origin} splits {name} of shape {meta.shape} unevenly on mesh {self.mesh}; "
                             "shard a dim that the axis size divides")
         return allowed
+
+
+def specs_of(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> frozenset[Spec]:
+    """The specs that a seed's text allows for a tensor; none where a dim does not divide. Raises SeedError, naming `origin`."""
+    if PER_AXIS.fullmatch(text) and not set(text.split(",")) <= set(mesh.names):
+        return frozenset({_per_axis(text, meta, mesh, origin)})
+    return frozenset(_expand(_per_dim(text, len(meta.shape), mesh, origin), meta, mesh))
 
 
 def _matching(graph: Graph, key: str) -> Iterable[Op]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from autoshard.assemble import Chosen, price
 from autoshard.cost_table import CostTable
+from autoshard.diff import PlanDiff
 from autoshard.errors import PlanError
 from autoshard.formulate import local_bytes
 from autoshard.graph import Op, Ref, TensorMeta
@@ -90,6 +91,26 @@ class OpTable:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """The forced choice `key` = `layout`, the step with and without it, and how the plans differ (before: free, after: forced)."""
+
+    key: str
+    layout: str
+    before_s: float
+    after_s: float
+    difference: PlanDiff
+    statuses: tuple[str, str]
+
+    @property
+    def regret_s(self) -> float:
+        return self.after_s - self.before_s
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"key": self.key, "layout": self.layout, "before_s": self.before_s, "after_s": self.after_s,
+                "regret_s": self.regret_s, "statuses": list(self.statuses), "difference": self.difference.to_dict()}
 
 
 def edge_table(table: CostTable, edge: tuple[Ref, str, int], chosen: Chosen | None = None, *,

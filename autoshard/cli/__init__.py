@@ -6,6 +6,7 @@ import typer
 from autoshard.cli import calibrate as calibrate_command
 from autoshard.cli import compare as compare_command
 from autoshard.cli import diff as diff_command
+from autoshard.cli import explain as explain_command
 from autoshard.cli import plan as plan_command
 from autoshard.cli import solve as solve_command
 from autoshard.cli import verify as verify_command
@@ -29,6 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Find how to shard a PyTorch model over a device mesh: no GPU, no process group, no weights.")
 app.command(epilog=plan_command.EXAMPLES)(takes_request(plan_command.plan))
 app.command()(plan_command.report)
+app.command(epilog=explain_command.EXAMPLES)(takes_request(explain_command.explain, mesh=""))
 app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command(epilog=compare_command.EXAMPLES)(takes_request(compare_command.compare))
 app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify))

@@ -113,9 +113,10 @@ class Request:
                         model_info={"reference": spec.reference, **spec.settings}, **settings)
 
 
-def takes_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `request` of a command by the options of `Request`, each under its own name."""
-    shared = inspect.signature(Request).parameters
+def takes_request(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
+    """Replace the parameter `request` of a command by the options of `Request`, each under its own name. `defaults` are
+    other defaults than those of `Request`."""
+    shared = {n: p.replace(default=defaults.get(n, p.default)) for n, p in inspect.signature(Request).parameters.items()}
     own = {n: p for n, p in inspect.signature(command).parameters.items() if n != "request"}
 
     def run(**given: Any) -> None:

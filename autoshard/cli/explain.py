@@ -1,0 +1,121 @@
+"""`autoshard explain`."""
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from autoshard.cli.common import JsonOption, QuietOption
+from autoshard.cli.progress import progress_shown
+from autoshard.cli.request import Asked, Request
+from autoshard.errors import PlanError, UsageError
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  autoshard explain gpt:tiny --mesh tp=4 --edge 'h.0.mlp.c_fc->gelu_0'        what changing the layout in between takes
+
+  autoshard explain plan.json --op h.0.mlp.c_fc                              the ways to run an op, and their regret
+
+  autoshard explain plan.json --why-not 'h.0.mlp.c_fc.weight=-,tp'           force a choice, solve again, show the difference
+
+MODEL may be a plan file: then its model, mesh and options are used, and nothing is searched for --edge and --op.
+Names are parameters, module paths or ops; a layout is AXIS,... per dim (dp,-) or a placement per mesh axis (S(0),R).
+"""
+
+
+def explain(request: Request,
+            edge: Annotated[Optional[str], typer.Option(help="PRODUCER->CONSUMER: prices of every change of layout in between.")] = None,
+            op: Annotated[Optional[str], typer.Option(help="Strategies of an op: its time, bytes, and the regret of each.")] = None,
+            why_not: Annotated[Optional[str], typer.Option(help="NAME=LAYOUT: force it, solve again, show what changes.")] = None,
+            source: Annotated[Optional[str], typer.Option(help="With --edge: the producer's layout; default: the chosen one.")] = None,
+            rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 24,
+            as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+    """Say why a plan is what it is: the price table of an edge, the strategies of an op, or what a forced choice would cost."""
+    asks = [name for name, value in (("--edge", edge), ("--op", op), ("--why-not", why_not)) if value]
+    if len(asks) != 1:
+        raise UsageError(f"give one of --edge, --op and --why-not{f', not {len(asks)}' if asks else ''}; for example --op h.0.mlp.c_fc")
+    with progress_shown(not quiet) as progress:
+        asked, plan = _asked(request, progress)
+        found = (_edge(asked, plan, edge, source, rows, progress) if edge else _op(asked, plan, op, rows, progress) if op
+                 else _why_not(asked, plan, why_not, progress))
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
+    elif not quiet:
+        from autoshard.report.explain import show
+
+        show(found)
+
+
+def _asked(request: Request, progress: Callable) -> tuple[Asked, Any]:
+    """The traced model, and the plan where one was given instead of a model."""
+    if not (request.model or "").endswith(".json"):
+        if not request.mesh:
+            raise UsageError("--mesh is missing; write for example --mesh dp=2,tp=4, or give a plan file")
+        return request.traced(progress), None
+    from autoshard.plan import Plan
+
+    plan = Plan.load(Path(request.model))
+    return as_planned(request, plan).traced(progress), plan
+
+
+def as_planned(request: Request, plan: Any) -> Request:
+    """The request that made a plan. Raises PlanError for a plan of a model that has no reference."""
+    model, settings = plan.model, plan.settings
+    if not model.get("reference"):
+        raise PlanError(f"{request.model} does not say which model it is for (it was made in Python); give the model and --mesh")
+    hf, precision = model.get("hf"), settings.get("precision")
+    return replace(request, mesh=str(plan.mesh), model=None if hf else model["reference"], hf=Path(hf) if hf else None,
+                   batch=model.get("batch"), seq=model.get("seq"), dtype=model.get("dtype"),
+                   cluster=request.cluster if request.cluster != Request.cluster else plan.cluster["name"],
+                   optimizer=settings["optimizer"], inference=not settings["training"],
+                   precision=",".join(f"{k}={v}" for k, v in precision.items()) if precision else None,
+                   seed=[f"{k}={v}" for k, v in plan.seeds.items()], seeds=None)
+
+
+def _chosen(asked: Asked, plan: Any, progress: Callable) -> Any:
+    """What the plan chose, on today's tables; searched first where there is no plan."""
+    from autoshard import api
+    from autoshard.explain import chosen_by
+
+    table = api.prices(asked.traced, asked.mesh, asked.options, clock=api.Clock(progress))
+    plan = plan or api.decide(table, asked.options, clock=api.Clock(progress), has_loss=asked.has_loss)
+    return chosen_by(plan, table)
+
+
+def _edge(asked: Asked, plan: Any, text: str, source: str | None, rows: int, progress: Callable) -> Any:
+    from autoshard import api
+    from autoshard.annotate import specs_of
+    from autoshard.explain import edge_table
+    from autoshard.naming import find_edge
+
+    if source is None:
+        chosen = _chosen(asked, plan, progress)
+        return edge_table(chosen.table, find_edge(chosen.table.graph, text), chosen, most=rows)
+    table = api.prices(asked.traced, asked.mesh, asked.options, clock=api.Clock(progress))
+    edge = find_edge(table.graph, text)
+    sources = specs_of(source, table.graph.meta(edge[0]), asked.mesh, f"--source {source}")
+    return edge_table(table, edge, sources=sources, most=rows)
+
+
+def _op(asked: Asked, plan: Any, name: str, rows: int, progress: Callable) -> Any:
+    from autoshard.explain import op_table
+    from autoshard.naming import find_op
+
+    chosen = _chosen(asked, plan, progress)
+    progress("regrets", name)
+    return op_table(chosen, find_op(chosen.table.graph, name).name, most=rows)
+
+
+def _why_not(asked: Asked, plan: Any, text: str, progress: Callable) -> Any:
+    from autoshard.whynot import why_not
+
+    name, _, layout = text.rpartition("=")
+    if not name or not layout:
+        raise UsageError(f"cannot read --why-not {text!r}; write for example layers.0.mlp.w1=S(0),R")
+    return why_not(asked.traced, asked.mesh, asked.options, name, layout, plan=plan, has_loss=asked.has_loss, progress=progress)

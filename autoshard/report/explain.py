@@ -1,0 +1,70 @@
+"""Draws edge tables, op tables and forced choices in a terminal."""
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from autoshard.explain import EdgeTable, OpTable, WhyNot
+from autoshard.report import diff as diff_report
+from autoshard.report import units
+from autoshard.report.tables import report_console, section, table
+
+CHOSEN = "chosen"
+
+
+def show(found: Any, console: Console | None = None) -> None:
+    """Print what `autoshard explain` found."""
+    console = console or report_console()
+    for part in _parts(found):
+        console.print(part)
+
+
+@singledispatch
+def _parts(found: Any) -> tuple[RenderableType, ...]:
+    raise TypeError(f"no picture for {type(found).__name__}")
+
+
+@_parts.register
+def _(found: EdgeTable) -> tuple[RenderableType, ...]:
+    grid = table("source", "target", "redistribution", ">bytes", ">cost", ">op", "!")
+    for row in found.rows:
+        grid.add_row(escape(row.source), escape(", ".join(row.targets)), row.words, units.size(row.nbytes) if row.nbytes else "0",
+                     units.seconds(row.seconds), units.seconds(row.compute_s), CHOSEN if row.chosen else "",
+                     style="bold" if row.chosen else None)
+    lines = [f"{found.value} is {units.shape(found.shape)} {units.dtype(found.dtype)}, made by {found.maker}",
+             f"input {found.input} of {found.reader}"]
+    tail = ["source: the layout it is made in; target: the layouts of all inputs of the reader under one of its strategies;",
+            "cost: seconds of the cheapest redistribution; op: the reader's own seconds under that strategy."]
+    return (section("Edge", Group(*map(Text, lines))), section("What changing the layout takes", Group(
+        grid, *(Text(t, style="dim") for t in [*tail, *_more(found.left_out)]))))
+
+
+@_parts.register
+def _(found: OpTable) -> tuple[RenderableType, ...]:
+    grid = table("inputs", "outputs", ">op", ">inside", ">moving inputs", ">output", ">regret", "!")
+    for row in found.rows:
+        regret = "impossible" if row.regret_s is None else units.seconds(row.regret_s)
+        grid.add_row(escape(", ".join(row.inputs)) or "-", escape(", ".join(row.outputs)) or "-", units.seconds(row.compute_s + row.update_s),
+                     units.seconds(row.inner_s), "-" if row.moved_s is None else units.seconds(row.moved_s), units.size(row.nbytes), regret,
+                     CHOSEN if row.chosen else "", style="bold" if row.chosen else None)
+    tail = ["op: seconds on local shapes (optimizer's update for a parameter); inside: collectives of its implementation;",
+            "regret: how much longer a step takes if only this op changes. With its neighbours free to follow (--why-not) it is less."]
+    return (section(escape(found.where), Group(grid, *(Text(t, style="dim") for t in [*tail, *_more(found.left_out)]))),)
+
+
+@_parts.register
+def _(found: WhyNot) -> tuple[RenderableType, ...]:
+    word = "slower" if found.regret_s >= 0 else "faster"
+    share = units.share(abs(found.regret_s), found.before_s)
+    line = (f"With {found.key}={found.layout} a step takes {units.seconds(found.after_s)} instead of {units.seconds(found.before_s)}: "
+            f"{units.seconds(abs(found.regret_s))} ({share or '0 %'}) {word}.")
+    proof = f"free: {found.statuses[0]}; forced: {found.statuses[1]}"
+    return (section("Why not?", Group(Text(line), Text(proof, style="dim"))), *diff_report.parts(found.difference, ("free", "forced")))
+
+
+def _more(left_out: int) -> list[str]:
+    return [f"{left_out} dearer rows are left out; --rows shows more."] if left_out else []
