@@ -4,12 +4,13 @@
     torchrun --nproc-per-node 2 benchmarks/train.py --model llama --plans one,independent,auto,ddp,tp --rounds 20 --json out.json
 
 (`python -m torch.distributed.run` where there is no `torchrun`.) Every process uses one thread. A step is
-zero_grad, forward, backward and a fused AdamW update. All plans start from the same weights and see the same batch, so
+zero_grad, forward, backward and an AdamW update (as `torch.optim.AdamW(parameters)` does it; --fused for one kernel). All plans start from the same weights and see the same batch, so
 their losses agree; the table says how well. Rounds go through the plans in turn, the time of a step is the slowest rank's.
 
     one           one process, the whole batch: the base of every speed-up
     independent   every process alone with its part of the batch, no communication: the ceiling
-    auto          autoshard.compile          auto-dp   the same, held to data parallelism
+    auto          autoshard.compile
+    auto-dp       the same, held to weights that every rank has whole and inputs split by the batch
     ddp, fsdp2    DistributedDataParallel; fully_shard on every block
     tp, tp+sp     parallelize_module: Megatron, and with sequence parallelism
 
@@ -83,12 +84,12 @@ class Row:
 class Contender:
     """A plan ready to train."""
 
-    def __init__(self, name: str, trained: Trained) -> None:
+    def __init__(self, name: str, trained: Trained, fused: bool) -> None:
         self.name, self.trained = name, trained
         kinds: dict[type, list[nn.Parameter]] = {}  # a fused update takes DTensors or tensors, not both
         for p in trained.model.parameters():
             kinds.setdefault(type(p.data), []).append(p)
-        self.optimizer = torch.optim.AdamW([{"params": some} for some in kinds.values()], lr=1e-3, fused=True)
+        self.optimizer = torch.optim.AdamW([{"params": some} for some in kinds.values()], lr=1e-3, fused=fused)
         self.losses: list[float] = []
 
     def step(self) -> None:
@@ -117,14 +118,14 @@ class Contender:
 
 
 def contender(name: str, kind: str, model: nn.Module, batch: tuple[torch.Tensor, ...], loss: Callable, mesh: DeviceMesh,
-              cluster: str | None) -> Contender | None:
+              options: argparse.Namespace) -> Contender | None:
     model = copy.deepcopy(model)
     if name.startswith("auto"):
-        compiled = autoshard.compile(model, mesh, batch, loss_fn=loss, cluster=cluster, cache=False, seeds=_seeds(name, batch),
+        compiled = autoshard.compile(model, mesh, batch, loss_fn=loss, cluster=options.cluster, cache=False, seeds=_seeds(name, batch),
                                      backend="inductor" if name == "auto-inductor" else "eager")
-        return Contender(name, Trained(compiled, lambda: compiled(*batch), False))
+        return Contender(name, Trained(compiled, lambda: compiled(*batch), False), options.fused)
     trained = PLANS[name](model, kind, mesh, batch, loss)
-    return None if trained is None else Contender(name, trained)
+    return None if trained is None else Contender(name, trained, options.fused)
 
 
 def _seeds(name: str, batch: tuple[torch.Tensor, ...]) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def measure(options: argparse.Namespace, mesh: DeviceMesh) -> tuple[list[Row], l
     model, batch = model.to(device), tuple(t.to(device) for t in batch)
     contenders, skipped = {}, []
     for plan in options.plans.split(","):
-        made = contender(plan, options.model, model, batch, module.loss, mesh, options.cluster)
+        made = contender(plan, options.model, model, batch, module.loss, mesh, options)
         if made is None:
             skipped.append(f"{plan}: no such plan is written for {options.model}")
         else:
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--plans", default=DEFAULT, help="by default %(default)s; auto-inductor too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeat", type=int, default=1, help="steps per round")
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True) for every plan")
     parser.add_argument("--check", type=int, default=3, help="steps before timing, whose losses are compared")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: seconds of work, without waiting, for a busy machine")
     parser.add_argument("--cluster", help="profile to plan for (default: by the device)")

@@ -1,0 +1,97 @@
+"""What each thing the lowering does for speed is worth: one plan, run with it and without.
+
+    torchrun --nproc-per-node 2 benchmarks/passes.py --model gpt --plan auto-dp
+    torchrun --nproc-per-node 1 benchmarks/passes.py --model mlp --plan auto
+
+"without / with" is the median over interleaved rounds with a 95 % bootstrap interval; above 1 the thing pays.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
+
+from rounds import interleaved, ratio, spread  # noqa: E402
+from train import CLOCKS, SIZES, Contender, contender  # noqa: E402
+
+
+def generated_by_fx(graph: torch.fx.Graph, name: str) -> Callable[[list[Any]], Any]:
+    """What `runtime/straight.py` stands in for."""
+    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+    return torch.fx.GraphModule(torch.nn.Module(), graph).forward
+
+
+def nothing(*args: Any) -> frozenset[Any]:
+    return frozenset()
+
+
+WITHOUT: dict[str, dict[str, Callable]] = {
+    "everything on": {},
+    "memory reused in place": {"autoshard.runtime.backends.overwrite": nothing},
+    "small gradients in buckets": {"autoshard.runtime.step.bucket_gradients": nothing},
+    "early issue, late wait": {"autoshard.schedule.param_derived": nothing, "autoshard.schedule.gradient_bound": nothing},
+    "straight-line code": {"autoshard.runtime.backends.straight": generated_by_fx},
+}
+
+
+def build(what: str, options: argparse.Namespace) -> Contender:
+    """The planned model, run without `what`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("d",))
+    module = importlib.import_module(f"models.{options.model}")
+    name, sizes = SIZES[options.model][options.size]
+    torch.manual_seed(0)
+    model, batch = module.build(name, **sizes)
+    with ExitStack() as patched:
+        for target, replacement in WITHOUT[what].items():
+            patched.enter_context(patch(target, replacement))
+        made = contender(options.plan, options.model, model, batch, module.loss, mesh, options)
+        made.train(1)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="gpt")
+    parser.add_argument("--size", choices=("small", "large"), default="small")
+    parser.add_argument("--plan", choices=("auto", "auto-dp"), default="auto")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeat", type=int, default=1, help="steps per round")
+    parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--cluster")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start with `torchrun --nproc-per-node N benchmarks/passes.py ...`")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        made = {what: build(what, options) for what in WITHOUT}
+        seconds = interleaved({what: c.step for what, c in made.items()}, options.rounds, repeat=options.repeat, clock=CLOCKS[options.clock])
+        if dist.get_rank() == 0:
+            base = seconds["everything on"]
+            print(f"{options.model} {options.size}, {options.plan}, {dist.get_world_size()} processes")
+            for what, times in seconds.items():
+                middle, low, high = ratio(times, base)
+                print(f"{what:28} {1e3 * spread(times)[0]:9.2f} ms   without / with {middle:.3f} [{low:.3f}, {high:.3f}]")
+            if options.json:
+                options.json.write_text(json.dumps(seconds, indent=1) + "\n")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

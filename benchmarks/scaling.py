@@ -1,0 +1,64 @@
+"""Strong and weak scaling over 1, 2, 4 ... processes, with the ceiling of independent processes beside it.
+
+    python benchmarks/scaling.py --model gpt --size small --processes 1,2,4 --json scaling.json
+
+Runs benchmarks/train.py under torchrun once per number of processes and kind of scaling. Strong: the batch stays, more
+processes share it. Weak: the batch grows with the processes. The speed-up is against one process with the whole
+batch in the same run; efficiency is speed-up / processes. "independent" has no communication: on a machine with fewer
+cores than processes it shows what the cores allow. Classic figures to stand beside: 77 % of linear weak scaling at
+8-way model parallelism, 74 % with data parallelism on top (arXiv 1909.08053, up to 512 GPUs).
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TRAIN = Path(__file__).with_name("train.py")
+
+
+def measured(model: str, size: str, batch: int, processes: int, extra: list[str]) -> dict[str, dict[str, Any]]:
+    """Rows of train.py by plan."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(TRAIN),
+                   "--model", model, "--size", size, "--batch", str(batch), "--plans", "one,independent,auto", "--json", str(out), *extra]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}\n{done.stdout}")
+        return {row["plan"]: row for row in json.loads(out.read_text())["rows"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt")
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--batch", type=int, default=8, help="of one process, and of strong scaling")
+    parser.add_argument("--processes", default="1,2,4")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--cluster", help="profile to plan for")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    extra = ["--rounds", str(options.rounds)] + (["--cluster", options.cluster] if options.cluster else [])
+    found = []
+    print(f"{'scaling':8} {'processes':>9} {'batch':>6} {'one ms':>8} {'auto ms':>8} {'speed-up':>9} {'efficiency':>11} {'ceiling':>8} {'of ceiling':>11}")
+    for kind in ("strong", "weak"):
+        for n in map(int, options.processes.split(",")):
+            batch = options.batch * (n if kind == "weak" else 1)
+            rows = measured(options.model, options.size, batch, n, extra)
+            one, auto = rows["one"], rows["auto"]
+            speed, ceiling = auto["speed_up"][0], rows["independent"]["speed_up"][0]
+            print(f"{kind:8} {n:9} {batch:6} {1e3 * one['seconds'][0]:8.1f} {1e3 * auto['seconds'][0]:8.1f} {speed:9.2f} {speed / n:11.0%} "
+                  f"{ceiling:8.2f} {speed / ceiling:11.0%}", flush=True)
+            found.append({"scaling": kind, "processes": n, "batch": batch, "rows": rows})
+    if options.json:
+        options.json.write_text(json.dumps({"model": options.model, "size": options.size, "runs": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
