@@ -24,6 +24,7 @@ from autoshard.search.tie import tie
 TRIALS = 16
 ROOMS = (1e-6, 1e-5, 1e-4, 1e-3)  # assumed gaps, widened while nothing is found
 MIP_SECONDS = 10.0
+ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 Plane = tuple[np.ndarray, float, np.ndarray]
 """(prices, cost of some choice at these prices, its loads above the limits): the bound at other prices is at most
@@ -81,14 +82,8 @@ def close(board: Board, core: Core, best: Priced | None, seed: int) -> None:
         if board.done:
             return
         upper = min(board.cost, best.bound + room * abs(best.bound))
-        small = core.copy()
         try:
-            for v, mask in best.possible(upper).items():
-                if small.cost[v] is not None and not mask.all():
-                    if not mask.any():
-                        raise Infeasible(v)
-                    small.keep(v, np.flatnonzero(mask))
-            reduce_core(small, board.clock.expired)
+            small = _narrowed(board, core, best, upper, seed)
             if table_entries(small) > TABLES:
                 return
             answer = solve_mip(small, min(MIP_SECONDS, board.clock.left), seed=seed)
@@ -98,6 +93,25 @@ def close(board: Board, core: Core, best: Priced | None, seed: int) -> None:
         if answer.choice is not None:
             board.offer(small.lift(answer.choice), "few strategies left")
         board.raise_bound(min(upper, answer.bound), "few strategies left")
+        if not answer.proven:
+            return
+
+
+def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -> Core:
+    """`core` with the strategies that a choice of cost at most `upper` may take. What is left reduces further when it is
+    priced again, which tells more strategies to be too dear."""
+    while True:
+        small = core.copy()
+        for v, mask in best.possible(upper).items():
+            if small.cost[v] is not None and not mask.all():
+                if not mask.any():
+                    raise Infeasible(v)
+                small.keep(v, np.flatnonzero(mask))
+        reduce_core(small, board.clock.expired)
+        left = table_entries(small)
+        if not left or left > ENOUGH * table_entries(core) or board.clock.expired():
+            return small
+        core, best = small, solve_priced(board, small, best.prices, seed)
 
 
 def _excess(board: Board, core: Core, choice: np.ndarray) -> np.ndarray:

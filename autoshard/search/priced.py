@@ -18,7 +18,7 @@ from autoshard.search.problem import priced_cost
 
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
 TABLES = 2 * SMALL_TABLES
-LARGEST_PAIR = 256  # joint strategies
+LARGEST_PAIR = 100  # joint strategies; larger pairs cost more to reduce than their bound is worth
 MIP_SECONDS = 20.0
 
 

@@ -17,6 +17,7 @@ from autoshard.search.presolve.contraction import contract
 from autoshard.search.presolve.dead import drop_dead
 from autoshard.search.presolve.dominance import dominate
 from autoshard.search.presolve.elimination import eliminate
+from autoshard.search.presolve.pairs import merge
 from autoshard.search.presolve.rows import drop_slack_rows, price_certain_rows
 from autoshard.search.presolve.separable import separate
 from autoshard.search.presolve.states import merge_states
@@ -78,6 +79,13 @@ def after_dead(rule: Callable[[Core], None]) -> Callable[[Core], None]:
     return apply
 
 
+def merge_neighbours(core: Core) -> None:
+    """Every node that still has a neighbour takes in its first one; nothing is minimised out."""
+    for u in list(core.alive):
+        if core.cost[u] is not None and core.adj[u]:
+            merge(core, u, min(core.adj[u]))
+
+
 REDUCTIONS: dict[str, Callable[[Core], object]] = {
     "distinct": lambda core: None,  # `build` itself
     "dead": after_dead(lambda core: None),
@@ -86,6 +94,7 @@ REDUCTIONS: dict[str, Callable[[Core], object]] = {
     "separable": after_dead(everywhere(separate)),
     "dominance": after_dead(everywhere(dominate)),
     "states": after_dead(everywhere(merge_states)),
+    "pairs": after_dead(merge_neighbours),
     "slack rows": drop_slack_rows,
     "certain rows": price_certain_rows,
     "all": reduce_core,
