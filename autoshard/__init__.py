@@ -7,6 +7,7 @@ Names are imported when first used: `autoshard --help` need not wait for torch.
 """
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -48,3 +49,8 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+if os.environ.get("AUTOSHARD_LOGS") and not sys.argv[0].endswith("autoshard"):
+    from autoshard.logs import configure
+
+    configure(os.environ["AUTOSHARD_LOGS"])

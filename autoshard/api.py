@@ -1,6 +1,7 @@
 """The pipeline on one page: model + mesh -> plan (`plan`), and plan -> running module (`compile`)."""
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,6 +153,8 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
                           settings=options.settings(table.graph.training, has_loss),
                           seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table))
     if options.search == PROPAGATE:
+        for warning in spread.warnings:
+            logging.getLogger("autoshard.propagate").warning(warning)
         found = replace(found, status=spread.status, notes=(*found.notes, *spread.warnings))
     return replace(found, timings=dict(clock.seconds))
 
@@ -211,11 +214,16 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self._progress(phase, "")
+        log = logging.getLogger(f"autoshard.{phase}")
+        log.debug("begins")
         start, cpu = time.perf_counter(), _cpu_seconds()
         yield
         self.seconds[phase] = time.perf_counter() - start
         self.cpu_seconds[phase] = _cpu_seconds() - cpu
+        log.info("took %.2f s (%.2f s of CPU time)", self.seconds[phase], self.cpu_seconds[phase])
 
     def search(self, cost: float, bound: float, gap: float, seconds: float, message: str = "") -> None:
         """Progress of the search: incumbent, bound, gap."""
-        self._progress("search", f"{cost:.6g} s, bound {bound:.6g} s, gap {gap:.2%} after {seconds:.1f} s {message}".strip())
+        text = f"{cost:.6g} s, bound {bound:.6g} s, gap {gap:.2%} after {seconds:.1f} s {message}".strip()
+        logging.getLogger("autoshard.search").debug(text)
+        self._progress("search", text)

@@ -15,6 +15,7 @@ PACKAGE = Path(autoshard.__file__).parent
 # From the bottom up; a module may import from its own layer and from those below it.
 LAYERS = (
     ("errors", "typed"),
+    ("logs",),
     ("search",),
     ("mesh", "_torch"),
     ("spec",),

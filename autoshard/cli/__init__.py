@@ -1,6 +1,8 @@
 """The command line: one file per command. torch is imported only by commands that need it, when they run."""
 from __future__ import annotations
 
+from typing import Annotated, Optional
+
 import typer
 
 from autoshard.cli import calibrate as calibrate_command
@@ -37,6 +39,17 @@ app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify)
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")
 app.command(epilog=calibrate_command.EXAMPLES)(calibrate_command.calibrate)
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every phase with its seconds, as --logs all.")] = False,
+    logs: Annotated[Optional[str], typer.Option(envvar="AUTOSHARD_LOGS", help="Phases to log: all, or +search,trace.")] = None,
+) -> None:
+    if verbose or logs:
+        from autoshard.logs import configure
+
+        configure(logs or "all")
 
 
 def main() -> None:
