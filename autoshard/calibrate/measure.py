@@ -136,7 +136,7 @@ def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tenso
     rows = [numel // n] * n
     yield "all_gather", lambda: wait(start["all_gather"](part, n, tag))
     yield "reduce_scatter", lambda: wait(start["reduce_scatter"](x, "sum", n, tag))
-    yield "all_reduce", lambda: wait(start["all_reduce"](x, "sum", tag))
+    yield "all_reduce", lambda: wait(_torch.ALL_REDUCE_IN_PLACE(x, "sum", tag))  # as the runtime does wherever its input dies
     yield "all_to_all", lambda: wait(start["all_to_all"](x, rows, rows, tag))
     if place.device_mesh is None:
         return
