@@ -1,6 +1,6 @@
 """How much of a collective hides behind compute, measured: the two numbers of a profile's [overlap].
 
-Alone a matmul loop takes T and an all_reduce C. Started together they take, by the formula of docs/costs.md,
+Alone a matmul loop takes T and a collective C. Started together they take, by the formula of docs/costs.md,
 
     T + interference x C + (1 - interference) x max(0, C - eta x T)
 
@@ -23,6 +23,8 @@ from autoshard.runtime.place import Place
 SIDE = 512
 TARGET = 0.03
 """Seconds of compute to hide behind: long beside the start of a collective."""
+PROBE = 2**22
+"""Bytes of the buffer whose time says how large the others must be."""
 USELESS = 0.95
 """Above this interference hiding gains nothing that can be told from noise."""
 
@@ -42,19 +44,28 @@ class Timing:
 
 
 def measure_overlap(place: Place, rounds: int = 7) -> tuple[Timing, Timing]:
-    """Timings with a collective shorter and one longer than the compute. Needs an axis of more than one rank."""
-    watch = Stopwatch(place)
-    axis = max(range(place.mesh.ndim), key=lambda i: place.mesh.sizes[i])
-    a, tag = torch.randn(SIDE, SIDE, device=place.device), place.groups[place.mesh.names[axis]]
+    """Timings with an all_reduce shorter and one longer than the compute. Needs an axis of more than one rank."""
+    return timing(place, "all_reduce", 0.5, rounds), timing(place, "all_reduce", 2.0, rounds)
+
+
+def timing(place: Place, kind: str, share: float, rounds: int) -> Timing:
+    """A matmul loop of TARGET seconds, and a collective over the longest axis that takes about `share` as long."""
+    watch, axis = Stopwatch(place), max(range(place.mesh.ndim), key=lambda i: place.mesh.sizes[i])
+    a = torch.randn(SIDE, SIDE, device=place.device)
     loops = max(1, int(TARGET / _agreed(watch, lambda: a @ a, 3)))
-    per_byte = _agreed(watch, _reduce(place, tag, 2**22), 3) / 2**22
+    probe = _collective(place, kind, axis, PROBE)
+    start = _collective(place, kind, axis, int(PROBE * share * TARGET / _agreed(watch, lambda: _torch.WAIT(probe()), 3)))
 
     def compute() -> None:
         for _ in range(loops):
             a @ a
 
-    short, long = (_timing(watch, compute, place, tag, int(share * TARGET / per_byte), rounds) for share in (0.5, 2.0))
-    return short, long
+    def both() -> None:
+        pending = start()
+        compute()
+        _torch.WAIT(pending)
+
+    return Timing(*(_agreed(watch, run, rounds) for run in (compute, lambda: _torch.WAIT(start()), both)))
 
 
 def fitted(short: Timing, long: Timing) -> Overlap:
@@ -67,25 +78,13 @@ def fitted(short: Timing, long: Timing) -> Overlap:
     return Overlap(min(max(eta, 0.0), 1.0), interference)
 
 
-def _timing(watch: Stopwatch, compute: Callable[[], None], place: Place, tag: str, nbytes: int, rounds: int) -> Timing:
-    reduce, start = _reduce(place, tag, nbytes), _start(place, tag, nbytes)
-
-    def both() -> None:
-        pending = start()
-        compute()
-        _torch.WAIT(pending)
-
-    return Timing(*(_agreed(watch, run, rounds) for run in (compute, reduce, both)))
-
-
-def _start(place: Place, tag: str, nbytes: int) -> Callable[[], Any]:
-    x = torch.ones(max(nbytes // 4, 1), device=place.device)
-    return lambda: _torch.COLLECTIVES["all_reduce"](x, "sum", tag)
-
-
-def _reduce(place: Place, tag: str, nbytes: int) -> Callable[[], Any]:
-    start = _start(place, tag, nbytes)
-    return lambda: _torch.WAIT(start())
+def _collective(place: Place, kind: str, axis: int, nbytes: int) -> Callable[[], Any]:
+    """Starts `kind` with a buffer of about `nbytes`, by the convention of cost/collectives.py."""
+    n, tag = place.mesh.sizes[axis], place.groups[place.mesh.names[axis]]
+    numel = max(nbytes // 4 // n, 1) * n
+    x = torch.ones(numel // n if kind == "all_gather" else numel, device=place.device)
+    rest = {"all_gather": (n,), "reduce_scatter": ("sum", n), "all_reduce": ("sum",), "all_to_all": ([numel // n] * n,) * 2}[kind]
+    return lambda: _torch.COLLECTIVES[kind](x, *rest, tag)
 
 
 def _agreed(watch: Stopwatch, run: Callable[[], Any], rounds: int) -> float:
