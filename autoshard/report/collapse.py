@@ -10,11 +10,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Folded:
-    """`copies` rows with equal `payload` whose names agree up to the indices of repeated layers."""
+    """Rows with equal `payload` whose names agree up to the indices of repeated layers. `rows`: which of those given."""
 
     parts: tuple[str, ...]
     payload: Hashable
-    copies: int = 1
+    rows: tuple[int, ...] = (0,)
+
+    @property
+    def copies(self) -> int:
+        return len(self.rows)
 
     @property
     def name(self) -> str:
@@ -36,7 +40,7 @@ def is_folded(part: str) -> bool:
 
 def collapse(rows: Iterable[tuple[str, Hashable]]) -> tuple[Folded, ...]:
     """Fold (dotted name, payload) rows; order is that of the first member of each fold."""
-    folded = tuple(Folded(tuple(name.split(".")), payload) for name, payload in rows)
+    folded = tuple(Folded(tuple(name.split(".")), payload, (i,)) for i, (name, payload) in enumerate(rows))
     depth = max((len(f.parts) for f in folded), default=0)
     for position in range(depth):
         folded = _fold_at(folded, position)
@@ -64,15 +68,15 @@ def _around(row: Folded, position: int) -> tuple[tuple[str, ...], tuple[str, ...
 
 
 def _merge(group: list[Folded], siblings: set[int], position: int) -> Folded:
-    first, copies = group[0], sum(row.copies for row in group)
+    first, rows = group[0], tuple(i for row in group for i in row.rows)
     if not siblings:
-        return replace(first, copies=copies)
+        return replace(first, rows=rows)
     found = {int(row.parts[position]) for row in group}
     if len(found) == 1:
         label = first.parts[position]
     else:
         label = "*" if found == siblings else "{" + ranges(found) + "}"
-    return replace(first, parts=(*first.parts[:position], label, *first.parts[position + 1:]), copies=copies)
+    return replace(first, parts=(*first.parts[:position], label, *first.parts[position + 1:]), rows=rows)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoshard.plan import Collective, Layout, Plan
 from autoshard.report.collapse import Folded, collapse
-from autoshard.spec import R, ShardingSpec
+from autoshard.spec import R, ShardingSpec, Spec
 
 MEMORY_LABELS = {
     "parameters": "parameters",
@@ -33,12 +33,13 @@ class Amount:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A weight, input or activation; `copies` of them are alike."""
+    """A weight, input or activation; `copies` of them are alike. `placement` is `spec` in words."""
 
     kind: str
     name: str
     shape: tuple[int, ...]
     dtype: str
+    spec: Spec
     placement: str
     copies: int
 
@@ -53,7 +54,9 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """Collectives of one kind at the same place of repeated layers. Bytes and seconds are per rank."""
+    """Collectives of one kind at the same place of repeated layers. Bytes and seconds are per rank.
+
+    `calls`: their indices in `Plan.collectives`; `source`: the user's line, where rows are kept apart by it."""
 
     kind: str
     axis: str
@@ -64,6 +67,8 @@ class CollectiveRow:
     total_bytes: int
     seconds: float
     hideable: bool
+    calls: tuple[int, ...]
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,13 +110,24 @@ def memory(plan: Plan) -> tuple[Amount, ...]:
 
 def layer_groups(plan: Plan) -> tuple[LayerGroup, ...]:
     """Weights, then activations, with equal repeated layers folded. Whole buffers are left out."""
-    shown = [x for x in plan.layouts if x.kind != "buffer" or any(p != R for p in x.spec)]
-    folded = collapse((_row_name(x), _payload(plan, x)) for x in shown)
     groups: dict[str, list[Folded]] = {}
-    for row in folded:
+    for row in tensors(plan):
         groups.setdefault(row.section, []).append(row)
-    return tuple(LayerGroup(name, tuple(_tensor_row(row, name) for row in rows))
+    return tuple(LayerGroup(name, tuple(tensor_row(plan, row, row.name.removeprefix(name).lstrip(".")) for row in rows))
                  for name, rows in groups.items())
+
+
+def tensors(plan: Plan) -> tuple[Folded, ...]:
+    """What `tensor_row` reads: named tensors, equal ones of repeated layers folded. An activation is `MODULE.(layer)`."""
+    shown = [x for x in plan.layouts if x.kind != "buffer" or any(p != R for p in x.spec)]
+    return collapse((_row_name(x), (x.kind, x.shape, x.dtype, x.spec)) for x in shown)
+
+
+def tensor_row(plan: Plan, row: Folded, name: str) -> TensorRow:
+    """A row of `tensors` under `name`."""
+    kind, shape, dtype, spec = row.payload
+    placement = str(ShardingSpec.from_spec(spec, len(shape), plan.mesh))
+    return TensorRow(kind, name.removesuffix(".(layer)"), shape, dtype, spec, placement, row.copies)
 
 
 def whole_buffers(plan: Plan) -> int:
@@ -126,20 +142,9 @@ def _row_name(layout: Layout) -> str:
     return f"{layout.name}.(layer)" if layout.kind == "activation" else layout.name
 
 
-def _payload(plan: Plan, layout: Layout) -> tuple:
-    placement = str(ShardingSpec.from_spec(layout.spec, len(layout.shape), plan.mesh))
-    return layout.kind, layout.shape, layout.dtype, placement
-
-
-def _tensor_row(row: Folded, section: str) -> TensorRow:
-    kind, shape, dtype, placement = row.payload
-    name = row.name.removeprefix(section).lstrip(".")
-    return TensorRow(kind, name.removesuffix(".(layer)"), shape, dtype, placement, row.copies)
-
-
-def collectives(plan: Plan) -> tuple[CollectiveRow, ...]:
-    """Equal calls of repeated layers added up, the costliest first."""
-    rows = map(_collective_row, collapse((_place(c), _call_key(c)) for c in plan.collectives))
+def collectives(plan: Plan, by_source: bool = False) -> tuple[CollectiveRow, ...]:
+    """Equal calls of repeated layers added up, the costliest first. `by_source` keeps apart what differs in source line."""
+    rows = map(_collective_row, collapse((_place(c), (*_call_key(c), c.source if by_source else "")) for c in plan.collectives))
     return tuple(sorted(rows, key=lambda r: (-r.seconds, r.kind, r.where, r.phase)))
 
 
@@ -153,9 +158,9 @@ def _place(c: Collective) -> str:
 
 
 def _collective_row(row: Folded) -> CollectiveRow:
-    kind, axis, phase, nbytes, hideable, seconds = row.payload
+    kind, axis, phase, nbytes, hideable, seconds, source = row.payload
     return CollectiveRow(kind, axis, phase, row.name, row.copies, nbytes, nbytes * row.copies,
-                         seconds * row.copies, hideable)
+                         seconds * row.copies, hideable, row.rows, source)
 
 
 def communication_totals(rows: Iterable[CollectiveRow]) -> tuple[int, int, float]:
