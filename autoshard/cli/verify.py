@@ -97,4 +97,7 @@ def _given(path: Path, source: Any) -> tuple[Any, Any]:
     if plan.settings.get("precision"):
         raise PlanError(f"{path} was made under a precision policy, which verify does not run; verify a plan made without --precision")
     known = {k: plan.model.get(k) for k in ("batch", "seq", "dtype") if getattr(source, k) is None}
+    for name, value in known.items():
+        if not isinstance(value, (type(None), str if name == "dtype" else int)):
+            raise PlanError(f"{path} says {name} {value!r:.60}, which is none; plan the model again")
     return plan, replace(source, **known)
