@@ -28,8 +28,8 @@ PRODUCTS = ((64, 64, 64), (256, 64, 256), (256, 256, 256), (1024, 256, 256), (51
 HELD_PRODUCTS = ((128, 128, 128), (512, 256, 512), (2048, 256, 256), (1024, 512, 1024), (512, 2048, 512))
 HEADS = ((1, 4, 64, 64), (2, 4, 128, 64), (4, 4, 256, 64), (4, 8, 512, 64))
 HELD_HEADS = ((2, 4, 64, 64), (4, 4, 128, 32), (2, 8, 256, 64))
-IMAGES = ((1, 16, 16, 16), (4, 16, 32, 32), (4, 64, 28, 28), (8, 64, 28, 64), (8, 128, 28, 128))
-HELD_IMAGES = ((4, 32, 16, 32), (4, 128, 14, 128), (16, 64, 28, 64))
+IMAGES = ((1, 16, 16, 16), (4, 16, 32, 32), (16, 64, 8, 64), (4, 64, 28, 28), (8, 256, 7, 256), (8, 64, 28, 64), (8, 128, 28, 128))
+HELD_IMAGES = ((4, 32, 16, 32), (16, 128, 4, 128), (4, 128, 14, 128), (16, 64, 28, 64))
 
 Make = Callable[[Any, Callable[..., torch.Tensor]], tuple[Any, ...]]
 
@@ -162,6 +162,7 @@ CONVOLUTIONS = (
     Case(aten.convolution_backward.default, lambda s, new: (
         new(s[0], s[3], s[2], s[2]), new(s[0], s[1], s[2], s[2]), new(s[3], s[1], 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0],
         1, [True, True, False]), IMAGES, HELD_IMAGES),
+    Case(aten.max_pool2d_with_indices.default, lambda s, new: (new(s[0], s[1], s[2], s[2]), [3, 3], [2, 2], [1, 1]), IMAGES, HELD_IMAGES),
     Case(aten._native_batch_norm_legit_functional.default, lambda n, new: (
         new(8, 32, n // 256), new(32), new(32), new(32), new(32).abs(), True, 0.1, 1e-5)),
     Case(aten.native_batch_norm_backward.default, lambda n, new: (

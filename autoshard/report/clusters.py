@@ -44,8 +44,10 @@ def show_one(name: str, console: Console | None = None) -> None:
 
 
 def numbers(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested tables as (dotted path, value)."""
-    if isinstance(value, dict):
+    """Leaves of nested tables as (dotted path, value); a measured curve is one leaf."""
+    if isinstance(value, list) and value and all(isinstance(p, list) and len(p) == 2 for p in value):
+        yield path, f"{len(value)} points"
+    elif isinstance(value, dict):
         for key, inner in value.items():
             yield from numbers(inner, f"{path}.{key}".lstrip("."))
     elif isinstance(value, (list, tuple)):
