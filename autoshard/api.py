@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.annotate import MARKER, Seeds, held_by, resolve_seeds, seed_text
-from autoshard.assemble import make_plan
+from autoshard.assemble import Plays, make_plan
 from autoshard.baselines import baselines
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
@@ -140,18 +140,20 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
         known = [choice for _, choice in (*known_plans(formulation), *baselines(formulation))]
         spread = propagate(formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
         known += [spread.choice] if spread else []
+        settings = options.settings(table.graph.training, has_loss)
+        played = Plays(formulation, settings)
     with clock("search"):
         if options.search == PROPAGATE:
             solution = taken(formulation, spread)
         else:
-            solution = search_within(formulation, limit, time_limit=options.time_limit, backend=options.search,
+            solution = search_within(formulation, limit, measure=played, time_limit=options.time_limit, backend=options.search,
                                      incumbents=known, progress=clock.search)
         if solution.choice is None:
-            raise explain_infeasible(formulation, solution, limit)
+            raise explain_infeasible(formulation, solution, limit, played, known)
     with clock("assemble"):
         found = make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
-                          settings=options.settings(table.graph.training, has_loss),
-                          seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table))
+                          settings=settings,
+                          seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table), played=played)
     if options.search == PROPAGATE:
         for warning in spread.warnings:
             logging.getLogger("autoshard.propagate").warning(warning)

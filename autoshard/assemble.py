@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,13 @@ class Chosen:
 
 def choose(formulation: Formulation, solution: Solution) -> Chosen:
     """Read a solution: which strategy, and for every (value, window, spec) read how it comes about."""
+    return chosen_by(formulation, solution.choice)
+
+
+def chosen_by(formulation: Formulation, choice: np.ndarray) -> Chosen:
+    """`choose` for a bare choice."""
     table = formulation.table
-    strategies = formulation.strategy_of(solution.choice)
-    states = formulation.state_of(solution.choice)
+    strategies, states = formulation.strategy_of(choice), formulation.state_of(choice)
     bare = Chosen(table, strategies, ())
     copies: dict[tuple[Ref, Window, Spec], tuple[Ref, Spec, Copy]] = {}
     for op in table.graph.ops:
@@ -142,26 +146,52 @@ def fallbacks(chosen: Chosen) -> tuple[Fallback, ...]:
 
 def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: float | None,
               model: Mapping[str, Any], settings: Mapping[str, Any], seeds: Mapping[str, str],
-              notes: tuple[str, ...] = (), footprints: Footprints | None = None) -> Plan:
+              notes: tuple[str, ...] = (), played: "Plays | None" = None) -> Plan:
     """Assemble the plan of a solution. The objective is the re-priced one; it may only be lower than the
-    search's (a state chosen but not needed costs nothing). `footprints` may know ops already."""
+    search's (a state chosen but not needed costs nothing). `played` may know its timeline already."""
     chosen = choose(formulation, solution)
     table, graph = formulation.table, formulation.table.graph
     predicted = price(chosen)
     objective = predicted["step_s"]
     bound = min(float(solution.bound), objective)
+    memory = (played or Plays(formulation, settings))(solution.choice)
+    bare = bare_plan(chosen, settings)
+    return replace(
+        bare, model=dict(model), layouts=layouts(graph, bare.ops, bare.placements), collectives=collectives(chosen),
+        fallbacks=fallbacks(chosen), predicted=predicted,
+        memory=memory.summary(table.cluster.device.allocator_slack, memory_limit), timeline=memory.moments(),
+        largest=memory.largest(), objective_s=objective, bound_s=bound, gap=max(0.0, objective - bound) / max(objective, 1e-30),
+        status=solution.status.value, seeds=dict(seeds), notes=notes, search=_search_facts(formulation, solution))
+
+
+def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
+    """What is executed, without prices and facts for readers."""
+    table, graph = chosen.table, chosen.table.graph
     ops = {op.name: OpPlan(*table.strategies[op.name].strategy(chosen.strategies[op.name])) for op in graph.ops}
-    placements = {op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")}
-    plan = Plan(
-        graph_hash=graph.hash, mesh=table.mesh, cluster=table.cluster.snapshot(), model=dict(model), settings=dict(settings),
-        ops=ops, placements=placements, layouts=layouts(graph, ops, placements),
-        copies=tuple(c for _, _, c in chosen.copies), collectives=collectives(chosen), fallbacks=fallbacks(chosen),
-        predicted=predicted, memory={}, objective_s=objective, bound_s=bound,
-        gap=max(0.0, objective - bound) / max(objective, 1e-30), status=solution.status.value,
-        seeds=dict(seeds), notes=notes, search=_search_facts(formulation, solution))
-    played = memory_of(table, plan, footprints or Footprints(table.mesh))
-    return replace(plan, memory=played.summary(table.cluster.device.allocator_slack, memory_limit), timeline=played.moments(),
-                   largest=played.largest())
+    return Plan(
+        graph_hash=graph.hash, mesh=table.mesh, cluster=table.cluster.snapshot(), model={}, settings=dict(settings), ops=ops,
+        placements={op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")},
+        copies=tuple(c for _, _, c in chosen.copies), collectives=(), fallbacks=(), predicted={}, memory={}, objective_s=0.0,
+        bound_s=0.0, gap=0.0, status="")
+
+
+@dataclass(eq=False)
+class Plays:
+    """Timelines of choices, each played once. `settings`: those of the plan; how inputs come in counts."""
+
+    formulation: Formulation
+    settings: Mapping[str, Any]
+    _known: dict[bytes, Timeline] = field(default_factory=dict)
+    _footprints: Footprints | None = None
+
+    def __call__(self, choice: np.ndarray) -> Timeline:
+        key = np.asarray(choice, dtype=np.int64).tobytes()
+        if key not in self._known:
+            table = self.formulation.table
+            self._footprints = self._footprints or Footprints(table.mesh)
+            plan = bare_plan(chosen_by(self.formulation, np.asarray(choice)), self.settings)
+            self._known[key] = memory_of(table, plan, self._footprints)
+        return self._known[key]
 
 
 def memory_of(table: CostTable, plan: Plan, footprints: Footprints) -> Timeline:

@@ -1,51 +1,131 @@
-"""Tight memory: find a plan that fits, or say why none does and how much memory the least plan needs."""
+"""Plans that fit: the search's memory rows first, then what the timeline of the plan found says; or why nothing fits.
+
+The rows of the formulation count only what is surely there, so their bound holds for every plan. A plan found under them is
+played; where it is fuller than allowed, that moment gets a row, and the search goes on. What is returned fits exactly.
+"""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.errors import InfeasibleError
-from autoshard.formulate import MEMORY, Formulation, unreachable
+from autoshard.formulate import Formulation, unreachable
+from autoshard.memory.rows import limited, with_row
+from autoshard.memory.timeline import Timeline
 from autoshard.search import solve
 from autoshard.search.problem import Edge, Problem, Solution, Status, evaluate, row_loads
 
 SECONDS = 30.0
 ROUNDS = 4
+MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
+STEP = 0.01  # of the limit, taken off per round
+MOST_PLAYED = 6
+
+Measure = Callable[[np.ndarray], Timeline]
+"""The timeline of a choice."""
 
 
-def search_within(formulation: Formulation, limit: float, *, time_limit: float, incumbents: Sequence[np.ndarray],
+def search_within(formulation: Formulation, limit: float, *, measure: Measure, time_limit: float, incumbents: Sequence[np.ndarray],
                   progress: Callable | None = None, **options) -> Solution:
-    """Solve. Where no known plan fits, memory is tight: then a plan that fits is looked for first, in half the time."""
+    """The cheapest plan found whose timeline stays within `limit` bytes. Where no known plan fits even the rows, memory is
+    tight: then a plan that fits them is looked for first, in half the time."""
     problem, start = formulation.problem, time.monotonic()
-    loads = [row_loads(problem, np.asarray(c))[MEMORY] for c in incumbents]
+    rows = np.array(list(formulation.memory_rows.values()))
     fitted = None
-    if loads and min(loads) > limit:
-        nothing = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
-        fitted = fit_memory(formulation, nothing, limit=limit, time_limit=time_limit / 2, progress=progress, **options)
-        if fitted.choice is not None:
-            incumbents = (fitted.choice,)
+    if len(incumbents) and not any(fits(problem, rows, np.asarray(c)) for c in incumbents):
+        fitted = fit_memory(formulation, NOTHING, time_limit=time_limit / 2, progress=progress, **options)
+        incumbents = (*incumbents, *([fitted.choice] if fitted.choice is not None else []))
     left = max(1.0, time_limit - (time.monotonic() - start))
     answer = solve(problem, time_limit=left, incumbents=incumbents, progress=progress, **options)
-    return answer if fitted is None or answer.choice is None else replace(answer, bound=max(answer.bound, fitted.bound))
+    if answer.choice is None:
+        return answer
+    if fitted is not None:
+        answer = replace(answer, bound=max(answer.bound, fitted.bound))
+    return _played(formulation, limit, answer, measure, incumbents, max(time_limit / 4, start + time_limit - time.monotonic()),
+                   progress=progress, **options)
 
 
-def explain_infeasible(formulation: Formulation, solution: Solution, limit: float) -> InfeasibleError:
-    """The error to raise: the memory the fastest plan wants, a proven lower bound, and the least found."""
+def _played(formulation: Formulation, limit: float, first: Solution, measure: Measure, incumbents: Sequence[np.ndarray],
+            time_limit: float, **options) -> Solution:
+    """`first` if its timeline fits; else the best of further rounds with rows for the moments that are too full, and of the
+    plans known. The bound stays that of `first`: later rows are corrected by one plan and prove nothing."""
+    within, device = formulation.problem, formulation.table.cluster.device
+    aim, grown, found = limit / (1.0 + device.allocator_slack), formulation, first
+    for n in range(ROUNDS + 1):
+        timeline = measure(found.choice)
+        if timeline.peak <= aim:
+            return found if found is first else _settled(first, found.choice, found.cost)
+        if n == ROUNDS:
+            break
+        grown = _grown(grown, timeline, found.choice, aim * (1.0 - STEP * n))
+        found = solve(grown.problem, time_limit=time_limit / ROUNDS, incumbents=[c for c in incumbents], **options)
+        if found.choice is None:
+            break
+    costs = sorted(((evaluate(ample(within), np.asarray(c)), i) for i, c in enumerate(incumbents)))
+    for cost, i in [c for c in costs if np.isfinite(c[0])][:MOST_PLAYED]:
+        if measure(np.asarray(incumbents[i])).peak <= aim:
+            return _settled(first, np.asarray(incumbents[i]), cost)
+    return replace(first, choice=None, cost=np.inf, status=Status.UNKNOWN)
+
+
+def _settled(first: Solution, choice: np.ndarray, cost: float) -> Solution:
+    proven = cost - first.bound <= 1e-9 * abs(cost)
+    return replace(first, choice=choice, cost=cost, bound=min(first.bound, cost), status=Status.OPTIMAL if proven else Status.GAP)
+
+
+def _grown(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
+    """A row, or a lower limit of the row there is, for the fullest moment of every stretch of the step that is too full;
+    the row's limit makes up for what the row miscounts of this plan."""
+    total = timeline.live.sum(axis=1)
+    for stretch in np.array_split(np.arange(len(total)), min(MOMENTS, len(total))):
+        t = int(stretch[np.argmax(total[stretch])])
+        if total[t] > aim:
+            moment = timeline.moment_of(t)
+            formulation = with_row(formulation, moment)
+            load = row_loads(formulation.problem, choice)[formulation.memory_rows[moment]]
+            formulation = limited(formulation, moment, aim - (total[t] - load))
+    return formulation
+
+
+NOTHING = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
+
+
+def fits(problem: Problem, rows: np.ndarray, choice: np.ndarray) -> bool:
+    return bool(np.all(row_loads(problem, choice)[rows] <= problem.row_limit[rows]))
+
+
+def explain_infeasible(formulation: Formulation, solution: Solution, limit: float, measure: Measure,
+                       incumbents: Iterable[np.ndarray] = ()) -> InfeasibleError:
+    """The error to raise: the peak of the leanest plan found, when it is and what is alive there, and a proven lower bound."""
     problem = formulation.problem
-    least = solve(least_memory(problem), time_limit=SECONDS)
-    if least.choice is None:
+    rows, slack = formulation.memory_rows, 1.0 + formulation.table.cluster.device.allocator_slack
+    always = sum(op.outputs[0].nbytes for op in formulation.table.graph.of_kind("buffer"))
+    leasts = [solve(least_memory(problem, [row]), time_limit=SECONDS / len(rows)) for row in rows.values()]
+    if any(least.choice is None for least in leasts):
         return InfeasibleError("no choice of strategies satisfies all seeds, whatever the memory; "
                                "take seeds away until a plan exists, or leave dims open with ...")
-    free = solve(ample(problem), time_limit=SECONDS)
-    wants = row_loads(problem, free.choice)[MEMORY] if free.choice is not None else least.cost
-    certain = "" if least.bound > limit else f" (not proven: the search stopped, {solution.status.value})"
+    bound = slack * (always + max(least.bound for least in leasts))
+    tried = [measure(np.asarray(c)) for c in (*(least.choice for least in leasts), *list(incumbents)[:MOST_PLAYED])]
+    leanest = min(tried, key=lambda t: t.peak)
+    certain = "" if bound > limit else f" (not proven: the search stopped, {solution.status.value})"
+    seeds = formulation.table.seeds.matches
+    fixed = f"; {len(seeds)} seeds fix placements, take some away" if seeds else ""
     return InfeasibleError(
-        f"no plan fits in {_text(limit)} per rank{certain}: the fastest plan needs {_text(wants)} for parameters, "
-        f"gradients, optimizer state and saved activations; no plan needs less than {_text(least.bound)} (proven), and the "
-        f"least found needs {_text(least.cost)}. Raise the memory budget, use more ranks or a smaller batch")
+        f"no plan fits in {_text(limit)} per rank{certain}: no plan needs less than {_text(bound)} (proven), and the least found "
+        f"needs {_text(slack * leanest.peak)}. {_when(leanest)}. Raise the memory budget, use more ranks or a smaller batch{fixed}")
+
+
+def _when(timeline: Timeline) -> str:
+    """The peak of a plan in words."""
+    peak = max(timeline.moments(), key=lambda m: m.total)
+    place = f" ({', '.join(x for x in (peak.module, peak.source) if x)})" if peak.module or peak.source else ""
+    parts = sorted(((n, c) for c, n in peak.by_category.items() if n), reverse=True)
+    alive = ", ".join(f"{a.name} {_text(a.nbytes)}" for a in timeline.largest()[:4])
+    return (f"Its peak is in {peak.window} at {peak.op}{place}: {', '.join(f'{c} {_text(n)}' for n, c in parts[:4])}; "
+            f"the largest tensors there: {alive}")
 
 
 def _text(nbytes: float) -> str:
@@ -56,81 +136,82 @@ def _text(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def fit_memory(formulation: Formulation, first: Solution, *, limit: float, time_limit: float,
-               progress: Callable | None = None, **options) -> Solution:
-    """Where the search found nothing that fits: price the memory row, and close in on the price at which plans fit.
+def fit_memory(formulation: Formulation, first: Solution, *, time_limit: float, progress: Callable | None = None,
+               **options) -> Solution:
+    """Where the search found nothing that fits: price the memory rows, and close in on the price at which plans fit.
 
-    At price m per byte the problem has no memory row, and its bound minus m x limit is a bound of the whole. The next
+    At price m per byte the problem has no memory rows, and its bound minus m x the limits is a bound of the whole. The next
     price makes the cheapest plan known that fits and the best that does not equally dear (secant). Returns `first`
     when nothing fits."""
     problem, share = formulation.problem, time_limit / (ROUNDS + 2)
-    least = solve(least_memory(problem), time_limit=share, **options)
-    if least.choice is None or least.cost > limit:
+    rows = np.array(list(formulation.memory_rows.values()))
+    least = solve(least_memory(problem, rows), time_limit=share, **options)
+    if least.choice is None or not fits(problem, rows, least.choice):
         return first
-    fits = _Point.of(problem, least.choice)
+    best = _Point.of(problem, rows, least.choice)
     price, over, bound = 0.0, None, first.bound
     for _ in range(ROUNDS + 1):
-        answer = solve(memory_priced(problem, price), time_limit=share, incumbents=(fits.choice,), **options)
-        bound = max(bound, answer.bound - price * limit)
-        point = _Point.of(problem, answer.choice)
-        if point.memory <= limit and point.seconds < fits.seconds:
-            fits = point
-        elif point.memory > limit:
+        answer = solve(memory_priced(problem, rows, price), time_limit=share, incumbents=(best.choice,), **options)
+        bound = max(bound, answer.bound - price * float(problem.row_limit[rows].sum()))
+        point = _Point.of(problem, rows, answer.choice)
+        if point.excess <= 0 and point.seconds < best.seconds:
+            best = point
+        elif point.excess > 0:
             over = point
         else:
             break
         if progress:
-            gap = (fits.seconds - bound) / max(abs(fits.seconds), 1e-300)
-            progress(fits.seconds, bound, gap, answer.seconds, "memory priced")
+            gap = (best.seconds - bound) / max(abs(best.seconds), 1e-300)
+            progress(best.seconds, bound, gap, answer.seconds, "memory priced")
         if over is None:
             break
-        price = max(0.0, (fits.seconds - over.seconds) / (over.memory - fits.memory))
-    proven = fits.seconds - bound <= 1e-9 * abs(fits.seconds)
-    return replace(first, choice=fits.choice, cost=fits.seconds, bound=min(bound, fits.seconds),
-                   status=Status.OPTIMAL if proven else Status.GAP)
+        price = max(0.0, (best.seconds - over.seconds) / (over.excess - best.excess))
+    return _settled(replace(first, bound=bound), best.choice, best.seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class _Point:
-    """A choice with its memory and its cost when memory is ample."""
+    """A choice with the bytes it is over on its worst memory row (negative: room), and its cost when memory is ample."""
 
     choice: np.ndarray
-    memory: float
+    excess: float
     seconds: float
 
     @staticmethod
-    def of(problem: Problem, choice: np.ndarray) -> "_Point":
-        return _Point(choice, float(row_loads(problem, choice)[MEMORY]), evaluate(ample(problem), choice))
+    def of(problem: Problem, rows: np.ndarray, choice: np.ndarray) -> "_Point":
+        excess = row_loads(problem, choice)[rows] - problem.row_limit[rows]
+        return _Point(choice, float(excess.max()), evaluate(ample(problem), choice))
 
 
 def ample(problem: Problem) -> Problem:
     """The problem with more memory than any choice can use."""
     limits = problem.row_limit.copy()
-    limits[MEMORY] = unreachable(problem.items, MEMORY)
+    for row in np.flatnonzero(np.isinf(problem.row_price)):
+        limits[row] = unreachable(problem.items, row)
     return replace(problem, row_limit=limits)
 
 
-def memory_priced(problem: Problem, price: float) -> Problem:
-    """Memory at `price` seconds per byte instead of limited."""
-    return replace(ample(problem), node_costs=_with_memory(problem, price, lambda c: c))
+def memory_priced(problem: Problem, rows: np.ndarray, price: float) -> Problem:
+    """Memory at `price` seconds per byte on each of `rows` instead of limited."""
+    return replace(ample(problem), node_costs=_with_memory(problem, rows, price, lambda c: c))
 
 
-def least_memory(problem: Problem) -> Problem:
-    """The problem of using as little of the memory row as possible: forbidden stays forbidden, the rest is free."""
+def least_memory(problem: Problem, rows: Iterable[int]) -> Problem:
+    """The problem of using as little as possible of the memory `rows` together: forbidden stays forbidden, the rest is free."""
     tables: dict[int, np.ndarray] = {}
     edges = []
     for e in problem.edges:
         if id(e.table) not in tables:
             tables[id(e.table)] = np.where(np.isfinite(e.table), 0.0, np.inf)
         edges.append(Edge(e.u, e.v, tables[id(e.table)], e.rows, e.cols))
-    costs = _with_memory(problem, 1.0, lambda c: np.where(np.isfinite(c), 0.0, np.inf))
+    costs = _with_memory(problem, np.array(list(rows)), 1.0, lambda c: np.where(np.isfinite(c), 0.0, np.inf))
     return Problem(costs, tuple(edges), groups=problem.groups)
 
 
-def _with_memory(problem: Problem, price: float, base: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, ...]:
+def _with_memory(problem: Problem, rows: np.ndarray, price: float, base: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, ...]:
     """base(node cost) + price x memory per node; nodes alike share their array, as presolve likes it."""
     items, made = problem.items, {}
-    on = np.flatnonzero(items.row == MEMORY)
+    on = np.flatnonzero(np.isin(items.row, rows))
     order = on[np.argsort(items.node[on], kind="stable")]
     nodes, starts = np.unique(items.node[order], return_index=True)
     amounts = dict(zip(nodes.tolist(), np.split(order, starts[1:]) if len(nodes) else (), strict=True))

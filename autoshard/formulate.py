@@ -13,8 +13,10 @@ A (value, spec) that only one consumer could read needs no node: the producer-co
 price. Gathers of parameters and reductions of gradients may hide behind compute; their seconds must sit on
 node states to enter the overlap rows, so their copy nodes have one `made` state per distinct price.
 
-Rows: 0 = memory (hard), then, where the cluster overlaps at all, 1 = forward and 2 = backward overlap with
-load = hideable seconds - eta * heavy compute seconds, limit 0 and price 1 - interference.
+Rows: 0 = memory at the turn from forward to backward (hard), then, where the cluster overlaps at all, 1 = forward and
+2 = backward overlap with load = hideable seconds - eta * heavy compute seconds, limit 0 and price 1 - interference; in
+training then memory at the optimizer's update (hard). Both memory rows count no byte that is not surely there, so that a
+bound under them holds; `memory/rows.py` adds rows for the moments at which a plan turned out to be fuller.
 """
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from math import prod
 
 import numpy as np
 
-from autoshard.cost.memory import stored_bytes
+from autoshard.cost.memory import stored_parts, update_workspace
 from autoshard.cost_table import HEAVY, CostTable
 from autoshard.graph import Op, Ref
 from autoshard.plan import Window
@@ -70,12 +72,13 @@ class CopyNode:
 @dataclass(frozen=True, eq=False)
 class Formulation:
     """The problem with what is needed to read a solution: node n is unit n, or, from
-    `len(units)` on, copy node `copies[n - len(units)]`."""
+    `len(units)` on, copy node `copies[n - len(units)]`. `memory_rows`: moment ("turn", "update", an op) -> its row."""
 
     problem: Problem
     units: Units
     copies: tuple[CopyNode, ...]
     table: CostTable
+    memory_rows: Mapping[str, int] = field(default_factory=lambda: {"turn": MEMORY})
 
     def strategy_of(self, choice: np.ndarray) -> dict[str, int]:
         """Chosen strategy index per op name."""
@@ -105,6 +108,11 @@ class _Builder:
     def overlaps(self) -> bool:
         return self.eta > 0 and self.table.mesh.size > 1
 
+    @property
+    def update_row(self) -> int:
+        """The row of memory at the optimizer's update."""
+        return BACKWARD + 1 if self.overlaps else MEMORY + 1
+
     def shared(self, key: object, make) -> object:
         if key not in self.memo:
             self.memo[key] = make()
@@ -118,7 +126,7 @@ class _Builder:
 
 def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Mapping[str, int] | None = None,
               units: Units | None = None) -> Formulation:
-    """Build the search problem. `memory_limit`: bytes per rank for what is stored and saved, None: unlimited.
+    """Build the search problem. `memory_limit`: bytes per rank at any moment, None: unlimited.
     `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
     (see regions.py), by default as `find_units` groups the ops."""
     overlap = table.cluster.overlap
@@ -131,14 +139,22 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
             _add_value(b, Ref(op.name, index), layers)
     _tie_gradients(b)
     items = _items(b)
-    limit = unreachable(items, MEMORY) if memory_limit is None else float(memory_limit)
-    row_limit, row_price = [limit], [np.inf]
+    rows = {"turn": MEMORY, **({"update": b.update_row} if table.graph.training else {})}
+    limits = {r: unreachable(items, r) if memory_limit is None else _left(table, memory_limit) for r in rows.values()}
+    row_limit, row_price = [limits.pop(MEMORY)], [np.inf]
     if b.overlaps:
         row_limit += [0.0, 0.0]
         row_price += [1.0 - b.kappa] * 2
+    row_limit += limits.values()
+    row_price += [np.inf] * len(limits)
     problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
                       groups=np.array(b.groups, dtype=np.int64) if layers else None)
-    return Formulation(problem, b.units, tuple(b.copies), table)
+    return Formulation(problem, b.units, tuple(b.copies), table, rows)
+
+
+def _left(table: CostTable, limit: float) -> float:
+    """Bytes for what the rows count: without the allocator's slack, and buffers, which no choice changes."""
+    return limit / (1.0 + table.cluster.device.allocator_slack) - sum(op.outputs[0].nbytes for op in table.graph.of_kind("buffer"))
 
 
 def unreachable(items: Items, row: int) -> float:
@@ -165,16 +181,23 @@ def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
     for name, cost, picked in zip(unit.members, costs, unit.picked, strict=True):
         op = b.table.graph.op(name)
         if op.kind == "param":
-            b.add_items(node, MEMORY, _stored(b, op)[picked])
+            _add_stored(b, node, op, picked)
         if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
             b.add_items(node, FORWARD if op.phase == "forward" else BACKWARD, -b.eta * cost.compute[picked])
 
 
-def _stored(b: _Builder, op: Op) -> np.ndarray:
+def _add_stored(b: _Builder, node: int, op: Op, picked: np.ndarray) -> None:
+    """At the turn there are no gradients yet, at the update all of them, and what the update itself needs."""
     t, meta = b.table, op.outputs[0]
     index = t.strategies[op.name].output_specs[0]
-    optimizer = t.training.optimizer if op.name in t.trained else None
-    return np.array([stored_bytes(meta, s, t.mesh, optimizer) for s in index.specs], dtype=float)[index.index]
+    trained = op.name in t.trained
+    parts = [stored_parts(meta, s, t.mesh, t.training.optimizer if trained else None) for s in index.specs]
+    turn = np.array([p["parameters"] + p["optimizer"] for p in parts], dtype=float)
+    b.add_items(node, MEMORY, turn[index.index][picked])
+    if t.graph.training:
+        together = t.cluster.device.updates_together and trained
+        update = [sum(p.values()) + (update_workspace(t.training.optimizer, [p["parameters"]], True) if together else 0) for p in parts]
+        b.add_items(node, b.update_row, np.array(update, dtype=float)[index.index][picked])
 
 
 def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
@@ -274,7 +297,8 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
         for row, window in ((FORWARD, 0), (BACKWARD, 1)):
             b.add_items(node, row, np.array([(s.price or 0.0) * s.times[window] for s in states]))
     if len(windows) == 2:
-        b.add_items(node, MEMORY, np.array([local_bytes(b.table, ref, spec) if s.name == "kept" else 0.0 for s in states]))
+        extra = max(0.0, local_bytes(b.table, ref, spec) - _least_saved(b, ref))
+        b.add_items(node, MEMORY, np.array([extra if s.name == "kept" else 0.0 for s in states]))
 
 
 def _states(src: SpecIndex, spec: Spec, prices: np.ndarray, windows: set[Window], priced: bool) -> tuple[State, ...]:
@@ -316,18 +340,29 @@ def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
 
 
 def _add_saved(b: _Builder, ref: Ref) -> None:
-    """Memory of a forward value that backward reads, in its producer's spec. Views of one buffer count once where
-    they are sure to share it, that is within one unit; never less than the plan will really save."""
-    graph = b.table.graph
-    root = storage_root(graph, ref)
-    read = any(graph.op(name).phase == "backward" for name, _ in graph.users.get(ref, ()))
-    key = ("saved", root, b.units.index(ref.op))
-    if graph.op(ref.op).phase == "backward" or not read or graph.op(root.op).kind in ("param", "buffer") or key in b.memo:
+    """Memory of a forward value that backward reads, in its producer's spec. Values that may share a buffer, being views
+    of one another, count once."""
+    root = storage_root(b.table.graph, ref)
+    if not _is_saved(b, ref) or ("saved", root) in b.memo:
         return
-    b.memo[key] = True
+    b.memo["saved", root] = True
     specs = b.units.outputs(ref)
     amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
+    if b.table.graph.meta(ref).numel > b.table.graph.meta(root).numel:  # expanded: no larger than what it is a view of
+        amounts = np.minimum(amounts, min(local_bytes(b.table, root, s) for s in b.units.outputs(root).specs))
     b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
+
+
+def _is_saved(b: _Builder, ref: Ref) -> bool:
+    """Whether forward makes this value and backward reads it; parameters, buffers and inputs are there anyway."""
+    graph = b.table.graph
+    return (graph.op(ref.op).phase == "forward" and graph.op(storage_root(graph, ref).op).kind == "call"
+            and any(graph.op(name).phase == "backward" for name, _ in graph.users.get(ref, ())))
+
+
+def _least_saved(b: _Builder, ref: Ref) -> float:
+    """What `_add_saved` counts for the value itself at least: where all of backward reads a kept copy, it is not saved."""
+    return min(local_bytes(b.table, ref, s) for s in b.units.outputs(ref).specs) if _is_saved(b, ref) else 0.0
 
 
 def storage_root(graph, ref: Ref) -> Ref:

@@ -183,17 +183,17 @@ def test_units_lose_no_classic_plan():
 
 def test_a_plan_is_found_under_tight_memory():
     """Memory priced by secants: from the least-memory plan to one that fits and is as cheap as the exact search's."""
-    from autoshard.feasible import fit_memory, least_memory
-    from autoshard.search.problem import Solution, Status, evaluate, row_loads
+    from autoshard.feasible import NOTHING, fit_memory, least_memory
+    from autoshard.search.problem import evaluate, row_loads
 
     table = table_of(Chain(), torch.randn(64, 4), "dp=2", "h100-dgx", True)
-    least = solve(least_memory(formulate(table, memory_limit=1e9).problem), time_limit=10)
-    limit = least.cost * 1.05
+    rows = list(formulate(table, memory_limit=1e9).memory_rows.values())
+    least = [solve(least_memory(formulate(table, memory_limit=1e9).problem, [row]), time_limit=10) for row in rows]
+    limit = max(one.cost for one in least) * 1.05
     formulation = formulate(table, memory_limit=limit)
-    nothing = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
-    found = fit_memory(formulation, nothing, limit=limit, time_limit=30)
+    found = fit_memory(formulation, NOTHING, time_limit=30)
     exact = solve(formulation.problem, time_limit=30)
-    assert row_loads(formulation.problem, found.choice)[0] <= limit
+    assert max(row_loads(formulation.problem, found.choice)[rows]) <= limit
     assert found.bound <= exact.cost * (1 + 1e-9) <= found.cost * (1 + 2e-9)
     assert evaluate(formulation.problem, found.choice) == pytest.approx(found.cost)
-    assert fit_memory(formulate(table, memory_limit=1.0), nothing, limit=1.0, time_limit=30) is nothing
+    assert fit_memory(formulate(table, memory_limit=1.0), NOTHING, time_limit=30) is NOTHING

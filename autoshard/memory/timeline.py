@@ -57,6 +57,15 @@ class Timeline:
     def peak_time(self) -> int:
         return int(np.argmax(self.live.sum(axis=1)))
 
+    def moment_of(self, t: int) -> str:
+        """The moment of time t as `memory/rows.py` names it: the op that runs then or next, "turn" or "update"."""
+        times = self.played.times
+        if t >= len(times):
+            return "update"
+        ahead = (i for i in range(t, len(times)) if times[i][1] is None or times[i][1].kind == "compute")
+        instruction = times[next(ahead, 0)][1]
+        return instruction.op if instruction is not None else "turn" if self.graph.training else self.graph.ops[-1].name
+
     def moments(self) -> tuple[Moment, ...]:
         """The fullest time of every instruction, or, where there are many, of every stretch of instructions, with its
         emptiest."""
