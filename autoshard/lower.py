@@ -93,15 +93,20 @@ def lower_deferred(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> tuple[
 
 
 def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGraph:
-    emit, ports, results = Emitter(mesh), [], []
+    emit, ports, pending = Emitter(mesh), [], []
     for op in parameter_gradients(graph):
         meta, made, wanted = graph.meta(op.refs[0]), made_as(plan, op.refs[0]), plan.ops[op.name].inputs[0]
         x = emit.placeholder(op.target, local_tensor_shape(meta, made, mesh), meta.dtype)
-        with emit.part(Part("redistribute", str(op.refs[0]), "backward", True)):
+        part = Part("redistribute", str(op.refs[0]), "backward", True)
+        with emit.part(part):
             steps = route(meta.logical_shape, meta.dtype, made, wanted)
             counts = shard_counts(meta.ndim, made, mesh.sizes)
-            results.append(emit.complete(emit.redistribute(x, meta, counts, steps)))
+            pending.append((part, emit.redistribute(x, meta, counts, steps)))
         ports.append(Port("grad", op.target.removeprefix("grad:")))
+    results = []
+    for part, started in pending:
+        with emit.part(part):
+            results.append(emit.complete(started))
     graph_ = emit.finish(results)
     takes = [Port("coord", n.name) if n.name in emit.extra_ports else None for n in graph_.nodes if n.op == "placeholder"]
     order = iter(ports)

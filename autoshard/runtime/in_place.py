@@ -23,6 +23,8 @@ OVERWRITE = {
     _torch.COLLECTIVES["all_reduce"]: (_torch.ALL_REDUCE_IN_PLACE, (0,)),
 }
 """Functional op -> its in-place form, and the arguments whose memory may take the result."""
+SENDS = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
+"""Read their argument until they are waited for; an all-reduce works on its own copy."""
 MAY_ALIAS = (aten.reshape.default, aten.contiguous.default, _torch.WAIT)
 """Ops that may return their argument's memory, whatever the fake tensors say."""
 
@@ -56,10 +58,12 @@ class _Memory:
                 self._given |= set(self._keys(node))
             if node.target in MAY_ALIAS:
                 self.join(node, node.args[0])
-        for i, node in enumerate(graph.nodes):
+        position = {node: float("inf") if node.op == "output" else i for i, node in enumerate(graph.nodes)}
+        for node in graph.nodes:
+            done = max([position[node], *(position[u] for u in node.users if node.target in SENDS)])
             for read in node.all_input_nodes:
                 for root in self._group(read):
-                    self._last[root] = max(self._last.get(root, -1), float("inf") if node.op == "output" else i)
+                    self._last[root] = max(self._last.get(root, -1), done)
 
     def may_take(self, node: Node, k: int, at: int) -> bool:
         """Whether `node` (at position `at`) may write its result over its argument `k`."""

@@ -15,6 +15,7 @@ from autoshard import _torch
 from autoshard.graph import Graph
 from autoshard.lower import LocalGraph, Lowered, Port, bind, lower_deferred
 from autoshard.plan import Plan
+from autoshard.runtime.buckets import bucket_gradients
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.place import Place, placements
 from autoshard.runtime.route import route_of
@@ -25,18 +26,43 @@ from autoshard.spec import Spec
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
 
+@dataclass(frozen=True)
+class Issue:
+    """A collective call as it is made: bytes by the convention of cost/collectives.py. `bucket`: the bytes of the
+    gradients that share it, empty for a call that the plan has as it is."""
+
+    kind: str
+    axis: str
+    nbytes: int
+    bucket: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(node: torch.fx.Node, place: Place) -> "Issue":
+        kind = _torch.COLLECTIVE_KINDS[node.target]
+        buffer = node.meta["val"] if kind == "all_gather" else node.args[0].meta["val"]
+        axes = {group: axis for axis, group in place.groups.items()}
+        return Issue(kind, axes[node.args[-1]], buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
+
+    def planned(self) -> tuple["Issue", ...]:
+        """The calls of the plan that this one stands for."""
+        return tuple(Issue(self.kind, self.axis, n) for n in self.bucket) or (self,)
+
+
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A bound local graph: called with one list, which it empties."""
+    """A bound local graph: called with one list, which it empties. `issues`: its collectives."""
 
     takes: tuple[Port, ...]
     gives: tuple[Port, ...]
     call: Callable[[list[Any]], Sequence[torch.Tensor]]
+    issues: tuple[Issue, ...]
 
     @staticmethod
     def of(local: LocalGraph, place: Place, backend: Backend, name: str) -> "Function":
         module, takes = bind(local, place.coordinates, place.groups, place.mesh, place.device)
-        return Function(takes, local.gives, backend(module, name))
+        bucket_gradients(module.graph)
+        issues = tuple(Issue.of(n, place) for n in module.graph.nodes if n.target in _torch.COLLECTIVE_KINDS)
+        return Function(takes, local.gives, backend(module, name), issues)
 
 
 class Step:
@@ -69,6 +95,11 @@ class Step:
 
         self.own = {name: place.slice(value.to(place.device), plan.placements[name]).contiguous()
                     for name, value in calling.constants.items() if name in plan.placements}
+
+    @property
+    def issues(self) -> tuple[Issue, ...]:
+        """The collectives of one step."""
+        return self.forward.issues + (self.backward.issues if self.backward else ())
 
     def local(self, name: str) -> torch.Tensor:
         """A parameter, a buffer, or a constant of the graph, as this rank holds it."""
@@ -142,7 +173,8 @@ class Step:
         return dict(zip((p.name for p in reduction.gives), reduction.call(list(grads)), strict=True))
 
     def as_gradient(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """A local gradient in the form its leaf (of `shape`) has: a DTensor placed like it, or the whole tensor of an input."""
+        """A local gradient in the form its leaf (of `shape`) has: a DTensor placed like it, or the whole tensor of an
+        input. On one process without a group that is the local gradient itself."""
         if self.place.device_mesh is None:
             return local
         if name in self.stored.params:
@@ -163,7 +195,8 @@ class _Node(torch.autograd.Function):
         outs = step.forward.call(arguments)
         n, m = step.n_users, len(step.mutated)
         ctx.save_for_backward(*kept, *outs[n + m:])
-        ctx.step, ctx.model, ctx.seed, ctx.shapes = step, model, seed, [t.shape for t in leaves]
+        ctx.step, ctx.model, ctx.seed = step, model, seed
+        ctx.shapes = None if step.place.device_mesh is None else [t.shape for t in leaves]
         step.write_back(outs[n:n + m])
         ctx.mark_non_differentiable(*(outs[i] for i in step.constants))
         return tuple(outs[:n])
@@ -177,6 +210,8 @@ class _Node(torch.autograd.Function):
         del tangents
         _torch.drop_saved(ctx)
         grads = model.finish_gradients(step, function.call(arguments))
+        if ctx.shapes is None:
+            return (None, None, None, None, None, *grads)
         return (None,) * 5 + tuple(
             None if g is None else step.as_gradient(name, g, shape)
             for name, g, shape in zip(step.grad_names, grads, ctx.shapes, strict=True))

@@ -305,6 +305,8 @@ def _prices(model: Any, plan: Plan, issued: list[Any]) -> tuple[bool, float]:
     step = model._latest[1]
     planned = Counter((c.kind, c.axis, c.nbytes) for c in plan.collectives)
     lowered = Counter((c.kind, c.axis, c.nbytes) for c in collectives_in(step.lowered))
-    same = Counter((c.kind, c.axis, c.nbytes) for c in issued) == planned == lowered
+    calls = Counter((c.kind, c.axis, c.nbytes) for c in step.issues)
+    meant = Counter((c.kind, c.axis, c.nbytes) for call in step.issues for c in call.planned())
+    same = Counter((c.kind, c.axis, c.nbytes) for c in issued) == calls and meant == planned == lowered
     price = reprice(step.graph, step.lowered, Cluster.from_snapshot(plan.cluster), "adamw")
     return same, abs(price - plan.objective_s) / plan.objective_s

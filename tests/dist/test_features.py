@@ -321,8 +321,11 @@ def intercepted() -> None:
         fast.prepare(data()[0])
         with recorded_collectives(fast.place.device_mesh) as found:
             mse(fast, data()).backward()
-        want = Counter((c.kind, c.axis, c.nbytes) for c in collectives_in(fast._latest[1].lowered))
+        step = fast._latest[1]
+        want = Counter((c.kind, c.axis, c.nbytes) for c in step.issues)
         assert Counter((c.kind, c.axis, c.nbytes) for c in found) == want and want
+        meant = Counter((c.kind, c.axis, c.nbytes) for call in step.issues for c in call.planned())
+        assert meant == Counter((c.kind, c.axis, c.nbytes) for c in collectives_in(step.lowered))
 
 
 def all_features(folder: str) -> list[str]:
