@@ -195,10 +195,13 @@ class _Found:
 
 
 def specs_of(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> frozenset[Spec]:
-    """The specs that a seed's text allows for a tensor; none where a dim does not divide. Raises SeedError, naming `origin`."""
+    """The specs that a seed's text allows for a tensor; none where a dim does not divide. An axis of size 1 splits nothing.
+    Raises SeedError, naming `origin`."""
     if PER_AXIS.fullmatch(text) and not set(text.split(",")) <= set(mesh.names):
-        return frozenset({_per_axis(text, meta, mesh, origin)})
-    return frozenset(_expand(_per_dim(text, len(meta.shape), mesh, origin), meta, mesh))
+        found = [_per_axis(text, meta, mesh, origin)]
+    else:
+        found = list(_expand(_per_dim(text, len(meta.shape), mesh, origin), meta, mesh))
+    return frozenset(tuple(p if size > 1 else R for p, size in zip(spec, mesh.sizes, strict=True)) for spec in found)
 
 
 def _matching(graph: Graph, key: str) -> Iterable[Op]:
