@@ -46,8 +46,8 @@ from models import gpt, llama, mlp, resnet  # noqa: E402
 
 MODELS = {
     "gpt": (gpt, {"layers": 2, "width": 512, "heads": 8, "vocab": 4096, "context": 128, "batch": 8}),
-    "llama": (llama, {"layers": 2, "width": 512, "heads": 8, "kv_heads": 4, "hidden": 1408, "vocab": 4096, "seq": 128, "batch": 8}),
-    "mlp": (mlp, {"widths": (512, 2048, 2048, 512), "batch": 1024}),
+    "llama": (llama, {"layers": 2, "width": 512, "heads": 8, "kv_heads": 4, "hidden": 1408, "vocab": 4096, "seq": 128, "batch": 4}),
+    "mlp": (mlp, {"widths": (512, 2048, 2048, 512), "batch": 512}),
     "resnet": (resnet, {"width": 32, "image": 64, "classes": 128, "batch": 16}),
 }
 WITHOUT_TENSOR_PARALLEL = ("resnet",)

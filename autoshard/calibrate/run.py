@@ -36,7 +36,8 @@ class Calibration:
 
     @property
     def source(self) -> str:
-        return self.cluster.description
+        """Where every number of the profile is from: "calibrated 2026-01-31"."""
+        return self.cluster.description.rpartition("; ")[2]
 
 
 def calibrate(name: str, mesh: str | None, *, seconds: float, timeout: float, progress: Progress) -> tuple[Calibration, bool]:

@@ -33,7 +33,7 @@ def summary(cluster: Cluster) -> tuple[str, str, str, str]:
 def show_one(name: str, console: Console | None = None) -> None:
     """Every number of the profile `name` (or of a TOML file) in its own unit. Raises ClusterError."""
     cluster = load_cluster(name)
-    rows = table("!number", ">value", "source")
+    rows = table("number", ">value", "source")
     sources = {path.lstrip("."): source for path, source in cluster.sources}
     for path, value in numbers({k: v for k, v in cluster.snapshot().items() if k not in HEADINGS}):
         rows.add_row(escape(path), escape(f"{value:g}" if isinstance(value, float) else str(value)),
