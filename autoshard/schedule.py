@@ -21,6 +21,9 @@ from autoshard.spec import Spec, format_spec, local_shape
 Route = Callable[[tuple[int, ...], Any, Spec, Spec], "tuple[Any, ...]"]
 """(logical shape, dtype, source spec, target spec) -> steps: `cost.redistribute.Redistribution.steps`."""
 STORED = ("param", "buffer")
+IN_FLIGHT = 64 << 20
+"""Bytes of gradients on their way to other ranks at once. A collective keeps what it sends, so without a bound every rank would
+hold all gradients unreduced at the end of backward."""
 
 
 @dataclass(frozen=True, order=True)
@@ -68,8 +71,8 @@ class Schedule:
 
 
 def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int = 2) -> Schedule:
-    """Play `plan`. Hideable gathers are issued `prefetch` gathers ahead of their use; gradient reductions as
-    soon as the gradient exists, waited for at the end. Raises PlanError where the plan lacks an op or a copy."""
+    """Play `plan`. Hideable gathers are issued `prefetch` gathers ahead of their use; gradient reductions as soon as the
+    gradient exists, waited for at the end, or, the oldest first, when more than `IN_FLIGHT` bytes are on their way. Raises PlanError where the plan lacks an op or a copy."""
     missing = [op.name for op in graph.ops if op.name not in plan.ops]
     if missing:
         raise PlanError(f"the plan has no specs for op {missing[0]!r} ({len(missing)} in all); it was made for another graph")
@@ -162,6 +165,7 @@ class _Window:
         issue: dict[int, list[Instruction]] = {}
         wait: dict[int, list[Instruction]] = {}
         gathers: list[int] = []
+        sent: list[tuple[int, Instruction, int]] = []
         for own, held in sorted(self._moves(), key=lambda move: self.first[move[1]]):
             move = self._redistribute(own, held)
             at = use = self.first[held]
@@ -171,8 +175,22 @@ class _Window:
                 at = ready if use == self.end else max(ready, min(ahead, use))
                 gathers.append(use)
             issue.setdefault(at, []).append(move)
-            wait.setdefault(use, []).append(Instruction("wait", (held,), hideable=move.hideable))
+            waiting = Instruction("wait", (held,), hideable=move.hideable)
+            if use == self.end:
+                sent.append((at, waiting, self._bytes(own)))
+            else:
+                wait.setdefault(use, []).append(waiting)
+        self._wait_for_gradients(sorted(sent, key=lambda s: s[0]), wait)
         return issue, wait
+
+    def _wait_for_gradients(self, sent: list[tuple[int, Instruction, int]], wait: dict[int, list[Instruction]]) -> None:
+        """Waits for what leaves the window, given (issued at, wait, bytes) in the order of issue."""
+        flying: list[tuple[Instruction, int]] = []
+        for at, waiting, nbytes in sent:
+            flying.append((waiting, nbytes))
+            while len(flying) > 1 and sum(n for _, n in flying) > IN_FLIGHT:
+                wait.setdefault(at, []).append(flying.pop(0)[0])
+        wait.setdefault(self.end, []).extend(w for w, _ in flying)
 
     def _deaths(self, keep: set[Held]) -> dict[int, list[Held]]:
         """Values by the position of their last reader; what outputs or the other window read stays."""

@@ -57,11 +57,11 @@ def _header(plan: Plan) -> RenderableType:
     grid.add_column(overflow="fold")
     for label, text in what.header(plan):
         grid.add_row(label, escape(text))
-    grid.add_row("status", escape(_status(plan)))
+    grid.add_row("status", escape(status(plan)))
     return section("Plan", grid)
 
 
-def _status(plan: Plan) -> str:
+def status(plan: Plan) -> str:
     if plan.bound_s <= 0:
         return f"{plan.status}: {units.seconds(plan.objective_s)} a step (nothing is proven about it)"
     gap = f"within {100 * plan.gap:.2g} % of the best possible"
@@ -89,13 +89,13 @@ def _step_time(plan: Plan) -> RenderableType:
 def _memory(plan: Plan) -> RenderableType:
     grid = table("per rank", ">memory", ">share")
     total, limit = plan.memory.get("total") or 0.0, plan.memory.get("limit")
-    for row in what.memory(plan):
+    for row in (r for r in what.memory(plan) if r.value):
         grid.add_row(escape(row.label), units.size(row.value), units.share(row.value, total))
     grid.add_section()
     grid.add_row("total", units.size(total), units.share(total, total), style="bold")
     if limit is not None:
         grid.add_row("limit", units.size(limit), f"{units.share(total, limit)} used", style="dim")
-    return section("Memory", grid)
+    return section("Memory at its peak", Group(grid, *(Text(line, style="dim") for line in what.peak(plan))))
 
 
 def _layers(plan: Plan) -> RenderableType:

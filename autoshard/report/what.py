@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.plan import Collective, Layout, Plan
+from autoshard.report import units
 from autoshard.report.collapse import Folded, collapse
 from autoshard.spec import R, ShardingSpec, Spec
 
@@ -106,6 +107,22 @@ def memory(plan: Plan) -> tuple[Amount, ...]:
     other = [Amount(key, value or 0.0) for key, value in plan.memory.items()
              if key not in MEMORY_LABELS and key not in ("total", "limit")]
     return tuple(known + other)
+
+
+def peak(plan: Plan) -> tuple[str, ...]:
+    """When memory is fullest, and the largest tensors then: equal ones of repeated layers added up."""
+    moment = plan.peak
+    if moment is None:
+        return ()
+    place = ", ".join(x for x in (moment.module, moment.source) if x)
+    lines = [f"in {moment.window}, at {moment.op}" + (f" ({place})" if place else "")]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for tensor in plan.largest:
+        groups.setdefault((tensor.module.rpartition(".")[2] or tensor.name, tensor.category), []).append(tensor.nbytes)
+    for (name, category), sizes in sorted(groups.items(), key=lambda g: -sum(g[1]))[:4]:
+        times = f"{len(sizes)} x " if len(sizes) > 1 else ""
+        lines.append(f"{name}, {category}: {times}{units.size(max(sizes))}")
+    return tuple(lines)
 
 
 def layer_groups(plan: Plan) -> tuple[LayerGroup, ...]:
