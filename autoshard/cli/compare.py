@@ -8,9 +8,10 @@ from typing import Annotated, Optional
 
 import typer
 
-from autoshard.cli.common import JsonOption, QuietOption
+from autoshard.cli.common import HtmlOption, JsonOption, QuietOption
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Request
+from autoshard.errors import InfeasibleError
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -25,12 +26,14 @@ EXAMPLES = """
 
 def compare(request: Request,
             save_dir: Annotated[Optional[Path], typer.Option(help="Save every plan as JSON in this folder.")] = None,
-            as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+            html: HtmlOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Price DDP, ZeRO, FSDP and tensor parallelism beside the plan that the search chooses for MODEL."""
-    from autoshard.plan import check_folder
+    from autoshard.plan import check_folder, check_writable
 
     if save_dir is not None:
         check_folder(save_dir)
+    if html is not None:
+        check_writable(html)
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)
         from autoshard.api import Clock
@@ -40,6 +43,12 @@ def compare(request: Request,
                            clock=Clock(progress))
     if save_dir is not None:
         save(found, save_dir)
+    if html is not None:
+        if found.chosen.plan is None:
+            raise InfeasibleError(found.chosen.note)
+        from autoshard.report.html import write
+
+        write(html, found.chosen.plan, found)
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:

@@ -2,14 +2,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from autoshard.cli.common import JsonOption, OutputOption, QuietOption
+from autoshard.cli.common import HtmlOption, JsonOption, OutputOption, QuietOption
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Request
+from autoshard.errors import InfeasibleError, UsageError
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -17,6 +19,8 @@ EXAMPLES = """
   autoshard plan gpt:tiny --mesh tp=2 --cluster cpu-gloo
 
   autoshard plan llama:8b --mesh dp=2,tp=4 --batch 8 --seq 4096 --dtype bf16 --memory 70GiB -o plan.json
+
+  autoshard plan gpt:124m --mesh dp=2,tp=2 --html report.html --with-baselines
 
   autoshard plan mypackage.model:factory --mesh dp=8        factory() returns (model, example_inputs)
 
@@ -28,30 +32,46 @@ EXAMPLES = """
 """
 
 
-def plan(request: Request, output: OutputOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
+         with_baselines: Annotated[bool, typer.Option(
+             "--with-baselines", help="With --html: plans made by hand (DDP, FSDP, tensor parallel ...) beside the chosen one.")] = False,
+         as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Search the cheapest plan for MODEL on a mesh, and print what was chosen and why it costs what it costs."""
     from autoshard.plan import check_writable
 
-    if output is not None:
-        check_writable(output)
+    if with_baselines and html is None:
+        raise UsageError("--with-baselines is a part of the HTML report; give --html report.html too, or use `autoshard compare`")
+    for path in filter(None, (output, html)):
+        check_writable(path)
     with progress_shown(not quiet) as progress:
-        found = request.plan(progress)
+        found = request.plan(progress) if html is None else _plan_with_page(request, html, with_baselines, progress)
     if output is not None:
         found.save(output)
     if as_json or not quiet:
         print_plan(found, as_json)
     if output is not None and not (as_json or quiet):
         typer.echo(f"Plan saved to {output}; show it again with: autoshard report {output}", err=True)
+    if html is not None and not (as_json or quiet):
+        typer.echo(f"Report saved to {html}; open it in a browser", err=True)
 
 
 def report(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, as `autoshard plan -o` writes it.")],
+    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a saved plan again."""
+    """Show a saved plan again: in the terminal, as JSON, or as an HTML file."""
     from autoshard.plan import Plan
 
-    print_plan(Plan.load(path), as_json)
+    found = Plan.load(path)
+    if html is not None:
+        from autoshard.report.html import write
+
+        write(html, found)
+    if html is None or as_json:
+        print_plan(found, as_json)
+    else:
+        typer.echo(f"Report saved to {html}; open it in a browser", err=True)
 
 
 def print_plan(plan: Any, as_json: bool) -> None:
@@ -63,3 +83,28 @@ def print_plan(plan: Any, as_json: bool) -> None:
     from autoshard.report.text import show
 
     show(plan)
+
+
+def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress: Callable[[str, str], None]) -> Any:
+    """The plan, with its page written: what is known beyond the plan while the model is at hand is in it too."""
+    from autoshard import api
+    from autoshard.compare import comparison
+    from autoshard.explain import chosen_by
+    from autoshard.report.alternatives import alternatives
+    from autoshard.report.html import write
+
+    clock = api.Clock(progress)
+    with clock("load and trace"):
+        asked = request.traced(progress)
+    table = api.prices(asked.traced, asked.mesh, asked.options, clock=clock)
+    beside = None
+    if with_baselines:
+        beside = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=clock)
+        found = beside.chosen.plan
+        if found is None:
+            raise InfeasibleError(beside.chosen.note)
+    else:
+        found = api.decide(table, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
+    progress("report", "")
+    write(html, found, beside, alternatives(chosen_by(found, table)))
+    return found

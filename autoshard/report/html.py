@@ -1,0 +1,98 @@
+"""A plan as one HTML file that needs nothing else: `page/` has page, style and script, here is the data they show.
+
+Names come from the user's model, so they are data everywhere: JSON in which `<`, `>` and `&` are escaped, read by a script
+that makes text nodes only. The page's policy allows this one script, by its digest, and no connection.
+"""
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from functools import cache
+from html import escape
+from importlib import resources
+from math import isfinite
+from string import Template
+from typing import Any
+
+from autoshard.plan import CATEGORIES, Plan, write_atomically
+from autoshard.report import text, what
+from autoshard.report.page_tables import price_tables, tables
+from autoshard.report.tree import tree
+
+ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
+
+def write(path: str | os.PathLike[str], plan: Plan, comparison: Any = None, prices: Iterable[Any] = ()) -> None:
+    """Write `page(...)` to a file, whole or not at all. Raises UsageError when it cannot be written."""
+    write_atomically(path, page(plan, comparison, prices))
+
+
+def page(plan: Plan, comparison: Any = None, prices: Iterable[Any] = ()) -> str:
+    """The report as HTML. `comparison`: a `compare.Comparison`, for the chart of baselines; `prices`: `explain.EdgeTable`s
+    and `explain.OpTable`s, for what the plan decided against."""
+    data = document(plan, comparison, tuple(prices))
+    script = _file("script.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Template(_file("page.html")).substitute(
+        title=escape(data["title"]), style=_file("style.css"), script=script, digest=digest, data=embedded(data))
+
+
+def embedded(data: Any) -> str:
+    """JSON that may stand inside a <script> element: no text in it can end the element or open another."""
+    return json.dumps(_finite(data), separators=(",", ":"), ensure_ascii=False).translate(ESCAPED)
+
+
+def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Everything the page shows, as plain data in seconds and bytes."""
+    return {
+        "title": f"{plan.model.get('reference') or 'model'} on {plan.mesh}",
+        "facts": [*what.header(plan), ("status", text.status(plan))],
+        "axes": [list(pair) for pair in zip(plan.mesh.names, plan.mesh.sizes, strict=True)],
+        "objective": plan.objective_s, "bound": plan.bound_s, "gap": plan.gap, "tied": "tied" in plan.status,
+        "step": [{"label": a.label, "seconds": a.value, "counts": a.counts} for a in what.step_time(plan)],
+        "memory": _memory(plan),
+        "comparison": _comparison(comparison),
+        "tree": tree(plan), "whole_buffers": what.whole_buffers(plan),
+        "tables": {**tables(plan, prices), **price_tables(prices)},
+        "search": what.search_facts(plan), "timings": list(plan.timings.items()), "notes": plan.notes,
+    }
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    peak = plan.peak
+    moments = [{"window": m.window, "kind": m.kind, "op": m.op, "module": m.module, "source": m.source, "live": m.live}
+               for m in plan.timeline]
+    return {"rows": [(a.label, a.value) for a in what.memory(plan)], "total": plan.memory.get("total"),
+            "limit": plan.memory.get("limit"), "categories": [what.MEMORY_LABELS[c] for c in CATEGORIES],
+            "moments": moments, "peak": None if peak is None else plan.timeline.index(peak)}
+
+
+def _comparison(found: Any) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    rows = []
+    for row in found.contenders:
+        parts = [] if row.plan is None else [(a.label, a.value) for a in what.step_time(row.plan) if a.counts]
+        step = None if row.plan is None else row.plan.objective_s
+        rows.append({"name": row.name, "axes": row.axes, "step": step, "parts": parts, "memory": row.memory_bytes,
+                     "moved": row.moved_bytes, "fits": row.fits, "note": row.note})
+    return {"rows": rows, "limit": found.limit_bytes, "notes": found.notes}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity; the page writes null as "-"."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+@cache
+def _file(name: str) -> str:
+    return resources.files("autoshard.report").joinpath("page", name).read_text(encoding="utf-8")

@@ -1,0 +1,200 @@
+"""The tables of the HTML report, as data: columns with what they hold, rows, and which rows of other tables explain a row."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import singledispatch
+from typing import Any
+
+from autoshard.explain import EdgeTable, OpTable
+from autoshard.graph import Ref
+from autoshard.plan import Copy, Plan
+from autoshard.report import what
+from autoshard.report.collapse import collapse
+from autoshard.spec import Spec, format_spec
+
+Table = dict[str, Any]
+Detail = list[tuple[str, Sequence[int] | None]]
+"""(table, its rows; None: all), one after another."""
+
+CALLS, CHANGES, COPIES, PRICES = "calls", "changes", "copies", "prices"
+
+
+def tables(plan: Plan, prices: Sequence[Any] = ()) -> dict[str, Table]:
+    """All tables of a plan by name. Cells are text, or plain numbers whose kind the column says."""
+    return {"collectives": _collectives(plan), CALLS: _calls(plan), CHANGES: _changes(plan), COPIES: _copies(plan),
+            "ops": _ops(plan, prices), "fallbacks": _fallbacks(plan), "largest": _largest(plan)}
+
+
+def price_tables(prices: Sequence[Any]) -> dict[str, Table]:
+    """An overview, and a table per edge and op."""
+    if not prices:
+        return {}
+    rows = [_overview(found) for found in prices]
+    detail = [[(_price_name(i), None)] for i in range(len(prices))]
+    overview = _table("what:name where:text ways:count chosen:seconds cheapest_alternative:seconds", rows, detail)
+    return {PRICES: overview, **{_price_name(i): _price(found) for i, found in enumerate(prices)}}
+
+
+def _table(columns: str, rows: Iterable[Sequence[Any]], detail: list[Detail] | None = None) -> Table:
+    """`columns`: words "title:kind", `_` for a blank in the title."""
+    pairs = [c.split(":") for c in columns.split()]
+    return {"columns": [[title.replace("_", " "), kind] for title, kind in pairs], "rows": [list(r) for r in rows],
+            "detail": detail}
+
+
+def _price_name(i: int) -> str:
+    return f"price {i}"
+
+
+def _collectives(plan: Plan) -> Table:
+    found = what.collectives(plan, by_source=True)
+    rows = [(r.kind, r.axis, r.where, r.phase, r.count, r.nbytes, r.total_bytes, r.seconds, "yes" if r.hideable else "", r.source)
+            for r in found]
+    return _table("collective:word axis:word module:name pass:word calls:count each:bytes total:bytes time:seconds "
+                  "may_overlap:word source:source", rows, [[(CALLS, r.calls)] for r in found])
+
+
+def _calls(plan: Plan) -> Table:
+    rows = [(c.kind, c.axis, c.phase, c.value, c.op, c.module, c.dtype, c.nbytes, c.seconds, c.source) for c in plan.collectives]
+    return _table("collective:word axis:word pass:word value:name read_by:name module:name dtype:word bytes:bytes time:seconds "
+                  "source:source", rows)
+
+
+def _changes(plan: Plan) -> Table:
+    """Values held in two layouts, equal ones of repeated layers folded, the costliest first."""
+    calls, specs = _calls_by_value(plan), _made_specs(plan)
+
+    def key(copy: Copy) -> tuple:
+        kinds = ", ".join(dict.fromkeys(f"{c.kind} over {c.axis}" for c in _of(plan, calls, copy)))
+        return (copy.window, _text(specs.get(copy.value)), format_spec(copy.spec), copy.source, kinds,
+                sum(c.nbytes for c in _of(plan, calls, copy)), sum(c.seconds for c in _of(plan, calls, copy)))
+
+    folded = sorted(collapse((_place(plan, calls, c), key(c)) for c in plan.copies), key=lambda r: -r.payload[-1] * r.copies)
+    rows = [(r.name, *r.payload[:3], r.payload[3], r.payload[4], r.copies, r.payload[5] * r.copies, r.payload[6] * r.copies)
+            for r in folded]
+    detail: list[Detail] = [[(COPIES, r.rows), (CALLS, [i for k in r.rows for i in calls[plan.copies[k].value, plan.copies[k].window]])]
+                            for r in folded]
+    return _table("where:name pass:word from:word to:word copy:word by:text alike:count bytes:bytes time:seconds", rows, detail)
+
+
+def _copies(plan: Plan) -> Table:
+    specs = _made_specs(plan)
+    rows = [(c.value, c.window, _text(specs.get(c.value)), format_spec(c.spec), c.source) for c in plan.copies]
+    return _table("value:name pass:word from:word to:word copy:word", rows)
+
+
+def _ops(plan: Plan, prices: Sequence[Any]) -> Table:
+    calls, places = _calls_by_value(plan), _places(plan)
+    copies, priced = defaultdict(list), defaultdict(list)
+    for i, copy in enumerate(plan.copies):
+        copies[copy.value].append(i)
+    for i, found in enumerate(prices):
+        for name in _ops_of(found):
+            priced[name].append(i)
+    rows, detail = [], []
+    more = {name: sum(len(copies[str(Ref(name, i))]) for i in range(len(op.outputs))) for name, op in plan.ops.items()}
+    for name, op in sorted(plan.ops.items(), key=lambda item: -more[item[0]]):
+        values = [str(Ref(name, i)) for i in range(len(op.outputs))]
+        rows.append((name, " | ".join(map(format_spec, op.inputs)), " | ".join(map(format_spec, op.outputs)),
+                     more[name], *places.get(name, ("", ""))))
+        moved = [(COPIES, [i for v in values for i in copies[v]]), (CALLS, [i for v in values for w in ("forward", "backward") for i in calls[v, w]])]
+        detail.append([x for x in moved if x[1]] + [(_price_name(i), None) for i in priced[name]])
+    return _table("op:name inputs:text outputs:text other_layouts:count module:name source:source", rows, detail)
+
+
+def _fallbacks(plan: Plan) -> Table:
+    return _table("op:name module:name count:count time:seconds source:source",
+                  [(r.target, r.where, r.count, r.seconds, r.source) for r in what.fallbacks(plan)])
+
+
+def _largest(plan: Plan) -> Table:
+    return _table("tensor:name category:word bytes:bytes module:name source:source",
+                  [(a.name, what.MEMORY_LABELS[a.category], a.nbytes, a.module, a.source) for a in plan.largest])
+
+
+def _made_specs(plan: Plan) -> dict[str, Spec]:
+    return {str(Ref(name, i)): spec for name, op in plan.ops.items() for i, spec in enumerate(op.outputs)}
+
+
+def _calls_by_value(plan: Plan) -> dict[tuple[str, str], list[int]]:
+    out: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i, c in enumerate(plan.collectives):
+        if not c.inner:
+            out[c.value, c.phase].append(i)
+    return out
+
+
+def _of(plan: Plan, calls: dict, copy: Copy) -> list:
+    """The collectives that make a copy; one kept from forward has none of its own."""
+    return [plan.collectives[i] for i in calls[copy.value, copy.window]] if copy.source == "made" else []
+
+
+def _place(plan: Plan, calls: dict, copy: Copy) -> str:
+    found = [plan.collectives[i].module for w in (copy.window, "forward", "backward") for i in calls[copy.value, w]]
+    return next(filter(None, found), copy.value.removeprefix("param:"))
+
+
+def _places(plan: Plan) -> dict[str, tuple[str, str]]:
+    """(module, source) of the ops of which the plan says it: it keeps no graph."""
+    said = [*((m.op, m) for m in plan.timeline if m.kind == "compute"), *((f.op, f) for f in plan.fallbacks),
+            *((c.op, c) for c in plan.collectives)]
+    return {op: (x.module, x.source) for op, x in said}
+
+
+def _text(spec: Spec | None) -> str:
+    return "" if spec is None else format_spec(spec)
+
+
+@singledispatch
+def _overview(found: Any) -> tuple:
+    raise TypeError(f"no table for {type(found).__name__}")
+
+
+@singledispatch
+def _price(found: Any) -> Table:
+    raise TypeError(f"no table for {type(found).__name__}")
+
+
+@singledispatch
+def _ops_of(found: Any) -> tuple[str, ...]:
+    raise TypeError(f"no ops in {type(found).__name__}")
+
+
+@_overview.register
+def _(found: EdgeTable) -> tuple:
+    chosen = [r.seconds for r in found.rows if r.chosen]
+    others = [r.seconds for r in found.rows if not r.chosen]
+    return (f"edge: {found.value}", f"{found.maker} to {found.reader}", len(found.rows) + found.left_out,
+            min(chosen, default=None), min(others, default=None))
+
+
+@_overview.register
+def _(found: OpTable) -> tuple:
+    times = [(r.chosen, r.compute_s + r.inner_s + r.update_s) for r in found.rows]
+    return (f"op: {found.op}", found.where, len(found.rows) + found.left_out,
+            min((t for chosen, t in times if chosen), default=None), min((t for chosen, t in times if not chosen), default=None))
+
+
+@_price.register
+def _(found: EdgeTable) -> Table:
+    return _table("chosen:word source:text target:text redistribution:text bytes:bytes cost:seconds op:seconds",
+                  [("chosen" if r.chosen else "", r.source, ", ".join(r.targets), r.words, r.nbytes, r.seconds, r.compute_s)
+                   for r in found.rows])
+
+
+@_price.register
+def _(found: OpTable) -> Table:
+    return _table("chosen:word inputs:text outputs:text op:seconds inside:seconds moving_inputs:seconds output:bytes regret:seconds",
+                  [("chosen" if r.chosen else "", ", ".join(r.inputs), ", ".join(r.outputs), r.compute_s + r.update_s, r.inner_s,
+                    r.moved_s, r.nbytes, r.regret_s) for r in found.rows])
+
+
+@_ops_of.register
+def _(found: EdgeTable) -> tuple[str, ...]:
+    return found.value.rsplit(":", 1)[0] if found.value.rsplit(":", 1)[-1].isdigit() else found.value,
+
+
+@_ops_of.register
+def _(found: OpTable) -> tuple[str, ...]:
+    return found.op,
