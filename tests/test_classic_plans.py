@@ -57,7 +57,9 @@ def test_the_search_is_not_dearer_than_forced_megatron(llama):
 
 
 def test_megatron_storage_of_gpt_unaided():
-    found = search("gpt", "1.5B", "tp=4", layers=4, batch=1, seq=1024)
+    """Two sequences: of one the reductions take so little that what a call of NCCL costs decides, and the attention's output
+    projection is cheaper whole (2.15 against 2.17 ms)."""
+    found = search("gpt", "1.5B", "tp=4", layers=4, batch=2, seq=1024)
     assert {found.placements[f"h.1.{w}.weight"] for w in GPT_COLUMN} == {(0,)}
     assert {found.placements[f"h.1.{w}.weight"] for w in GPT_ROW} == {(1,)}
     reductions = [c for c in found.collectives if c.kind == "all_reduce" and c.module.startswith("h.2") and not c.hideable]
