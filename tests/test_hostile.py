@@ -171,3 +171,10 @@ def test_nothing_here_reads_pickles_or_unsafe_yaml():
         text = path.read_text()
         loads = re.findall(r"pickle\.loads?\(|yaml\.(?:unsafe_)?load\(|marshal\.loads?|torch\.load\([^\n]*", text)
         assert all("weights_only=True" in found for found in loads), f"{path.name}: {loads}"
+
+
+def test_infinite_bounds_are_read_and_no_number_is_not(plan):
+    whole = json.loads(plan.to_json())
+    assert Plan.from_json(json.dumps({**whole, "bound_s": float("-inf")})).bound_s == float("-inf")
+    with pytest.raises(PlanError, match="bound_s is nan"):
+        Plan.from_json(json.dumps({**whole, "bound_s": float("nan")}))

@@ -105,7 +105,7 @@ class Plans:
         return self._walked(self.table, lambda spec: ranks.setdefault(spec, rng.random()), pick)
 
     def _assembled(self, formulation: Formulation, choice: np.ndarray) -> Plan:
-        solution = Solution(choice, np.inf, -np.inf, Status.GAP, 0.0)
+        solution = Solution(choice, np.inf, 0.0, Status.GAP, 0.0)
         return make_plan(formulation, solution, memory_limit=None, model={}, seeds={},
                          settings=self.options.settings(self.table.graph.training, self.has_loss))
 

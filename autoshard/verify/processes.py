@@ -1,6 +1,7 @@
 """Run a plan as users do: real gloo processes, a compiled module, autograd and torch's optimizer on DTensors."""
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import socket
@@ -93,6 +94,7 @@ def _free_port() -> int:
 
 def _rank(task: _Task, rank: int) -> None:
     torch.set_num_threads(task.on.threads)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # gathering results is not meant to be fast
     os.environ.pop("RANK", None)
     try:
         dist.init_process_group("gloo", init_method=f"tcp://localhost:{task.port}", rank=rank, world_size=task.on.mesh.size)
