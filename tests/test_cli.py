@@ -300,3 +300,12 @@ def test_module_entry_point_exits_with_2():
     done = subprocess.run([sys.executable, "-m", "autoshard", "clusters", "show", "nope"],
                           capture_output=True, text=True, cwd=Path(cli.__file__).parents[2])
     assert done.returncode == 2 and done.stderr.startswith("error: ")
+
+
+def test_memory_sweeps_budgets(run):
+    code, out, err = run("memory", "mlp:tiny", "--mesh", "dp=4", "--steps", "3", "--json", "--quiet")
+    points = json.loads(out)
+    assert code == 0 and [p["budget_bytes"] for p in points] == sorted((p["budget_bytes"] for p in points), reverse=True)
+    fitting = [p for p in points if p["fits"]]
+    assert fitting and all(p["peak_bytes"] <= p["budget_bytes"] for p in fitting)
+    assert [p["step_s"] for p in fitting] == sorted(p["step_s"] for p in fitting)

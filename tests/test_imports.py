@@ -44,7 +44,7 @@ LAYERS = (
     ("calibrate",),
     ("api",),
     ("verify",),
-    ("compare", "whynot"),
+    ("compare", "sweep", "whynot"),
     ("cli",),
     ("__main__",),
 )

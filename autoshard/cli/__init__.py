@@ -9,6 +9,7 @@ from autoshard.cli import calibrate as calibrate_command
 from autoshard.cli import compare as compare_command
 from autoshard.cli import diff as diff_command
 from autoshard.cli import explain as explain_command
+from autoshard.cli import memory as memory_command
 from autoshard.cli import plan as plan_command
 from autoshard.cli import solve as solve_command
 from autoshard.cli import verify as verify_command
@@ -35,6 +36,7 @@ app.command()(plan_command.report)
 app.command(epilog=explain_command.EXAMPLES)(takes_request(explain_command.explain, mesh=""))
 app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command(epilog=compare_command.EXAMPLES)(takes_request(compare_command.compare))
+app.command(epilog=memory_command.EXAMPLES)(takes_request(memory_command.memory))
 app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify))
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")

@@ -49,6 +49,9 @@ OPTIMIZERS = {
     "adamax": (2, 7),
     "rmsprop": (1, 5),
     "adagrad": (1, 5),
+    "adafactor": (0, 5),  # reads p and g twice; rows and columns of the second moment, see cost/memory.py
+    "adamw8bit": (0, 4),  # read p, g; write p; m and v in bytes are read and written
+    "adam8bit": (0, 4),
 }
 
 
@@ -131,7 +134,8 @@ def optimizer_seconds(name: str, nbytes: Any, device: Device) -> Any:
 
 
 def optimizer_state_bytes(name: str, dtype: torch.dtype) -> int:
-    """Bytes of optimizer state per parameter element (step counters left out). AdamW in float32: 8.
+    """Bytes of optimizer state per parameter element in the parameter's dtype (step counters and what is not in that
+    form left out, see `cost.memory.state_bytes`). AdamW in float32: 8.
 
     Raises UsageError for an unknown optimizer."""
     return _optimizer(name)[0] * dtype.itemsize

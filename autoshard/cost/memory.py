@@ -16,6 +16,9 @@ from autoshard.graph import TensorMeta
 from autoshard.mesh import Mesh
 from autoshard.spec import Spec, local_shape
 
+EIGHT_BIT, BLOCK = ("adamw8bit", "adam8bit"), 256
+DENOMINATOR = ("adam", "adamw", "nadam", "radam", "adamax", "rmsprop", "adagrad")
+
 
 def value_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh) -> int:
     """Bytes of a value's local tensor. [1024, 4096] bf16 under S0,S1 on 2x4: 1024 x 4096 x 2 / 8 = 1 MiB."""
@@ -30,8 +33,27 @@ def stored_parts(meta: TensorMeta, spec: Spec, mesh: Mesh, optimizer: str | None
     own = value_bytes(meta, spec, mesh)
     if optimizer is None:
         return {"parameters": own, "gradients": 0, "optimizer": 0}
-    state = own // meta.dtype.itemsize * optimizer_state_bytes(optimizer, meta.dtype)
+    state = state_bytes(optimizer, local_shape(meta.logical_shape, spec, mesh.sizes), meta.dtype)
     return {"parameters": own, "gradients": own, "optimizer": state}
+
+
+def state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of optimizer state for a parameter of local `shape`. Raises UsageError for an unknown optimizer.
+
+    Adafactor keeps sums over the last dim and over the one before (all of a vector); 8-bit optimizers keep two bytes an
+    element and a float32 scale per block of 256 for each moment.
+    Sources: torch/optim/_adafactor.py; Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks:
+    bitsandbytes 0.44 and later).
+
+    >>> state_bytes("adafactor", (1024, 4096), torch.float32)      # 4 x (1024 + 4096)
+    20480
+    """
+    n = prod(shape)
+    if optimizer == "adafactor":
+        return dtype.itemsize * (n // shape[-1] + n // shape[-2] if len(shape) > 1 else n)
+    if optimizer in EIGHT_BIT:
+        return 2 * (n + 4 * -(-n // BLOCK))
+    return n * optimizer_state_bytes(optimizer, dtype)
 
 
 def stored_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh, optimizer: str | None) -> int:
@@ -45,6 +67,6 @@ def update_workspace(optimizer: str, parameters: Sequence[int], together: bool) 
 
     Source: torch/optim/adam.py, which keeps sqrt(exp_avg_sq) of every parameter (foreach), or that and its quotient of
     one parameter (single tensor). Optimizers without a denominator work in place."""
-    if optimizer_state_bytes(optimizer, torch.float32) < 8 or not parameters:
+    if optimizer not in DENOMINATOR or not parameters:
         return 0
     return sum(parameters) if together else 2 * max(parameters)

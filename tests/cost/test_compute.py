@@ -111,7 +111,8 @@ def test_optimizer_state():
     assert [optimizer_state_bytes(n, F32) for n in ("adamw", "momentum", "sgd", "none")] == [8, 4, 0, 0]
     assert optimizer_state_bytes("adamw", BF16) == 4
     for name, (kept, moved) in OPTIMIZERS.items():
-        assert moved == (3 + 2 * kept if name != "none" else 0)
+        lean = {"none": 0, "adafactor": 5, "adam8bit": 4, "adamw8bit": 4}  # what they keep has another size
+        assert moved == lean.get(name, 3 + 2 * kept)
     with pytest.raises(UsageError, match="no cost for optimizer 'adamm'; use adam"):
         optimizer_state_bytes("adamm", F32)
 
@@ -122,3 +123,12 @@ def test_stored_bytes():
     assert stored_bytes(meta, (0, 1), mesh, "adamw") == (256 << 20) // 8
     assert stored_parts(meta, (0, R), mesh, None) == {"parameters": 32 << 20, "gradients": 0, "optimizer": 0}
     assert value_bytes(TensorMeta((1024, 4096), BF16), (0, 1), mesh) == 1 << 20
+
+
+def test_states_of_lean_optimizers():
+    """4 x (1024 + 4096); two moments of a byte an element with a float32 scale per 256."""
+    meta, mesh = TensorMeta((1024, 4096), F32), parse_mesh("d=2")
+    assert stored_parts(meta, (-1,), mesh, "adafactor")["optimizer"] == 20480
+    assert stored_parts(meta, (0,), mesh, "adafactor")["optimizer"] == 4 * (512 + 4096)
+    assert stored_parts(meta, (-1,), mesh, "adamw8bit")["optimizer"] == 2 * (2**22 + 4 * 2**14)
+    assert stored_parts(TensorMeta((64,), torch.float32), (-1,), mesh, "adafactor")["optimizer"] == 256

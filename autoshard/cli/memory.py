@@ -1,0 +1,45 @@
+"""`autoshard memory`."""
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Optional
+
+import typer
+
+from autoshard.cli.common import JsonOption, QuietOption
+from autoshard.cli.progress import progress_shown
+from autoshard.cli.request import Request
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  autoshard memory gpt:tiny --mesh dp=4 --cluster cpu-gloo
+
+  autoshard memory llama:8b --mesh dp=8,tp=8 --batch 16 --seq 8192 --dtype bf16 --budget 40GiB --budget 60GiB --budget 80GiB
+"""
+
+
+def memory(request: Request,
+           budget: Annotated[Optional[list[str]], typer.Option(
+               help="Memory a rank may use: 40GiB. May be repeated; default: from what the fastest plan takes downwards.")] = None,
+           steps: Annotated[int, typer.Option(min=2, max=50, help="How many budgets, where none is given.")] = 6,
+           as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+    """What less memory costs: the best plan for MODEL within each of several budgets."""
+    from autoshard.options import parse_bytes
+
+    wanted = [parse_bytes(text) for text in budget or []]
+    with progress_shown(not quiet) as progress:
+        asked = request.traced(progress)
+        from autoshard.api import Clock, prices
+        from autoshard.sweep import sweep
+
+        table = prices(asked.traced, asked.mesh, asked.options, clock=Clock(progress))
+        points = sweep(table, asked.options, wanted, steps=steps, has_loss=asked.has_loss, model=asked.model,
+                       say=lambda text: progress("search", text))
+    if as_json:
+        sys.stdout.write(json.dumps([p.to_dict() for p in points], indent=1, sort_keys=True) + "\n")
+    elif not quiet:
+        from autoshard.report.sweep import show
+
+        show(points)
