@@ -30,10 +30,10 @@ def price_tables(prices: Sequence[Any]) -> dict[str, Table]:
     """An overview, and a table per edge and op."""
     if not prices:
         return {}
-    rows = [_overview(found) for found in prices]
-    detail = [[(_price_name(i), None)] for i in range(len(prices))]
-    overview = _table("what:name where:text ways:count chosen:seconds cheapest_alternative:seconds", rows, detail)
-    return {PRICES: overview, **{_price_name(i): _price(found) for i, found in enumerate(prices)}}
+    priced = [_priced(found) for found in prices]
+    overview = _table("what:name where:text ways:count chosen:seconds", [row for _, row, _ in priced],
+                      [[(_price_name(i), None)] for i in range(len(priced))])
+    return {PRICES: overview, **{_price_name(i): table for i, (_, _, table) in enumerate(priced)}}
 
 
 def _table(columns: str, rows: Iterable[Sequence[Any]], detail: list[Detail] | None = None) -> Table:
@@ -90,8 +90,7 @@ def _ops(plan: Plan, prices: Sequence[Any]) -> Table:
     for i, copy in enumerate(plan.copies):
         copies[copy.value].append(i)
     for i, found in enumerate(prices):
-        for name in _ops_of(found):
-            priced[name].append(i)
+        priced[_priced(found)[0]].append(i)
     rows, detail = [], []
     more = {name: sum(len(copies[str(Ref(name, i))]) for i in range(len(op.outputs))) for name, op in plan.ops.items()}
     for name, op in sorted(plan.ops.items(), key=lambda item: -more[item[0]]):
@@ -99,7 +98,7 @@ def _ops(plan: Plan, prices: Sequence[Any]) -> Table:
         rows.append((name, " | ".join(map(format_spec, op.inputs)), " | ".join(map(format_spec, op.outputs)),
                      more[name], *places.get(name, ("", ""))))
         moved = [(COPIES, [i for v in values for i in copies[v]]), (CALLS, [i for v in values for w in ("forward", "backward") for i in calls[v, w]])]
-        detail.append([x for x in moved if x[1]] + [(_price_name(i), None) for i in priced[name]])
+        detail.append([x for x in moved if x[1]] + [(_price_name(i), None) for v in values for i in priced[v]])
     return _table("op:name inputs:text outputs:text other_layouts:count module:name source:source", rows, detail)
 
 
@@ -147,54 +146,27 @@ def _text(spec: Spec | None) -> str:
 
 
 @singledispatch
-def _overview(found: Any) -> tuple:
+def _priced(found: Any) -> tuple[str, tuple, Table]:
+    """(value or op it is about, row of the overview, the table itself)."""
     raise TypeError(f"no table for {type(found).__name__}")
 
 
-@singledispatch
-def _price(found: Any) -> Table:
-    raise TypeError(f"no table for {type(found).__name__}")
+@_priced.register
+def _(found: EdgeTable) -> tuple[str, tuple, Table]:
+    chosen = min((r.seconds for r in found.rows if r.chosen), default=None)
+    rows = [(_mark(r), r.source, ", ".join(r.targets), r.words, r.nbytes, r.seconds, r.compute_s) for r in found.rows]
+    return (found.value, (f"edge: {found.value}", f"{found.maker} to {found.reader}", len(rows) + found.left_out, chosen),
+            _table("chosen:word source:text target:text redistribution:text bytes:bytes cost:seconds op:seconds", rows))
 
 
-@singledispatch
-def _ops_of(found: Any) -> tuple[str, ...]:
-    raise TypeError(f"no ops in {type(found).__name__}")
+@_priced.register
+def _(found: OpTable) -> tuple[str, tuple, Table]:
+    chosen = min((r.compute_s + r.inner_s + r.update_s for r in found.rows if r.chosen), default=None)
+    rows = [(_mark(r), ", ".join(r.inputs), ", ".join(r.outputs), r.compute_s + r.update_s, r.inner_s, r.moved_s, r.nbytes, r.regret_s)
+            for r in found.rows]
+    return (found.op, (f"op: {found.op}", found.where, len(rows) + found.left_out, chosen),
+            _table("chosen:word inputs:text outputs:text op:seconds inside:seconds moving_inputs:seconds output:bytes regret:seconds", rows))
 
 
-@_overview.register
-def _(found: EdgeTable) -> tuple:
-    chosen = [r.seconds for r in found.rows if r.chosen]
-    others = [r.seconds for r in found.rows if not r.chosen]
-    return (f"edge: {found.value}", f"{found.maker} to {found.reader}", len(found.rows) + found.left_out,
-            min(chosen, default=None), min(others, default=None))
-
-
-@_overview.register
-def _(found: OpTable) -> tuple:
-    times = [(r.chosen, r.compute_s + r.inner_s + r.update_s) for r in found.rows]
-    return (f"op: {found.op}", found.where, len(found.rows) + found.left_out,
-            min((t for chosen, t in times if chosen), default=None), min((t for chosen, t in times if not chosen), default=None))
-
-
-@_price.register
-def _(found: EdgeTable) -> Table:
-    return _table("chosen:word source:text target:text redistribution:text bytes:bytes cost:seconds op:seconds",
-                  [("chosen" if r.chosen else "", r.source, ", ".join(r.targets), r.words, r.nbytes, r.seconds, r.compute_s)
-                   for r in found.rows])
-
-
-@_price.register
-def _(found: OpTable) -> Table:
-    return _table("chosen:word inputs:text outputs:text op:seconds inside:seconds moving_inputs:seconds output:bytes regret:seconds",
-                  [("chosen" if r.chosen else "", ", ".join(r.inputs), ", ".join(r.outputs), r.compute_s + r.update_s, r.inner_s,
-                    r.moved_s, r.nbytes, r.regret_s) for r in found.rows])
-
-
-@_ops_of.register
-def _(found: EdgeTable) -> tuple[str, ...]:
-    return found.value.rsplit(":", 1)[0] if found.value.rsplit(":", 1)[-1].isdigit() else found.value,
-
-
-@_ops_of.register
-def _(found: OpTable) -> tuple[str, ...]:
-    return found.op,
+def _mark(row: Any) -> str:
+    return "chosen" if row.chosen else ""

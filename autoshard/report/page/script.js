@@ -25,7 +25,12 @@ const axisColor = (axis) => color([5, 0, 2, 3, 1, 4, 6, 7][axis % 8]); // neighb
 
 // -- numbers for people: the same as report/units.py ---------------------------------------------------
 
-const three = (x) => x.toFixed(Math.abs(x) >= 100 ? 0 : Math.abs(x) >= 10 ? 1 : 2);
+// As Python rounds: a tie, which only a multiple of a power of two can be, goes to the even digit; toFixed takes the upper.
+function fixed(x, digits) {
+  const scaled = x * 10 ** digits, tie = Number.isInteger(x * 2 ** (digits + 1)) && Math.abs(scaled % 1) === 0.5;
+  return (tie ? 2 * Math.round(scaled / 2) / 10 ** digits : x).toFixed(digits);
+}
+const three = (x) => fixed(x, Math.abs(x) >= 100 ? 0 : Math.abs(x) >= 10 ? 1 : 2);
 
 function seconds(x) {
   if (x === null || x === undefined) return "-";
@@ -38,20 +43,22 @@ function seconds(x) {
 function size(x) {
   if (x === null || x === undefined) return "-";
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (Math.abs(x) < 1023.95) return unit === "B" ? `${x.toFixed(0)} B` : `${three(x)} ${unit}`;
+    if (Math.abs(x) < 1023.95) return unit === "B" ? `${fixed(x, 0)} B` : `${three(x)} ${unit}`;
     x /= 1024;
   }
   return `${three(x)} TiB`;
 }
 
-const share = (part, whole) => (whole > 0 ? `${(100 * part / whole).toFixed(1)} %` : "");
+const share = (part, whole) => (whole > 0 ? `${fixed(100 * part / whole, 1)} %` : "");
 const count = (x) => (x === null ? "-" : String(x));
 const FORMATS = { seconds, bytes: size, count };
 
 // -- sections ------------------------------------------------------------------------------------------
 
+const SHORT = { baselines: "Baselines", layers: "Layouts", memory: "Memory", changes: "Changes", prices: "Alternatives", fallbacks: "Without a rule" };
+
 function section(id, title, ...children) {
-  document.getElementById("sections").append(h("li", {}, h("a", { href: `#${id}` }, title)));
+  document.getElementById("sections").append(h("li", {}, h("a", { href: `#${id}` }, SHORT[id] || title)));
   document.getElementById("content").append(
     h("section", { id, "aria-labelledby": `${id}-title` }, h("h2", { id: `${id}-title` }, title), ...children));
 }
@@ -110,7 +117,7 @@ function comparison() {
   const heads = [["plan", ""], ["predicted step", ""], ["", "number"], ["of the chosen", "number"], ["memory", "number"], ["", ""]];
   section("baselines", "Beside plans made by hand",
     key(labels.map((label) => [label, "", STEP_COLORS[label] || color(7)])),
-    scroll("Baselines", h("table", {}, h("thead", {}, h("tr", {}, ...heads.map(([t, c]) => h("th", { class: c, scope: "col" }, t)))),
+    scroll("Baselines", h("table", { class: "baselines" }, h("thead", {}, h("tr", {}, ...heads.map(([t, c]) => h("th", { class: c, scope: "col" }, t)))),
                           h("tbody", {}, ...rows))),
     ...found.notes.map(quiet));
 }
@@ -206,7 +213,9 @@ function tables() {
       quiet(`Values that are read in another layout than they are made in. A layout has a placement per mesh axis (${axes}): `
             + "S0 splits dim 0, R is a whole copy, P a partial sum. Kept: backward uses forward's copy."), table("changes"));
   if (prices) section("prices", "What the plan decided against",
-    quiet("Edges where the layout changes and the ops that matter most, one of each repeated layer, with the prices of other choices."), table("prices"));
+    quiet("Edges where the layout changes and the heaviest ops, one for all repeated layers, with the prices of the other choices. "
+          + "Of an edge: the layouts it may be read in, the cost of getting there, and the reader's own time (op). Of an op: its own time, "
+          + "collectives inside it, moving its inputs, and how much longer a step takes if only this op changes (regret)."), table("prices"));
   section("ops", "Ops", lazily(`All ${ops.rows.length} ops`, () => [
     quiet(`Layouts of inputs and outputs on mesh axes ${axes}; inputs are parted by |. Other layouts: in how many the outputs are held too; + shows them.`),
     table("ops")]));
