@@ -3,10 +3,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoshard.rules import oracle
 from autoshard.graph import Call, Slot, TensorMeta
+from autoshard.rules import oracle
 from autoshard.rules.types import Row
 from autoshard.spec import R
+from autoshard.verify import collectives
 from autoshard.verify.check import verify
 
 aten = torch.ops.aten
@@ -85,3 +86,12 @@ def test_the_oracle_catches_the_same_rule(broken_rule):
     assert oracle.wrong_rows(call, tensors) == []
     with broken_rule(aten.mm.default, BROKEN_MM):
         assert any(BROKEN_MM in wrong.rows for wrong in oracle.wrong_rows(call, tensors))
+
+
+def test_a_wrong_redistribution_is_named_as_one(monkeypatch):
+    right = collectives._KINDS["all_gather"]
+    monkeypatch.setitem(collectives._KINDS, "all_gather", lambda pieces, arguments: right(pieces[::-1], arguments))
+    report = verify(Net(), "tp=2", batch(), loss_fn=loss, plans=("fully_sharded",))
+    wrong = report.plans[0].first_wrong
+    assert not report.ok and wrong.kind == "redistribution", str(report)
+    assert wrong.outputs == ("R",) and "redistribution S" in str(wrong)
