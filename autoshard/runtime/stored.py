@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.errors import ModelError, PlanError
@@ -56,7 +57,8 @@ class Stored:
             self._meta.add(name)
             value = torch.zeros((), dtype=dtype, device=self.place.device).expand(t.shape)
         else:
-            value = t.detach().to(self.place.device, dtype)
+            whole = t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()  # its layout is a seed of the plan
+            value = whole.to(self.place.device, dtype)
         if self.place.device_mesh is not None:
             whole = placements(replicated(self.place.mesh))
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
