@@ -28,10 +28,8 @@ from rounds import interleaved, ratio, spread  # noqa: E402
 from train import CLOCKS, SIZES, Contender, contender  # noqa: E402
 
 
-def generated_by_fx(graph: torch.fx.Graph, name: str) -> Callable[[list[Any]], Any]:
-    """What `runtime/straight.py` stands in for."""
-    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
-    return torch.fx.GraphModule(torch.nn.Module(), graph).forward
+def as_it_is(op: Any) -> Any:
+    return op
 
 
 def nothing(*args: Any) -> frozenset[Any]:
@@ -43,7 +41,8 @@ WITHOUT: dict[str, dict[str, Callable]] = {
     "memory reused in place": {"autoshard.runtime.backends.overwrite": nothing},
     "small gradients in buckets": {"autoshard.runtime.step.bucket_gradients": nothing},
     "early issue, late wait": {"autoshard.schedule.param_derived": nothing, "autoshard.schedule.gradient_bound": nothing},
-    "straight-line code": {"autoshard.runtime.backends.straight": generated_by_fx},
+    "gloo collectives as messages": {"autoshard.runtime.backends.direct": nothing},
+    "kernels called directly": {"autoshard._torch.kernel": as_it_is},
 }
 
 

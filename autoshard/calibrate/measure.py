@@ -19,13 +19,14 @@ from autoshard import _torch
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.sample import Sample
 from autoshard.cost.collectives import wire_bytes
+from autoshard.runtime import direct
 from autoshard.runtime.place import Place
 
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 25))
 HELD_SIZES = (2**11, 2**15, 3 * 2**16, 3 * 2**19, 3 * 2**21, 3 * 2**22)
 OPTIMIZER_SIZES, HELD_OPTIMIZER_SIZES = (2**8, 2**12, 2**16, 2**18, 2**20, 2**21), (2**14, 2**17, 3 * 2**18)
-TENSORS, SMALL = 16, 2**16
-"""Parameters whose update is timed together, and a quarter as many of more than SMALL elements."""
+TENSORS = 8
+"""Parameters whose update is timed together."""
 REPEAT_BELOW = 2e-3
 """Cases shorter than this are repeated to last so long; a clock tick and a barrier's skew are microseconds."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
@@ -134,16 +135,30 @@ def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tenso
     x, part, numel = buffer, buffer[:len(buffer) // n], len(buffer)
     tag, start, wait = place.groups[name], _torch.COLLECTIVES, _torch.WAIT
     rows = [numel // n] * n
-    yield "all_gather", lambda: wait(start["all_gather"](part, n, tag))
-    yield "reduce_scatter", lambda: wait(start["reduce_scatter"](x, "sum", n, tag))
-    yield "all_reduce", lambda: wait(_torch.ALL_REDUCE_IN_PLACE(x, "sum", tag))  # as the runtime does wherever its input dies
-    yield "all_to_all", lambda: wait(start["all_to_all"](x, rows, rows, tag))
+    if tag in place.gloo_groups:
+        yield from _messages(place.gloo_groups[tag], n, x, part)
+    else:
+        yield "all_gather", lambda: wait(start["all_gather"](part, n, tag))
+        yield "reduce_scatter", lambda: wait(start["reduce_scatter"](x, "sum", n, tag))
+        yield "all_to_all", lambda: wait(start["all_to_all"](x, rows, rows, tag))
+    if tag in place.gloo_groups and direct.swaps(n, 4 * numel):
+        yield "all_reduce", lambda: direct.land(direct.all_reduce_(x, "sum", place.gloo_groups[tag]))
+    else:
+        yield "all_reduce", lambda: wait(_torch.ALL_REDUCE_IN_PLACE(x, "sum", tag))  # wherever its input dies
     if place.device_mesh is None:
         return
     group, me = place.device_mesh.get_group(axis), place.coordinates[axis]
     members = dist.get_process_group_ranks(group)
     yield "broadcast", lambda: dist.broadcast(x, members[0], group=group)
     yield "send_recv", lambda: _shift(x, received, members[(me + 1) % n], members[(me - 1) % n], group)
+
+
+def _messages(group: dist.ProcessGroup, n: int, x: torch.Tensor, part: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Collectives that the runtime makes of messages where gloo carries them."""
+    rows = [len(x) // n] * n
+    yield "all_gather", lambda: direct.land(direct.all_gather(part, n, group))
+    yield "reduce_scatter", lambda: direct.land(direct.reduce_scatter(x, "sum", n, group))
+    yield "all_to_all", lambda: direct.land(direct.all_to_all(x, rows, rows, group))
 
 
 def _shift(x: torch.Tensor, received: torch.Tensor, to: int, source: int, group: Any) -> None:
@@ -170,7 +185,7 @@ def optimizer_work(place: Place) -> Iterator[Work]:
     from autoshard.cost.compute import OPTIMIZERS
 
     for numel in (*OPTIMIZER_SIZES, *HELD_OPTIMIZER_SIZES):
-        params = [_parameter(place, numel) for _ in range(TENSORS if numel <= SMALL else TENSORS // 4)]
+        params = [_parameter(place, numel) for _ in range(TENSORS)]
         step = torch.optim.AdamW(params, fused=True).step
         amount = 4.0 * numel * OPTIMIZERS["adamw"][1]
         sample = Sample("optimizer", "adamw", amount, 0.0, numel in HELD_OPTIMIZER_SIZES, dtype="float32", moved=amount)

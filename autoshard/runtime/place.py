@@ -39,6 +39,14 @@ class Place:
         return (0,) if self.device_mesh is None else tuple(self.device_mesh.mesh.flatten().tolist())
 
     @cached_property
+    def gloo_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Process groups of mesh axes over which CPU tensors travel by gloo, by name."""
+        if self.device_mesh is None or self.device.type != "cpu":
+            return {}
+        found = {name: self.device_mesh.get_group(axis) for axis, name in self.groups.items()}
+        return {name: group for name, group in found.items() if dist.get_backend(group) == "gloo"}
+
+    @cached_property
     def pulse(self) -> Pulse:
         """Of this rank; starts when it is first asked for. Ranks make their places in the same order."""
         store, rank = _torch.default_store(), dist.get_rank()
