@@ -1,6 +1,6 @@
 """Graph -> smaller Graph with the same results: fold what changes nothing, share equal ops, drop dead ones.
 
-Works on one pass over the ops; every fold is exact in floating point. See docs/trace.md for the list.
+Works in passes over the ops, nearly always two; every fold is exact in floating point. See docs/trace.md for the list.
 """
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ def stats(graph: Graph) -> dict[str, int]:
 
 
 def simplify(graph: Graph) -> Graph:
-    """An equal graph with fewer ops. Names, phases and source lines of the ops that stay are kept."""
+    """An equal graph with fewer ops. Names, phases and source lines of the ops that stay are kept. Sharing equal ops
+    and dropping dead ones can free a view for a fold, so passes run until one finds nothing: simplifying twice must
+    not give another graph, or a plan of the one would not fit the other."""
+    while (smaller := _one_pass(graph)).ops != graph.ops:
+        graph = smaller
+    return smaller
+
+
+def _one_pass(graph: Graph) -> Graph:
     state = _State({r: len(u) for r, u in graph.users.items()},
                    frozenset(op.args[0] for op in graph.of_kind("output")))
     for op in graph.ops:

@@ -34,19 +34,16 @@ import transformers  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from zoo.build import CannotBuild, Example, build, short, without_loss  # noqa: E402
+from zoo.build import UNCLEAR, CannotBuild, Example, build, reason, short, traced_variant  # noqa: E402
 from zoo.families import Candidate, candidates, families  # noqa: E402
 from zoo.page import write  # noqa: E402
 
 from autoshard.errors import AutoshardError  # noqa: E402
-from autoshard.graph import Graph  # noqa: E402
 from autoshard.simplify import simplify  # noqa: E402
-from autoshard.trace import trace  # noqa: E402
 from autoshard.verify.check import verify  # noqa: E402
 
 MESHES = ("d=4", "dp=2,tp=2")
 PLANS = ("split",)
-UNCLEAR = "not an error of autoshard:"
 MOST_HEADS = 4
 """Heads of a family to try before giving up."""
 
@@ -66,13 +63,15 @@ def examine(family: str, types: Sequence[str], meshes: Sequence[str], plans: Seq
     if example is None:
         found["why"] = found["why"] or "transformers has a config for it and no model class"
         return found
-    example, graph, refused = traced(example)
+    example, traced, refused = traced_variant(example)
     if refused:
         found |= {"why": refused, "clear": not refused.startswith(UNCLEAR)}
-    if graph is None:
+    if traced is None:
         return found | {"stage": "built"}
-    if refused:
-        found |= {"own_loss": False, "loss_refused": found.pop("why")}
+    graph = simplify(traced.graph)
+    if example.own_loss < found["own_loss"]:
+        found |= {"own_loss": False, "loss_refused": refused}
+    found |= {"why": "", "inputs": shapes(example)}
     found |= {"stage": "traced", "ops": len(graph.of_kind("call")),
               "targets": sorted({str(op.target) for op in graph.of_kind("call")}), "meshes": {}}
     for mesh in meshes:
@@ -82,22 +81,13 @@ def examine(family: str, types: Sequence[str], meshes: Sequence[str], plans: Seq
     return found | {"why": next((m["why"] for m in found["meshes"].values() if m["why"]), "")}
 
 
-def traced(example: Example) -> tuple[Example, Graph | None, str]:
-    """The example and its graph, and why the model's own loss was left out or nothing could be traced."""
-    refused = ""
-    for variant in (example, without_loss(example)) if example.own_loss else (example,):
-        try:
-            found = trace(variant.model, variant.args, variant.inputs, loss_fn=variant.loss_fn)
-            return variant, simplify(found.graph), refused
-        except Exception as e:
-            refused = refused or reason(e)
-    return example, None, refused
-
-
 def described(candidate: Candidate, example: Example) -> dict[str, Any]:
     return {"class": candidate.class_name, "head": candidate.head, "config": candidate.model_type, "sizes": example.scheme,
-            "own_loss": example.own_loss, "parameters": sum(p.numel() for p in example.model.parameters()), "why": "",
-            "inputs": {k: list(v.shape) for k, v in example.inputs.items() if isinstance(v, torch.Tensor)}}
+            "own_loss": example.own_loss, "parameters": sum(p.numel() for p in example.model.parameters()), "why": "", "inputs": shapes(example)}
+
+
+def shapes(example: Example) -> dict[str, list[int]]:
+    return {k: list(v.shape) for k, v in example.inputs.items() if isinstance(v, torch.Tensor)}
 
 
 def verified(example: Example, mesh: str, plans: Sequence[str]) -> dict[str, Any]:
@@ -118,10 +108,6 @@ def verified(example: Example, mesh: str, plans: Sequence[str]) -> dict[str, Any
 def worst(checks: Sequence[Any]) -> str:
     c = max(checks, key=lambda c: c.badness)
     return f"{c.kind} {c.name} is off by {c.relative:.1e}"
-
-
-def reason(e: BaseException) -> str:
-    return " ".join(str(e).split())[:600] if isinstance(e, AutoshardError) else f"{UNCLEAR} {short(e)}"
 
 
 # ---- processes

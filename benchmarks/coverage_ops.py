@@ -42,6 +42,7 @@ from autoshard.rules.samples import SAMPLES  # noqa: E402
 from autoshard.rules.samples import build as build_sample  # noqa: E402
 from autoshard.rules.samples_special import SPECIAL  # noqa: E402
 from autoshard.simplify import simplify  # noqa: E402
+from autoshard.spec import PSUM  # noqa: E402
 from autoshard.spec import divides as fits  # noqa: E402
 from autoshard.trace import trace  # noqa: E402
 
@@ -117,8 +118,9 @@ class Checker:
     def check(self, call: Call, tensors: list[torch.Tensor]) -> None:
         tally = self.tallies[str(call.target)]
         tally.origin = tally.origin or registry.rule_of(call.target).origin
-        if call in self.seen or tally.calls >= self.per_op or not feasible(call):
-            return
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        if call in self.seen or tally.calls >= self.per_op or not feasible(call) or shapes != tuple(m.shape for m in call.inputs):
+            return  # the last: an op whose fake result has another shape than the real one (embedding bags)
         self.seen.add(call)
         tally.calls += 1
         try:
@@ -141,6 +143,8 @@ class Checker:
 
     def _try(self, tally: Tally, call: Call, tensors: list[torch.Tensor], rows: Any, sizes: Any, valued: bool,
              strided: bool = False) -> None:
+        if any(PSUM in row.inputs for row in rows) and any(map(extreme, tensors)):
+            return
         tally.checks += 1
         found = check_rows(call, tensors, rows, sizes, valued, strided=strided)
         if found is not None:
@@ -174,6 +178,11 @@ def feasible(call: Call) -> bool:
     """Small enough to try, and of a dtype that torch can add (the parts of a Partial)."""
     metas = [m for m in (*call.inputs, *call.outputs) if m is not None]
     return all(m.numel <= BIGGEST and m.dtype != torch.complex32 for m in metas)
+
+
+def extreme(t: torch.Tensor) -> bool:
+    """Near the largest number of its dtype, where already the parts of a Partial overflow."""
+    return t.is_floating_point() and t.numel() > 0 and bool((t.abs() > torch.finfo(t.dtype).max / 1e6).any())
 
 
 def has_values(call: Call) -> bool:
@@ -218,7 +227,7 @@ def own_samples(options: argparse.Namespace) -> Iterator[tuple[Call, list[torch.
 
 def model_calls(path: Path, reached: set[str]) -> Iterator[tuple[Call, list[torch.Tensor]]]:
     """Calls of ops that nothing reached so far, from the first model that uses each."""
-    from zoo.build import CannotBuild, build, without_loss
+    from zoo.build import CannotBuild, build, traced_variant
     from zoo.families import Candidate
     for line in path.read_text().splitlines():
         found = json.loads(line)
@@ -230,11 +239,12 @@ def model_calls(path: Path, reached: set[str]) -> Iterator[tuple[Call, list[torc
         except CannotBuild as e:  # another version of transformers made the file
             print(f"{found['family']} could not be built again: {e}", file=sys.stderr)
             continue
-        if not found["own_loss"] and example.own_loss:
-            example = without_loss(example)
+        example, traced, refused = traced_variant(example)
+        if traced is None:
+            print(f"{found['family']} does not trace any more: {refused}", file=sys.stderr)
+            continue
         reached |= wanted
         state = {n: t.detach() for n, t in (*example.model.named_parameters(), *example.model.named_buffers())}
-        traced = trace(example.model, example.args, example.inputs, loss_fn=example.loss_fn)
         traced = Traced(simplify(traced.graph), traced.calling)
         yield from (c for c in values_of_calls(traced, state, example.args, example.inputs) if str(c[0].target) in wanted)
 

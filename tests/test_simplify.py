@@ -106,3 +106,18 @@ def test_stats_counts_calls():
     counts = stats(graph)
     assert counts["aten.addmm.default"] == 2 and sum(counts.values()) == len(graph.of_kind("call"))
     assert list(counts.values()) == sorted(counts.values(), reverse=True)
+
+
+def test_a_second_simplification_finds_nothing():
+    """Two equal views become one, and only then the view before them has one reader and can go."""
+    def f(x):
+        middle = x.view(4, 6)
+        return middle.view(2, 12).relu() + middle.view(2, 12).relu()
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return f(x * 2)
+
+    once = simplify(trace(Model(), (torch.randn(24),)).graph)
+    assert [str(op.target) for op in once.of_kind("call")].count("aten.view.default") == 1
+    assert simplify(once).ops == once.ops

@@ -7,6 +7,7 @@ import torch
 
 from autoshard.graph import Call
 from autoshard.rules.notation import rule
+from autoshard.rules.parts import cast
 from autoshard.rules.types import LocalContext, Row, Rule
 from autoshard.spec import PSUM, R
 
@@ -40,9 +41,13 @@ def _arange(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
     if not axes:
         return ctx.call.target(*args, **kwargs)
     start, step = ctx.call.argument("start", 0), ctx.call.argument("step", 1)
-    n, options = ctx.local_out(0)[0], {**kwargs, "dtype": ctx.call.outputs[0].dtype}
-    positions = aten.add.Tensor(aten.arange.default(n, **options), ctx.index(axes), alpha=n)
-    return positions if (start, step) == (0, 1) else aten.add.Scalar(aten.mul.Scalar(positions, step), start)
+    n, dtype = ctx.local_out(0)[0], ctx.call.outputs[0].dtype
+    positions = aten.add.Tensor(aten.arange.default(n, **{**kwargs, "dtype": torch.int64}), ctx.index(axes), alpha=n)
+    if not dtype.is_floating_point:  # torch truncates both numbers first
+        positions = aten.add.Scalar(aten.mul.Scalar(positions, int(step)), int(start))
+        return cast(positions, torch.int64, dtype)
+    acc = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64  # as torch's own kernel
+    return cast(aten.add.Scalar(aten.mul.Scalar(cast(positions, torch.int64, acc), step), start), acc, dtype)
 
 
 _range = rule("-> n", local=_arange)

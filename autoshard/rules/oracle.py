@@ -94,10 +94,15 @@ def _merge(group: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
     return out
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-9) -> bool:
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-9, scale: torch.Tensor | None = None) -> bool:
+    """Whether |a - b| <= tolerance (1 + |scale|) everywhere; `scale` is b where it is not given."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return bool(torch.allclose(a.to(torch.complex128), b.to(torch.complex128), tolerance, tolerance, equal_nan=True))
+    a, b = a.to(torch.complex128), b.to(torch.complex128)
+    near = torch.isclose(a, b, tolerance, tolerance, equal_nan=True)
+    if scale is not None:
+        near |= (a - b).abs() <= tolerance * (1 + scale.abs().double())
+    return bool(near.all())
 
 
 # ---- running one op on threads
@@ -253,7 +258,10 @@ def _compare(whole: torch.Tensor, parts: Sequence[torch.Tensor], meta: TensorMet
         return joined
     if joined.dtype != whole.dtype:
         return f"dtype {joined.dtype}, not {whole.dtype}"
-    return "values differ" if values and not _close(joined, whole, tolerance) else ""
+    scale = None
+    if values and PSUM in spec:  # parts round by their own size, which may be far above that of their sum
+        scale = join([p.abs() for p in parts], meta, spec, mesh, float("inf"))
+    return "values differ" if values and not _close(joined, whole, tolerance, scale) else ""
 
 
 def wrong_rows(call: Call, tensors: Sequence[torch.Tensor], size: int = 2, pairs: int = 40,

@@ -284,6 +284,8 @@ FACTORY = (
     sample(aten.arange.start, 2, 10),
     sample(aten.arange.start_step, 0, 8, 2, dtype=torch.float64),
     sample(aten.arange.start_step, 1.0, 3.0, 0.25),
+    sample(aten.arange.start_step, 0.1, -7.9, -1.0, dtype=torch.int64),
+    sample(aten.arange.default, 1000, dtype=torch.bfloat16),
     sample(aten.zeros.default, (4, 6)),
     sample(aten.ones.default, (4, 6), dtype=_b),
     sample(aten.full.default, (4, 6), 2.5),

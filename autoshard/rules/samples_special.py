@@ -201,6 +201,7 @@ NORM = (
     sample(aten._fused_rms_norm.default, T(4, 2, 6), (6,), T(6), 1e-5),
     sample(aten.native_group_norm.default, T(4, 8, 6), T(8), T(8), 4, 8, 6, 4, 1e-5),
     sample(aten.native_group_norm.default, T(4, 8, 2, 6), None, None, 4, 8, 12, 2, 1e-5),
+    sample(aten.native_group_norm.default, T(4, 8, 6), T(8), T(8), 4, 8, 6, 1, 1e-5),
     sample(aten.native_group_norm_backward.default, T(4, 8, 6), T(4, 8, 6), T(4, 4), _positive(4, 4), T(8), 4, 8, 6, 4,
            (True, True, True)),
     *_batch_norm(4, 6, 2, 2), *_batch_norm((2, 4), 6), *_batch_norm(4, 6, 8, dtype=_f32),

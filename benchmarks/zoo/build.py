@@ -15,7 +15,12 @@ from zoo.families import Candidate
 from zoo.inputs import labels, proposals
 from zoo.shrink import SCHEMES, small_config
 
+from autoshard.calling import Traced
+from autoshard.errors import AutoshardError
+from autoshard.trace import trace
+
 MOST_PARAMETERS = 60_000_000
+UNCLEAR = "not an error of autoshard:"
 
 
 class CannotBuild(Exception):
@@ -39,6 +44,39 @@ class Example:
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
         return None if self.own_loss else mean_square
+
+
+def traced_variant(example: Example) -> tuple[Example, Traced | None, str]:
+    """The first variant of the example that traces, and why the example itself does not."""
+    refused = ""
+    for variant in variants(example):
+        try:
+            return variant, trace(variant.model, variant.args, variant.inputs, loss_fn=variant.loss_fn), refused
+        except Exception as e:
+            refused = refused or reason(e)
+    return example, None, refused
+
+
+def reason(e: BaseException) -> str:
+    return " ".join(str(e).split())[:600] if isinstance(e, AutoshardError) else f"{UNCLEAR} {short(e)}"
+
+
+def variants(example: Example) -> tuple[Example, ...]:
+    """The example; with masks of ones where the model takes them and would else look at the data, or at whether it is
+    being compiled; without its own loss."""
+    masked = with_masks(example)
+    found = (example,) if masked is None else (example, masked)
+    return found + tuple(without_loss(e) for e in found if e.own_loss)
+
+
+def with_masks(example: Example) -> Example | None:
+    """The same call with attention masks of ones; None where there are none, or the model does not run with them."""
+    accepted = inspect.signature(example.model.forward).parameters
+    masks = {mask: torch.ones_like(example.inputs[ids]) for ids, mask in
+             (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask"))
+             if ids in example.inputs and mask in accepted and mask not in example.inputs}
+    masked = replace(example, inputs={**example.inputs, **masks})
+    return masked if len(masked.inputs) > len(example.inputs) and stopped(masked) is None else None
 
 
 def without_loss(example: Example) -> Example:

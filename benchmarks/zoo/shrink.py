@@ -66,6 +66,7 @@ PATTERNS: tuple[tuple[str, Callable[[Scheme, int], int]], ...] = tuple((re.compi
     (r"intermediate|ffn|d_ff$|mlp_dim|inner|feedforward|_units$|mlp_hidden", lambda s, v: s.inner(v)),
     (r"num_queries|n_latents|num_latents|query_length|num_query_tokens", lambda s, v: min(v, 8)),
     (r"index_topk", lambda s, v: min(v, 8)),
+    (r"upsample_groups", lambda s, v: s.width(v)),
     (r"hidden_size|d_model|n_embd|embed_dim|^dim$|hidden_dim|embedding_(size|dim)|proj.*_dim|_dim$|_channels$|_filters$|"
      r"^emb_dim|_width$|proj_size|_hidden$|output_size|embed_size|_features$|coordinate_size|shape_size|d_embed|d_latents|"
      r"^width$|^channels$|lru_width|state_size|num_filters", lambda s, v: s.width(v)),
@@ -73,6 +74,10 @@ PATTERNS: tuple[tuple[str, Callable[[Scheme, int], int]], ...] = tuple((re.compi
 WIDTH_LISTS = re.compile(r"hidden_sizes|dims?$|channels|embed_dim|widths?|feature_sizes|channel_list|hidden_size|n_embd|_dim_per_stage")
 INDEX_LISTS = re.compile(r"ind(ex|ic)|feature_layer|out_features|global_attn|attn_layers|mlp_only|_blocks$|layers_to|skip_")
 OFF = re.compile(r"drop(?!_)|dropout|mask_(time|feature)_prob|jitter|noise")
+ABSENT = tuple((re.compile(p), n) for p, n in (
+    (r"^prediction_length$", 4), (r"^context_length$", 16), (r"image_token_index|image_token_id", 41), (r"per_tok$|top_k_experts", 2),
+    (r"^n_routed_experts$|^num_experts$", 4)))
+"""Sizes that some configs leave out and their models need."""
 NOT_SIZES = re.compile(r"stride|kernel|dilation|padding|ratio|groups|token|temperature|coefficient|cost|grid|expansion|factor|_in_channels$|^(in|out)_channels$|bucket|distance|class|mel|sampling|rate")
 
 
@@ -117,6 +122,10 @@ def shrunk(name: str, value: Any, scheme: Scheme, layers: int | None) -> Any:
         return False
     if name == "apply_spec_augment":
         return False
+    if value is None:
+        return next((n for p, n in ABSENT if p.search(name)), None)
+    if name in ("width_coefficient", "depth_coefficient"):
+        return min(value, 0.25)
     if OFF.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return 0.0 if isinstance(value, float) else 0
     if isinstance(value, Mapping):
@@ -134,7 +143,7 @@ def shrunk_int(name: str, value: int, scheme: Scheme) -> int:
         return min(value, 2) if "index" not in name else min(value, 8)
     if name in ("n_group", "topk_group", "num_expert_group"):
         return 1
-    if NOT_SIZES.search(name):
+    if NOT_SIZES.search(name) and name != "upsample_groups":
         return value
     return next((f(scheme, value) for p, f in PATTERNS if p.search(name)), value)
 
