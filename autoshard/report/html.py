@@ -1,7 +1,7 @@
-"""A plan as one HTML file that needs nothing else: `page/` has page, style and script, here is the data they show.
+"""A plan as one HTML file that needs nothing else: `page/` has page, style and scripts, here is the data they show.
 
 Names come from the user's model, so they are data everywhere: JSON in which `<`, `>` and `&` are escaped, read by a script
-that makes text nodes only. The page's policy allows this one script, by its digest, and no connection.
+that makes text nodes only. The page's policy allows these scripts, by the digest of their text, and no connection.
 """
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from autoshard.report import text, what
 from autoshard.report.page_tables import price_tables, tables
 from autoshard.report.tree import tree
 
+SCRIPTS = ("elements.js", "table.js", "placements.js", "memory.js", "script.js")  # in this order, as one
 ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
@@ -34,7 +35,7 @@ def page(plan: Plan, comparison: Any = None, prices: Iterable[Any] = ()) -> str:
     """The report as HTML. `comparison`: a `compare.Comparison`, for the chart of baselines; `prices`: `explain.EdgeTable`s
     and `explain.OpTable`s, for what the plan decided against."""
     data = document(plan, comparison, tuple(prices))
-    script = _file("script.js")
+    script = "\n".join(map(_file, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_file("page.html")).substitute(
         title=escape(data["title"]), style=_file("style.css"), script=script, digest=digest, data=embedded(data))
