@@ -16,6 +16,7 @@ from autoshard.assemble import Plays, make_plan
 from autoshard.baselines import baselines
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
+from autoshard.errors import InfeasibleError
 from autoshard.feasible import explain_infeasible, search_within
 from autoshard.formulate import Formulation, formulate
 from autoshard.graph import Graph
@@ -26,6 +27,7 @@ from autoshard.options import Options, Progress, parse_bytes
 from autoshard.plan import Plan
 from autoshard.propagate import propagate, taken
 from autoshard.precision import Precision
+from autoshard.recompute import LEVELS, candidates, with_recompute
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
@@ -36,6 +38,8 @@ from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
 
 PROPAGATE = "propagate"
+
+TIGHT_GAP, TIGHT_SHARE = 5e-3, 0.9  # a plan this far from its bound and this near the memory limit may be dear because of it
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
@@ -133,8 +137,41 @@ def formulated(table: CostTable, options: Options) -> Formulation:
 
 def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
            model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None) -> Plan:
-    """Formulate, search, and read the plan from the solution. Raises InfeasibleError."""
-    clock, limit = clock or Clock(None), options.memory_limit(table.cluster)
+    """Formulate, search, and read the plan from the solution. Where nothing fits, or memory makes plans dear, backward may
+    run parts of forward again instead of keeping their values. Raises InfeasibleError."""
+    clock = clock or Clock(None)
+    best, explain = _decide(table, options, clock, has_loss, model_info, formulation)
+    if options.search == PROPAGATE or not table.graph.training or (best is not None and not _is_tight(best)):
+        return _or_raise(best, explain)
+    for families in LEVELS.values():
+        found, explain = _decide(_recomputing(table, options, families), options, clock, has_loss, model_info, None)
+        if found is not None:
+            return found.recomputing(table.graph.hash) if best is None or found.objective_s < best.objective_s else best
+    return _or_raise(best, explain)
+
+
+def _or_raise(plan: Plan | None, explain: Callable[[], InfeasibleError]) -> Plan:
+    if plan is None:
+        raise explain()
+    return plan
+
+
+def _is_tight(plan: Plan) -> bool:
+    """Whether the plan may be dear because of memory."""
+    return plan.gap > TIGHT_GAP and plan.memory["total"] > TIGHT_SHARE * plan.memory["limit"]
+
+
+def _recomputing(table: CostTable, options: Options, families: Sequence[str]) -> CostTable:
+    """The prices of the program in which backward runs these families again."""
+    graph = with_recompute(table.graph, candidates(table.graph, families))
+    strategies = enumerate_strategies(graph, table.mesh, table.seeds, outputs=options.outputs)
+    return replace(build_cost_table(graph, table.mesh, table.cluster, strategies, table.training), seeds=table.seeds)
+
+
+def _decide(table: CostTable, options: Options, clock: "Clock", has_loss: bool, model_info: Mapping[str, Any] | None,
+            formulation: Formulation | None) -> tuple[Plan | None, Callable[[], InfeasibleError]]:
+    """The plan, and what says why there is none."""
+    limit = options.memory_limit(table.cluster)
     with clock("formulate"):
         formulation = formulation or formulated(table, options)
         known = [choice for _, choice in (*known_plans(formulation), *baselines(formulation))]
@@ -148,8 +185,8 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
         else:
             solution = search_within(formulation, limit, measure=played, time_limit=options.time_limit, backend=options.search,
                                      incumbents=known, progress=clock.search)
-        if solution.choice is None:
-            raise explain_infeasible(formulation, solution, limit, played, known)
+    if solution.choice is None:
+        return None, lambda: explain_infeasible(formulation, solution, limit, played, known)
     with clock("assemble"):
         found = make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
                           settings=settings,
@@ -158,7 +195,7 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
         for warning in spread.warnings:
             logging.getLogger("autoshard.propagate").warning(warning)
         found = replace(found, status=spread.status, notes=(*found.notes, *spread.warnings))
-    return replace(found, timings=dict(clock.seconds))
+    return replace(found, timings=dict(clock.seconds)), lambda: InfeasibleError("a plan was found")
 
 
 def _seed_notes(table: CostTable) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from autoshard.spec import Spec, format_spec, parse_spec
 from autoshard.typed import check_types
 
 FORMAT = 1
+AGAIN = "_again"
+"""Ends the name of an op's second run, in backward."""
 Window = Literal["forward", "backward"]
 
 
@@ -136,6 +138,7 @@ class Plan:
     memory      at the peak: bytes per category of `CATEGORIES`, slack (of the allocator), total, limit (or null)
     timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
     largest     the largest tensors alive at the peak
+    recompute   forward ops that backward runs again (see recompute.py); `ops` and `copies` name the second run too
     model       reference, batch, seq, dtype ... as the user gave them
     settings    optimizer, precision, inputs, outputs, training, loss
     placements  stored spec per parameter and buffer
@@ -163,10 +166,19 @@ class Plan:
     layouts: tuple[Layout, ...] = ()
     timeline: tuple[Moment, ...] = ()
     largest: tuple[Alive, ...] = ()
+    recompute: tuple[str, ...] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[Mapping[str, Any], ...] = ({"index": 0},)
     format: int = FORMAT
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    def recomputing(self, graph_hash: str) -> "Plan":
+        """This plan, made for a program in which backward runs ops again, as a plan for the program `graph_hash` itself. Its
+        bound is one for what is recomputed here, not for every choice of that."""
+        again = tuple(name.removesuffix(AGAIN) for name in self.ops if name.endswith(AGAIN))
+        note = f"backward runs {len(again)} ops of forward again to save memory"
+        return replace(self, graph_hash=graph_hash, recompute=again, status=f"{self.status}, given what is recomputed",
+                       notes=(*self.notes, note))
 
     @property
     def peak(self) -> Moment | None:
@@ -295,6 +307,7 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
                            for x in data.get("layouts", ()))
     out["timeline"] = tuple(Moment(**{**m, "live": tuple(m["live"])}) for m in data.get("timeline", ()))
     out["largest"] = tuple(Alive(**a) for a in data.get("largest", ()))
+    out["recompute"] = tuple(data.get("recompute", ()))
     out["stages"] = tuple(data["stages"])
     plan = Plan(**out)
     check_types(plan)

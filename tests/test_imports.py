@@ -27,6 +27,7 @@ LAYERS = (
     ("naming",),
     ("annotate",),
     ("calling", "recorder", "trace", "simplify", "layers", "interpret", "hf_model", "model_ref"),
+    ("recompute",),
     ("strategies",),
     ("cost_table",),
     ("regions",),

@@ -12,6 +12,7 @@ from autoshard.lower import Lowered, lower
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 from autoshard.precision import Precision
+from autoshard.recompute import with_recompute
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.agree import alone, share
 from autoshard.runtime.backends import backend_of
@@ -67,7 +68,7 @@ def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixe
         check_fits(plan, graph, place.mesh)
         if stored.specs and not replan:
             stored.check(plan.placements)
-        return plan, lower(graph, plan, place.mesh, route_of(plan))
+        return plan, lower(with_recompute(graph, plan.recompute), plan, place.mesh, route_of(plan))
 
     plan, program = alone(place, lowered)
     if not stored.specs:
@@ -75,7 +76,7 @@ def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixe
     share(place, "lowered", lambda: "", settings.timeout)  # from here on ranks may meet in collectives
     if not stored.specs:
         stored.settle(plan.placements, seed, settings.checkpoint)
-    return Step(graph, traced.calling, plan, program, place, stored, backend_of(settings.backend), settings.passing.outputs)
+    return Step(with_recompute(graph, plan.recompute), traced.calling, plan, program, place, stored, backend_of(settings.backend), settings.passing.outputs)
 
 
 def _plan(traced: Traced, graph: Graph, mesh: Mesh, settings: Settings, stored: Mapping[str, Spec],

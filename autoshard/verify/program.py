@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.calling import Traced
 from autoshard.lower import Port, lower
 from autoshard.plan import Plan
+from autoshard.recompute import with_recompute
 from autoshard.runtime.route import route_of
 from autoshard.verify.collectives import Ranked
 from autoshard.verify.pieces import Joined, cut, joined
@@ -32,7 +33,7 @@ class Program:
     """`state`: parameters and buffers by name, whole; they are copied. Raises LoweringError."""
 
     def __init__(self, traced: Traced, plan: Plan, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self.traced, self.graph, self.plan, self.mesh, self.device = traced, traced.graph, plan, plan.mesh, device
+        self.traced, self.graph, self.plan, self.mesh, self.device = traced, with_recompute(traced.graph, plan.recompute), plan, plan.mesh, device
         self.lowered = lower(self.graph, plan, self.mesh, route_of(plan))
         self.local: dict[str, Ranked] = {}
         everything = {**traced.calling.constants, **state}
