@@ -18,6 +18,7 @@ import torch
 from autoshard import _torch
 from autoshard.calibrate.measure import Stopwatch
 from autoshard.cost.cluster import Overlap
+from autoshard.runtime import direct
 from autoshard.runtime.place import Place
 
 SIDE = 512
@@ -53,8 +54,9 @@ def timing(place: Place, kind: str, share: float, rounds: int) -> Timing:
     watch, axis = Stopwatch(place), max(range(place.mesh.ndim), key=lambda i: place.mesh.sizes[i])
     a = torch.randn(SIDE, SIDE, device=place.device)
     loops = max(1, int(TARGET / _agreed(watch, lambda: a @ a, 3)))
-    probe = _collective(place, kind, axis, PROBE)
-    start = _collective(place, kind, axis, int(PROBE * share * TARGET / _agreed(watch, lambda: _torch.WAIT(probe()), 3)))
+    begin, end = _collective(place, kind, axis, PROBE)
+    per_byte = _agreed(watch, lambda: end(begin()), 3) / PROBE
+    start, finish = _collective(place, kind, axis, int(share * TARGET / per_byte))
 
     def compute() -> None:
         for _ in range(loops):
@@ -63,9 +65,9 @@ def timing(place: Place, kind: str, share: float, rounds: int) -> Timing:
     def both() -> None:
         pending = start()
         compute()
-        _torch.WAIT(pending)
+        finish(pending)
 
-    return Timing(*(_agreed(watch, run, rounds) for run in (compute, lambda: _torch.WAIT(start()), both)))
+    return Timing(*(_agreed(watch, run, rounds) for run in (compute, lambda: finish(start()), both)))
 
 
 def fitted(short: Timing, long: Timing) -> Overlap:
@@ -78,13 +80,17 @@ def fitted(short: Timing, long: Timing) -> Overlap:
     return Overlap(min(max(eta, 0.0), 1.0), interference)
 
 
-def _collective(place: Place, kind: str, axis: int, nbytes: int) -> Callable[[], Any]:
-    """Starts `kind` with a buffer of about `nbytes`, by the convention of cost/collectives.py."""
+def _collective(place: Place, kind: str, axis: int, nbytes: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """(start, finish) of `kind` with a buffer of about `nbytes`, by the convention of cost/collectives.py, as the runtime
+    does it: messages where gloo carries them, else the library's collective."""
     n, tag = place.mesh.sizes[axis], place.groups[place.mesh.names[axis]]
     numel = max(nbytes // 4 // n, 1) * n
     x = torch.ones(numel // n if kind == "all_gather" else numel, device=place.device)
     rest = {"all_gather": (n,), "reduce_scatter": ("sum", n), "all_reduce": ("sum",), "all_to_all": ([numel // n] * n,) * 2}[kind]
-    return lambda: _torch.COLLECTIVES[kind](x, *rest, tag)
+    if tag in place.gloo_groups and (kind != "all_reduce" or direct.swaps(n, 4 * numel)):
+        group, send = place.gloo_groups[tag], {**vars(direct), "all_reduce": direct.all_reduce_}[kind]
+        return lambda: send(x, *rest, group), direct.land
+    return lambda: _torch.COLLECTIVES[kind](x, *rest, tag), _torch.WAIT
 
 
 def _agreed(watch: Stopwatch, run: Callable[[], Any], rounds: int) -> float:
