@@ -169,9 +169,9 @@ def test_a_plan_that_is_not_proven_says_so():
     assert "best found within the time limit" in text and "within 2 %" in text
 
 
-def test_a_bound_among_tied_plans_is_not_called_proven():
+def test_a_plan_proven_among_tied_ones_shows_the_bound_of_all_plans():
     text = drawn(sample_plan(status="optimal among tied plans"))
-    assert "lower bound of tied plans" in text and "proven" not in text
+    assert "lower bound of all plans" in text and "equal layers treated alike" in text and "proven" not in text
 
 
 def test_brackets_in_names_are_not_markup():

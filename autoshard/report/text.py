@@ -70,7 +70,7 @@ def status(plan: Plan) -> str:
 
 
 def _tied(plan: Plan) -> bool:
-    """Whether the bound holds only among plans that treat equal layers alike."""
+    """Whether the plan is proven only among those that treat equal layers alike; its bound is one of all plans."""
     return "tied" in plan.status
 
 
@@ -155,7 +155,7 @@ def _fallbacks(plan: Plan) -> RenderableType:
 def _search(plan: Plan) -> RenderableType:
     grid = table("search", ">")
     grid.add_row("objective", units.seconds(plan.objective_s))
-    grid.add_row("lower bound of tied plans" if _tied(plan) else "proven lower bound", units.seconds(plan.bound_s))
+    grid.add_row("lower bound of all plans" if _tied(plan) else "proven lower bound", units.seconds(plan.bound_s))
     grid.add_row("gap", "0 %" if plan.gap <= PROVEN else f"{100 * plan.gap:.3g} %")
     for label, text in what.search_facts(plan):
         grid.add_row(escape(label), escape(text))

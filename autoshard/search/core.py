@@ -78,13 +78,14 @@ class Core:
     def alive(self) -> list[int]:
         return [v for v, c in enumerate(self.cost) if c is not None]
 
-    def copy(self) -> "Core":
-        """A second core that shares every immutable array and the memo; reductions of one leave the other alone."""
+    def copy(self, own_memo: bool = False) -> "Core":
+        """A second core that shares every immutable array and the memo; reductions of one leave the other alone.
+        `own_memo`: what the copy computes is forgotten with it."""
         other = Core(self.limit.copy(), self.price.copy())
         other.cost, other.items = list(self.cost), list(self.items)
         other.adj = [dict(a) for a in self.adj]
         other.base, other.constant = self.base.copy(), self.constant
-        other.undo, other.same, other._memo = list(self.undo), self.same, self._memo
+        other.undo, other.same, other._memo = list(self.undo), self.same, dict(self._memo) if own_memo else self._memo
         return other
 
     # -- small edits, all through shared immutable arrays ------------------------------------------------

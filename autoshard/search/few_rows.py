@@ -22,7 +22,7 @@ from autoshard.search.problem import row_loads
 from autoshard.search.tie import tie
 
 TRIALS = 16
-ROOMS = (1e-6, 1e-5, 1e-4, 1e-3)  # assumed gaps, widened while nothing is found
+ROOMS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # assumed gaps, widened while nothing is found
 MIP_SECONDS = 10.0
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
@@ -34,34 +34,38 @@ cost + excess x change of prices."""
 def search_few_rows(board: Board, core: Core, seed: int) -> None:
     """Tied first, if layers repeat: its choices are incumbents, its planes a start. Then the problem itself."""
     planes: list[Plane] = []
+    pool: list[np.ndarray] = []
     quotient, lift = tie(board.problem)
     if quotient.n < board.problem.n:
         tied = Board(quotient, Clock(0.4 * board.clock.left, board.clock.work_limit))
         try:
             tied_core = build(quotient)[0]
             reduce_core(tied_core, tied.clock.expired)
-            best, planes = search_prices(tied, tied_core, planes, seed)
+            best, planes, found = search_prices(tied, tied_core, planes, seed)
             close(tied, tied_core, best, seed)
+            pool = [lift(choice) for choice in found]
         except Infeasible:
             board.report("no choice treats the layers alike")  # says nothing about untied ones
         if tied.choice is not None:
             board.offer(lift(tied.choice), "layers tied")
         board.tied_proven = tied.proven and board.cost >= tied.cost - MARGIN * abs(tied.cost)
         board.stats["tied"] = {"cost": tied.cost, "bound": tied.bound, "seconds": tied.clock.seconds}
-    best, _ = search_prices(board, core, planes, seed)
+    best, _, found = search_prices(board, core, planes, seed)
     close(board, core, best, seed)
+    _mix(board, [*pool, *found], seed)
 
 
-def search_prices(board: Board, core: Core, planes: list[Plane], seed: int) -> tuple[Priced | None, list[Plane]]:
+def search_prices(board: Board, core: Core, planes: list[Plane],
+                  seed: int) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
-    its choices. Returns the best prices' answer and all planes."""
-    best, planes = None, list(planes)
+    its choices. Returns the best prices' answer, all planes and the choices found."""
+    best, planes, found = None, list(planes), []
     for _ in range(TRIALS):
         if board.done:
             break
         prices, promised = _next_prices(core, planes) if planes else (np.zeros(len(core.limit)), math.inf)
-        if best is not None and promised <= best.bound + MARGIN * abs(best.bound):
-            break
+        if best is not None and promised <= max(best.bound, best.value if best.choice is not None else -math.inf) + MARGIN * abs(best.bound):
+            break  # where bounds are loose, other prices may promise more than they can show
         priced = solve_priced(board, core, prices, seed)
         board.raise_bound(priced.bound, "row prices")
         if best is None or priced.bound > best.bound:
@@ -69,8 +73,9 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int) -> t
         if priced.choice is None:
             break
         board.offer(priced.choice, "row prices")
+        found.append(priced.choice)
         planes.append((prices, priced.value, _excess(board, core, priced.choice)))
-    return best, planes
+    return best, planes, found
 
 
 def close(board: Board, core: Core, best: Priced | None, seed: int) -> None:
@@ -112,6 +117,28 @@ def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -
         if not left or left > ENOUGH * table_entries(core) or board.clock.expired():
             return small
         core, best = small, solve_priced(board, small, best.prices, seed)
+
+
+def _mix(board: Board, pool: list[np.ndarray], seed: int) -> None:
+    """Where the gap stayed open: the best mixture of known choices, every node doing what some choice of the pool does.
+    Layers that differ in which known choice they follow are how an optimum balances on a row."""
+    if len(pool) < 2 or board.done:
+        return
+    core = build(board.problem)[0]
+    projected = np.stack([core.project(choice) for choice in pool])
+    try:
+        for v in core.alive:
+            allowed = np.unique(projected[:, v])
+            allowed = allowed[allowed >= 0]
+            if len(allowed) and len(allowed) < len(core.cost[v]):
+                core.keep(v, allowed)
+        reduce_core(core, board.clock.expired)
+        if table_entries(core) <= TABLES:
+            answer = solve_mip(core, min(MIP_SECONDS, board.clock.left), seed=seed)
+            if answer.choice is not None:
+                board.offer(core.lift(answer.choice), "mixture of known choices")
+    except Infeasible:
+        return
 
 
 def _excess(board: Board, core: Core, choice: np.ndarray) -> np.ndarray:

@@ -19,6 +19,8 @@ from autoshard.search.problem import priced_cost
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
 TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 100  # joint strategies; larger pairs cost more to reduce than their bound is worth
+MANY, LARGEST_PAIR_OF_MANY = 64, 729  # strategies of the largest node; on three axes a weight has 27 layouts
+LARGE = 4_000_000  # table entries; above, what one price computed is not kept for the next, and no MIP follows
 MIP_SECONDS = 20.0
 
 
@@ -41,10 +43,11 @@ class Priced:
 
 def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int) -> Priced:
     """Raises Infeasible when no choice is possible whatever the rows."""
-    free = core.copy()
+    free = core.copy(own_memo=table_entries(core) > LARGE)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
-    merge_pairs(free, LARGEST_PAIR, board.clock.expired)
+    many = max((len(free.cost[v]) for v in free.alive), default=0) >= MANY
+    merge_pairs(free, LARGEST_PAIR_OF_MANY if many else LARGEST_PAIR, board.clock.expired)
     dual = Dual(free)
     bound, picked, value = dual.converge(Phase(board.clock, 0.5))
     choice = None
@@ -52,7 +55,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int) -> Pri
         full = np.zeros(len(core.cost), dtype=np.int64)
         full[dual.nodes] = picked
         choice = free.lift(full)
-    if value - bound > MARGIN * abs(bound):
+    if value - bound > MARGIN * abs(bound) and table_entries(free) <= LARGE:
         bound, choice = _widen(board, dual, bound, value, choice, seed)
     if choice is not None:
         value = priced_cost(board.problem, choice, np.where(_always(board, core), board.problem.row_price, prices))

@@ -16,6 +16,7 @@ GUESS = 0.02  # of the bound: how far above it a step aims while no cost is know
 SETTLED = 1e-3  # relative progress of a round below which the first messages count as settled
 SWEEPS, ROUNDS = 20, 100  # of `converge`
 TIGHT, GAINED, STALL = 5e-10, 1e-7, 3  # relative: a bound that is reached; a gain that is none, and how often
+NEAR, SLOW = 0.05, 0.02  # once the gap is below 5 %, a round must gain 2 % of it
 FINER = 2.0 ** -6
 SETTLE = 10  # more sweeps at the best prices, before a bound is read off
 
@@ -116,9 +117,9 @@ class Dual:
         return cost, constant
 
     def converge(self, phase: Phase) -> tuple[float, np.ndarray, float]:
-        """Without rows: sweep until the decoded choice costs what the messages prove, or nothing is gained any more.
+        """Without rows: sweep until the decoded choice costs what the messages prove, or too little is gained.
 
-        Returns (bound, choice per packed node, its cost)."""
+        Ends by work, not by the clock, unless the phase is over. Returns (bound, choice per packed node, its cost)."""
         p, bound, value = self.packed, -np.inf, np.inf
         theta, choice = np.empty_like(p.cost), np.zeros(len(self.nodes), dtype=np.int64)
         constant, flat = self.core.constant, 0
@@ -134,7 +135,7 @@ class Dual:
             messages.sweep(p, p.cost, self.message, theta, False)
             self.proven = self.message.copy()
             now = float(messages.decouple(p, p.cost, self.proven, grid)) + constant
-            flat = flat + 1 if now <= bound + GAINED * abs(bound) else 0
+            flat = flat + 1 if now <= bound + _too_little(bound, value) else 0
             bound = max(bound, now)
             phase.tick(SWEEPS)
             if value - bound <= TIGHT * abs(bound) or flat >= STALL or phase.over():
@@ -201,6 +202,14 @@ class Dual:
                 raise Infeasible(node)
             if not mask.all():
                 core.keep(node, np.flatnonzero(mask))
+
+
+def _too_little(bound: float, value: float) -> float:
+    """The gain of a round of `converge` that does not count."""
+    if not math.isfinite(bound):
+        return 0.0
+    gap = value - bound
+    return max(GAINED * abs(bound), SLOW * gap if gap < NEAR * abs(bound) else 0.0)
 
 
 def _ceiling(core: Core, p: Packed) -> float:
