@@ -188,11 +188,6 @@ DispatchMode = TorchDispatchMode
 """Sees every op that reaches the dispatcher."""
 
 
-def is_watched() -> bool:
-    """Whether some `DispatchMode` is active."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
 def kernel(op: Any) -> Callable[..., Any]:
     """The C++ entry of an OpOverload, without the Python method around it."""
     return op._op

@@ -8,6 +8,7 @@ issue the same collectives in the same order, which is how messages find each ot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ TAG = 7919
 """Keeps these messages apart from a program's own."""
 SWAP = 4 << 20
 """Bytes up to which two ranks add up whole buffers; above, gloo's pipelined all-reduce takes less CPU."""
+NOTE: ContextVar[Callable[[str, str, torch.Tensor], None] | None] = ContextVar("note", default=None)
+"""Told of every call made here (kind, group, buffer), for whoever records collectives."""
 COMBINE = {"sum": torch.Tensor.add_, "max": lambda a, b: torch.maximum(a, b, out=a), "min": lambda a, b: torch.minimum(a, b, out=a)}
 
 
@@ -59,39 +62,31 @@ class Flight:
 
 def land(flight: Flight) -> torch.Tensor:
     """The collective's result."""
-    if isinstance(flight, torch.Tensor):
-        return _torch.WAIT(flight)
     for work in flight.works:
         work.wait()
     return flight.finish()
 
 
-def all_gather(x: torch.Tensor, n: int, group: ProcessGroup) -> Any:
-    if _torch.is_watched():
-        return _torch.COLLECTIVES["all_gather"](x, n, group.group_name)
+def all_gather(x: torch.Tensor, n: int, group: ProcessGroup) -> Flight:
     out = x.new_empty((n * x.shape[0], *x.shape[1:]))
     pieces = out.chunk(n)
-    works = _exchange([x] * n, pieces, group)
+    works = _exchange("all_gather", out, [x] * n, pieces, group)
     pieces[group.rank()].copy_(x)
     return Flight(works, lambda: out, (x,))
 
 
-def all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Any:
-    if _torch.is_watched():
-        return _torch.COLLECTIVES["all_to_all"](x, received, sent, group.group_name)
+def all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Flight:
     out = torch.empty_like(x)
     mine, theirs = x.split(list(sent)), out.split(list(received))
-    works = _exchange(mine, theirs, group)
+    works = _exchange("all_to_all", x, mine, theirs, group)
     theirs[group.rank()].copy_(mine[group.rank()])
     return Flight(works, lambda: out, (x,))
 
 
-def reduce_scatter(x: torch.Tensor, op: str, n: int, group: ProcessGroup) -> Any:
-    if _torch.is_watched():
-        return _torch.COLLECTIVES["reduce_scatter"](x, op, n, group.group_name)
+def reduce_scatter(x: torch.Tensor, op: str, n: int, group: ProcessGroup) -> Flight:
     mine = x.chunk(n)
     got = [torch.empty_like(mine[0]) for _ in range(n)]
-    works = _exchange(mine, got, group)
+    works = _exchange("reduce_scatter", x, mine, got, group)
 
     def finish() -> torch.Tensor:
         got[group.rank()].copy_(mine[group.rank()])
@@ -103,17 +98,19 @@ def reduce_scatter(x: torch.Tensor, op: str, n: int, group: ProcessGroup) -> Any
     return Flight(works, finish, (x,))
 
 
-def all_reduce_(x: torch.Tensor, op: str, group: ProcessGroup) -> Any:
+def all_reduce_(x: torch.Tensor, op: str, group: ProcessGroup) -> Flight:
     """Two ranks only: each adds the other's buffer to its own."""
-    if _torch.is_watched():
-        return _torch.ALL_REDUCE_IN_PLACE(x, op, group.group_name)
     got = torch.empty_like(x)
-    works = _exchange([x, x], [got, got], group)
+    works = _exchange("all_reduce", x, [x, x], [got, got], group)
     return Flight(works, lambda: COMBINE[op](x, got), (x,))
 
 
-def _exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: ProcessGroup) -> list[Any]:
-    """Start all messages to and from the other ranks, nearest first."""
+def _exchange(kind: str, buffer: torch.Tensor, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor],
+              group: ProcessGroup) -> list[Any]:
+    """Start all messages to and from the other ranks, nearest first. `buffer`: whose bytes the call counts."""
+    note = NOTE.get()
+    if note is not None:
+        note(kind, group.group_name, buffer)
     me, n = group.rank(), group.size()
     works = [group.recv([receive[(me - k) % n]], (me - k) % n, TAG) for k in range(1, n)]
     return works + [group.send([send[(me + k) % n]], (me + k) % n, TAG) for k in range(1, n)]
