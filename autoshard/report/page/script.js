@@ -83,7 +83,7 @@ function end() {
   const took = data.timings.map(([phase, s]) => [phase, `${s.toFixed(2)} s`]);
   section("search", "Search", h("div", { class: "columns" },
     facts([["objective", seconds(data.objective)], [data.tied ? "lower bound of tied plans" : "proven lower bound", data.bound > 0 ? seconds(data.bound) : "none"], ...data.search]),
-    took.length ? h("div", {}, h("h3", {}, "Planning took"), facts([...took, ["total", `${data.timings.reduce((a, [, s]) => a + s, 0).toFixed(2)} s`]])) : null));
+    took.length ? h("div", {}, h("h3", { style: { marginTop: "0" } }, "Planning took"), facts([...took, ["total", `${data.timings.reduce((a, [, s]) => a + s, 0).toFixed(2)} s`]])) : null));
 }
 
 function theme() {
