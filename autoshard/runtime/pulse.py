@@ -44,6 +44,7 @@ class Pulse:
         self.store, self.prefix = store, prefix
         self.told: list[Any] = [0, False, "it has not called the model yet"]
         self._heard: dict[int, tuple[int, float]] = {}
+        store.set(f"{prefix}/{rank}", f"0 0 0 {self.told[2]}")  # now: a rank killed before its thread runs was there
         quiet = threading.Event()
         thread = threading.Thread(target=_beat, args=(store.clone(), f"{prefix}/{rank}", self.told, quiet), daemon=True,
                                   name="autoshard-pulse")

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -84,9 +85,9 @@ def test_disagreements_are_named() -> None:
 
 # --- a killed rank ---
 
-def waits_for_the_dead(rank: int, folder: str) -> None:
+def waits_for_the_dead(rank: int, folder: str, port: int) -> None:
     pulse.LOST = LOST
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
     place = locate(MESH)
     share(place, "same", lambda: "both are there")
     place.pulse.told[0] = 1
@@ -101,11 +102,14 @@ def waits_for_the_dead(rank: int, folder: str) -> None:
 
 
 def test_a_killed_rank_is_missed(tmp_path: Path) -> None:
-    ranks = [START.Process(target=waits_for_the_dead, args=(r, str(tmp_path))) for r in (0, 1)]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [START.Process(target=waits_for_the_dead, args=(r, str(tmp_path), port), daemon=True) for r in (0, 1)]
     for p in ranks:
         p.start()
     for p in ranks:
-        p.join(90)
+        p.join(200)
         assert p.exitcode is not None, "a rank hangs"
     seconds, _, message = (tmp_path / "said").read_text().partition(" ")
     assert "rank 1 has not been heard of" in message and "killed" in message
