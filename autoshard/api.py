@@ -24,7 +24,7 @@ from autoshard.incumbents import known_plans
 from autoshard.layers import repeated_layers
 from autoshard.mesh import Mesh, parse_mesh
 from autoshard.options import Options, Progress, parse_bytes
-from autoshard.plan import Plan
+from autoshard.plan import AGAIN, Plan
 from autoshard.propagate import propagate, taken
 from autoshard.precision import Precision
 from autoshard.recompute import LEVELS, candidates, with_recompute
@@ -174,7 +174,9 @@ def _decide(table: CostTable, options: Options, clock: "Clock", has_loss: bool, 
     limit = options.memory_limit(table.cluster)
     with clock("formulate"):
         formulation = formulation or formulated(table, options)
-        known = [choice for _, choice in (*known_plans(formulation), *baselines(formulation))]
+        recomputes = any(op.name.endswith(AGAIN) for op in table.graph.ops)  # plans by hand are for programs that do not
+        by_hand = () if recomputes else baselines(formulation)
+        known = [choice for _, choice in (*known_plans(formulation), *by_hand)]
         spread = propagate(formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
         known += [spread.choice] if spread else []
         settings = options.settings(table.graph.training, has_loss)

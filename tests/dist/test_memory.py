@@ -1,0 +1,51 @@
+"""Budgets on real processes: the run stays within them, and trains as one process does."""
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import assert_same_training, on_ranks, twins
+from live_bytes import LiveBytes
+
+import autoshard
+from models import llama
+
+MESH = "d=2"
+SIZES = {"batch": 32, "seq": 32, "layers": 4}
+
+
+def build():
+    model, batch = llama.build(**SIZES)
+    return model, batch
+
+
+def plan(budget: float | None) -> autoshard.Plan:
+    model, _, batch = twins(build, torch.float64)
+    return autoshard.plan(model, MESH, batch, loss_fn=llama.loss, cluster="h100-dgx", time_limit=20, memory_budget=budget)
+
+
+def train(found: autoshard.Plan) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, reference, batch = twins(build, torch.float64)
+    compiled = autoshard.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("d",)), batch, loss_fn=llama.loss,
+                                 training=True, plan=found, cluster="h100-dgx", cache=False)
+    assert_same_training(compiled, reference, [batch] * 2, lambda m, b: m(*b), lambda m, b: llama.loss(m(*b[:-1]), b[-1]))
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.0)
+    for watched in (False, True):
+        with LiveBytes() as seen:
+            if watched:
+                seen.track(list(compiled.parameters()), list(compiled.buffers()), [list(s.values()) for s in optimizer.state.values()], batch)
+            compiled(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return float(seen.peak)
+
+
+@pytest.mark.dist
+def test_recomputing_plans_train_alike_within_the_budget():
+    free = plan(None)
+    budget = 0.6 * free.memory["total"]
+    lean = plan(budget)
+    assert lean.recompute and lean.memory["total"] <= budget
+    for peak in on_ranks(2, train, lean):
+        assert peak <= 1.001 * lean.memory["total"] and peak >= 0.9 * lean.memory["total"]
