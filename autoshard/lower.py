@@ -288,8 +288,11 @@ def emit_op(emit: Emitter, op: Op, call: Call, chosen: OpPlan, tensors: Sequence
 
 def _readable(emit: Emitter, op: Op, x: Any) -> Any:
     """A dense tensor for kernels that read memory by shape alone: layer_norm's backward takes a slice's
-    strides for granted and is silently wrong. One device never sees such slices, so nothing is lost there."""
-    if emit.mesh.size == 1 or registry.rule_of(op.target).family in ANY_STRIDES or is_dense(emit.value(x)):
+    strides for granted and is silently wrong, and so is flash attention on CPU where the last dim is not the innermost,
+    as after a gather along it. One device never sees such slices, so nothing is lost there."""
+    t = emit.value(x)
+    innermost = not t.ndim or t.shape[-1] == 1 or t.stride(-1) == 1
+    if emit.mesh.size == 1 or registry.rule_of(op.target).family in ANY_STRIDES or is_dense(t) and innermost:
         return x
     return torch.ops.aten.contiguous.default(x)
 

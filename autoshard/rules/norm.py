@@ -37,6 +37,11 @@ def _layer_norm_backward_line(call: Call) -> str:
     return f"{x}, {x}, {s}, {s}, {y}, {y} -> {x}, {y}, {y}"
 
 
+def _layer_norm_backward(ctx: LocalContext, grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, *rest: Any) -> Any:
+    """The kernel takes the memory of the statistics for contiguous, and is silently wrong where it is not."""
+    return ctx.call.target(grad, x, shape, aten.contiguous.default(mean), aten.contiguous.default(rstd), *rest)
+
+
 def _rms_norm_line(call: Call) -> str:
     x, y, s = _layer_dims(call)
     return f"{x}, {y} -> {x}, {s}"
@@ -219,7 +224,7 @@ def _batch(local: Any) -> Rule:
 
 RULES = {
     aten.native_layer_norm.default: _layer(_layer_norm_line),
-    aten.native_layer_norm_backward.default: _layer(_layer_norm_backward_line),
+    aten.native_layer_norm_backward.default: rule(_layer_norm_backward_line, family="norm", local=_layer_norm_backward),
     aten._fused_rms_norm.default: _layer(_rms_norm_line),
     aten._fused_rms_norm_backward.default: _layer(_rms_norm_backward_line),
     aten.native_group_norm.default: rule(_group_norm_line, family="norm", local=_group_norm),

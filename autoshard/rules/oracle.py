@@ -42,7 +42,7 @@ class Wrong:
 
 def split(x: torch.Tensor, meta: TensorMeta, spec: Spec, mesh: Mesh, rng: torch.Generator,
           strided: bool = False) -> list[torch.Tensor]:
-    """The local tensor of every rank, contiguous or with its dims stored in reverse order. Partial axes get random parts."""
+    """The local tensor of every rank, contiguous or with its dims stored in another order. Partial axes get random parts."""
     pieces = [x.reshape(meta.logical_shape)]
     for placement, n in zip(spec, mesh.sizes, strict=True):
         pieces = [part for piece in pieces for part in _cut(piece, placement, n, rng)]
@@ -51,9 +51,9 @@ def split(x: torch.Tensor, meta: TensorMeta, spec: Spec, mesh: Mesh, rng: torch.
 
 
 def _reordered(x: torch.Tensor) -> torch.Tensor:
-    """Equal to `x`, its dims stored in reverse order."""
-    back = list(reversed(range(x.ndim)))
-    return x.permute(back).contiguous().permute(back)
+    """Equal to `x`, its dims stored in reverse order but for the last, which stays innermost: the lowering promises that."""
+    order = [*reversed(range(x.ndim - 1)), x.ndim - 1] if x.ndim else []
+    return x.permute(order).contiguous().permute(order)
 
 
 def _cut(x: torch.Tensor, placement: Placement, n: int, rng: torch.Generator) -> list[torch.Tensor]:
