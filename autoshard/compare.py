@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autoshard import api
-from autoshard.assemble import make_plan
+from autoshard.assemble import Plays, make_plan
 from autoshard.baselines import Scheme, baseline, schemes
 from autoshard.calling import Traced
 from autoshard.cost_table import CostTable
@@ -127,11 +127,12 @@ def _chosen(table: CostTable, formulation: Formulation, write: "_Writer", clock:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Makes plans out of choices."""
+    """Makes plans out of choices. `plays`: memory timelines per formulation, which share what they learn about ops."""
 
     options: Options
     has_loss: bool
     model: Mapping[str, Any]
+    plays: dict[int, Plays] = field(default_factory=dict)
 
     def baselines(self, formulation: Formulation) -> Iterator[Contender]:
         wiring, mesh = Wiring(formulation), formulation.table.mesh
@@ -147,19 +148,23 @@ class _Writer:
         if not seeds:
             return Contender(PROPAGATED, "", None, False, "there are no seeds")
         spread = propagate(formulation, seeds)
-        fits = bool(np.isfinite(evaluate(formulation.problem, spread.choice)))
         plan = replace(self.plan(formulation, spread.choice, ""), status=spread.status)
-        return Contender(PROPAGATED, "", plan, fits, f"{len(spread.warnings)} edges communicate")
+        return Contender(PROPAGATED, "", plan, _fits(plan), f"{len(spread.warnings)} edges communicate")
 
     def contender(self, formulation: Formulation, choice: np.ndarray, scheme: Scheme) -> Contender:
         axes = scheme.describe(formulation.table.mesh)
-        fits = bool(np.isfinite(evaluate(formulation.problem, choice)))
-        return Contender(scheme.name, axes, self.plan(formulation, choice, f"{scheme.name} ({axes})"), fits)
+        plan = self.plan(formulation, choice, f"{scheme.name} ({axes})")
+        return Contender(scheme.name, axes, plan, _fits(plan))
 
     def plan(self, formulation: Formulation, choice: np.ndarray, status: str) -> Plan:
         """A plan that was not searched: nothing is proven about it, so its bound is 0."""
         table = formulation.table
         solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
+        settings = self.options.settings(table.graph.training, self.has_loss)
         plan = make_plan(formulation, solution, memory_limit=self.options.memory_limit(table.cluster), model=self.model,
-                         settings=self.options.settings(table.graph.training, self.has_loss), seeds={})
+                         settings=settings, seeds={}, played=self.plays.setdefault(id(formulation), Plays(formulation, settings)))
         return replace(plan, status=f"by hand: {status}")
+
+
+def _fits(plan: Plan) -> bool:
+    return plan.memory["total"] <= plan.memory["limit"]

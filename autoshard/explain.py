@@ -243,6 +243,9 @@ def with_strategies(chosen: Chosen, strategies: Mapping[str, int]) -> Chosen:
 def chosen_by(plan: Plan, table: CostTable) -> Chosen:
     """The choice a plan made, on the tables of its model. Raises PlanError where the plan is of another program."""
     graph = table.graph
+    if plan.recompute:
+        raise PlanError(f"the plan runs {len(plan.recompute)} forward ops again in backward, and explain reads plans that do not; "
+                        "plan with more --memory to compare layouts alone")
     if plan.graph_hash != graph.hash or plan.mesh != table.mesh:
         raise PlanError(f"the plan is for another program (graph {plan.graph_hash} on {plan.mesh}, the model as it is now gives "
                         f"{graph.hash} on {table.mesh}); plan the model again")
