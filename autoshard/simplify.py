@@ -152,6 +152,14 @@ def _power(op: Op, state: _State) -> Op | Ref:
     return op.args[0] if op.args[1] == 1 and state.meta(op.args[0]).dtype == op.outputs[0].dtype else op
 
 
+def _batch_norm_backward(op: Op, state: _State) -> Op | Ref:
+    """In training it takes the running statistics and never reads them: nobody should gather them for it."""
+    running, train = op.args[3:5], op.args[7]
+    if not train or running == (None, None):
+        return op
+    return replace(op, args=(*op.args[:3], None, None, *op.args[5:]))
+
+
 # A value of one phase replaces one of the other only where both are the same memory (views, aliases), so no
 # fold makes a tensor live longer. Equal ops are shared within a phase only: sharing across phases would save a
 # value that the model recomputes.
@@ -169,6 +177,7 @@ FOLDS: Mapping[Any, Fold] = {
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,
     aten.pow.Tensor_Scalar: _power,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 
 

@@ -121,3 +121,10 @@ def test_a_second_simplification_finds_nothing():
     once = simplify(trace(Model(), (torch.randn(24),)).graph)
     assert [str(op.target) for op in once.of_kind("call")].count("aten.view.default") == 1
     assert simplify(once).ops == once.ops
+
+
+def test_backward_of_batch_norm_in_training_reads_no_running_statistics():
+    model, example = MODELS["resnet"].build("tiny")
+    traced = check_parity(model, example, loss_fn=MODELS["resnet"].loss, rewrite=simplify)
+    backward = calls(simplify(traced.graph), aten.native_batch_norm_backward.default)
+    assert backward and all(op.args[3:5] == (None, None) for op in backward)
