@@ -158,7 +158,8 @@ def _move(dual: Dual, walker: Walker, temperature: float) -> None:
         excess = np.where(np.isinf(p.price), np.maximum(0.0, walker.load - p.slack), 0.0) / p.scale
         total = float(excess.sum())
         if total > 0.0:
-            growth = REPAIR * max(abs(walker.tally[0] + dual.core.constant), 1e-300)
+            cost = abs(walker.tally[0] + dual.core.constant)
+            growth = REPAIR * max(cost if np.isfinite(cost) else 1.0, 1e-300)  # a start may stand on a forbidden pair
             walker.prices = walker.prices + growth * excess / total / p.scale
         walker.tally[3] = 1.0
     moves.anneal(p, walker.choice, walker.best, walker.load, walker.tally, walker.prices, walker.rng, CHUNK, TREE,
