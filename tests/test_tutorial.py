@@ -21,7 +21,7 @@ def commands(page: str) -> list[list[str]]:
 
 def write_files(page: str, folder: Path) -> None:
     """YAML blocks whose first line names a file."""
-    for block in re.findall(r"```yaml\n# (\S+?)[:\n]((?:.|\n)*?)```", (DOCS / page).read_text()):
+    for block in re.findall(r"```yaml\n# ([^\s:]+)[^\n]*\n((?:.|\n)*?)```", (DOCS / page).read_text()):
         (folder / block[0]).write_text(block[1])
 
 

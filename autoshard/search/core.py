@@ -158,7 +158,7 @@ class Core:
 
     def price_rows(self, prices: np.ndarray) -> None:
         """Move priced loads into node costs: cost += prices . load, constant -= prices . (limit - base).
-        With prices >= 0 (at most the row's own) the cost of a feasible choice never rises. Items are dropped."""
+        With prices >= 0 (at most the row's own) the cost of a feasible choice never rises. Items are dropped, rows are slack."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         for v in self.alive:
             for item in self.items[v]:
@@ -168,6 +168,7 @@ class Core:
             self.items[v] = ()
         on = prices > 0
         self.constant += float(np.dot(prices[on], (self.base - self.limit)[on]))
+        self.price, self.limit = np.zeros_like(self.price), np.full_like(self.limit, np.inf)  # or one may be charged again
 
 
 def charge(shape: tuple, cost: np.ndarray, amount: np.ndarray) -> np.ndarray:

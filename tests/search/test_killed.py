@@ -54,9 +54,9 @@ def kill_once(folder: Path, problem: Path, number: signal.Signals, after: float)
 
 
 def test_a_signal_writes_the_best_so_far(tmp_path):
-    problem, output = write_problem(tmp_path / "problem.json", seed=1, nodes=400), tmp_path / "answer.json"
+    problem, output = write_problem(tmp_path / "problem.json", seed=1, nodes=8000), tmp_path / "answer.json"
     process = start(problem, 300.0, output)
-    time.sleep(6.0)
+    time.sleep(5.0)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, error
