@@ -64,7 +64,7 @@ def die_with(parent: int) -> None:
 def main() -> None:
     threading.Thread(target=die_with, args=(os.getppid(),), daemon=True).start()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a solver prints is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a solver prints is neither an answer nor for the user
     while True:
         try:
             request, program = read(requests)
