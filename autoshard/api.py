@@ -235,7 +235,7 @@ def optimizer_name(optimizer: Any) -> str:
     return getattr(optimizer, "__name__", type(optimizer).__name__).lower()
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Of this process and of its solver processes."""
     return time.process_time() + guarded.cpu_seconds()
 
@@ -257,10 +257,10 @@ class Clock:
         self._progress(phase, "")
         log = logging.getLogger(f"autoshard.{phase}")
         log.debug("begins")
-        start, cpu = time.perf_counter(), _cpu_seconds()
+        start, cpu = time.perf_counter(), cpu_seconds()
         yield
         self.seconds[phase] = time.perf_counter() - start
-        self.cpu_seconds[phase] = _cpu_seconds() - cpu
+        self.cpu_seconds[phase] = cpu_seconds() - cpu
         log.info("took %.2f s (%.2f s of CPU time)", self.seconds[phase], self.cpu_seconds[phase])
 
     def search(self, cost: float, bound: float, gap: float, seconds: float, message: str = "") -> None:

@@ -23,18 +23,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 
-from autoshard.cost.memory import stored_parts, update_workspace
+from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
 from autoshard.cost_table import HEAVY, CostTable
 from autoshard.graph import Op, Ref
 from autoshard.plan import Window
 from autoshard.regions import Unit, Units, find_units
 from autoshard.rules import registry
 from autoshard.search.problem import Edge, Items, Problem
-from autoshard.spec import Spec, local_shape
+from autoshard.spec import Spec
 from autoshard.strategies import SpecIndex
 
 MEMORY, FORWARD, BACKWARD = 0, 1, 2
@@ -202,8 +201,7 @@ def _add_stored(b: _Builder, node: int, op: Op, picked: np.ndarray) -> None:
 
 def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
     """Bytes of a value on one rank."""
-    meta = table.graph.meta(ref)
-    return float(prod(local_shape(meta.logical_shape, spec, table.mesh.sizes)) * meta.dtype.itemsize)
+    return float(value_bytes(table.graph.meta(ref), spec, table.mesh))
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, Literal
 
+from autoshard.cost.memory import value_bytes
 from autoshard.errors import PlanError
 from autoshard.flow import gradient_bound, param_derived
-from autoshard.graph import Graph, Op, Ref, TensorMeta
+from autoshard.graph import Graph, Op, Ref
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, Window
-from autoshard.spec import Spec, format_spec, local_shape
+from autoshard.spec import Spec, format_spec
 
 Route = Callable[[tuple[int, ...], Any, Spec, Spec], "tuple[Any, ...]"]
 """(logical shape, dtype, source spec, target spec) -> steps: `cost.redistribute.Redistribution.steps`."""
@@ -101,10 +101,6 @@ def parameter_gradients(graph: Graph) -> tuple[Op, ...]:
 def made_as(plan: Plan, ref: Ref) -> Spec:
     """The spec a value's producer leaves it in."""
     return plan.ops[ref.op].outputs[ref.index]
-
-
-def local_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh) -> int:
-    return prod(local_shape(meta.logical_shape, spec, mesh.sizes)) * meta.dtype.itemsize
 
 
 class _Window:
@@ -208,7 +204,7 @@ class _Window:
         return out
 
     def _bytes(self, held: Held) -> int:
-        return local_bytes(self.graph.meta(held.ref), held.spec, self.mesh)
+        return value_bytes(self.graph.meta(held.ref), held.spec, self.mesh)
 
     def _redistribute(self, own: Held, held: Held) -> Instruction:
         meta = self.graph.meta(held.ref)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from autoshard.cost.memory import value_bytes
 from autoshard.graph import Graph, Ref
 from autoshard.lower import local_tensor_shape
 from autoshard.memory.footprint import Footprint, Footprints, Strides
 from autoshard.plan import Plan, Window
-from autoshard.schedule import Held, Instruction, Schedule, local_bytes
+from autoshard.schedule import Held, Instruction, Schedule
 
 FOREVER = 2**62
 
@@ -107,7 +108,7 @@ class _Player:
         return [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("param", "buffer")]
 
     def _given(self, held: Held, category: str) -> Buffer:
-        buffer = self._make(local_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, category)
+        buffer = self._make(value_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, category)
         buffer.holders = 2 if category in ("parameters", "buffers", "inputs") else 1  # the user holds them too
         self.env[held] = buffer, self._contiguous(held)
         return buffer

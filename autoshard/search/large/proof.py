@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -104,10 +105,8 @@ class Prover:
             if not size or size > 0.8 * before:
                 return core, prices
             dual, before = Dual(core, prices), size
-            try:
+            with suppress(Infeasible):  # said in floating point: the exact bound decides
                 dual.ascend(_Rounds(dual, upper), target=upper + 1e-3 * abs(upper) + 1.0, step=STEP, stall=3)
-            except Infeasible:
-                pass  # said in floating point: the exact bound decides
             core, prices = reduce_exactly(dual, upper, self.grid), dual.row_prices()
 
 
