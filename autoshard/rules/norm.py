@@ -2,6 +2,7 @@
 over the batch it normalises, with the statistics of the whole batch."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,6 +16,8 @@ from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
 from autoshard.spec import R
 
 aten = torch.ops.aten
+MOMENTS = torch.float64
+"""What the moments of a batch are summed in."""
 
 
 # Layer and RMS norm -------------------------------------------------------------------------------------
@@ -122,19 +125,17 @@ def _in_training(call: Call) -> bool:
 
 
 def _batch_norm_row(call: Call, row: Row) -> Row:
-    """A split batch. Training: two all-reduces of one number per channel, and every statistic comes out
+    """A split batch. Training: one all-reduce of two numbers per channel, and every statistic comes out
     whole. Eval: no communication; the backward's sums over the batch stay Partial."""
-    x, training = call.inputs[0], _in_training(call)
-    if row.inputs[0] not in x.logical_dims(0):
-        return row
-    if not training and "backward" in str(call.target):
+    x, training, backward = call.inputs[0], _in_training(call), "backward" in str(call.target)
+    if row.inputs[0] not in x.logical_dims(0) or (backward and not training):
         return row
     whole = Row(row.inputs, (row.outputs[0], *(R for _ in row.outputs[1:])))
     if not training:
         return whole
     drop = tuple(d for d in range(x.ndim) if d not in x.logical_dims(1))
-    inner = InnerCollective("all_reduce", "in0", "sum", drop, accumulate_dtype(x.dtype))
-    return replace(whole, inner=(inner, inner))
+    dtype = accumulate_dtype(x.dtype) if backward else MOMENTS
+    return replace(whole, inner=(InnerCollective("all_reduce", "in0", "sum", drop, dtype, copies=2),))
 
 
 def _per_channel(v: Any, like: TensorMeta) -> Any:
@@ -143,33 +144,40 @@ def _per_channel(v: Any, like: TensorMeta) -> Any:
 
 
 def _batch_norm(ctx: LocalContext, x: Any, *args: Any) -> Any:
-    """Any training forward: mean first, then the variance around it, both over all shards.
-
-    Shards are equally large, so with local mean m and biased variance v: mean = avg(m) and
-    var = avg(v + (m - mean)^2)."""
+    """Any training forward. Shards are equally large, so with local mean m and biased variance v the whole
+    batch has mean avg(m) and variance avg(v + m^2) - mean^2: one all-reduce, in float64 because the last
+    difference cancels. Normalising with given statistics is then the op's eval form, one pass over the input."""
     axes = input_axes(ctx, 0, 0)
     if not axes or not _in_training(ctx.call):
         return ctx.call.target(x, *args)
     call, meta = ctx.call, ctx.call.inputs[0]
     given = {a.name: v for a, v in zip(call.target._schema.arguments, (x, *args), strict=False)}
-    acc, ranks = accumulate_dtype(meta.dtype), ctx.ranks(axes)
+    acc = accumulate_dtype(meta.dtype)
     x = cast(x, meta.dtype, acc)
-    over = [d for d in range(len(meta.shape)) if d != 1]
-    local_var, local_mean = aten.var_mean.correction(x, over, correction=0)
-    mean = aten.div.Scalar(ctx.all_reduce(local_mean, "sum", axes), ranks)
-    apart = aten.square.default(aten.sub.Tensor(local_mean, mean))
-    var = aten.div.Scalar(ctx.all_reduce(aten.add.Tensor(local_var, apart), "sum", axes), ranks)
+    mean, var = _moments(ctx, x, acc, axes)
     invstd = aten.rsqrt.default(aten.add.Scalar(var, given["eps"]))
-    out = _normalised(x, mean, invstd, meta)
-    if given["weight"] is not None:
-        out = aten.mul.Tensor(out, _per_channel(given["weight"], meta))
-    if given["bias"] is not None:
-        out = aten.add.Tensor(out, _per_channel(given["bias"], meta))
+    out = _normalised(x, given["weight"], given["bias"], mean, var, given["eps"])
     return _as_outputs(call, [out, mean, invstd], _running(call, given, mean, var))
 
 
-def _normalised(x: Any, mean: Any, invstd: Any, meta: TensorMeta) -> Any:
-    return aten.mul.Tensor(aten.sub.Tensor(x, _per_channel(mean, meta)), _per_channel(invstd, meta))
+def _moments(ctx: LocalContext, x: Any, acc: torch.dtype, axes: Sequence[int]) -> tuple[Any, Any]:
+    """Mean and biased variance of every channel over the whole batch."""
+    here = [cast(v, acc, MOMENTS) for v in _pair(aten.batch_norm_update_stats.default(x, None, None, 0.0))]
+    raw = aten.stack.default([here[0], aten.add.Tensor(here[1], aten.square.default(here[0]))])
+    all_raw = aten.div.Scalar(ctx.all_reduce(raw, "sum", axes), ctx.ranks(axes))
+    mean = aten.select.int(all_raw, 0, 0)
+    var = aten.clamp_min.default(aten.sub.Tensor(aten.select.int(all_raw, 0, 1), aten.square.default(mean)), 0.0)
+    return cast(mean, MOMENTS, acc), cast(var, MOMENTS, acc)
+
+
+def _pair(outputs: Any) -> tuple[Any, Any]:
+    """Both outputs of an op, whether tensors or FX proxies."""
+    return outputs[0], outputs[1]
+
+
+def _normalised(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Any:
+    """(x - mean) / sqrt(var + eps) * weight + bias, fused."""
+    return aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
 
 
 def _running(call: Call, given: dict[str, Any], mean: Any, var: Any) -> list[Any]:
@@ -196,21 +204,22 @@ def _as_outputs(call: Call, results: list[Any], running: list[Any]) -> tuple[Any
 
 def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any,
                          mean: Any, invstd: Any, train: bool, eps: float, mask: Any, *reserve: Any) -> Any:
-    """d x = w invstd (dy - avg(dy) - xhat avg(dy xhat)), averages over the whole batch."""
+    """d x = w invstd (dy - avg(dy) - xhat avg(dy xhat)), averages over the whole batch. The op itself, asked for
+    no d x, gives the sums of a rank in one pass; xhat times a number plus a number is a normalisation."""
     axes = input_axes(ctx, 0, 0)
     if not axes or not train:
         return ctx.call.target(grad, x, weight, running_mean, running_var, mean, invstd, train, eps, mask, *reserve)
     call, meta = ctx.call, ctx.call.inputs[1]
     acc, count = accumulate_dtype(meta.dtype), prod(meta.shape) // meta.shape[1]
     grad, x = cast(grad, call.inputs[0].dtype, acc), cast(x, meta.dtype, acc)
-    over = [d for d in range(len(meta.shape)) if d != 1]
-    xhat = _normalised(x, mean, invstd, meta)
-    total = ctx.all_reduce(aten.sum.dim_IntList(grad, over), "sum", axes)
-    along = ctx.all_reduce(aten.sum.dim_IntList(aten.mul.Tensor(grad, xhat), over), "sum", axes)
-    centred = aten.sub.Tensor(grad, _per_channel(aten.div.Scalar(total, count), meta))
-    pulled = aten.sub.Tensor(centred, aten.mul.Tensor(xhat, _per_channel(aten.div.Scalar(along, count), meta)))
+    here = aten.native_batch_norm_backward.default(grad, x, None, None, None, mean, invstd, True, eps, [False, True, True])
+    sums = ctx.all_reduce(aten.stack.default([here[1], here[2]]), "sum", axes)
+    along, total = aten.select.int(sums, 0, 0), aten.select.int(sums, 0, 1)
     scale = invstd if weight is None else aten.mul.Tensor(invstd, weight)
-    results = (aten.mul.Tensor(pulled, _per_channel(scale, meta)), along, total)
+    back = aten.div.Scalar(scale, -count)
+    var = aten.reciprocal.default(aten.square.default(invstd))
+    pulled = _normalised(x, aten.mul.Tensor(along, back), aten.mul.Tensor(total, back), mean, var, 0.0)
+    results = (aten.addcmul.default(pulled, grad, _per_channel(scale, meta)), along, total)
     return tuple(None if m is None else cast(v, acc, m.dtype) for v, m in zip(results, call.outputs, strict=True))
 
 

@@ -15,14 +15,15 @@ Origin = Literal["own", "dtensor", "replicate"]
 class InnerCollective:
     """A collective that runs inside an op's local implementation, over the row's own mesh axis.
 
-    Its buffer is the local shape of `tensor` ("in0", "out1", ...) without the logical dims `drop`, in
-    `dtype` (default: that tensor's)."""
+    Its buffer is `copies` times the local shape of `tensor` ("in0", "out1", ...) without the logical dims
+    `drop`, in `dtype` (default: that tensor's)."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     tensor: str
     reduce_op: str = "sum"
     drop: tuple[int, ...] = ()
     dtype: Any = None
+    copies: int = 1
 
 
 @dataclass(frozen=True)

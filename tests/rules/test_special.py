@@ -34,7 +34,7 @@ def declared(call, rows, mesh):
             spec = tuple(getattr(r, specs)[i] for r in rows)
             shape = local_shape(metas[i].logical_shape, spec, mesh.sizes)
             n = torch.Size(m for d, m in enumerate(shape) if d not in c.drop).numel()
-            out.append((axis, c.reduce_op, n * (c.dtype or metas[i].dtype).itemsize))
+            out.append((axis, c.reduce_op, c.copies * n * (c.dtype or metas[i].dtype).itemsize))
     return sorted(out)
 
 
