@@ -49,9 +49,9 @@ import autoshard  # noqa: E402
 
 SIZES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "gpt": {"small": ("tiny", dict(layers=4, width=512, heads=8, vocab=4096, context=128, batch=8)),
-            "large": ("tiny", dict(layers=4, width=1024, heads=16, vocab=8192, context=256, batch=16))},
+            "large": ("tiny", dict(layers=4, width=1024, heads=16, vocab=8192, context=128, batch=8))},
     "llama": {"small": ("tiny", dict(layers=4, width=512, heads=8, kv_heads=4, hidden=1408, vocab=4096, seq=128, batch=8)),
-              "large": ("tiny", dict(layers=4, width=1024, heads=16, kv_heads=8, hidden=2816, vocab=8192, seq=256, batch=16))},
+              "large": ("tiny", dict(layers=4, width=1024, heads=16, kv_heads=8, hidden=2816, vocab=8192, seq=128, batch=8))},
     "mlp": {"small": ("tiny", dict(widths=(1024, 4096, 4096, 1024), batch=512)),
             "large": ("tiny", dict(widths=(2048, 8192, 8192, 2048), batch=1024))},
     "resnet": {"small": ("tiny", dict(width=32, image=64, classes=128, batch=32)),
