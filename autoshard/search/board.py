@@ -89,7 +89,7 @@ class Board:
             return Status.OPTIMAL_TIED
         if self.clock.out_of_work:
             return Status.WORK_LIMIT
-        return Status.TIME_LIMIT if self.clock.expired() else Status.GAP
+        return Status.TIME_LIMIT if self.clock.expired() or self.clock.cut else Status.GAP
 
 
 def _is_integral(problem: Problem) -> bool:

@@ -14,6 +14,7 @@ class Clock:
     start: float = field(default_factory=time.monotonic)
     stop: bool = False  # set from a signal handler or another thread
     work: int = 0
+    cut: bool = False  # a share of the time ran out somewhere: a faster machine may find another choice
 
     @property
     def seconds(self) -> float:
@@ -51,4 +52,6 @@ class Phase:
         return min(1.0, passed)
 
     def over(self) -> bool:
-        return self.clock.stop or self.fraction >= 1.0 or self.clock.seconds >= self.clock.time_limit
+        passed = self.fraction >= 1.0
+        self.clock.cut |= passed and self.budget is None
+        return self.clock.stop or passed or self.clock.seconds >= self.clock.time_limit

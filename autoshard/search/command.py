@@ -25,7 +25,7 @@ RESERVE = 0.5  # seconds kept back to stop and to write the answer
 
 
 def solve_command(path: str, time_limit: float = 60.0, threads: int = 2, seed: int = 0, output: str | None = None,
-                  as_json: bool = False, *, start: float | None = None) -> int:
+                  as_json: bool = False, quiet: bool = False, *, start: float | None = None) -> int:
     """Solve a contest file; returns the exit code (0, or 128 + signal when interrupted). `start` is when the command
     began (`time.monotonic`), so that the time limit counts everything.
 
@@ -39,12 +39,13 @@ def solve_command(path: str, time_limit: float = 60.0, threads: int = 2, seed: i
     signals = _Signals()
     with signals:
         problem = read_problem(path)
-        line = _ProgressLine(quiet=as_json or not sys.stderr.isatty())
+        _check_time_is_left(path, time_limit, time.monotonic() - start)
+        line = _ProgressLine(quiet=quiet or as_json or not sys.stderr.isatty())
         board = Board(problem, Clock(max(0.05, time_limit - RESERVE), start=start), line.show)
         solution, finished = _search(board, threads, seed, signals)
         line.end()
         if solution.choice is not None:
-            _publish(solution, problem, output, as_json)
+            _publish(solution, problem, output, as_json, quiet)
         elif signals.number:
             print("interrupted before any choice was found: nothing is written", file=sys.stderr)
         elif not finished:
@@ -86,13 +87,14 @@ def _search(board: Board, threads: int, seed: int, signals: "_Signals") -> tuple
     return board.solution(), not worker.is_alive()
 
 
-def _publish(solution: Solution, problem: Problem, output: str | None, as_json: bool) -> None:
+def _publish(solution: Solution, problem: Problem, output: str | None, as_json: bool, quiet: bool) -> None:
     answer = solution_json(solution)
     if output is not None:
         write_atomically(output, json.dumps(answer) + "\n")
     if as_json:
         shown = {k: v for k, v in answer.items() if k != "choice" or output is None}
         print(json.dumps(shown | {"presolve": solution.stats}))
+    if as_json or quiet:
         return
     print(f"status   {answer['status']}{_how_sure(solution)}")
     print(f"cost     {answer['cost']:,}")
@@ -110,6 +112,13 @@ def _how_sure(solution: Solution) -> str:
     if solution.status is not Status.OPTIMAL:
         return ""
     return ", proven in whole numbers" if solution.stats.get("exact") else f", within a margin of {MARGIN:g} of the cost"
+
+
+def _check_time_is_left(path: str, time_limit: float, passed: float) -> None:
+    """Reading cannot be interrupted: the file is one JSON text."""
+    if passed >= time_limit:
+        raise ProblemError(f"{path}: it took {passed:.1f} s to start and to read the file, and --time-limit is {time_limit:g} s; "
+                           f"allow at least {2 * passed + RESERVE:.0f} s")
 
 
 def _check_writable(output: str) -> None:

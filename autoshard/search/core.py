@@ -57,6 +57,7 @@ class Core:
         self.undo: list[Undo] = []
         self.same: dict[bytes, np.ndarray] = {}  # equal index vectors are one object, like tables
         self._memo: dict[tuple, tuple] = {}
+        self._settled: dict[tuple, tuple] = {}
 
     def memo(self, compute: Callable, *args):
         """`compute(*args)`, run once for each distinct identity of the arguments (kept alive by the memo)."""
@@ -74,6 +75,16 @@ class Core:
             found = self._memo[key] = (compute(shape, *args), args)
         return found[0]
 
+    def settle(self, v: int, rules: tuple) -> None:
+        """Note that `rules` find nothing to do at a node that looks like v. Copies in other layers look the same."""
+        self._settled[self._look(v, rules)] = self.cost[v], *self.adj[v].values(), self.items[v]  # ids stay theirs
+
+    def is_settled(self, v: int, rules: tuple) -> bool:
+        return self._look(v, rules) in self._settled
+
+    def _look(self, v: int, rules: tuple) -> tuple:
+        return (len(rules), id(self.cost[v]), *map(id, self.adj[v].values()), *((i.lo, i.hi, id(i.amount)) for i in self.items[v]))
+
     @property
     def alive(self) -> list[int]:
         return [v for v, c in enumerate(self.cost) if c is not None]
@@ -86,6 +97,7 @@ class Core:
         other.adj = [dict(a) for a in self.adj]
         other.base, other.constant = self.base.copy(), self.constant
         other.undo, other.same, other._memo = list(self.undo), self.same, dict(self._memo) if own_memo else self._memo
+        other._settled = dict(self._settled) if own_memo else self._settled
         return other
 
     # -- small edits, all through shared immutable arrays ------------------------------------------------

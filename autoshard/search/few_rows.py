@@ -15,15 +15,14 @@ from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Clock
 from autoshard.search.core import Core, build
 from autoshard.search.large.exact import table_entries
-from autoshard.search.milp import solve_mip
 from autoshard.search.presolve import Infeasible, reduce_core
-from autoshard.search.priced import TABLES, Priced, solve_priced
+from autoshard.search.priced import TABLES, Priced, solve_left, solve_priced
 from autoshard.search.problem import row_loads
 from autoshard.search.tie import tie
 
 TRIALS = 16
 ROOMS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # assumed gaps, widened while nothing is found
-MIP_SECONDS = 10.0
+TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 Plane = tuple[np.ndarray, float, np.ndarray]
@@ -37,7 +36,7 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
     pool: list[np.ndarray] = []
     quotient, lift = tie(board.problem)
     if quotient.n < board.problem.n:
-        tied = Board(quotient, Clock(0.4 * board.clock.left, board.clock.work_limit))
+        tied = Board(quotient, Clock(TIED_SHARE * board.clock.left, board.clock.work_limit))
         try:
             tied_core = build(quotient)[0]
             reduce_core(tied_core, tied.clock.expired)
@@ -46,6 +45,7 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
             pool = [lift(choice) for choice in found]
         except Infeasible:
             board.report("no choice treats the layers alike")  # says nothing about untied ones
+        board.clock.cut |= tied.clock.cut or tied.clock.expired()
         if tied.choice is not None:
             board.offer(lift(tied.choice), "layers tied")
         board.tied_proven = tied.proven and board.cost >= tied.cost - MARGIN * abs(tied.cost)
@@ -91,7 +91,7 @@ def close(board: Board, core: Core, best: Priced | None, seed: int) -> None:
             small = _narrowed(board, core, best, upper, seed)
             if table_entries(small) > TABLES:
                 return
-            answer = solve_mip(small, min(MIP_SECONDS, board.clock.left), seed=seed)
+            answer = solve_left(board, small, seed)
         except Infeasible:
             board.raise_bound(upper * (1 - math.copysign(MARGIN, upper)), "nothing cheaper")
             continue
@@ -134,7 +134,7 @@ def _mix(board: Board, pool: list[np.ndarray], seed: int) -> None:
                 core.keep(v, allowed)
         reduce_core(core, board.clock.expired)
         if table_entries(core) <= TABLES:
-            answer = solve_mip(core, min(MIP_SECONDS, board.clock.left), seed=seed)
+            answer = solve_left(board, core, seed)
             if answer.choice is not None:
                 board.offer(core.lift(answer.choice), "mixture of known choices")
     except Infeasible:

@@ -25,16 +25,20 @@ SHORTEST = 0.05
 
 @dataclass(frozen=True)
 class Answer:
-    """`reason` as MathOpt names it, or "KILLED"; `bound` of the program; `values` of the columns asked for, or None."""
+    """`reason` and `limit` as MathOpt names them, or "KILLED"; `bound` of the program; `values` of the columns asked
+    for, or None."""
 
     reason: str
+    limit: str
     bound: float
     values: np.ndarray | None
 
 
-def solve_program(program: bytes, columns: int, *, solver: str, seconds: float, seed: int) -> Answer:
-    """Solve a serialized MathOpt model with `solver` ("milp" or "cp_sat") for at most `seconds`."""
-    request = {"columns": columns, "solver": solver, "seconds": max(SHORTEST, seconds), "seed": seed}
+def solve_program(program: bytes, columns: int, *, solver: str, seconds: float, seed: int,
+                  nodes: int | None = None) -> Answer:
+    """Solve a serialized MathOpt model with `solver` ("milp" or "cp_sat") for at most `seconds` and, the same on every
+    machine, at most `nodes` of its search tree."""
+    request = {"columns": columns, "solver": solver, "seconds": max(SHORTEST, seconds), "seed": seed, "nodes": nodes}
     with _workers().borrowed() as worker:
         return worker.ask(request, program)
 
@@ -67,12 +71,12 @@ class Worker:
             self.close()
             raise
         self.cpu_seconds = header["cpu_seconds"]
-        return Answer(header["reason"], header["bound"], np.frombuffer(payload) if header["found"] else None)
+        return Answer(header["reason"], header["limit"], header["bound"], np.frombuffer(payload) if header["found"] else None)
 
     def _give_up(self, why: str) -> Answer:
         log.warning("a solver process was ended: %s; the search goes on without its answer", why)
         self.close()
-        return Answer("KILLED", -np.inf, None)
+        return Answer("KILLED", "", -np.inf, None)
 
     def _ready(self, seconds: float) -> bool:
         with selectors.DefaultSelector() as selector:

@@ -23,13 +23,15 @@ SCALED_SUM = 1e6
 @dataclass(frozen=True)
 class MipAnswer:
     """`choice` is per core node (entries of nodes that are gone are 0), None if none was found; `bound` includes the
-    core's constant; `proven` = the solver finished; `infeasible` = it proved that nothing is feasible."""
+    core's constant; `proven` = the solver finished; `infeasible` = it proved that nothing is feasible; `timed` = it had
+    to stop by the clock."""
 
     choice: np.ndarray | None
     bound: float
     proven: bool
     infeasible: bool
     rows: int
+    timed: bool = False
 
 
 class MipModel:
@@ -54,6 +56,7 @@ class MipModel:
         self._add_edges()
         self._collect_items()
         self.rows: set[int] = set()
+        self.timed = False  # some run had to stop by the clock
         for row in np.flatnonzero(np.isfinite(core.price) & (core.price > 0)):
             self.add_row(int(row))
 
@@ -144,10 +147,11 @@ class MipModel:
         matrix.coefficients.extend(np.add.reduceat(values, first).tolist() if n else [])
         return model, scale
 
-    def run(self, solver: str, seconds: float, seed: int) -> tuple[np.ndarray | None, float, bool, bool]:
+    def run(self, solver: str, seconds: float, seed: int, nodes: int | None) -> tuple[np.ndarray | None, float, bool, bool]:
         """(node choices or None, bound, finished, infeasible) of the program with its present rows."""
         proto, scale = self.proto()
-        answer = solve_program(proto.SerializeToString(), self.n_x, solver=solver, seconds=seconds, seed=seed)
+        answer = solve_program(proto.SerializeToString(), self.n_x, solver=solver, seconds=seconds, seed=seed, nodes=nodes)
+        self.timed |= answer.reason == "KILLED" or answer.limit == "TIME"
         if answer.reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
             return None, np.inf, True, True
         bound, values = answer.bound / scale + self.core.constant, answer.values
@@ -159,9 +163,9 @@ class MipModel:
         return order[last] - starts, bound, answer.reason == "OPTIMAL", False
 
 
-def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0) -> MipAnswer:
+def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0, nodes: int | None = None) -> MipAnswer:
     """Solve a core exactly with hard rows added as they are violated. A relaxation's optimum is a valid bound, and its
-    solution is returned only when it fits."""
+    solution is returned only when it fits. `nodes` of the search tree a run at most."""
     clock = datetime.datetime.now
     end = clock() + datetime.timedelta(seconds=seconds)
     choice = np.zeros(len(core.cost), dtype=np.int64)
@@ -173,18 +177,18 @@ def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0
         return MipAnswer(choice, core.constant + float(np.dot(over[~hard], core.price[~hard])), True, False, 0)
     model, bound = MipModel(core), -np.inf
     while True:
-        x, new_bound, finished, infeasible = model.run(solver, (end - clock()).total_seconds(), seed)
+        x, new_bound, finished, infeasible = model.run(solver, (end - clock()).total_seconds(), seed, nodes)
         bound = max(bound, new_bound)
         if infeasible or x is None:
-            return MipAnswer(None, bound, finished, infeasible, len(model.rows))
+            return MipAnswer(None, bound, finished, infeasible, len(model.rows), model.timed)
         over = model.overloads(x)
         worst = _local_peaks(over, 1e-9 * np.maximum(1.0, np.abs(core.limit)), model.rows)
         if not worst:
             choice[model.nodes] = x
             tight = over <= 1e-9 * np.maximum(1.0, np.abs(core.limit))
-            return MipAnswer(choice if tight.all() else None, bound, finished, False, len(model.rows))
+            return MipAnswer(choice if tight.all() else None, bound, finished, False, len(model.rows), model.timed)
         if not finished and (end - clock()).total_seconds() <= 0:
-            return MipAnswer(None, bound, False, False, len(model.rows))
+            return MipAnswer(None, bound, False, False, len(model.rows), True)
         for row in worst:
             model.add_row(row)
 

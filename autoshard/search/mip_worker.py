@@ -46,11 +46,13 @@ def answer(request: dict, program: bytes) -> tuple[dict, bytes]:
     model = mathopt.Model.from_model_proto(model_pb2.ModelProto.FromString(program))
     columns = [model.get_variable(i) for i in range(request["columns"])]
     parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=request["seconds"]),
-                                         random_seed=request["seed"], relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0)
+                                         random_seed=request["seed"], relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0,
+                                         node_limit=request["nodes"])
     wanted = mathopt.ModelSolveParameters(variable_values_filter=mathopt.VariableFilter(filtered_items=columns))
     result = mathopt.solve(model, SOLVERS[request["solver"]], params=parameters, model_params=wanted)
     values = np.asarray(result.variable_values(columns) if result.has_primal_feasible_solution() else [], dtype=np.float64)
-    return {"reason": result.termination.reason.name, "bound": result.termination.objective_bounds.dual_bound,
+    limit = result.termination.limit
+    return {"reason": result.termination.reason.name, "limit": limit.name if limit else "", "bound": result.termination.objective_bounds.dual_bound,
             "found": result.has_primal_feasible_solution(), "cpu_seconds": time.process_time()}, values.tobytes()
 
 

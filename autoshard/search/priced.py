@@ -11,7 +11,7 @@ from autoshard.search.clock import Phase
 from autoshard.search.core import Core
 from autoshard.search.large.dual import Dual
 from autoshard.search.large.exact import SMALL_TABLES, shrink, table_entries
-from autoshard.search.milp import solve_mip
+from autoshard.search.milp import MipAnswer, solve_mip
 from autoshard.search.presolve import Infeasible, reduce_core
 from autoshard.search.presolve.pairs import merge_pairs
 from autoshard.search.problem import priced_cost
@@ -21,7 +21,7 @@ TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 100  # joint strategies; larger pairs cost more to reduce than their bound is worth
 MANY, LARGEST_PAIR_OF_MANY = 64, 729  # strategies of the largest node; on three axes a weight has 27 layouts
 LARGE = 4_000_000  # table entries; above, what one price computed is not kept for the next, and no MIP follows
-MIP_SECONDS = 20.0
+MIP_NODES = 2000
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndar
             small = shrink(board, dual, upper)
             if table_entries(small) > TABLES:
                 break
-            answer = solve_mip(small, min(MIP_SECONDS, board.clock.left), seed=seed)
+            answer = solve_left(board, small, seed)
         except Infeasible:
             bound = max(bound, upper)
             continue
@@ -87,3 +87,11 @@ def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndar
         if not answer.infeasible:
             break
     return bound, choice
+
+
+def solve_left(board: Board, core: Core, seed: int) -> MipAnswer:
+    """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
+    time that is left is not enough for them."""
+    answer = solve_mip(core, 0.5 * board.clock.left, seed=seed, nodes=MIP_NODES)
+    board.clock.cut |= answer.timed
+    return answer

@@ -206,37 +206,54 @@ def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray
         constant = priced_costs(p, prices, cost)
         sweep(p, cost, message, theta, False)
         bound = sweep(p, cost, message, theta, True) + constant
-        if bound > state[1]:
-            if bound > state[1] + 1e-6 * abs(bound):
-                state[2] = 0.0
-            state[1] = bound
-            best_prices[:] = prices
-        state[2] += 1.0
-        if state[2] > 40.0:
-            state[0] *= 0.6
-            state[2] = 0.0
-            prices[:] = best_prices
-            average[:] = 0.0
+        _note_progress(bound, prices, state, best_prices, average)
         if len(prices) == 0 or state[0] == 0.0:
             continue
         decode(p, cost, message, choice)
         excess = (row_loads(p, choice) - p.slack) / p.scale
-        norm, over = 0.0, False
-        for r in range(len(prices)):
-            average[r] = 0.8 * average[r] + 0.2 * excess[r]
-            over = over or (excess[r] > 0.0 and p.price[r] == np.inf)
-            if prices[r] > 0.0 or average[r] > 0.0:
-                norm += average[r] * average[r]
-        if not over:
-            value = total_cost(p, choice)
-            for r in range(len(prices)):
-                if p.price[r] < np.inf:
-                    value += p.price[r] * max(0.0, excess[r] * p.scale[r])
-            if value < state[4]:
-                state[4] = value
-                best_choice[:] = choice
-        if norm > 0.0:
-            step = state[0] * max(state[3] - bound, 1e-6 * abs(bound)) / norm
-            for r in range(len(prices)):
-                prices[r] = min(max(0.0, prices[r] + step * average[r] / p.scale[r]), p.price[r])
+        value = _fitting_cost(p, choice, excess)
+        if value < state[4]:
+            state[4] = value
+            best_choice[:] = choice
+        _step_prices(p, prices, average, excess, state[0] * max(state[3] - bound, 1e-6 * abs(bound)))
     return bound
+
+
+@compiled
+def _note_progress(bound: float, prices: np.ndarray, state: np.ndarray, best_prices: np.ndarray, average: np.ndarray) -> None:
+    if bound > state[1]:
+        if bound > state[1] + 1e-6 * abs(bound):
+            state[2] = 0.0
+        state[1] = bound
+        best_prices[:] = prices
+    state[2] += 1.0
+    if state[2] > 40.0:
+        state[0] *= 0.6
+        state[2] = 0.0
+        prices[:] = best_prices
+        average[:] = 0.0
+
+
+@compiled
+def _fitting_cost(p: Packed, choice: np.ndarray, excess: np.ndarray) -> float:
+    """What a choice costs with its priced rows; inf where it is over a hard one."""
+    value = 0.0
+    for r in range(len(excess)):
+        if p.price[r] < np.inf:
+            value += p.price[r] * max(0.0, excess[r] * p.scale[r])
+        elif excess[r] > 0.0:
+            return np.inf
+    return value + total_cost(p, choice)
+
+
+@compiled
+def _step_prices(p: Packed, prices: np.ndarray, average: np.ndarray, excess: np.ndarray, reach: float) -> None:
+    """Update the averaged excess, and move the prices along it as far as should raise the bound by `reach`."""
+    norm = 0.0
+    for r in range(len(prices)):
+        average[r] = 0.8 * average[r] + 0.2 * excess[r]
+        if prices[r] > 0.0 or average[r] > 0.0:
+            norm += average[r] * average[r]
+    if norm > 0.0:
+        for r in range(len(prices)):
+            prices[r] = min(max(0.0, prices[r] + reach / norm * average[r] / p.scale[r]), p.price[r])

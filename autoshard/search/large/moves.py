@@ -216,10 +216,7 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
         length = _grow(p, rng, min(size, n), move + 1, seen, count, tree, link, frontier)
         spread = noise * temperature * _random(rng)
         _solve_tree(p, rng, length, move + 1, seen, count, tree, link, priced, spread, value, place, choice, new)
-        moved = False
-        for i in range(length):
-            moved = moved or new[tree[i]] != choice[tree[i]]
-        if not moved:
+        if not _moves(length, tree, choice, new):
             continue
         change = _change(p, length, tree, choice, new)
         allowed = -temperature * np.log(1.0 - _random(rng))
@@ -230,19 +227,35 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
             change += excess - paid
             accept = change <= allowed and over <= 0.0 if tally[1] <= 0.0 else over < tally[1]
             tally[3] = tally[3] * 0.999 if over <= 0.0 else min(tally[3] * 1.002, 20.0)
-        if not accept:
-            for i in range(length):
-                new[tree[i]] = choice[tree[i]]
-            continue
-        for i in range(length):
-            choice[tree[i]] = new[tree[i]]
-        load[:] = trial[:-1]
-        paid = excess
-        tally[0] += change
-        tally[1] = over
-        if over <= 0.0 and tally[0] < tally[2]:
-            tally[2] = tally[0]
-            best[:] = choice
+        _copy(length, tree, new, choice) if accept else _copy(length, tree, choice, new)
+        if accept:
+            load[:] = trial[:-1]
+            paid = excess
+            _note(choice, best, tally, change, over)
+
+
+@compiled
+def _moves(length: int, tree: np.ndarray, choice: np.ndarray, new: np.ndarray) -> bool:
+    for i in range(length):
+        if new[tree[i]] != choice[tree[i]]:
+            return True
+    return False
+
+
+@compiled
+def _copy(length: int, tree: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:
+    for i in range(length):
+        target[tree[i]] = source[tree[i]]
+
+
+@compiled
+def _note(choice: np.ndarray, best: np.ndarray, tally: np.ndarray, change: float, over: float) -> None:
+    """An accepted move: the tally, and the best choice if this one fits and is cheaper."""
+    tally[0] += change
+    tally[1] = over
+    if over <= 0.0 and tally[0] < tally[2]:
+        tally[2] = tally[0]
+        best[:] = choice
 
 
 @compiled

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from autoshard.search.core import Core
-from autoshard.search.presolve.contraction import contract
+from autoshard.search.presolve.contraction import contract, has_host
 from autoshard.search.presolve.dead import Infeasible, drop_dead
 from autoshard.search.presolve.dominance import dominate
 from autoshard.search.presolve.elimination import eliminate
@@ -52,10 +52,10 @@ def _sweep(core: Core, dirty: list[int], rules: tuple, expired: Callable[[], boo
     while wave:
         again: dict[int, None] = {}
         for count, v in enumerate(wave):
-            if core.cost[v] is None:
-                continue
             if count % 256 == 0 and expired():
                 return
+            if core.cost[v] is None or core.is_settled(v, rules):
+                continue
             around = tuple(core.adj[v])
             for rule in rules:
                 if rule(core, v):
@@ -64,4 +64,6 @@ def _sweep(core: Core, dirty: list[int], rules: tuple, expired: Callable[[], boo
                         break
                     again[v] = None
                     around = (*around, *core.adj[v])
+            if v not in again and core.cost[v] is not None and not has_host(core, v):
+                core.settle(v, rules)
         wave = [v for v in again if core.cost[v] is not None]

@@ -20,6 +20,11 @@ def function(table: np.ndarray) -> np.ndarray | None:
     return np.argmax(mask, axis=1) if (mask.sum(axis=1) <= 1).all() else None
 
 
+def has_host(core: Core, v: int) -> bool:
+    """Whether some neighbour decides v. If v stays all the same, that is due to what is around that neighbour."""
+    return any(table.T.fact(function) is not None for table in core.adj[v].values())
+
+
 def contract(core: Core, v: int) -> bool:
     """Merge v into the smallest neighbour that decides it, unless the merge would make tables explode."""
     hosts = [(len(core.cost[u]), u) for u, table in core.adj[v].items() if table.T.fact(function) is not None]
