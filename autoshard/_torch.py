@@ -192,6 +192,11 @@ def kernel(op: Any) -> Callable[..., Any]:
     """The C++ entry of an OpOverload, without the Python method around it."""
     return op._op
 
+def process_group(name: str) -> Any:
+    """The process group that functional collectives know by `name`."""
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
 
 def storage_key(t: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too."""

@@ -111,7 +111,7 @@ def _redistribution(chosen: Chosen, op: Op, ref: Ref, source: Spec, wanted: Spec
     table, meta = chosen.table, chosen.table.graph.meta(ref)
     producer = table.graph.op(ref.op)
     shown = op if op.module or op.source else producer
-    return [Collective(step.kind, table.mesh.names[step.axis], int(step.nbytes), step.seconds, op.phase, str(ref), op.name,
+    return [Collective(step.kind, table.mesh.label(step.axes), int(step.nbytes), step.seconds, op.phase, str(ref), op.name,
                        step.reduce_op or "", str(meta.dtype).removeprefix("torch."), table.hideable(ref), False,
                        shown.module, shown.source)
             for step in table.steps(meta, source, wanted) if step.kind != "slice"]

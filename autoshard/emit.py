@@ -173,9 +173,9 @@ class Emitter:
 
     # --- collectives ---
 
-    def collective(self, kind: str, x: Proxy, axis: int, reduce_op: str = "") -> Proxy:
-        """Start a collective on a contiguous tensor; gathers and scatters work on dim 0."""
-        group, n = f"axis:{self.mesh.names[axis]}", self.mesh.sizes[axis]
+    def collective(self, kind: str, x: Proxy, axes: Sequence[int], reduce_op: str = "") -> Proxy:
+        """Start a collective over `axes` taken as one, on a contiguous tensor; gathers and scatters work on dim 0."""
+        group, n = f"axis:{self.mesh.label(axes)}", self.mesh.ranks(axes)
         x = aten.contiguous.default(x)
         start = _torch.COLLECTIVES[kind]
         if kind == "all_gather":
@@ -217,19 +217,19 @@ class Emitter:
 
     def _step(self, step: Any) -> list[Callable[[Proxy], Proxy]]:
         """A step as functions on the logical local tensor; a collective's last function begins with its wait."""
-        n = self.mesh.sizes[step.axis]
+        n = self.mesh.ranks(step.axes)
         if step.kind == "slice":
-            return [lambda x: self._slice(x, step.dst_dim, step.axis)]
+            return [lambda x: self._slice(x, step.dst_dim, step.axes)]
         if step.kind == "all_reduce":
-            return [lambda x: self.collective("all_reduce", x, step.axis, step.reduce_op), self.wait]
+            return [lambda x: self.collective("all_reduce", x, step.axes, step.reduce_op), self.wait]
         if step.kind == "all_gather":
-            return [lambda x: self.collective("all_gather", self._at_least_1d(x), step.axis),
+            return [lambda x: self.collective("all_gather", self._at_least_1d(x), step.axes),
                     lambda y: self._join(self._split(self.wait(y), 0, n), step.src_dim)]
         if step.kind == "reduce_scatter":
-            return [lambda x: self.collective("reduce_scatter", self._cut(x, step.dst_dim, n), step.axis, step.reduce_op),
+            return [lambda x: self.collective("reduce_scatter", self._cut(x, step.dst_dim, n), step.axes, step.reduce_op),
                     lambda y: self._drop_first(self.wait(y))]
         if step.kind == "all_to_all":
-            return [lambda x: self.collective("all_to_all", self._cut(x, step.dst_dim, n), step.axis),
+            return [lambda x: self.collective("all_to_all", self._cut(x, step.dst_dim, n), step.axes),
                     lambda y: self._join(self.wait(y), step.src_dim)]
         raise LoweringError(f"no redistribution step of kind {step.kind!r}")
 
@@ -239,9 +239,9 @@ class Emitter:
     def _at_least_1d(self, x: Proxy) -> Proxy:
         return x if self._shape(x) else aten.view.default(x, [1])
 
-    def _slice(self, x: Proxy, dim: int, axis: int) -> Proxy:
-        length = self._shape(x)[dim] // self.mesh.sizes[axis]
-        start = self.index((axis,)) * length
+    def _slice(self, x: Proxy, dim: int, axes: Sequence[int]) -> Proxy:
+        length = self._shape(x)[dim] // self.mesh.ranks(axes)
+        start = self.index(axes) * length
         return aten.slice.Tensor(x, dim, start, start + length, 1)
 
     def _split(self, x: Proxy, dim: int, n: int) -> Proxy:

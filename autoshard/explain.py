@@ -152,7 +152,7 @@ def _edge_row(table: CostTable, meta: TensorMeta, source: Spec, inputs: tuple[Sp
     metas = [table.graph.meta(r) for r in op.refs]
     mesh = table.mesh
     splits = [shard_counts(m.ndim, s, mesh.sizes) for m, s in zip((meta, *metas), (source, *inputs), strict=True)]
-    words = tuple(f"{COLLECTIVE_WORDS[s.kind]} over {mesh.names[s.axis]}" for s in steps)
+    words = tuple(f"{COLLECTIVE_WORDS[s.kind]} over {mesh.label(s.axes)}" for s in steps)
     return EdgeRow(text(source, meta, mesh), tuple(text(s, m, mesh) for s, m in zip(inputs, metas, strict=True)), tuple(splits),
                    words, sum(s.nbytes for s in steps), seconds, compute, chosen)
 

@@ -8,7 +8,7 @@ while building, and `meta["part"]`, what it belongs to, for whoever walks the gr
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,7 @@ class Context:
 
     def all_reduce(self, x: Any, reduce_op: str, axes: Sequence[int]) -> Any:
         for axis in sorted(axes, reverse=True):
-            x = self.emit.wait(self.emit.collective("all_reduce", x, axis, reduce_op))
+            x = self.emit.wait(self.emit.collective("all_reduce", x, (axis,), reduce_op))
         return x
 
 
@@ -305,10 +305,10 @@ def _as_lists(value: Any, top: bool = True) -> Any:
     return value
 
 
-def bind(local: LocalGraph, coordinates: Sequence[int], groups: Mapping[str, str], mesh: Mesh,
+def bind(local: LocalGraph, coordinates: Sequence[int], group: Callable[[str], str], mesh: Mesh,
          device: torch.device) -> tuple[torch.fx.GraphModule, tuple[Port, ...]]:
-    """A module for one rank, and what it takes: coordinates become constants, mesh axes their process-group
-    names, and factories build on `device`."""
+    """A module for one rank, and what it takes: coordinates become constants, mesh axes ("dp", or "dp+tp" taken as one) the
+    names of their process groups, which `group` says, and factories build on `device`."""
     graph = torch.fx.Graph()
     values: dict[torch.fx.Node, Any] = {}
     takes = []
@@ -320,18 +320,18 @@ def bind(local: LocalGraph, coordinates: Sequence[int], groups: Mapping[str, str
                 values[node] = coordinates[mesh.index(port.name)]
                 continue
             takes.append(port)
-        values[node] = _bound(node, graph, values, groups, device)
+        values[node] = _bound(node, graph, values, group, device)
     graph.lint()
     return torch.fx.GraphModule(torch.nn.Module(), graph), tuple(takes)
 
 
-def _bound(node: torch.fx.Node, graph: torch.fx.Graph, values: dict[torch.fx.Node, Any], groups: Mapping[str, str],
+def _bound(node: torch.fx.Node, graph: torch.fx.Graph, values: dict[torch.fx.Node, Any], group: Callable[[str], str],
            device: torch.device) -> Any:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
     if node.op == "call_function":
         if not isinstance(node.meta["val"], (torch.Tensor, tuple, list)) and not _has_node((args, kwargs)):
             return node.target(*args, **kwargs)  # arithmetic on coordinates
-        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), lambda a: _named(a, groups))
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), lambda a: _named(a, group))
         if makes_tensor_from_nothing(node):
             kwargs = {**kwargs, "device": device}
     new = graph.create_node(node.op, node.target, args, kwargs, node.name)
@@ -353,8 +353,8 @@ def makes_tensor_from_nothing(node: torch.fx.Node) -> bool:
     return not tensors and any(a.name == "device" for a in node.target._schema.arguments)
 
 
-def _named(leaf: Any, groups: Mapping[str, str]) -> Any:
+def _named(leaf: Any, group: Callable[[str], str]) -> Any:
     """Mesh axes by their process-group names."""
     if isinstance(leaf, str) and leaf.startswith("axis:"):
-        return groups[leaf.removeprefix("axis:")]
+        return group(leaf.removeprefix("axis:"))
     return leaf

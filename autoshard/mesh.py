@@ -1,6 +1,7 @@
 """The device mesh as the planner sees it: named axes with sizes, no devices and no process group."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -38,6 +39,18 @@ class Mesh:
         if axis not in self.names:
             raise MeshError(f"no mesh axis {axis!r}; the axes are {', '.join(self.names)}")
         return self.names.index(axis)
+
+    def label(self, axes: Sequence[int]) -> str:
+        """Axes taken as one, as plans and reports write them: `(0, 1)` -> `"dp+tp"`; one axis goes by its name."""
+        return "+".join(self.names[i] for i in axes)
+
+    def axes(self, label: str) -> tuple[int, ...]:
+        """Inverse of `label`. Raises MeshError."""
+        return tuple(self.index(name) for name in label.split("+"))
+
+    def ranks(self, axes: Sequence[int]) -> int:
+        """How many ranks differ on `axes` alone."""
+        return prod(self.sizes[i] for i in axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Coordinates of `rank`, one per axis, major first."""

@@ -44,7 +44,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Collective:
-    """One planned collective call, in execution order. nbytes: see cost/collectives.py for the convention.
+    """One planned collective call, in execution order. nbytes: see cost/collectives.py for the convention. `axis`: the mesh axis
+    it runs over, or several taken as one, in mesh order: "dp+tp".
 
     `hideable`: a parameter gather or a gradient reduction, which may overlap compute. `inner`: runs inside
     the op's own implementation, not on an edge."""

@@ -248,7 +248,7 @@ def _warning(wiring: Wiring, read: Read, source: Spec, target: Spec, steps: tupl
     graph, meta, mesh = table.graph, table.graph.meta(read.value), table.mesh
     maker, reader = graph.op(read.value.op), graph.op(read.op)
     a, b = (str(ShardingSpec.from_spec(s, meta.ndim, mesh)) for s in (source, target))
-    what = ", ".join(f"{s.kind} over {mesh.names[s.axis]}" for s in steps)
+    what = ", ".join(f"{s.kind} over {mesh.label(s.axes)}" for s in steps)
     names = [re.sub(r"\b\d+\b", "*", op.module or str(op.target if op.kind != "call" else op.name)) for op in (maker, reader)]
     kinds = [re.sub(r"_\d+", "", op.name) if op.kind == "call" else op.kind for op in (maker, reader)]
     place = reader.source or maker.source

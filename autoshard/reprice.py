@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, prod
 
 import torch
@@ -30,7 +31,8 @@ KINDS = {target: kind for kind, target in _torch.COLLECTIVES.items()}
 
 @dataclass(frozen=True)
 class Seen:
-    """A collective call found in a lowered graph. nbytes per rank, see cost/collectives.py."""
+    """A collective call found in a lowered graph. `axis`: a mesh axis, or several taken as one ("dp+tp"). nbytes per rank, see
+    cost/collectives.py."""
 
     kind: str
     axis: str
@@ -106,14 +108,15 @@ def _cut(factors: tuple[int, ...], pieces: int, call: Call) -> list[int]:
 
 def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster) -> tuple[float, float]:
     """(hideable, blocking) seconds of the collectives of one window and the copies that rearrange their buffers."""
-    links = dict(zip(lowered.mesh.names, cluster.links_for(lowered.mesh), strict=True))
+    mesh = lowered.mesh
+    link_of = lru_cache(maxsize=None)(lambda axis: cluster.link_of(mesh, mesh.axes(axis)))
     overlaps = cluster.overlap.eta > 0
     hide = block = 0.0
     for node in local.graph.nodes:
         if node.target not in KINDS:
             continue
         seen = seen_at(node)
-        seconds = collectives.seconds(seen.kind, seen.nbytes, links[seen.axis])
+        seconds = collectives.seconds(seen.kind, seen.nbytes, link_of(seen.axis))
         rearranged = 0 if seen.inner else _rearranged_before(node) + _rearranged_after(node)
         if rearranged:
             seconds += op_seconds("copy", 0, 2 * rearranged, torch.uint8, cluster.device)

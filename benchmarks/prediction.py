@@ -110,7 +110,7 @@ def as_executed(compiled: nn.Module) -> float:
     exposed first; of what was hidden, the interference is saved."""
     plan, step = compiled.plan, compiled._latest[1]
     cluster = Cluster.from_snapshot(plan.cluster)
-    links = dict(zip(plan.mesh.names, cluster.links_for(plan.mesh), strict=True))
+    links = {i.axis: cluster.link_of(plan.mesh, plan.mesh.axes(i.axis)) for i in step.issues}
     saved = sum(sum(seconds(i.kind, n, links[i.axis]) for n in i.bucket) - seconds(i.kind, i.nbytes, links[i.axis])
                 for i in step.issues if i.bucket)
     if cluster.overlap.eta == 0:

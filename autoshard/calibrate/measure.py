@@ -134,15 +134,15 @@ def collective_work(place: Place, link_of: Sequence[int]) -> Iterator[Work]:
 def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tensor, received: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, part, numel = buffer, buffer[:len(buffer) // n], len(buffer)
     tag, start, wait = place.groups[name], _torch.COLLECTIVES, _torch.WAIT
-    rows = [numel // n] * n
-    if tag in place.gloo_groups:
-        yield from _messages(place.gloo_groups[tag], n, x, part)
+    rows, gloo = [numel // n] * n, place.gloo_groups.get(tag)
+    if gloo is not None:
+        yield from _messages(gloo, n, x, part)
     else:
         yield "all_gather", lambda: wait(start["all_gather"](part, n, tag))
         yield "reduce_scatter", lambda: wait(start["reduce_scatter"](x, "sum", n, tag))
         yield "all_to_all", lambda: wait(start["all_to_all"](x, rows, rows, tag))
-    if tag in place.gloo_groups and direct.swaps(n, 4 * numel):
-        yield "all_reduce", lambda: direct.land(direct.all_reduce_(x, "sum", place.gloo_groups[tag]))
+    if gloo is not None and direct.swaps(n, 4 * numel):
+        yield "all_reduce", lambda: direct.land(direct.all_reduce_(x, "sum", gloo))
     else:
         yield "all_reduce", lambda: wait(_torch.ALL_REDUCE_IN_PLACE(x, "sum", tag))  # wherever its input dies
     if place.device_mesh is None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import resources
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,13 @@ class Cluster:
             out.append(self._axis_link(n, stride, mesh.size))
             stride *= n
         return tuple(reversed(out))
+
+    def link_of(self, mesh: Mesh, axes: Sequence[int]) -> AxisLink:
+        """The links of several mesh axes taken as one, whose ranks multiply on every level: (2, 8) on nodes of 8 is one axis of 8
+        inside a node and 2 nodes. Raises ClusterError for a mesh larger than the cluster."""
+        parts = [level for i in axes for level in self.links_for(mesh)[i].levels]
+        levels = ((link, prod(n for own, n in parts if own is link)) for link in self.links)
+        return AxisLink(tuple((link, n) for link, n in levels if n > 1))
 
     def _axis_link(self, n: int, stride: int, total: int) -> AxisLink:
         levels = []

@@ -1,6 +1,6 @@
 """Redistribution between two specs of one tensor: the cheapest sequence of steps, and its price.
 
-A step changes the placement on ONE mesh axis:
+A step changes the placement on one mesh axis, or on several at once that go from one placement to another together:
     slice           Replicate -> Shard(d)      free: each rank keeps its piece
     all_gather      Shard(d) -> Replicate
     all_to_all      Shard(d) -> Shard(e)
@@ -9,6 +9,10 @@ A step changes the placement on ONE mesh axis:
 Where several axes split a dim, the later is the minor one: a step that touches dim d on axis a is legal only
 while no later axis splits d. Nothing becomes Partial, integers never are, and sharded dims divide evenly
 before and after every step.
+
+A step over several axes is one collective over the group of all their ranks, the earlier axis major: over 2 x 2 ranks an
+all_reduce of S bytes sends 3/2 S and starts once, two of them in turn send 2 S. It may pass over axes between them, while those
+do not split the dim it touches. Slices are free and stay single; axes of one rank join nobody.
 
 Collectives put pieces together along the first dim of a buffer. For another dim, with more than one local
 element before it, lowering rearranges the buffer; that is priced as a copy (read + write):
@@ -26,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import Literal
 
@@ -48,11 +52,11 @@ UNREACHABLE = np.int64(1) << 61
 
 @dataclass(frozen=True)
 class Step:
-    """One step. `axis` is a mesh axis index; dims are logical; -1 where a kind has none. `spec` is the spec after
-    it. `nbytes` follows cost/collectives.py, `rearranged` are the bytes copied besides (see above)."""
+    """One step. `axes` are mesh axis indices in mesh order; dims are logical; -1 where a kind has none. `spec` is the spec
+    after it. `nbytes` follows cost/collectives.py, `rearranged` are the bytes copied besides (see above)."""
 
     kind: StepKind
-    axis: int
+    axes: tuple[int, ...]
     src_dim: int
     dst_dim: int
     reduce_op: str
@@ -69,7 +73,7 @@ class Move:
     src: int
     dst: int
     kind: StepKind
-    axis: int
+    axes: tuple[int, ...]
     src_dim: int
     dst_dim: int
 
@@ -78,7 +82,7 @@ class Move:
 class Layout:
     """All states of an `ndim`-dim tensor on axes of `sizes`, and the moves between them as parallel arrays.
 
-    cuts[s, d] = pieces of dim d in state s; groups: rows of the moves that share kind, axis and dims."""
+    cuts[s, d] = pieces of dim d in state s; groups: rows of the moves that share kind, axes and dims."""
 
     states: tuple[Spec, ...]
     index: dict[Spec, int]
@@ -86,7 +90,13 @@ class Layout:
     moves: tuple[Move, ...]
     src: np.ndarray
     dst: np.ndarray
-    groups: tuple[tuple[StepKind, int, int, int, np.ndarray], ...]
+    groups: tuple[tuple[StepKind, tuple[int, ...], int, int, np.ndarray], ...]
+
+
+def axis_sets(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The axes that one collective may run over: each by itself, and any several that have more than one rank."""
+    wide = [a for a, n in enumerate(sizes) if n > 1]
+    return (*((a,) for a in range(len(sizes))), *(c for k in range(2, len(wide) + 1) for c in combinations(wide, k)))
 
 
 @lru_cache(maxsize=None)
@@ -102,9 +112,9 @@ def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> Layo
             if s[axis] >= 0:
                 cuts[i, s[axis]] *= size
     moves = tuple(m for i, s in enumerate(states) for m in _moves(i, s, ndim, sizes, index))
-    grouped: dict[tuple[StepKind, int, int, int], list[int]] = {}
+    grouped: dict[tuple[StepKind, tuple[int, ...], int, int], list[int]] = {}
     for row, m in enumerate(moves):
-        grouped.setdefault((m.kind, m.axis, m.src_dim, m.dst_dim), []).append(row)
+        grouped.setdefault((m.kind, m.axes, m.src_dim, m.dst_dim), []).append(row)
     ends = np.array([(m.src, m.dst) for m in moves], np.int64).reshape(-1, 2)
     return Layout(states, index, cuts, moves, ends[:, 0], ends[:, 1],
                   tuple((*key, np.array(rows)) for key, rows in grouped.items()))
@@ -112,16 +122,20 @@ def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> Layo
 
 def _moves(i: int, spec: Spec, ndim: int, sizes: tuple[int, ...], index: dict[Spec, int]) -> list[Move]:
     out = []
-    for axis, p in enumerate(spec):
-        free = [d for d in range(ndim) if d not in spec[axis + 1:]]
+    for axes in axis_sets(sizes):
+        p = spec[axes[0]]
+        if any(spec[a] != p for a in axes) or (p == R and len(axes) > 1):
+            continue
+        minor = {spec[a] for a in range(axes[0] + 1, len(spec)) if a not in axes}
+        free = [d for d in range(ndim) if d not in minor]
         if is_shard(p) and p not in free:
             continue
         targets = [R, *free] if p != R else free
         for q in targets:
             if q != p:
-                j = index[spec[:axis] + (q,) + spec[axis + 1:]]
-                out.append(Move(i, j, _kind(p, q), axis, max(p, -1), max(q, -1)))
-    return sorted(out, key=lambda m: (KINDS.index(m.kind), m.axis, m.dst_dim))
+                j = index[tuple(q if a in axes else s for a, s in enumerate(spec))]
+                out.append(Move(i, j, _kind(p, q), axes, max(p, -1), max(q, -1)))
+    return sorted(out, key=lambda m: (KINDS.index(m.kind), m.axes, m.dst_dim))
 
 
 def _kind(p: int, q: int) -> StepKind:
@@ -152,7 +166,7 @@ class Redistribution:
 
     def __init__(self, mesh: Mesh, cluster: Cluster):
         self.mesh, self.cluster = mesh, cluster
-        self.links: tuple[AxisLink, ...] = cluster.links_for(mesh)
+        self.links: dict[tuple[int, ...], AxisLink] = {axes: cluster.link_of(mesh, axes) for axes in axis_sets(mesh.sizes)}
         self._solved: dict[tuple, _Solved] = {}
         self._steps: dict[tuple, tuple[Step, ...]] = {}
 
@@ -179,7 +193,7 @@ class Redistribution:
 
     def steps(self, shape: tuple[int, ...], dtype: torch.dtype, src: Spec, dst: Spec) -> tuple[Step, ...]:
         """The cheapest sequence from `src` to `dst`; among equals the shortest, then the first in the order of
-        (kind, axis, target dim). Empty when they are equal. Raises LoweringError when there is none."""
+        (kind, axes, target dim). Empty when they are equal. Raises LoweringError when there is none."""
         key = (shape, dtype, src, dst)
         if key not in self._steps:
             self._steps[key] = () if src == dst else self._read_path(shape, dtype, src, dst)
@@ -204,8 +218,8 @@ class Redistribution:
     @staticmethod
     def _step(solved: _Solved, row: int) -> Step:
         move = solved.layout.moves[row]
-        before = solved.layout.states[move.src][move.axis]
-        return Step(move.kind, move.axis, move.src_dim, move.dst_dim, REDUCE_OPS.get(before, ""),
+        before = solved.layout.states[move.src][move.axes[0]]
+        return Step(move.kind, move.axes, move.src_dim, move.dst_dim, REDUCE_OPS.get(before, ""),
                     int(solved.nbytes[row]), int(solved.rearranged[row]), float(solved.seconds[row]),
                     solved.layout.states[move.dst])
 
@@ -239,20 +253,20 @@ class Redistribution:
         before = np.cumprod(np.concatenate([np.ones((len(local), 1), np.int64), local], axis=1), axis=1)
         nbytes, rearranged = held[lay.src], np.zeros(len(lay.moves), np.int64)
         seconds = np.zeros(len(lay.moves))
-        for kind, axis, src_dim, dst_dim, rows in lay.groups:
+        for kind, axes, src_dim, dst_dim, rows in lay.groups:
             a, b = lay.src[rows], lay.dst[rows]
             if kind == "slice":
                 nbytes[rows] = 0
                 continue
             if kind == "all_gather":
                 nbytes[rows] = held[b]
-            if self.mesh.sizes[axis] == 1:  # one piece is in order already
+            if self.mesh.ranks(axes) == 1:  # one piece is in order already
                 continue
             if src_dim >= 0:
                 rearranged[rows] += np.where(before[b, src_dim] > 1, held[b], 0)
             if dst_dim >= 0:
                 rearranged[rows] += np.where(before[a, dst_dim] > 1, held[a], 0)
-            seconds[rows] = collectives.seconds(kind, nbytes[rows], self.links[axis])
+            seconds[rows] = collectives.seconds(kind, nbytes[rows], self.links[axes])
         copied = rearranged > 0
         seconds[copied] += op_seconds("copy", 0, 2 * rearranged[copied], torch.uint8, self.cluster.device)
         return nbytes, rearranged, seconds

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,7 +22,8 @@ from autoshard.spec import Spec
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """`device_mesh` is None on a mesh of size 1 without a process group; parameters are plain tensors there."""
+    """`device_mesh` is None on a mesh of size 1 without a process group; parameters are plain tensors there. `groups`: names of
+    process groups by mesh axis; axes that programs take as one join them, see `group`."""
 
     mesh: Mesh
     device_mesh: DeviceMesh | None
@@ -38,12 +40,19 @@ class Place:
         """Global ranks of the mesh, in mesh order."""
         return (0,) if self.device_mesh is None else tuple(self.device_mesh.mesh.flatten().tolist())
 
-    @cached_property
+    def group(self, axes: str) -> str:
+        """Name of the process group of a mesh axis, or of several taken as one ("dp+tp"). That one is made when it is first asked
+        for, so all ranks ask in the same order: they bind the same program."""
+        if axes not in self.groups:
+            self.groups[axes] = joined_group(self.device_mesh, self.mesh.axes(axes)).group_name
+        return self.groups[axes]
+
+    @property
     def gloo_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Process groups of mesh axes over which CPU tensors travel by gloo, by name."""
+        """Process groups over which CPU tensors travel by gloo, by name."""
         if self.device_mesh is None or self.device.type != "cpu":
             return {}
-        found = {name: self.device_mesh.get_group(axis) for axis, name in self.groups.items()}
+        found = {name: _torch.process_group(name) for name in self.groups.values()}
         return {name: group for name, group in found.items() if dist.get_backend(group) == "gloo"}
 
     @cached_property
@@ -65,6 +74,31 @@ class Place:
         """Global shape of a tensor whose piece is `local`."""
         return tuple(n * prod(s for s, p in zip(self.mesh.sizes, spec, strict=True) if p == d)
                      for d, n in enumerate(local))
+
+
+def joined_group(device_mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
+    """This rank's process group over several dims of a mesh, the earlier dim major. Every rank of the mesh calls this, in the
+    same order. The group of all processes is there already, as for a mesh of one dim."""
+    kept = [d for d in range(device_mesh.ndim) if d not in dims]
+    ranks = device_mesh.mesh.permute(*kept, *dims).reshape(-1, prod(device_mesh.shape[d] for d in dims)).tolist()
+    world = list(range(dist.get_world_size()))
+    if ranks == [world]:
+        return dist.group.WORLD
+    here, = (row for row in ranks if dist.get_rank() in row)
+    if sorted(sum(ranks, [])) != world:  # other processes do not take part
+        return dist.new_group(here, use_local_synchronization=True, sort_ranks=False)
+    made = [dist.new_group(row, sort_ranks=False) for row in ranks]
+    return made[ranks.index(here)]
+
+
+def axes_of_ranks(device_mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
+    """The mesh axes ("dp+tp") on which these ranks differ, where they are just the ranks that differ on them, in mesh order."""
+    at = [(device_mesh.mesh == r).nonzero().flatten().tolist() for r in ranks]
+    if not all(at):
+        return None
+    dims = [d for d, along in enumerate(zip(*at, strict=True)) if len(set(along)) > 1]
+    whole = prod(device_mesh.shape[d] for d in dims) == len(ranks) and at == sorted(at)
+    return "+".join(device_mesh.mesh_dim_names[d] for d in dims) if dims and whole else None
 
 
 def placements(spec: Spec) -> tuple[Any, ...]:

@@ -1,20 +1,22 @@
 """Record the collectives a program really issues, at the point where they enter c10d."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autoshard import _torch
 from autoshard.runtime.direct import NOTE
+from autoshard.runtime.place import axes_of_ranks
 
 
 @dataclass(frozen=True)
 class Issued:
-    """One call: kind, mesh axis, bytes per rank by the convention of cost/collectives.py."""
+    """One call: kind, mesh axis (or several taken as one, "dp+tp"), bytes per rank by the convention of cost/collectives.py."""
 
     kind: str
     axis: str
@@ -22,9 +24,9 @@ class Issued:
 
 
 class _Recorder(_torch.DispatchMode):
-    def __init__(self, axes: Mapping[str, str], found: list[Issued]) -> None:
+    def __init__(self, axis_of: Callable[[str], str], found: list[Issued]) -> None:
         super().__init__()
-        self.axes, self.found = axes, found
+        self.axis_of, self.found = axis_of, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -34,7 +36,7 @@ class _Recorder(_torch.DispatchMode):
         return out
 
     def note(self, kind: str, group: str, buffer: torch.Tensor) -> None:
-        self.found.append(Issued(kind, self.axes.get(group, group), buffer.numel() * buffer.element_size()))
+        self.found.append(Issued(kind, self.axis_of(group), buffer.numel() * buffer.element_size()))
 
 
 @contextmanager
@@ -43,10 +45,17 @@ def recorded_collectives(device_mesh: Any) -> Iterator[list[Issued]]:
     before: lowering tries collectives on shapes, and those would be counted.
 
     Every functional collective is one call of its process group (they are not coalesced), and so is one that gloo carries
-    as messages; a group that is none of the mesh's axes shows under its own name."""
+    as messages; a group that is not of the mesh's axes shows under its own name."""
     found: list[Issued] = []
-    axes = {group: axis for axis, group in _torch.group_names(device_mesh).items()}
-    recorder = _Recorder(axes, found)
+    known = {group: axis for axis, group in _torch.group_names(device_mesh).items()}
+
+    def axis_of(group: str) -> str:
+        if group not in known:
+            ranks = dist.get_process_group_ranks(_torch.process_group(group))
+            known[group] = axes_of_ranks(device_mesh, ranks) or group
+        return known[group]
+
+    recorder = _Recorder(axis_of, found)
     token = NOTE.set(recorder.note)
     try:
         with recorder:

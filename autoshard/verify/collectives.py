@@ -1,7 +1,7 @@
 """Functional collectives over all ranks at once: a value is a list with the tensor of every rank, in mesh order.
 
 The conventions are those of torch's functional collectives: gathers and scatters work on dim 0, and ranks of
-one group are in the order of their coordinate on the axis. Ranks that get the same numbers get the same tensor.
+one group are in the order of their coordinates on its axes. Ranks that get the same numbers get the same tensor.
 """
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def groups(mesh: Mesh, axis: int) -> list[list[int]]:
-    """Ranks that differ in their coordinate on `axis` only, by that coordinate."""
+def groups(mesh: Mesh, axes: Sequence[int]) -> list[list[int]]:
+    """Ranks that differ in their coordinates on `axes` only, by those coordinates, the earlier axis major."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
         c = mesh.coordinates(rank)
-        found.setdefault((*c[:axis], *c[axis + 1:]), []).append(rank)
+        found.setdefault(tuple(x for a, x in enumerate(c) if a not in axes), []).append(rank)
     return list(found.values())
 
 
 def run_collective(target: Any, x: Ranked, arguments: Sequence[Any], mesh: Mesh) -> Ranked:
-    """`arguments` are those after the tensor; the last names the mesh axis. Raises LoweringError for what is none."""
+    """`arguments` are those after the tensor; the last names the mesh axes. Raises LoweringError for what is none."""
     if target is _torch.WAIT:
         return x
-    kind, axis = _torch.COLLECTIVE_KINDS[target], mesh.index(str(arguments[-1]).removeprefix("axis:"))
+    kind, axes = _torch.COLLECTIVE_KINDS[target], mesh.axes(str(arguments[-1]).removeprefix("axis:"))
     out: Ranked = [None] * mesh.size
-    for ranks in groups(mesh, axis):
+    for ranks in groups(mesh, axes):
         for rank, piece in zip(ranks, _KINDS[kind]([x[r] for r in ranks], arguments), strict=True):
             out[rank] = piece
     return out

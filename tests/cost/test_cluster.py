@@ -142,6 +142,14 @@ def test_links_of_axes_on_nodes_of_eight(mesh, levels):
     assert tuple(axis.size for axis in links) == parse_mesh(mesh).sizes
 
 
+@pytest.mark.parametrize("mesh, axes, levels", [
+    ("8x8", (0, 1), [(NV, 8), (IB, 8)]), ("4x4", (0, 1), [(NV, 8), (IB, 2)]), ("2x2", (0, 1), [(NV, 4)]), ("2x4x8", (0, 1), [(IB, 8)]),
+    ("4x2x4", (0, 2), [(NV, 4), (IB, 4)]), ("1x4", (0, 1), [(NV, 4)]), ("2x4", (1,), [(NV, 4)])])
+def test_links_of_axes_taken_as_one(mesh, axes, levels):
+    axis = load_cluster("h100-dgx").link_of(parse_mesh(mesh), axes)
+    assert [(l.name, n) for l, n in axis.levels] == levels
+
+
 def test_mesh_larger_than_the_cluster_is_refused():
     c = load_cluster("h100-dgx")
     node = replace(c, links=c.links[:1])

@@ -76,6 +76,26 @@ def test_an_axis_over_two_levels_costs_at_least_its_inner_part(name, kind, nbyte
     assert seconds(kind, nbytes, whole) >= (inner - 1) / inner * nbytes / fastest
 
 
+small_powers = st.integers(0, 4).map(lambda k: 2**k)
+
+
+@given(profiles, kinds, SIZES, SIZES, small_powers, small_powers, small_powers, st.sampled_from(((0, 1), (1, 2), (0, 2), (0, 1, 2))))
+def test_axes_taken_as_one_keep_the_properties(name, kind, a, b, x, y, z, axes):
+    """Monotone in bytes and ranks, exchange at most gather, an all-reduce between its halves and their sum, and never
+    cheaper than the part on the innermost link alone."""
+    def joined(*sizes):
+        return CLUSTERS[name].link_of(Mesh(("a", "b", "c"), sizes), axes)
+
+    one, grown = joined(x, y, z), joined(*(2 * n if i == axes[0] else n for i, n in enumerate((x, y, z))))
+    assert one.size == int(np.prod([(x, y, z)[i] for i in axes]))
+    assert seconds(kind, min(a, b), one) <= seconds(kind, max(a, b), one)
+    assert seconds(kind, a, one) <= seconds(kind, a, grown) * (1 + 1e-12)
+    assert seconds(kind, a, AxisLink(one.levels[:1])) <= seconds(kind, a, one) * (1 + 1e-12)
+    assert seconds("all_to_all", a, one) <= seconds("all_gather", a * one.size, one) * (1 + 1e-12)
+    rs, ag, ar = (seconds(k, a, one) for k in ("reduce_scatter", "all_gather", "all_reduce"))
+    assert max(rs, ag) <= ar * (1 + 1e-12) and ar <= (rs + ag) * (1 + 1e-12)
+
+
 @given(profiles, kinds, st.lists(SIZES, min_size=1, max_size=5), st.integers(1, 64), powers)
 def test_arrays_give_the_bits_of_scalars(name, kind, sizes, n, minor):
     axis = axis_of(name, n, minor)
