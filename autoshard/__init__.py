@@ -17,6 +17,7 @@ _HOMES = {
     "annotate": "autoshard.annotate",
     "compile": "autoshard.api",
     "plan": "autoshard.api",
+    "local_update": "autoshard.runtime.update",
     "shard_batch": "autoshard.runtime.inputs",
     "verify": "autoshard.verify.check",
     "AutoshardError": "autoshard.errors",

@@ -120,7 +120,7 @@ def as_executed(compiled: nn.Module) -> float:
 
 
 def _step(model: nn.Module, batch: tuple[Any, ...]) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = autoshard.local_update(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
     def run() -> None:
         optimizer.zero_grad()

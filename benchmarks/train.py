@@ -89,7 +89,8 @@ class Contender:
         kinds: dict[type, list[nn.Parameter]] = {}  # a fused update takes DTensors or tensors, not both
         for p in trained.model.parameters():
             kinds.setdefault(type(p.data), []).append(p)
-        self.optimizer = torch.optim.AdamW([{"params": some} for some in kinds.values()], lr=1e-3, fused=fused)
+        optimizer = torch.optim.AdamW([{"params": some} for some in kinds.values()], lr=1e-3, fused=fused)
+        self.optimizer = autoshard.local_update(optimizer) if name.startswith("auto") else optimizer
         self.losses: list[float] = []
 
     def step(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +22,7 @@ from planners import random_planner  # noqa: E402
 from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.place import locate  # noqa: E402
+from autoshard.runtime.update import local_update  # noqa: E402
 
 pytestmark = pytest.mark.dist
 SEEDS = (0, 3)
@@ -77,6 +79,8 @@ def whole_loop(seed: int, folder: str) -> None:
     seen: list[tuple[int, ...]] = []
     fast.register_forward_hook(lambda m, args, out: seen.append(tuple(out.shape)))
     one, two = optimizer_of(fast), optimizer_of(model)
+    if seed == SEEDS[-1]:
+        one = local_update(one)
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1.0 / (n + 1)) for o in (one, two)]
     for step in range(4):
         for m in (fast, model):
@@ -93,6 +97,8 @@ def whole_loop(seed: int, folder: str) -> None:
         if step == 1:
             evaluated(fast, model)
     assert len(seen) == 9
+    assert all(isinstance(t, DTensor) for p, state in one.state.items() for t in state.values() if t.shape), "state for checkpoints"
+    assert {id(p) for group in one.param_groups for p in group["params"]} <= {id(p) for p in fast.parameters()}
     same_state(fast, model)
     round_trip(fast, model, seed, folder)
 
