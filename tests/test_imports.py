@@ -24,13 +24,14 @@ LAYERS = (
     ("layouts",),
     ("rules", "cost"),
     ("flow", "fusion"),
-    ("naming",),
+    ("naming", "given"),
     ("annotate",),
-    ("calling", "recorder", "trace", "simplify", "layers", "interpret", "hf_model", "model_ref"),
+    ("calling", "recorder", "manual", "trace", "simplify", "layers", "interpret", "hf_model", "model_ref"),
     ("recompute",),
     ("strategies",),
     ("cost_table",),
     ("regions",),
+    ("sources",),
     ("formulate",),
     ("seeded", "incumbents", "options"),
     ("schedule",),
@@ -50,7 +51,7 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "annotate", "compile", "plan", "shard_batch", "verify"]
+PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "annotate", "compile", "local_update", "plan", "shard_batch", "verify"]
 
 
 def modules() -> list[Path]:
