@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
@@ -93,6 +95,41 @@ def _no_data_checks() -> Iterator[None]:
     finally:
         for name, check in kept.items():
             setattr(torch, name, check)
+
+
+@contextlib.contextmanager
+def functional_collectives_run(stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Let torch's functional collectives run the code of `stand_ins`, by name: exchanging the code and not the name reaches models
+    that imported the function itself. Their code must import what it uses. Undone on exit."""
+    found = {name: getattr(_functional_collectives, name) for name in stand_ins if hasattr(_functional_collectives, name)}
+    kept = {name: function.__code__ for name, function in found.items()}
+    for name, function in found.items():
+        function.__code__ = stand_ins[name].__code__
+    try:
+        yield
+    finally:
+        for name, function in found.items():
+            function.__code__ = kept[name]
+
+
+def axis_or_ranks(group: Any) -> str | list[int]:
+    """What a functional collective's group is: the name of its mesh axis where it has one, else its ranks.
+
+    Raises ValueError for what is no group."""
+    mesh, dim = group if isinstance(group, tuple) else (group, 0)
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names
+        return names[dim] if names else torch.distributed.get_process_group_ranks(mesh.get_group(dim))
+    if isinstance(group, str):
+        try:
+            group = process_group(group)
+        except RuntimeError:
+            return group
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return torch.distributed.get_process_group_ranks(group)
+    if isinstance(group, list):
+        return group
+    raise ValueError(f"{group!r} is no group: give a process group, a DeviceMesh of one axis, (DeviceMesh, dim) or a mesh axis's name")
 
 
 def functional(fake: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from autoshard.errors import MeshError, SeedError, UsageError
+from autoshard.given import FREE, axes_of, given_specs, gradient_of
 from autoshard.graph import Graph, Op, Ref, TensorMeta
 from autoshard.mesh import Mesh
 from autoshard.naming import names, nearest
@@ -47,11 +48,13 @@ class Seed:
 
 @dataclass(frozen=True)
 class Seeds:
-    """Allowed specs per op name (of its output), per (op, input index) of readers, and how many values each key matched."""
+    """Allowed specs per op name (of its output), per (op, input index) of readers, how many values each key matched, and
+    per entry of `specs` and `reads` the seed that was the first to restrict it, as a user reads it."""
 
     specs: Mapping[str, frozenset[Spec]] = field(default_factory=dict)
     matches: Mapping[str, int] = field(default_factory=dict)
     reads: Mapping[tuple[str, int], frozenset[Spec]] = field(default_factory=dict)
+    origins: Mapping[str | tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def held(self) -> frozenset[str]:
@@ -65,21 +68,25 @@ class Seeds:
 # -- inside a model ---------------------------------------------------------------------------------
 
 @torch.library.custom_op("autoshard::annotate", mutates_args=())
-def _marked(x: torch.Tensor, spec: str) -> torch.Tensor:
+def _marked(x: torch.Tensor, spec: str, group: str = "") -> torch.Tensor:
+    """With a `group`, a mark of the model's own collective: `spec` is the placement on the group's mesh axis alone."""
     return x.clone()
 
 
 @_marked.register_fake
-def _(x: torch.Tensor, spec: str) -> torch.Tensor:
+def _(x: torch.Tensor, spec: str, group: str = "") -> torch.Tensor:
     return torch.empty_like(x)
 
 
 def _keep_spec(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.spec = inputs[1]
+    ctx.spec, ctx.group = inputs[1:]
 
 
-def _mark_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return torch.ops.autoshard.annotate(gradient, ctx.spec), None
+def _mark_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    if ctx.group and ctx.spec == FREE:
+        return gradient, None, None
+    spec = gradient_of(ctx.spec) if ctx.group else ctx.spec
+    return torch.ops.autoshard.annotate(gradient, spec, ctx.group), None, None
 
 
 _marked.register_autograd(_mark_gradient, setup_context=_keep_spec)
@@ -143,10 +150,9 @@ def resolve_seeds(graph: Graph, mesh: Mesh, seeds: Mapping[str, Any] | None) -> 
         found.matches[key] = found.match(key, seed_text(value), origin)
         if not found.matches[key]:
             raise SeedError(f"seed {origin} matches nothing{_nearest(graph, key)}")
-    for op in graph.of_kind("call"):
-        if str(op.target) == MARKER:
-            found.hold(op.name, op, op.args[1], f"annotate(..., {op.args[1]!r}) at {op.source or op.module or op.name}")
-    return Seeds(found.specs, found.matches, found.reads)
+    for op in marks(graph):
+        found.mark(op)
+    return Seeds(found.specs, found.matches, found.reads, found.origins)
 
 
 @dataclass(eq=False)
@@ -173,6 +179,18 @@ class _Found:
             if self.graph.op(reader).phase == self.graph.op(key).phase:
                 self._narrow(self.reads, (reader, index), allowed, key, origin)
         return 1
+
+    def mark(self, op: Op) -> None:
+        """Apply what `annotate`, or a collective of the model, says about a value."""
+        spec, group = op.args[1], given_group(op)
+        if not group:
+            return self.hold(op.name, op, spec, f"annotate(..., {spec!r}) at {op.source or op.module or op.name}")
+        origin = f"the model's own collective{f' {op.code!r}' if op.code else ''} at {op.source or op.module or op.name}"
+        allowed = given_specs(spec, axes_of(group, self.mesh, origin), op.outputs[0], self.mesh, origin)
+        self._narrow(self.specs, op.name, allowed, op.name, origin)
+        maker = self.graph.op(op.refs[0].op)
+        if maker.kind == "param":  # a weight that the model gathers is stored as it is gathered
+            self._narrow(self.specs, maker.name, allowed, str(maker.target), origin)
 
     def hold(self, name: str, op: Op, text: str, origin: str) -> None:
         """Restrict the output of `op` (the input of an output op)."""
@@ -204,6 +222,21 @@ def specs_of(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> frozenset[
     return frozenset(tuple(p if size > 1 else R for p, size in zip(spec, mesh.sizes, strict=True)) for spec in found)
 
 
+def marks(graph: Graph) -> tuple[Op, ...]:
+    """The ops that `annotate` left, and the model's own collectives."""
+    return tuple(op for op in graph.of_kind("call") if str(op.target) == MARKER)
+
+
+def given_group(op: Op) -> str:
+    """The group of a mark that a collective of the model left; "" for other marks."""
+    return op.args[2] if len(op.args) > 2 else ""
+
+
+def was_given(op: Op) -> bool:
+    """Whether the op is such a mark."""
+    return op.kind == "call" and str(op.target) == MARKER and bool(given_group(op))
+
+
 def _matching(graph: Graph, key: str) -> Iterable[Op]:
     """Inputs, outputs and parameters that a key names."""
     kind, _, name = key.partition(":")
@@ -220,7 +253,7 @@ def _matching(graph: Graph, key: str) -> Iterable[Op]:
 
 def _marked_modules(graph: Graph, key: str, text: str) -> list[Op]:
     """The marks that `trace` left on what leaves the modules of a key."""
-    return [op for op in graph.of_kind("call") if str(op.target) == MARKER and op.phase == "forward" and op.args[1] == text
+    return [op for op in marks(graph) if op.phase == "forward" and op.args[1] == text and not given_group(op)
             and fnmatchcase(op.module, key) and op.module.count(".") == key.count(".")]
 
 

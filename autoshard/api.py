@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.annotate import MARKER, Seeds, held_by, resolve_seeds, seed_text
+from autoshard.annotate import Seeds, held_by, marks, resolve_seeds, seed_text, was_given
 from autoshard.assemble import Plays, make_plan
 from autoshard.baselines import baselines
 from autoshard.cost.cluster import load_cluster
@@ -27,6 +27,7 @@ from autoshard.options import Options, Progress, parse_bytes
 from autoshard.plan import AGAIN, Plan
 from autoshard.propagate import propagate, taken
 from autoshard.precision import Precision
+from autoshard.reachable import reachable
 from autoshard.recompute import LEVELS, candidates, with_recompute
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.entry import compile_model
@@ -124,7 +125,7 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None
         seeds = _holding(resolve_seeds(graph, mesh, options.seeds), graph, fixed or {})
         profile = load_cluster(options.cluster)
     with clock("strategies"):
-        strategies = enumerate_strategies(graph, mesh, seeds, outputs=options.outputs)
+        strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.outputs))
     with clock("costs"):
         table = build_cost_table(graph, mesh, profile, strategies, Training(options.optimizer, graph.training))
         return replace(table, seeds=seeds)
@@ -203,8 +204,11 @@ def _decide(table: CostTable, options: Options, clock: "Clock", has_loss: bool, 
 def _seed_notes(table: CostTable) -> tuple[str, ...]:
     """How much every seed matched, and what `annotate` marked."""
     lines = [f"seed {key} holds for {n} tensor{'s' if n > 1 else ''}" for key, n in table.seeds.matches.items()]
-    marked = sum(str(op.target) == MARKER and op.phase == "forward" for op in table.graph.of_kind("call"))
-    return (*lines, *([f"autoshard.annotate holds {marked} activation{'s' if marked > 1 else ''}"] if marked else []))
+    forward = [op for op in marks(table.graph) if op.phase == "forward"]
+    given = sum(was_given(op) for op in forward) // 2
+    marked = sum(not was_given(op) for op in forward)
+    lines += [f"autoshard.annotate holds {marked} activation{'s' if marked > 1 else ''}"] * (marked > 0)
+    return (*lines, *[f"{given} collective{'s' if given > 1 else ''} of the model taken as given"] * (given > 0))
 
 
 def _holding(seeds: Seeds, graph: Graph, fixed: Mapping[str, Spec]) -> Seeds:

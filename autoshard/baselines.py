@@ -8,9 +8,9 @@ A scheme gives every mesh axis a role and says how parameters are stored:
     sequence   as tensor, but sums are reduce-scattered along the sequence, and gathered where a column starts
 
     whole      parameters, gradients and optimizer state on every rank of the data axes
-    sharded    split over the data axes; a gathered copy is kept from forward to backward (`keep`: ZeRO-2) or made again
-               in backward (ZeRO-3). With one micro-batch a step and every gradient reduced where it is made, ZeRO-1 is
-               the same plan as ZeRO-2.
+    sharded    split over the data axes; a gathered copy is kept from forward to backward (`keep`: ZeRO-1 and 2) or made again
+               in backward (ZeRO-3). Gradients are reduced where they are made, or all when backward is through (`late`:
+               ZeRO-1), which takes the memory of whole gradients and hides behind no compute.
 
 The roles are as in Rajbhandari et al., "ZeRO" (2020), Shoeybi et al., "Megatron-LM" (2019) and Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (2022). A baseline is one walk over the units in
@@ -38,12 +38,14 @@ WEIGHTED = ("matmul", "conv", "gather")  # families whose parameter is split on 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to plan by hand: a role per mesh axis, how parameters are stored, whether gathered copies are kept."""
+    """One way to plan by hand: a role per mesh axis, how parameters are stored, whether gathered copies are kept and
+    gradients reduced late."""
 
     name: str
     roles: tuple[Role, ...]
     sharded: bool = False
     keep: bool = True
+    late: bool = False
 
     def describe(self, mesh: Mesh) -> str:
         """`"data dp, tensor tp"`."""
@@ -66,8 +68,8 @@ def schemes(mesh: Mesh) -> tuple[Scheme, ...]:
     data: tuple[Role, ...] = ("data",) * mesh.ndim
     tensor: tuple[Role, ...] = (*data[1:], "tensor")
     sequence: tuple[Role, ...] = (*data[1:], "sequence")
-    found = [Scheme("DDP", data), Scheme("ZeRO-1/2", data, sharded=True), Scheme("FSDP (ZeRO-3)", data, sharded=True, keep=False),
-             Scheme("Megatron TP", tensor), Scheme("TP + sequence parallel", sequence)]
+    found = [Scheme("DDP", data), Scheme("ZeRO-1", data, sharded=True, late=True), Scheme("ZeRO-2", data, sharded=True),
+             Scheme("FSDP (ZeRO-3)", data, sharded=True, keep=False), Scheme("Megatron TP", tensor), Scheme("TP + sequence parallel", sequence)]
     if mesh.ndim > 1:
         found += [Scheme("FSDP x TP", tensor, sharded=True, keep=False),
                   Scheme("FSDP x (TP + sequence)", sequence, sharded=True, keep=False)]
@@ -80,10 +82,11 @@ def batch_size(inputs: tuple[Op, ...]) -> int:
 
 
 def baselines(formulation: Formulation) -> Iterator[tuple[Scheme, np.ndarray]]:
-    """(scheme, choice) of every baseline that this mesh and batch allow; memory is not looked at."""
+    """(scheme, choice) of every baseline that this mesh and batch allow, each choice once (when gradients are reduced is none
+    of the search's choices); memory is not looked at."""
     wiring = Wiring(formulation)
     for scheme in schemes(formulation.table.mesh):
-        if not scheme.obstacle(formulation):
+        if not scheme.late and not scheme.obstacle(formulation):
             yield scheme, baseline(wiring, scheme)
 
 

@@ -15,10 +15,11 @@ from autoshard.baselines import Scheme, baseline, schemes
 from autoshard.calling import Traced
 from autoshard.cost_table import CostTable
 from autoshard.errors import InfeasibleError
+from autoshard.feasible import possible
 from autoshard.formulate import Formulation
 from autoshard.mesh import Mesh
 from autoshard.options import Options
-from autoshard.plan import Plan
+from autoshard.plan import AT_THE_END, Plan
 from autoshard.propagate import propagate
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.wiring import Wiring
@@ -132,16 +133,17 @@ class _Writer:
     options: Options
     has_loss: bool
     model: Mapping[str, Any]
-    plays: dict[int, Plays] = field(default_factory=dict)
+    plays: dict[tuple[int, bool], Plays] = field(default_factory=dict)
 
     def baselines(self, formulation: Formulation) -> Iterator[Contender]:
         wiring, mesh = Wiring(formulation), formulation.table.mesh
         for scheme in schemes(mesh):
             obstacle = scheme.obstacle(formulation)
-            if obstacle:
-                yield Contender(scheme.name, scheme.describe(mesh), None, False, obstacle)
-            else:
-                yield self.contender(formulation, baseline(wiring, scheme), scheme)
+            choice = None if obstacle else baseline(wiring, scheme)
+            if choice is not None and not possible(formulation.problem, [choice]):
+                obstacle = "the collectives that the model calls itself rule it out"
+            yield Contender(scheme.name, scheme.describe(mesh), None, False, obstacle) if obstacle else (
+                self.contender(formulation, choice, scheme))
 
     def propagated(self, formulation: Formulation) -> Contender:
         seeds = formulation.table.seeds
@@ -153,17 +155,23 @@ class _Writer:
 
     def contender(self, formulation: Formulation, choice: np.ndarray, scheme: Scheme) -> Contender:
         axes = scheme.describe(formulation.table.mesh)
-        plan = self.plan(formulation, choice, f"{scheme.name} ({axes})")
+        plan = self.plan(formulation, choice, f"{scheme.name} ({axes})", scheme.late)
         return Contender(scheme.name, axes, plan, _fits(plan))
 
-    def plan(self, formulation: Formulation, choice: np.ndarray, status: str) -> Plan:
-        """A plan that was not searched: nothing is proven about it, so its bound is 0."""
-        table = formulation.table
+    def plan(self, formulation: Formulation, choice: np.ndarray, status: str, late: bool = False) -> Plan:
+        """A plan that was not searched: nothing is proven about it, so its bound is 0. `late`: see `Scheme`."""
         solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
-        settings = self.options.settings(table.graph.training, self.has_loss)
+        table, played = formulation.table, self._plays(formulation, late)
+        if late:
+            training = replace(table.training, reduces_at_the_end=True)
+            formulation = replace(formulation, table=replace(table, training=training))
         plan = make_plan(formulation, solution, memory_limit=self.options.memory_limit(table.cluster), model=self.model,
-                         settings=settings, seeds={}, played=self.plays.setdefault(id(formulation), Plays(formulation, settings)))
+                         settings=played.settings, seeds={}, played=played)
         return replace(plan, status=f"by hand: {status}")
+
+    def _plays(self, formulation: Formulation, late: bool) -> Plays:
+        settings = self.options.settings(formulation.table.graph.training, self.has_loss)
+        return self.plays.setdefault((id(formulation), late), Plays(formulation, {**settings, **(AT_THE_END if late else {})}))
 
 
 def _fits(plan: Plan) -> bool:

@@ -28,10 +28,11 @@ from autoshard.strategies import SpecIndex, Strategies, StrategySet, local_shape
 
 @dataclass(frozen=True)
 class Training:
-    """What one step does besides the graph: the optimizer and how parameters are stored."""
+    """What one step does besides the graph: its optimizer, and whether gradients stay unreduced until backward is through."""
 
     optimizer: str = "adamw"
     training: bool = True
+    reduces_at_the_end: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class CostTable:
 
     @cached_property
     def _hideable(self) -> frozenset[Ref]:
-        return flow.param_derived(self.graph) | flow.gradient_bound(self.graph)
+        return flow.param_derived(self.graph) | (frozenset() if self.training.reduces_at_the_end else flow.gradient_bound(self.graph))
 
     @cached_property
     def _reduction_dtypes(self) -> dict[Ref, torch.dtype]:

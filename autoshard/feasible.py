@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.annotate import was_given
 from autoshard.errors import InfeasibleError
 from autoshard.formulate import Formulation, unreachable
 from autoshard.memory.rows import limited, with_row
@@ -33,9 +34,10 @@ def search_within(formulation: Formulation, limit: float, *, measure: Measure, t
     """The cheapest plan found whose timeline stays within `limit` bytes. Where no known plan fits even the rows, memory is
     tight: then a plan that fits them is looked for first, in half the time."""
     problem, start = formulation.problem, time.monotonic()
+    incumbents = possible(problem, incumbents)
     rows = np.array(list(formulation.memory_rows.values()))
     fitted = None
-    if len(incumbents) and not any(fits(problem, rows, np.asarray(c)) for c in incumbents):
+    if len(incumbents) and not any(fits(problem, rows, c) for c in incumbents):
         fitted = fit_memory(formulation, NOTHING, time_limit=time_limit / 2, progress=progress, **options)
         incumbents = (*incumbents, *([fitted.choice] if fitted.choice is not None else []))
     left = max(1.0, time_limit - (time.monotonic() - start))
@@ -52,23 +54,35 @@ def _played(formulation: Formulation, limit: float, first: Solution, measure: Me
             time_limit: float, **options) -> Solution:
     """`first` if its timeline fits; else the best of further rounds with rows for the moments that are too full, and of the
     plans known. The bound stays that of `first`: later rows are corrected by one plan and prove nothing."""
-    within, device = formulation.problem, formulation.table.cluster.device
-    aim, grown, found = limit / (1.0 + device.allocator_slack), formulation, first
-    for n in range(ROUNDS + 1):
-        timeline = measure(found.choice)
-        if timeline.peak <= aim:
-            return found if found is first else _settled(first, found.choice, found.cost)
-        if n == ROUNDS:
-            break
-        grown = _grown(grown, timeline, found.choice, aim * (1.0 - STEP * n))
-        found = solve(grown.problem, time_limit=time_limit / ROUNDS, incumbents=[c for c in incumbents], **options)
+    aim = limit / (1.0 + formulation.table.cluster.device.allocator_slack)
+    if measure(first.choice).peak <= aim:
+        return first
+    grown, found, choice = formulation, first, None
+    for n in range(ROUNDS):
+        grown = _grown(grown, measure(found.choice), found.choice, aim * (1.0 - STEP * n))
+        found = solve(grown.problem, time_limit=time_limit / ROUNDS, incumbents=incumbents, **options)
         if found.choice is None:
             break
-    costs = sorted(((evaluate(ample(within), np.asarray(c)), i) for i, c in enumerate(incumbents)))
-    for cost, i in [c for c in costs if np.isfinite(c[0])][:MOST_PLAYED]:
-        if measure(np.asarray(incumbents[i])).peak <= aim:
-            return _settled(first, np.asarray(incumbents[i]), cost)
-    return replace(first, choice=None, cost=np.inf, status=Status.UNKNOWN)
+        if measure(found.choice).peak <= aim:
+            choice = found.choice
+            break
+    best = _cheapest_fitting(formulation.problem, [*incumbents, *([choice] if choice is not None else [])], measure, aim)
+    return _settled(first, *best) if best else replace(first, choice=None, cost=np.inf, status=Status.UNKNOWN)
+
+
+def _cheapest_fitting(problem: Problem, choices: Sequence[np.ndarray], measure: Measure, aim: float) -> tuple[np.ndarray, float] | None:
+    """The cheapest choice whose timeline stays within `aim` bytes, with its cost. A row that was corrected by one plan may
+    forbid another that fits, so plans known are asked again here. What exceeds a row of the problem itself cannot fit."""
+    for cost, i in sorted((evaluate(problem, c), i) for i, c in enumerate(choices)):
+        if np.isfinite(cost) and measure(choices[i]).peak <= aim:
+            return choices[i], cost
+    return None
+
+
+def possible(problem: Problem, choices: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Those that some amount of memory would allow: where layouts are given, a plan by hand may be none of them."""
+    enough = ample(problem)
+    return [c for c in map(np.asarray, choices) if np.isfinite(evaluate(enough, c))]
 
 
 def _settled(first: Solution, choice: np.ndarray, cost: float) -> Solution:
@@ -105,10 +119,11 @@ def explain_infeasible(formulation: Formulation, solution: Solution, limit: floa
     always = sum(op.outputs[0].nbytes for op in formulation.table.graph.of_kind("buffer"))
     leasts = [solve(least_memory(problem, [row]), time_limit=SECONDS / len(rows)) for row in rows.values()]
     if any(least.choice is None for least in leasts):
-        return InfeasibleError("no choice of strategies satisfies all seeds, whatever the memory; "
+        given = " and the collectives that the model calls itself" if any(map(was_given, formulation.table.graph.ops)) else ""
+        return InfeasibleError(f"no choice of strategies satisfies all seeds{given}, whatever the memory; "
                                "take seeds away until a plan exists, or leave dims open with ...")
     bound = slack * (always + max(least.bound for least in leasts))
-    tried = [measure(np.asarray(c)) for c in (*(least.choice for least in leasts), *list(incumbents)[:MOST_PLAYED])]
+    tried = [measure(np.asarray(c)) for c in (*(least.choice for least in leasts), *possible(problem, incumbents)[:MOST_PLAYED])]
     leanest = min(tried, key=lambda t: t.peak)
     certain = "" if bound > limit else f" (not proven: the search stopped, {solution.status.value})"
     seeds = formulation.table.seeds.matches

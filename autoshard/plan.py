@@ -18,6 +18,9 @@ FORMAT = 1
 AGAIN = "_again"
 """Ends the name of an op's second run, in backward."""
 Window = Literal["forward", "backward"]
+AT_THE_END = {"reduce_gradients": "at the end"}
+"""Setting of a plan that keeps all gradients of parameters unreduced until backward is through, as ZeRO-1 does. Without it
+each is reduced as soon as it is made."""
 
 
 @dataclass(frozen=True)

@@ -234,8 +234,8 @@ def _warnings(wiring: Wiring, picked: np.ndarray) -> Iterator[str]:
             targets = wiring.targets(read)
             target = targets.specs[targets.index[picked[read.reader]]]
             key = (read.value, table.graph.op(read.op).phase, target)
-            steps = () if source == target or read.value in bound or key in seen else table.steps(
-                table.graph.meta(read.value), source, target)
+            known = source == target or read.value in bound or key in seen or not wiring.possible(read, source, target)
+            steps = () if known else table.steps(table.graph.meta(read.value), source, target)
             seen.add(key)
             if any(s.seconds > 0 for s in steps):
                 lines[_warning(wiring, read, source, target, steps)] += 1

@@ -19,8 +19,10 @@ from autoshard.graph import Op, Phase, Ref, TensorMeta
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py")
+RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py")
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
+ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor and reduce_scatter_tensor of torch.distributed._functional_collectives are "
+              "taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
 STDLIB = os.path.dirname(os.__file__) + os.sep
 
 # The device is the runtime's choice, so it is no part of the program: lowering adds `device` to factories.
@@ -82,8 +84,7 @@ class Tape:
         return Ref(f"buffer:{name}")
 
     def _at(self) -> str:
-        frame = next(user_frames(sys._getframe()), None)
-        return "" if frame is None else f" at {describe(frame.f_code, frame.f_lineno)}"
+        return user_line()
 
     def add(self, op: Op) -> None:
         self.ops.append(op)
@@ -91,12 +92,11 @@ class Tape:
     # --- ops ---
 
     def on_op(self, target: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if target.namespace in COLLECTIVES:
+            raise TraceError(f"the model calls the collective {target} itself{self._at()}\n  {ONLY_TAKEN}")
         if target._schema.is_mutable:
             raise TraceError(f"{target} writes in place where torch does not make it functional{self._at()}; "
                              "use the out-of-place form")
-        if target.namespace in COLLECTIVES:
-            raise TraceError(f"the model calls the collective {target} itself{self._at()}; a model is planned as one device would "
-                             "run it: take the collective out, and fix layouts with autoshard.annotate or seeds")
         args = self._freeze(args)
         kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items()
                        if k not in DEVICE_KWARGS and v is not torch.strided)
@@ -202,6 +202,12 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
         if is_user_file(name):
             yield frame
         frame = frame.f_back
+
+
+def user_line() -> str:
+    """" at file:line: text" of the user's code that runs now, for messages; "" where there is none."""
+    frame = next(user_frames(sys._getframe()), None)
+    return "" if frame is None else f" at {describe(frame.f_code, frame.f_lineno)}"
 
 
 def innermost_user_line(tb: TracebackType | None) -> str:

@@ -1,6 +1,6 @@
 """Units of decision: ops that share one choice because no layout change between them could pay.
 
-An anchor (contraction, attention, convolution, lookup, parameter, input, output) decides for itself. A cheap op joins the
+An anchor (contraction, attention, convolution, lookup, parameter, input, output, collective of the model) decides for itself. A cheap op joins the
 unit of its producers when
 
 * they all hang on the same sources, so that one layout fits them all (parameters, constants, graph inputs and, in
@@ -19,6 +19,7 @@ from itertools import product
 
 import numpy as np
 
+from autoshard.annotate import was_given
 from autoshard.cost_table import CostTable
 from autoshard.graph import Graph, Op, Ref
 from autoshard.rules import registry
@@ -129,7 +130,7 @@ class _Walk:
 
     def visit(self, op: Op) -> None:
         main = [r for r in op.refs if not self._is_side(op, r)]
-        cheap = op.kind == "call" and registry.rule_of(op.target).family in CHEAP
+        cheap = op.kind == "call" and registry.rule_of(op.target).family in CHEAP and not was_given(op)
         if op.kind == "call" and not main and self._is_constant(op):
             self.constant.add(op.name)
         home = self._home(op, main) if cheap and main else None

@@ -15,7 +15,7 @@ from autoshard.errors import PlanError
 from autoshard.flow import gradient_bound, param_derived
 from autoshard.graph import Graph, Op, Ref
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan, Window
+from autoshard.plan import AT_THE_END, Plan, Window
 from autoshard.spec import Spec, format_spec
 
 Route = Callable[[tuple[int, ...], Any, Spec, Spec], "tuple[Any, ...]"]
@@ -72,16 +72,22 @@ class Schedule:
 
 def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int = 2) -> Schedule:
     """Play `plan`. Hideable gathers are issued `prefetch` gathers ahead of their use; gradient reductions as soon as the
-    gradient exists, waited for at the end, or, the oldest first, when more than `IN_FLIGHT` bytes are on their way. Raises PlanError where the plan lacks an op or a copy."""
+    gradient exists, waited for at the end, or, the oldest first, when more than `IN_FLIGHT` bytes are on their way, or all at
+    the end where the plan's settings say so. Raises PlanError where the plan lacks an op or a copy."""
     missing = [op.name for op in graph.ops if op.name not in plan.ops]
     if missing:
         raise PlanError(f"the plan has no specs for op {missing[0]!r} ({len(missing)} in all); it was made for another graph")
-    hideable = param_derived(graph) | gradient_bound(graph)
+    hideable = param_derived(graph) | (frozenset() if reduces_at_the_end(plan.settings) else gradient_bound(graph))
     forward, backward = (_Window(graph, plan, mesh, route, hideable, w) for w in ("forward", "backward"))
     saved = tuple(dict.fromkeys(h for h in backward.from_forward()
                                 if graph.op(h.ref.op).kind not in STORED or h.spec != made_as(plan, h.ref)))
     outputs = {op.name: Held(op.refs[0], plan.ops[op.name].inputs[0]) for op in graph.of_kind("output") if op.refs}
     return Schedule(forward.instructions(prefetch, set(saved)), backward.instructions(prefetch, set()), saved, outputs)
+
+
+def reduces_at_the_end(settings: Mapping[str, Any]) -> bool:
+    """Whether a plan of these settings reduces gradients when backward is through: in nobody's shadow."""
+    return AT_THE_END.items() <= dict(settings).items()
 
 
 def deferred(graph: Graph, plan: Plan) -> Plan:
@@ -172,10 +178,12 @@ class _Window:
                 gathers.append(use)
             issue.setdefault(at, []).append(move)
             waiting = Instruction("wait", (held,), hideable=move.hideable)
-            if use == self.end:
+            if use != self.end:
+                wait.setdefault(use, []).append(waiting)
+            elif move.hideable:
                 sent.append((at, waiting, self._bytes(own)))
             else:
-                wait.setdefault(use, []).append(waiting)
+                issue[at].append(waiting)  # no compute is left: one after the other, each giving back what it sent
         self._wait_for_gradients(sorted(sent, key=lambda s: s[0]), wait)
         return issue, wait
 

@@ -29,12 +29,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import _torch
-from autoshard.annotate import annotate, marks_of
+from autoshard.annotate import annotate, marks_of, was_given
 from autoshard.calling import Calling, TensorLeaf, Traced, arguments
 from autoshard.errors import AutoshardError, TraceError
 from autoshard.graph import Graph, Op, Ref
+from autoshard.manual import LOCAL_SHAPES, STAND_INS
 from autoshard.precision import Precision
-from autoshard.recorder import Tape, innermost_user_line, meta_of
+from autoshard.recorder import ONLY_TAKEN, Tape, innermost_user_line, meta_of
 
 NORMS_IN_MASTER = (nn.modules.batchnorm._NormBase,)
 
@@ -79,7 +80,7 @@ class _Run:
 
     def traced(self) -> Traced:
         with (torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
-              _torch.functional_tracing(self.recorder)):
+              _torch.functional_tracing(self.recorder), _torch.functional_collectives_run(STAND_INS)):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
@@ -177,10 +178,14 @@ class _Run:
         return t.to(self.precision.compute)
 
     def _forward(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _user_errors("forward"):
+        with _user_errors("forward", self._hint):
             if self.loss_fn is None:
                 return twin(*args, **kwargs)
             return self.loss_fn(twin(*args[:-1], **kwargs), args[-1])
+
+    def _hint(self) -> str:
+        """What an error may come from."""
+        return LOCAL_SHAPES if any(was_given(op) for op in self.tape.ops) else ""
 
     # --- outputs ---
 
@@ -364,15 +369,15 @@ def _short(e: BaseException) -> str:
 
 
 @contextmanager
-def _user_errors(phase: str) -> Iterator[None]:
-    """Turn what goes wrong under the user's code into a TraceError that names the user's line."""
+def _user_errors(phase: str, hint: Callable[[], str] = str) -> Iterator[None]:
+    """Turn what goes wrong under the user's code into a TraceError that names the user's line. `hint`: what may be the cause."""
     try:
         yield
     except AutoshardError:
         raise
     except Exception as e:
         where = innermost_user_line(e.__traceback__)
-        raise TraceError(_explain(e, phase, where)) from None
+        raise TraceError(_explain(e, phase, where) + hint()) from None
 
 
 def _explain(e: BaseException, phase: str, where: str) -> str:
@@ -381,6 +386,8 @@ def _explain(e: BaseException, phase: str, where: str) -> str:
         return (f"the {phase} pass depends on the data of a tensor, so it is not one graph{at}\n"
                 "  replace Python control flow, .item(), .tolist() or boolean indexing on tensors by tensor ops such as "
                 "torch.where, or move that line out of the model")
+    if "c10d." in str(e):
+        return f"the model calls a collective in place{at}\n  {ONLY_TAKEN}"
     if "use_reentrant=True" in str(e):
         return f"torch.utils.checkpoint is used with use_reentrant=True{at}\n  pass use_reentrant=False"
     return f"the model's {phase} pass raised {_short(e)}{at}"

@@ -85,6 +85,11 @@ class Wiring:
         """[source specs, target specs] of redistributing the value."""
         return self.formulation.table.table(read.value, self.sources(read), self.targets(read))
 
+    def possible(self, read: Read, source: Spec, target: Spec) -> bool:
+        """Whether a value can be brought from one spec to the other."""
+        seconds = self.seconds(read)[self.sources(read).specs.index(source), self.targets(read).specs.index(target)]
+        return bool(np.isfinite(seconds))
+
     def compute(self, n: int) -> np.ndarray:
         """Seconds of a unit itself, per strategy."""
         unit, table = self.unit(n), self.formulation.table

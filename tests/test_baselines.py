@@ -36,7 +36,7 @@ def gpt():
 def test_every_baseline_exists_for_every_model(name):
     formulation = formulation_of(traced(name), "dp=2,tp=2")
     costs = {scheme.name: evaluate(formulation.problem, choice) for scheme, choice in baselines(formulation)}
-    assert set(costs) == {s.name for s in schemes(parse_mesh("dp=2,tp=2"))}
+    assert set(costs) == {s.name for s in schemes(parse_mesh("dp=2,tp=2")) if not s.late}
     assert np.isfinite(list(costs.values())).all(), costs
 
 
@@ -58,7 +58,7 @@ def test_data_parallel_reduces_every_gradient_once_and_gathers_nothing(gpt):
 
 
 def test_fully_sharded_gathers_in_both_windows_and_zero_2_in_one(gpt):
-    sharded, kept = gpt["FSDP (ZeRO-3)"], gpt["ZeRO-1/2"]
+    sharded, kept = gpt["FSDP (ZeRO-3)"], gpt["ZeRO-2"]
     assert all(-1 not in spec for spec in sharded.placements.values())
     assert sharded.placements == kept.placements
     assert calls(sharded, "backward")["all_gather"] > 0

@@ -29,6 +29,7 @@ LAYERS = (
     ("calling", "recorder", "manual", "trace", "simplify", "layers", "interpret", "hf_model", "model_ref"),
     ("recompute",),
     ("strategies",),
+    ("reachable",),
     ("cost_table",),
     ("regions",),
     ("sources",),

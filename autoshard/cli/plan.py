@@ -59,6 +59,7 @@ def report(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, as `autoshard plan -o` writes it.")],
     html: HtmlOption = None,
     as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Show a saved plan again: in the terminal, as JSON, or as an HTML file."""
     from autoshard.plan import Plan
@@ -68,9 +69,9 @@ def report(
         from autoshard.report.html import write
 
         write(html, found)
-    if html is None or as_json:
+    if as_json or (html is None and not quiet):
         print_plan(found, as_json)
-    else:
+    elif not quiet:
         typer.echo(f"Report saved to {html}; open it in a browser", err=True)
 
 

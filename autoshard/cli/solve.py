@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoshard.cli.common import JsonOption, OutputOption
+from autoshard.cli.common import JsonOption, OutputOption, QuietOption
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -26,9 +26,10 @@ def solve(
     seed: Annotated[int, typer.Option(help="Seed of the randomised searches.")] = 0,
     output: OutputOption = None,
     as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Solve a bare search problem (format of the ASPLOS 2025 contest on intra-operator parallelism); Ctrl-C keeps the best so far."""
     from autoshard.search.command import solve_command
 
     raise typer.Exit(solve_command(str(problem), time_limit, threads, seed, None if output is None else str(output),
-                                   as_json, start=STARTED))
+                                   as_json, quiet, start=STARTED))

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autoshard.calling import Traced
 from autoshard.graph import Graph, Op
 from autoshard.interpret import results_of, values
+from autoshard.manual import alone
 from autoshard.recorder import is_random
 from autoshard.verify.program import MakeOptimizer
 
@@ -52,7 +53,7 @@ class Eager:
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers = {}) -> Expected:  # noqa: B006
         self.model.zero_grad()
         args, kwargs = pytree.tree_map(_fresh, (args, dict(kwargs)))
-        with torch.set_grad_enabled(self.graph.training):
+        with torch.set_grad_enabled(self.graph.training), alone():
             out = self.model(*args, **kwargs) if self.loss_fn is None else self.loss_fn(self.model(*args[:-1], **kwargs), args[-1])
             users = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
             if self.tangents:

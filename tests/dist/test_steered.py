@@ -2,18 +2,23 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import assert_same_training, on_ranks, twins  # noqa: E402
+from harness import assert_same_training, on_ranks, twins, whole  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.compare import comparison, save  # noqa: E402
+from autoshard.manual import alone  # noqa: E402
 from autoshard.mesh import parse_mesh  # noqa: E402
 from autoshard.options import Options  # noqa: E402
 from autoshard.trace import trace  # noqa: E402
@@ -48,7 +53,7 @@ def test_data_fully_sharded_and_tensor_parallel_have_parity(tmp_path):
                         loss_fn=module.loss, training=True)
         (tmp_path / name).mkdir()
         save(comparison(program, parse_mesh("d=2"), Options(cluster="cpu-gloo", time_limit=5), has_loss=True), tmp_path / name)
-        files |= {str(tmp_path / name / f"{plan}.json"): name for plan in ("ddp", "zero-1-2", "fsdp", "megatron-tp", "tp-sequence-parallel")}
+        files |= {str(tmp_path / name / f"{plan}.json"): name for plan in ("ddp", "zero-1", "zero-2", "fsdp", "megatron-tp", "tp-sequence-parallel")}
     seen, _ = on_ranks(2, train_under, files, "d=2")
     for file, kinds in seen.items():
         assert kinds, file
@@ -88,7 +93,6 @@ def test_the_product_of_three_has_one_all_reduce_over_the_columns():
 
 def held_and_marked() -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """A DTensor parameter keeps its layout; an annotated activation is split and the numbers are those of one device."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     class Marked(nn.Module):
@@ -119,3 +123,46 @@ def test_dtensor_parameters_are_seeds_and_marks_hold():
     for stored, marked, right in on_ranks(2, held_and_marked):
         assert stored == (1,) and marked == (0,) and right
 
+
+class ByHand(nn.Module):
+    """Columns and rows over `mesh`, the sums of two blocks reduced by the model itself: into whole values, and into pieces."""
+
+    def __init__(self, hidden: int, mesh) -> None:
+        super().__init__()
+        make = lambda a, b: nn.Parameter(torch.randn(a, b, dtype=torch.float64) / 8)  # noqa: E731
+        self.up, self.down, self.wide, self.narrow = make(16, hidden), make(hidden, 16), make(16, hidden), make(hidden, 16)
+        self.mesh = mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + all_reduce(torch.relu(x @ self.up) @ self.down, "sum", self.mesh)
+        y = reduce_scatter_tensor(torch.relu(x @ self.wide) @ self.narrow, "sum", 0, self.mesh)
+        return all_gather_tensor(torch.tanh(y), 0, self.mesh)
+
+
+def by_hand() -> tuple[bool, bool, list[str]]:
+    """The model compiled from whole weights against one device, and against itself run by hand on this rank's part of them."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model, x = ByHand(32, mesh), torch.randn(8, 16, dtype=torch.float64)
+    mine = ByHand(16, mesh)
+    for name, p in mine.named_parameters():
+        p.data = model.get_parameter(name).detach().chunk(2, 1 if name in ("up", "wide") else 0)[rank].clone()
+    with torch.no_grad(), warnings.catch_warnings(action="ignore", category=FutureWarning):
+        run_by_hand = whole(mine(x))
+    with alone():
+        wanted = model(x)
+        wanted.square().sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    compiled = autoshard.compile(model, mesh, cluster="cpu-gloo", cache=False)
+    out = compiled(x)
+    out.square().sum().backward()
+    same = torch.allclose(out, wanted) and all(torch.allclose(p.grad.full_tensor(), gradients[n]) for n, p in compiled.named_parameters())
+    forward = [c.kind for c in compiled.plan.collectives if c.phase == "forward"]
+    return same, torch.allclose(out, run_by_hand), forward
+
+
+def test_a_model_parallel_by_hand_has_its_own_collectives_and_parity():
+    for same, as_by_hand, forward in on_ranks(2, by_hand):
+        assert same and as_by_hand
+        assert Counter(forward) >= Counter(("all_reduce", "reduce_scatter", "all_gather"))
