@@ -13,9 +13,10 @@ from autoshard.graph import Op, Ref
 from autoshard.layouts import layouts
 from autoshard.memory.footprint import Footprints
 from autoshard.memory.timeline import Timeline, timeline
-from autoshard.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
+from autoshard.plan import AGAIN, Collective, Copy, Fallback, OpPlan, Plan, Window
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
+from autoshard.sources import decided
 from autoshard.spec import Spec
 
 WINDOWS: tuple[Window, Window] = ("forward", "backward")
@@ -42,9 +43,10 @@ def choose(formulation: Formulation, solution: Solution) -> Chosen:
 
 
 def chosen_by(formulation: Formulation, choice: np.ndarray) -> Chosen:
-    """`choose` for a bare choice."""
-    table = formulation.table
-    strategies, states = formulation.strategy_of(choice), formulation.state_of(choice)
+    """`choose` for a bare choice. Where it was open what backward runs again, the result is about the program that is left."""
+    table, strategies, states = formulation.table, formulation.strategy_of(choice), formulation.state_of(choice)
+    if table.base is not None:
+        table, strategies = decided(table, strategies)
     bare = Chosen(table, strategies, ())
     copies: dict[tuple[Ref, Window, Spec], tuple[Ref, Spec, Copy]] = {}
     for op in table.graph.ops:
@@ -52,15 +54,17 @@ def chosen_by(formulation: Formulation, choice: np.ndarray) -> Chosen:
             source, wanted = bare.out_spec(ref), bare.in_spec(op.name, i)
             key = (ref, op.phase, wanted)
             if source != wanted and key not in copies:
-                kept = _is_kept(states.get((ref, wanted)), key, copies)
-                copies[key] = (ref, source, Copy(str(ref), op.phase, wanted, "kept" if kept else "made"))
+                copies[key] = (ref, source, Copy(str(ref), op.phase, wanted, "kept" if _is_kept(states, key, copies) else "made"))
     return Chosen(table, strategies, tuple(copies.values()))
 
 
-def _is_kept(state: State | None, key: tuple[Ref, Window, Spec], copies: Mapping) -> bool:
+def _is_kept(states: Mapping[tuple[Ref, Spec], State], key: tuple[Ref, Window, Spec], copies: Mapping) -> bool:
     """A kept state counts only where forward reads the copy too; else backward makes it, at the same price."""
-    return (state is not None and state.name == "kept" and key[1] == "backward"
-            and (key[0], "forward", key[2]) in copies)
+    ref, window, spec = key
+    if window != "backward" or (ref, "forward", spec) not in copies:
+        return False
+    found = states.get((Ref(ref.op + AGAIN, ref.index), spec)) or states.get((ref, spec))
+    return found is not None and found.name in ("kept", "held")
 
 
 def price(chosen: Chosen) -> dict[str, float]:
@@ -150,7 +154,7 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     """Assemble the plan of a solution. The objective is the re-priced one; it may only be lower than the
     search's (a state chosen but not needed costs nothing). `played` may know its timeline already."""
     chosen = choose(formulation, solution)
-    table, graph = formulation.table, formulation.table.graph
+    table, graph = chosen.table, chosen.table.graph
     predicted = price(chosen)
     objective = predicted["step_s"]
     bound = min(float(solution.bound), objective)
@@ -187,10 +191,9 @@ class Plays:
     def __call__(self, choice: np.ndarray) -> Timeline:
         key = np.asarray(choice, dtype=np.int64).tobytes()
         if key not in self._known:
-            table = self.formulation.table
-            self._footprints = self._footprints or Footprints(table.mesh)
-            plan = bare_plan(chosen_by(self.formulation, np.asarray(choice)), self.settings)
-            self._known[key] = memory_of(table, plan, self._footprints)
+            self._footprints = self._footprints or Footprints(self.formulation.table.mesh)
+            chosen = chosen_by(self.formulation, np.asarray(choice))
+            self._known[key] = memory_of(chosen.table, bare_plan(chosen, self.settings), self._footprints)
         return self._known[key]
 
 

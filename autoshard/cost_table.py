@@ -4,7 +4,7 @@ Arrays are interned: equal ops share node costs, equal (shape, dtype, spec set, 
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -22,7 +22,7 @@ from autoshard.fusion import Fused, fused
 from autoshard.graph import Graph, Op, Ref, TensorMeta
 from autoshard.mesh import Mesh
 from autoshard.rules.types import InnerCollective
-from autoshard.spec import PSUM, Spec, local_shape
+from autoshard.spec import NOWHERE, Spec, local_shape
 from autoshard.strategies import SpecIndex, Strategies, StrategySet, local_shape_array
 
 
@@ -51,7 +51,8 @@ class OpCost:
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """All prices of one graph on one mesh and cluster. See `table`, `steps` and `ops`."""
+    """All prices of one graph on one mesh and cluster. See `table`, `steps` and `ops`. `base`: where it is open what backward
+    runs again (sources.py), the prices of the program that runs nothing again."""
 
     graph: Graph
     mesh: Mesh
@@ -61,17 +62,17 @@ class CostTable:
     ops: Mapping[str, OpCost]
     redistribution: Redistribution
     seeds: Seeds = Seeds()
+    base: "CostTable | None" = None
     _tables: dict = field(default_factory=dict)
 
     def table(self, ref: Ref, src: SpecIndex, dst: SpecIndex) -> np.ndarray:
         """Seconds [source specs, target specs] of redistributing `ref`, inf where impossible. Equal questions get the
         same object."""
         meta = self.graph.meta(ref)
-        early = self._reduction_dtypes.get(ref, meta.dtype) != meta.dtype
-        key = (meta.logical_shape, meta.dtype, src.specs, dst.specs, early)
+        key = (meta.logical_shape, meta.dtype, src.specs, dst.specs, ref in self._still)
         if key not in self._tables:
-            seconds = self.redistribution.table(meta.logical_shape, meta.dtype, src.specs, dst.specs)
-            self._tables[key] = np.where(reduces(src, dst), np.inf, seconds) if early else seconds
+            seconds = present(src, dst, lambda a, b: self.redistribution.table(meta.logical_shape, meta.dtype, a, b))
+            self._tables[key] = np.where(changes(src, dst), np.inf, seconds) if ref in self._still else seconds
         return self._tables[key]
 
     def seconds(self, meta: TensorMeta, src: Spec, dst: Spec) -> float:
@@ -91,18 +92,32 @@ class CostTable:
         return flow.param_derived(self.graph) | (frozenset() if self.training.reduces_at_the_end else flow.gradient_bound(self.graph))
 
     @cached_property
-    def _reduction_dtypes(self) -> dict[Ref, torch.dtype]:
-        return flow.reduction_dtypes(self.graph)
+    def _still(self) -> frozenset[Ref]:
+        """Values that move on the other side of a cast alone: parameters behind the one that makes them narrow, gradients
+        in the dtype that a precision policy wants them summed in."""
+        early = {ref for ref, dtype in flow.reduction_dtypes(self.graph).items() if dtype != self.graph.meta(ref).dtype}
+        return flow.narrowed(self.graph) | early
 
     def hideable(self, ref: Ref) -> bool:
         """Whether redistributing this value can overlap compute (design: parameter gathers, gradient reductions)."""
         return ref in self._hideable
 
 
-def reduces(src: SpecIndex, dst: SpecIndex) -> np.ndarray:
-    """[source specs, target specs]: whether going there sums a Partial, which a precision policy may want elsewhere."""
-    a, b = np.array(src.specs)[:, None, :], np.array(dst.specs)[None, :, :]
-    return np.any((a <= PSUM) & (a != b), axis=2)
+def present(src: SpecIndex, dst: SpecIndex, prices: Callable[[tuple[Spec, ...], tuple[Spec, ...]], np.ndarray]) -> np.ndarray:
+    """`prices` of the specs in which there is a value, in a table of all: not to read costs nothing, to read what is nowhere
+    cannot be."""
+    here, there = ([i for i, s in enumerate(x.specs) if NOWHERE not in s] for x in (src, dst))
+    if len(here) == len(src.specs) and len(there) == len(dst.specs):
+        return prices(src.specs, dst.specs)
+    out = np.full((len(src.specs), len(dst.specs)), np.inf)
+    out[np.ix_(here, there)] = prices(tuple(src.specs[i] for i in here), tuple(dst.specs[i] for i in there))
+    out[:, [i for i in range(len(dst.specs)) if i not in there]] = 0.0
+    return out
+
+
+def changes(src: SpecIndex, dst: SpecIndex) -> np.ndarray:
+    """[source specs, target specs]: whether a value there is moves."""
+    return np.array([[a != b and NOWHERE not in b for b in dst.specs] for a in src.specs], dtype=bool)
 
 
 def trained_params(graph: Graph) -> frozenset[str]:

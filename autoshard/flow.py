@@ -9,7 +9,7 @@ from autoshard.rules import registry
 
 def is_passing(op: Op) -> bool:
     """A view or cast of a single tensor: the value stays the same parameter or gradient."""
-    return op.kind == "call" and len(op.refs) == 1 and (
+    return op.kind == "call" and len(op.refs) - len(op.kept) == 1 and (
         registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target))
 
 
@@ -20,6 +20,16 @@ def param_derived(graph: Graph) -> frozenset[Ref]:
         if op.kind == "param" or (is_passing(op) and op.refs[0] in out):
             out.add(Ref(op.name))
     return frozenset(out)
+
+
+def narrowed(graph: Graph) -> frozenset[Ref]:
+    """Parameters that are read through casts to a narrower dtype alone: who gathers them does it behind the cast."""
+    return frozenset(ref for op in graph.of_kind("param") if (readers := graph.users.get(ref := Ref(op.name), ())) and all(
+        _narrows(graph.op(name), graph.meta(ref).dtype) for name, _ in readers))
+
+
+def _narrows(op: Op, dtype: torch.dtype) -> bool:
+    return is_passing(op) and op.outputs[0].dtype.itemsize < dtype.itemsize
 
 
 def gradient_bound(graph: Graph) -> frozenset[Ref]:

@@ -9,6 +9,11 @@ redistributed once, so the redistribution is a node of its own: per (value, targ
     forward / backward / both   redistributed in that window, or once in each
     kept           redistributed in forward and kept until backward
 
+Where it is open what backward runs again (sources.py), backward reads forward's values through sources. A value then has a
+copy node per window, and the one of backward a state more:
+
+    held           the copy that forward made, kept for backward
+
 A (value, spec) that only one consumer could read needs no node: the producer-consumer edge carries its
 price. Gathers of parameters and reductions of gradients may hide behind compute; their seconds must sit on
 node states to enter the overlap rows, so their copy nodes have one `made` state per distinct price.
@@ -21,7 +26,7 @@ bound under them holds; `memory/rows.py` adds rows for the moments at which a pl
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,11 +34,13 @@ import numpy as np
 from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
 from autoshard.cost_table import HEAVY, CostTable
 from autoshard.graph import Op, Ref
-from autoshard.plan import Window
+from autoshard.plan import AGAIN, Window
+from autoshard.recompute import is_source
 from autoshard.regions import Unit, Units, find_units
 from autoshard.rules import registry
 from autoshard.search.problem import Edge, Items, Problem
-from autoshard.spec import Spec
+from autoshard.sources import first_run, kept_table, open_units, source_runs
+from autoshard.spec import NOWHERE, Spec
 from autoshard.strategies import SpecIndex
 
 MEMORY, FORWARD, BACKWARD = 0, 1, 2
@@ -54,6 +61,7 @@ class State:
 ABSENT = State("absent", (False, False), (0, 0))
 OWN = State("own", (True, True), (0, 0))
 MADE = {"forward": State("made", (True, True), (1, 0)), "backward": State("made", (True, True), (0, 1))}
+HELD = State("held", (False, True), (0, 0))
 BOTH_WINDOWS = (State("forward", (True, False), (1, 0)), State("backward", (False, True), (0, 1)),
                 State("both", (True, True), (1, 1)), State("kept", (True, True), (1, 0)))
 
@@ -129,7 +137,7 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
     (see regions.py), by default as `find_units` groups the ops."""
     overlap = table.cluster.overlap
-    b = _Builder(table, units or find_units(table), overlap.eta, overlap.interference)
+    b = _Builder(table, units or default_units(table), overlap.eta, overlap.interference)
     layers = layers or {}
     for unit in b.units.units:
         _add_unit(b, unit, layers)
@@ -149,6 +157,11 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
                       groups=np.array(b.groups, dtype=np.int64) if layers else None)
     return Formulation(problem, b.units, tuple(b.copies), table, rows)
+
+
+def default_units(table: CostTable) -> Units:
+    """What decides together: units of ops, and where it is open what runs again, units of sources that mirror them."""
+    return find_units(table) if table.base is None else open_units(find_units(table.base), table)
 
 
 def _left(table: CostTable, limit: float) -> float:
@@ -201,7 +214,7 @@ def _add_stored(b: _Builder, node: int, op: Op, picked: np.ndarray) -> None:
 
 def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
     """Bytes of a value on one rank."""
-    return float(value_bytes(table.graph.meta(ref), spec, table.mesh))
+    return 0.0 if NOWHERE in spec else float(value_bytes(table.graph.meta(ref), spec, table.mesh))
 
 
 @dataclass(frozen=True)
@@ -216,12 +229,13 @@ class _Reader:
 
 
 def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
-    """Readers outside the value's own unit; inputs of one unit that always agree are one reader."""
+    """Readers outside the value's own unit, but for a source that may keep it; inputs of one unit that always agree are one
+    reader."""
     home = b.units.index(ref.op)
     found: dict[tuple, _Reader] = {}
     for name, index in b.table.graph.users.get(ref, ()):
         node = b.units.index(name)
-        if node != home:
+        if node != home and ref not in b.table.graph.op(name).kept:
             specs = b.units.inputs(name, index)
             reader = _Reader(node, name, index, specs, b.table.graph.op(name).phase)
             found.setdefault((node, reader.window, specs.specs, specs.index.tobytes()), reader)
@@ -229,19 +243,44 @@ def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
 
 
 def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
-    readers = _readers(b, ref)
-    wanted: dict[Spec, list[_Reader]] = defaultdict(list)
-    for reader in readers:
-        for spec in reader.specs.specs:
-            wanted[spec].append(reader)
+    readers, partner = _readers(b, ref), _partner(b, ref)
+    wanted, others = _by_spec(readers), _by_spec(_readers(b, partner) if partner else ())
     priced = b.overlaps and b.table.hideable(ref)
     shared = {spec: tuple(rs) for spec, rs in wanted.items()
-              if (priced or len(rs) > 1) and _costs_anything(b, ref, spec)}
+              if (priced or len(rs) + len(others.get(spec, ())) > 1) and _costs_anything(b, ref, spec)}
     for reader in readers:
         _add_direct_edge(b, ref, reader, frozenset(s for s, rs in shared.items() if reader in rs))
     for spec, rs in shared.items():
         _add_copy_node(b, ref, spec, rs, priced, layers)
+    _add_keeper(b, ref)
     _add_saved(b, ref)
+
+
+def _by_spec(readers: Iterable[_Reader]) -> dict[Spec, list[_Reader]]:
+    wanted: dict[Spec, list[_Reader]] = defaultdict(list)
+    for reader in readers:
+        for spec in reader.specs.specs:
+            if NOWHERE not in spec:
+                wanted[spec].append(reader)
+    return wanted
+
+
+def _partner(b: _Builder, ref: Ref) -> Ref | None:
+    """The value of forward that a source hands to backward, or the source's of a value of forward."""
+    graph, op = b.table.graph, b.table.graph.op(ref.op)
+    if is_source(op):
+        return Ref(first_run(op.name), ref.index)
+    source = graph.by_name.get(op.name + AGAIN)
+    return Ref(source.name, ref.index) if source is not None and is_source(source) else None
+
+
+def _add_keeper(b: _Builder, ref: Ref) -> None:
+    """The edge to the source that may keep a value, as forward made it."""
+    for name, index in b.table.graph.users.get(ref, ()):
+        if ref in b.table.graph.op(name).kept:
+            src, dst = b.units.outputs(ref), b.units.inputs(name, index)
+            table = b.shared(("kept", src.specs, dst.specs), lambda src=src, dst=dst: kept_table(src, dst))
+            b.edges.append(Edge(b.units.index(ref.op), b.units.index(name), table, src.index, dst.index))
 
 
 def _costs_anything(b: _Builder, ref: Ref, spec: Spec) -> bool:
@@ -258,7 +297,7 @@ def _add_direct_edge(b: _Builder, ref: Ref, reader: _Reader, through_copies: fro
     """Producer-reader prices; targets served by copy nodes are free here."""
     src, dst = b.units.outputs(ref), reader.specs
     seconds = b.table.table(ref, src, dst)
-    if len(through_copies) == len(dst.specs):
+    if all(s in through_copies or NOWHERE in s for s in dst.specs):
         return
     columns = tuple(i for i, s in enumerate(dst.specs) if s in through_copies)
 
@@ -276,9 +315,10 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
     src = b.units.outputs(ref)
     seconds = b.table.table(ref, src, _target(b, spec))
     windows = {r.window for r in readers}
-    states = b.shared(("states", id(seconds), len(windows), min(windows), priced),
-                      lambda: _states(src, spec, seconds[:, 0], windows, priced))
-    node = len(b.costs)
+    first = b.memo.get(("copy", _partner(b, ref), spec)) if "backward" in windows else None
+    states = b.shared(("states", id(seconds), len(windows), min(windows), priced, first is not None), lambda: (
+        *_states(src, spec, seconds[:, 0], windows, priced), *([HELD] if first is not None else [])))
+    node = b.memo["copy", ref, spec] = len(b.costs)
     copy = CopyNode(ref, spec, states, tuple((r.op, r.index) for r in readers))
     b.copies.append(copy)
     b.costs.append(b.shared(("copy cost", id(states)), lambda: np.array(
@@ -297,6 +337,21 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
     if len(windows) == 2:
         extra = max(0.0, local_bytes(b.table, ref, spec) - _least_saved(b, ref))
         b.add_items(node, MEMORY, np.array([extra if s.name == "kept" else 0.0 for s in states]))
+    if first is not None:
+        _add_held(b, copy, node, first)
+
+
+def _add_held(b: _Builder, copy: CopyNode, node: int, first: int) -> None:
+    """A copy held from forward: forward makes it (node `first`), the source does not run, memory holds it."""
+    held = np.array([s is HELD for s in copy.states])
+    made = b.copies[first - len(b.units.units)].states
+    every, others = (b.shared(("every", len(x)), lambda x=x: np.arange(len(x))) for x in (copy.states, made))
+    b.edges.append(Edge(first, node, b.shared(("held", len(held), id(made)), lambda: np.where(
+        np.array([s.name != "made" for s in made])[:, None] & held, np.inf, 0.0)), others, every))
+    runs = source_runs(b.table, copy.value.op)[b.units.picked(copy.value.op)].astype(np.int64)
+    b.edges.append(Edge(b.units.index(copy.value.op), node, b.shared(("held, not run", len(held)), lambda: np.stack(
+        [np.zeros(len(held)), np.where(held, np.inf, 0.0)])), b.shared(("runs", runs.tobytes()), lambda: runs), every))
+    b.add_items(node, MEMORY, np.where(held, local_bytes(b.table, copy.value, copy.spec), 0.0))
 
 
 def _states(src: SpecIndex, spec: Spec, prices: np.ndarray, windows: set[Window], priced: bool) -> tuple[State, ...]:
@@ -313,7 +368,7 @@ def _producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tupl
         for s, state in enumerate(states):
             if state.name == "own":
                 out[p, s] = 0.0 if source == spec else np.inf
-            elif state.name != "absent":
+            elif state not in (ABSENT, HELD):
                 fits = source != spec and np.isfinite(price) and (state.price is None or state.price == price)
                 out[p, s] = np.inf if not fits else 0.0 if state.price is not None else price * sum(state.times)
     return out
@@ -338,24 +393,30 @@ def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
 
 
 def _add_saved(b: _Builder, ref: Ref) -> None:
-    """Memory of a forward value that backward reads, in its producer's spec. Values that may share a buffer, being views
-    of one another, count once."""
-    root = storage_root(b.table.graph, ref)
-    if not _is_saved(b, ref) or ("saved", root) in b.memo:
-        return
-    b.memo["saved", root] = True
-    specs = b.units.outputs(ref)
-    amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
-    if b.table.graph.meta(ref).numel > b.table.graph.meta(root).numel:  # expanded: no larger than what it is a view of
-        amounts = np.minimum(amounts, min(local_bytes(b.table, root, s) for s in b.units.outputs(root).specs))
-    b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
+    """Memory of a forward value that backward reads, in its producer's spec, or that a source keeps. Values that may share
+    a buffer, being views of one another, count once; sources keep no views."""
+    if _is_saved(b, ref):
+        root = storage_root(b.table.graph, ref)
+        if ("saved", root) not in b.memo:
+            b.memo["saved", root] = True
+            specs = b.units.outputs(ref)
+            amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
+            if b.table.graph.meta(ref).numel > b.table.graph.meta(root).numel:  # expanded: no larger than what it is a view of
+                amounts = np.minimum(amounts, min(local_bytes(b.table, root, s) for s in b.units.outputs(root).specs))
+            b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
+    for name, index in b.table.graph.users.get(ref, ()):
+        if ref in (op := b.table.graph.op(name)).kept and b.table.graph.users.get(Ref(op.name, ref.index)):
+            specs = b.units.inputs(name, index)
+            amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
+            b.add_items(b.units.index(name), MEMORY, amounts[specs.index])
 
 
 def _is_saved(b: _Builder, ref: Ref) -> bool:
     """Whether forward makes this value and backward reads it; parameters, buffers and inputs are there anyway."""
     graph = b.table.graph
+    readers = (graph.op(name) for name, _ in graph.users.get(ref, ()))
     return (graph.op(ref.op).phase == "forward" and graph.op(storage_root(graph, ref).op).kind == "call"
-            and any(graph.op(name).phase == "backward" for name, _ in graph.users.get(ref, ())))
+            and any(op.phase == "backward" and not is_source(op) for op in readers))
 
 
 def _least_saved(b: _Builder, ref: Ref) -> float:

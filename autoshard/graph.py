@@ -18,6 +18,10 @@ Phase = Literal["forward", "backward"]
 Kind = Literal["param", "buffer", "input", "tangent", "call", "output"]
 
 
+KEPT = "kept"
+"""Keyword of a source."""
+
+
 @dataclass(frozen=True)
 class TensorMeta:
     """Shape and dtype of a value. `factors[d]` are the logical dims that tensor dim d is made of,
@@ -144,6 +148,11 @@ class Op:
     def refs(self) -> tuple[Ref, ...]:
         """Tensor inputs in argument order (a tensor used twice appears twice)."""
         return tuple(iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @cached_property
+    def kept(self) -> tuple[Ref, ...]:
+        """Of a source (recompute.py): the values of forward that it may keep; they come last in `refs`."""
+        return dict(self.kwargs).get(KEPT, ())
 
     @property
     def where(self) -> str:

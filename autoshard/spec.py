@@ -5,6 +5,7 @@ Inside tables a *placement* on one mesh axis is a small int, so a strategy is a 
     d >= 0     Shard(d): logical dim d is split over the axis
     R  = -1    Replicate
     PSUM = -2  Partial(sum);  PMAX = -3, PMIN = -4 likewise
+    NOWHERE    no value at all; only while it is open what backward runs again (sources.py)
 
 A *spec* is a tuple of placements, one per mesh axis in mesh order. Where two axes split the same dim,
 the first in mesh order is the major one. `ShardingSpec` is the form users see (axis names per dim).
@@ -27,11 +28,13 @@ R: Placement = -1
 PSUM: Placement = -2
 PMAX: Placement = -3
 PMIN: Placement = -4
+NOWHERE: Placement = 127
+"""Of a value that is not there: a strategy with it does not read that input, or does not make that output."""
 REDUCE_OPS = {PSUM: "sum", PMAX: "max", PMIN: "min"}
 
 
 def is_shard(p: Placement) -> bool:
-    return p >= 0
+    return 0 <= p < NOWHERE
 
 
 def is_partial(p: Placement) -> bool:

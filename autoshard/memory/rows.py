@@ -13,9 +13,12 @@ import numpy as np
 
 from autoshard.cost.memory import stored_parts
 from autoshard.flow import param_derived
-from autoshard.formulate import CopyNode, Formulation, State, local_bytes, storage_root
+from autoshard.cost_table import CostTable
+from autoshard.formulate import HELD, CopyNode, Formulation, State, local_bytes, storage_root
 from autoshard.graph import Graph, Ref
 from autoshard.search.problem import Items
+from autoshard.sources import first_run
+from autoshard.strategies import SpecIndex
 
 Amounts = tuple[int, np.ndarray]
 """A node, and bytes per strategy of it."""
@@ -66,15 +69,23 @@ def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
 
 
 def _values(formulation: Formulation, now: int) -> Iterator[Amounts]:
-    """Buffers that exist at `now` and are read then or later, each for the first value that lies in it."""
+    """Buffers that exist at `now` and are read then or later, each for the first value that lies in it. What a source keeps
+    exists from forward on."""
     table, units = formulation.table, formulation.units
-    last = last_reads(table.graph)
-    for op in table.graph.ops[:now + 1]:
+    graph, last = table.graph, last_reads(table.graph)
+    for op in graph.ops:
         for i, meta in enumerate(op.outputs):
             ref = Ref(op.name, i)
-            if op.kind == "call" and meta is not None and storage_root(table.graph, ref) == ref and last.get(ref, -1) >= now:
-                specs = units.outputs(ref)
-                yield units.index(op.name), np.array([local_bytes(table, ref, s) for s in specs.specs])[specs.index]
+            if op.kind != "call" or meta is None or storage_root(graph, ref) != ref or last.get(ref, -1) < now:
+                continue
+            if graph.order[op.name] <= now:
+                yield units.index(op.name), _bytes(table, ref, units.outputs(ref))
+            elif (first := Ref(first_run(op.name), i)) in op.kept and graph.order[first.op] <= now and last.get(first, -1) < now:
+                yield units.index(op.name), _bytes(table, ref, units.inputs(op.name, op.refs.index(first)))
+
+
+def _bytes(table: CostTable, ref: Ref, specs: SpecIndex) -> np.ndarray:
+    return np.array([local_bytes(table, ref, s) for s in specs.specs])[specs.index]
 
 
 def last_reads(graph: Graph) -> dict[Ref, int]:
@@ -83,6 +94,8 @@ def last_reads(graph: Graph) -> dict[Ref, int]:
     out: dict[Ref, int] = {}
     for op in graph.ops:
         for ref in op.refs if not str(op.target).startswith("grad:") else ():
+            if ref in op.kept:  # as long as it is kept, the source stands for it
+                continue
             root = storage_root(graph, ref)
             out[root] = max(out.get(root, -1), graph.order[op.name])
     return out
@@ -92,10 +105,15 @@ def _copy(formulation: Formulation, copy: CopyNode, now: int) -> np.ndarray:
     graph = formulation.table.graph
     nbytes = local_bytes(formulation.table, copy.value, copy.spec)
     spans = {w: [graph.order[name] for name, _ in copy.readers if graph.op(name).phase == w] for w in ("forward", "backward")}
+    if HELD in copy.states:  # where forward has no use for the copy any more
+        first = Ref(first_run(copy.value.op), copy.value.index)
+        spans["held"] = [graph.order[name] + 1 for name, _ in graph.users[first] if graph.op(name).phase == "forward"]
     return np.array([nbytes if _is_alive(s, spans, now) else 0.0 for s in copy.states])
 
 
 def _is_alive(state: State, spans: dict[str, list[int]], now: int) -> bool:
+    if state is HELD:
+        return max(spans["held"]) <= now <= max(spans["backward"])
     made = [w for w, times in zip(("forward", "backward"), state.times, strict=True) if times]
     if state.name == "kept":
         return min(spans["forward"]) <= now <= max(spans["backward"])
