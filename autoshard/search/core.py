@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.search.problem import Problem
-from autoshard.search.undo import Keep, Masks, Undo
+from autoshard.search.undo import Fixed, Keep, Masks, Undo
 
 
 class Table:
@@ -75,6 +75,10 @@ class Core:
             found = self._memo[key] = (compute(shape, *args), args)
         return found[0]
 
+    def forget(self) -> None:
+        """Drop what was kept to run each distinct operation once. Undoing needs none of it."""
+        self._memo, self._settled = {}, {}
+
     def settle(self, v: int, rules: tuple) -> None:
         """Note that `rules` find nothing to do at a node that looks like v. Copies in other layers look the same."""
         self._settled[self._look(v, rules)] = self.cost[v], *self.adj[v].values(), self.items[v]  # ids stay theirs
@@ -124,6 +128,16 @@ class Core:
         items, self.items[v] = self.items[v], ()
         for item in items:
             self.add_item(v, item.lo, item.hi, self.memo(np.take, item.amount, kept))
+
+    def fix(self, v: int, s: int) -> None:
+        """Decide v: its strategy s, its costs and loads, become part of the rest."""
+        for u, table in self.adj[v].items():
+            self.cost[u] = self.memo_shaped(_add_row, (s,), self.cost[u], table)
+        for item in self.items[v]:
+            self.base[item.lo:item.hi] += item.amount[s]
+        self.constant += float(self.cost[v][s])
+        self.undo.append(Fixed(v, s, np.where(np.arange(len(self.cost[v])) == s, 0.0, np.inf)))
+        self.remove(v)
 
     def add_item(self, v: int, lo: int, hi: int, amount: np.ndarray) -> None:
         least, rest, constant = self.memo(_split_constant, amount)
@@ -186,6 +200,10 @@ class Core:
 def charge(shape: tuple, cost: np.ndarray, amount: np.ndarray) -> np.ndarray:
     """cost + price x amount, the price being `shape[0]` (for `Core.memo_shaped`)."""
     return cost + shape[0] * amount
+
+
+def _add_row(shape: tuple, cost: np.ndarray, table: Table) -> np.ndarray:
+    return cost + table.a[shape[0]]
 
 
 def _add_tables(a: Table, b: Table) -> Table:

@@ -16,13 +16,15 @@ from autoshard.search.clock import Clock
 from autoshard.search.core import Core, build
 from autoshard.search.large.exact import table_entries
 from autoshard.search.presolve import Infeasible, reduce_core
-from autoshard.search.priced import TABLES, Priced, solve_left, solve_priced
+from autoshard.search.priced import TABLES, Priced, solve_left, solve_priced, tighten
 from autoshard.search.problem import row_loads
 from autoshard.search.tie import tie
 
 TRIALS = 16
 ROOMS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # assumed gaps, widened while nothing is found
 TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
+FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
+HUGE = 10_000_000  # table entries
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 Plane = tuple[np.ndarray, float, np.ndarray]
@@ -32,6 +34,7 @@ cost + excess x change of prices."""
 
 def search_few_rows(board: Board, core: Core, seed: int) -> None:
     """Tied first, if layers repeat: its choices are incumbents, its planes a start. Then the problem itself."""
+    _spare(core)
     planes: list[Plane] = []
     pool: list[np.ndarray] = []
     quotient, lift = tie(board.problem)
@@ -40,6 +43,7 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
         try:
             tied_core = build(quotient)[0]
             reduce_core(tied_core, tied.clock.expired)
+            _spare(tied_core)
             best, planes, found = search_prices(tied, tied_core, planes, seed)
             close(tied, tied_core, best, seed)
             pool = [lift(choice) for choice in found]
@@ -55,6 +59,11 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
     _mix(board, [*pool, *found], seed)
 
 
+def _spare(core: Core) -> None:
+    if table_entries(core) > HUGE:  # what reducing left in memory is worth less than the memory
+        core.forget()
+
+
 def search_prices(board: Board, core: Core, planes: list[Plane],
                   seed: int) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
@@ -64,9 +73,14 @@ def search_prices(board: Board, core: Core, planes: list[Plane],
         if board.done:
             break
         prices, promised = _next_prices(core, planes) if planes else (np.zeros(len(core.limit)), math.inf)
-        if best is not None and promised <= max(best.bound, best.value if best.choice is not None else -math.inf) + MARGIN * abs(best.bound):
-            break  # where bounds are loose, other prices may promise more than they can show
-        priced = solve_priced(board, core, prices, seed)
+        if best is None:
+            priced = solve_priced(board, core, prices, seed, 0.0 if planes else FIRST)
+        elif promised > max(best.bound, best.value if best.choice is not None else -math.inf) + MARGIN * abs(best.bound):
+            priced = solve_priced(board, core, prices, seed, LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300))
+        elif best.loose:  # other prices may promise more than they can show: first see what these can
+            priced = best = tighten(board, core, best, seed)
+        else:
+            break
         board.raise_bound(priced.bound, "row prices")
         if best is None or priced.bound > best.bound:
             best = priced
@@ -74,7 +88,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane],
             break
         board.offer(priced.choice, "row prices")
         found.append(priced.choice)
-        planes.append((prices, priced.value, _excess(board, core, priced.choice)))
+        planes.append((priced.prices, priced.value, _excess(board, core, priced.choice)))
     return best, planes, found
 
 
@@ -86,7 +100,9 @@ def close(board: Board, core: Core, best: Priced | None, seed: int) -> None:
     for room in ROOMS:
         if board.done:
             return
-        upper = min(board.cost, best.bound + room * abs(best.bound))
+        upper = best.bound + room * abs(best.bound)
+        if board.cost < upper + room * abs(best.bound):
+            upper = board.cost
         try:
             small = _narrowed(board, core, best, upper, seed)
             if table_entries(small) > TABLES:
@@ -107,16 +123,24 @@ def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -
     priced again, which tells more strategies to be too dear."""
     while True:
         small = core.copy()
-        for v, mask in best.possible(upper).items():
-            if small.cost[v] is not None and not mask.all():
-                if not mask.any():
-                    raise Infeasible(v)
-                small.keep(v, np.flatnonzero(mask))
+        _keep_possible(small, best.possible(upper))
         reduce_core(small, board.clock.expired)
         left = table_entries(small)
         if not left or left > ENOUGH * table_entries(core) or board.clock.expired():
             return small
         core, best = small, solve_priced(board, small, best.prices, seed)
+
+
+def _keep_possible(core: Core, masks: dict[int, np.ndarray]) -> None:
+    left = {v: np.flatnonzero(mask) for v, mask in masks.items() if core.cost[v] is not None and not mask.all()}
+    for v, kept in left.items():
+        if not len(kept):
+            raise Infeasible(v)
+        if len(kept) == 1 and np.isfinite(core.cost[v][kept[0]]):
+            core.fix(v, int(kept[0]))
+    for v, kept in left.items():
+        if core.cost[v] is not None:
+            core.keep(v, kept)
 
 
 def _mix(board: Board, pool: list[np.ndarray], seed: int) -> None:

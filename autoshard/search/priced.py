@@ -27,7 +27,8 @@ MIP_NODES = 2000
 @dataclass(frozen=True, eq=False)
 class Priced:
     """What the problem at `prices` gave: a `bound` that holds for the problem with rows, and the best choice found, or
-    None. `value` is what that choice costs at these prices: the bound, where it is tight."""
+    None. `value` is what that choice costs at these prices: the bound, where it is tight. `loose`: more could be had at
+    these prices, see `tighten`."""
 
     prices: np.ndarray
     bound: float
@@ -35,31 +36,46 @@ class Priced:
     choice: np.ndarray | None
     dual: Dual
     since: int
+    loose: bool
 
     def possible(self, upper: float) -> dict[int, np.ndarray]:
         """Masks of the strategies of the core before pricing that a choice of cost at most `upper` may take."""
         return self.dual.core.widen(self.dual.possible(upper), upper - self.bound + MARGIN * abs(upper), self.since)
 
 
-def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int) -> Priced:
-    """Raises Infeasible when no choice is possible whatever the rows."""
-    free = core.copy(own_memo=table_entries(core) > LARGE)
+def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0) -> Priced:
+    """The problem at `prices`, up to a relative gap of `enough`. Raises Infeasible when no choice is possible whatever the
+    rows."""
+    large = table_entries(core) > LARGE
+    free = core.copy(own_memo=large)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
     many = max((len(free.cost[v]) for v in free.alive), default=0) >= MANY
     merge_pairs(free, LARGEST_PAIR_OF_MANY if many else LARGEST_PAIR, board.clock.expired)
-    dual = Dual(free)
-    bound, picked, value = dual.converge(Phase(board.clock, 0.5))
+    if large:
+        free.forget()
+    return _answer(board, core, prices, Dual(free), len(core.undo), seed, enough)
+
+
+def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
+    """Go on where `solve_priced(..., enough)` stopped."""
+    return _answer(board, core, priced.prices, priced.dual, priced.since, seed, 0.0)
+
+
+def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, enough: float) -> Priced:
+    bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
     choice = None
     if math.isfinite(value):
         full = np.zeros(len(core.cost), dtype=np.int64)
         full[dual.nodes] = picked
-        choice = free.lift(full)
-    if value - bound > MARGIN * abs(bound) and table_entries(free) <= LARGE:
+        choice = dual.core.lift(full)
+    loose = value - bound > MARGIN * abs(bound)
+    if value - bound > max(MARGIN, enough) * abs(bound) and table_entries(dual.core) <= LARGE:
         bound, choice = _widen(board, dual, bound, value, choice, seed)
+        loose = False
     if choice is not None:
         value = priced_cost(board.problem, choice, np.where(_always(board, core), board.problem.row_price, prices))
-    return Priced(prices, bound, value, choice, dual, len(core.undo))
+    return Priced(prices, bound, value, choice, dual, since, loose and enough > 0.0)
 
 
 def _always(board: Board, core: Core) -> np.ndarray:

@@ -9,8 +9,10 @@ Infinite costs (np.inf) forbid a choice or a pair.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 
@@ -73,6 +75,65 @@ class Problem:
     @property
     def n(self) -> int:
         return len(self.node_costs)
+
+    @cached_property
+    def flat_nodes(self) -> "FlatNodes":
+        starts, values = _joined(self.node_costs)
+        return FlatNodes(starts, values)
+
+    @cached_property
+    def flat_edges(self) -> "FlatEdges":
+        tables, values = _joined([e.table.ravel() for e in self.edges], [id(e.table) for e in self.edges])
+        rows, index_u = _joined([e.rows for e in self.edges])
+        cols, index_v = _joined([e.cols for e in self.edges])
+        ends = np.array([(e.u, e.v, e.table.shape[1]) for e in self.edges], dtype=np.int64).reshape(-1, 3)
+        return FlatEdges(*ends.T, tables, rows, cols, values, index_u, index_v)
+
+
+@dataclass(frozen=True, eq=False)
+class FlatNodes:
+    """All cost vectors one after the other, shared ones once: those of node n start at `start[n]`."""
+
+    start: np.ndarray
+    values: np.ndarray
+
+    def of(self, choice: np.ndarray) -> list[float]:
+        """The cost of every node's choice."""
+        return self.values[self.start + choice].tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class FlatEdges:
+    """All tables one after the other, shared ones once, and all index vectors. Per edge: its ends, the width of its table,
+    where the table and the index vectors start."""
+
+    u: np.ndarray
+    v: np.ndarray
+    width: np.ndarray
+    table: np.ndarray
+    rows: np.ndarray
+    cols: np.ndarray
+    values: np.ndarray
+    index_u: np.ndarray
+    index_v: np.ndarray
+
+    def of(self, choice: np.ndarray) -> list[float]:
+        """The cost of every edge's pair of choices."""
+        row, col = self.index_u[self.rows + choice[self.u]], self.index_v[self.cols + choice[self.v]]
+        return self.values[self.table + row * self.width + col].tolist()
+
+
+def _joined(arrays: Sequence[np.ndarray], keys: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(where each array starts, all of them one after the other); an object that comes again is there once."""
+    seen: dict[int, int] = {}
+    parts, starts, size = [], [], 0
+    for array, key in zip(arrays, keys or map(id, arrays), strict=True):
+        if key not in seen:
+            seen[key] = size
+            parts.append(array)
+            size += len(array)
+        starts.append(seen[key])
+    return np.array(starts, dtype=np.int64), np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +203,7 @@ def evaluate(problem: Problem, choice: np.ndarray) -> float:
 
 
 def _without_rows(problem: Problem, choice: np.ndarray) -> float:
-    picks = choice.tolist()
-    parts = [c[s] for c, s in zip(problem.node_costs, picks, strict=True)]
-    parts += [e.table[e.rows[picks[e.u]], e.cols[picks[e.v]]] for e in problem.edges]
-    return math.fsum(parts)
+    return math.fsum([*problem.flat_nodes.of(choice), *problem.flat_edges.of(choice)])
 
 
 def priced_cost(problem: Problem, choice: np.ndarray, prices: np.ndarray) -> float:

@@ -36,8 +36,8 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """v kept the strategies `kept` of `size`. `change[a, b]`: the most that b instead of a adds; None: the others were
-    impossible."""
+    """v kept the strategies `kept` of `size`. `change[a, b]`: the most that the b-th of them adds instead of the a-th
+    other; None: the others were impossible."""
 
     v: int
     kept: np.ndarray
@@ -63,11 +63,11 @@ class Keep:
 
 def _undominated_within(shape: tuple, change: np.ndarray, kept: np.ndarray, alive: np.ndarray) -> np.ndarray:
     """A removed strategy comes back unless an impossible one is never dearer, or a possible one cheaper by more than room."""
-    mask = np.zeros(len(change), dtype=bool)
+    gone = np.ones(len(change) + len(kept), dtype=bool)
+    gone[kept] = False
+    mask = np.zeros(len(gone), dtype=bool)
     mask[kept] = alive
-    gone = np.setdiff1d(np.arange(len(change)), kept)
-    against = change[np.ix_(gone, kept)]
-    mask[gone] = ~((against <= np.where(alive, np.nextafter(-shape[0], -np.inf), 0.0)).any(axis=1))
+    mask[gone] = ~((change <= np.where(alive, np.nextafter(-shape[0], -np.inf), 0.0)).any(axis=1))
     return mask
 
 
@@ -114,7 +114,7 @@ def _given_one(shape: tuple, extra: np.ndarray, alive: np.ndarray) -> np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class GivenTwo:
-    """v is `best[choice of u, choice of w]`, the least of to_u[s, a] + cost[s] + to_w[s, b] (Tables and a vector)."""
+    """v is `best[choice of u, choice of w]`, the least of to_u[s, a] + cost[s] + to_w[s, b], which are `parts`."""
 
     v: int
     u: int
@@ -132,16 +132,20 @@ class GivenTwo:
         masks.run(self.v, _given_two, *self.parts, masks.of[self.u], masks.of[self.w])
 
 
-def _given_two(shape: tuple, to_u: Any, cost: np.ndarray, to_w: Any, alive_u: np.ndarray, alive_w: np.ndarray) -> np.ndarray:
-    left, right = to_u.a[:, alive_u] + cost[:, None], to_w.a[:, alive_w]
-    total = left[:, :, None] + right[:, None, :]
-    return (total <= total.min(axis=0, initial=np.inf) + shape[0]).any(axis=(1, 2), where=np.isfinite(total))
+def _given_two(shape: tuple, to_u: np.ndarray, cost: np.ndarray, to_w: np.ndarray, alive_u: np.ndarray,
+               alive_w: np.ndarray) -> np.ndarray:
+    left, right = to_u[:, alive_u] + cost[:, None], to_w[:, alive_w]
+    least = np.full((left.shape[1], right.shape[1]), np.inf)
+    for a, b in zip(left, right, strict=True):  # one strategy at a time, so that no cube is ever stored
+        np.minimum(least, a[:, None] + b[None, :], out=least)
+    least = np.where(np.isfinite(least), least + shape[0], -np.inf)
+    return np.array([(a[:, None] + b[None, :] <= least).any() for a, b in zip(left, right, strict=True)], dtype=bool)
 
 
 @dataclass(frozen=True, slots=True)
 class States:
     """Strategies of v were merged: `best[state, choice of u]` is the one a state stands for, `group` the state of each.
-    `dearer` = (table to u before, its shift per strategy, table after)."""
+    `dearer` = (costs to u before, their shift per strategy, costs after)."""
 
     v: int
     u: int
@@ -160,10 +164,10 @@ class States:
         masks.run(self.v, _states, *self.dearer, self.group, masks.of[self.v], masks.of[self.u])
 
 
-def _states(shape: tuple, before: Any, shift: np.ndarray, after: Any, group: np.ndarray, alive_v: np.ndarray,
+def _states(shape: tuple, before: np.ndarray, shift: np.ndarray, after: np.ndarray, group: np.ndarray, alive_v: np.ndarray,
             alive_u: np.ndarray) -> np.ndarray:
-    each = before.a[:, alive_u] + shift[:, None]
-    close = (each <= after.a[group][:, alive_u] + shape[0]) & np.isfinite(each)
+    each = before[:, alive_u] + shift[:, None]
+    close = (each <= after[group][:, alive_u] + shape[0]) & np.isfinite(each)
     return alive_v[group] & close.any(axis=1)
 
 

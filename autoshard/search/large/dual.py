@@ -116,8 +116,9 @@ class Dual:
         messages.sweep(self.packed, cost, self.message, theta, False)
         return cost, constant
 
-    def converge(self, phase: Phase) -> tuple[float, np.ndarray, float]:
-        """Without rows: sweep until the decoded choice costs what the messages prove, or too little is gained.
+    def converge(self, phase: Phase, enough: float = TIGHT) -> tuple[float, np.ndarray, float]:
+        """Without rows: sweep until the decoded choice costs what the messages prove, within `enough` of it, or too little
+        is gained. Called again it goes on.
 
         Ends by work, not by the clock, unless the phase is over. Returns (bound, choice per packed node, its cost)."""
         p, bound, value = self.packed, -np.inf, np.inf
@@ -138,7 +139,7 @@ class Dual:
             flat = flat + 1 if now <= bound + _too_little(bound, value) else 0
             bound = max(bound, now)
             phase.tick(SWEEPS)
-            if value - bound <= TIGHT * abs(bound) or flat >= STALL or phase.over():
+            if value - bound <= max(TIGHT, enough) * abs(bound) or flat >= STALL or phase.over():
                 break
         self.state[1] = bound - constant
         return bound, choice, value

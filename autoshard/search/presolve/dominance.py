@@ -10,21 +10,20 @@ import numpy as np
 from autoshard.search.core import Core
 
 LARGEST_WORK = 60_000_000
+REMEMBERED = 200  # strategies; what replaces what among more takes megabytes
 SMALL_WORK = 50_000  # below, looking for repetition takes longer than it saves
 
 
-def replacement(table: np.ndarray) -> np.ndarray | None:
-    """[a, b]: the most that replacing row a by row b can add, over the columns where row a is finite.
-
-    Strategies repeat what they show a neighbour: of 120 matmul strategies it may see 20 different layouts."""
+def replacement(table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """([a, b]: the most that replacing row a by row b can add, over the columns where row a is finite; kind of every row).
+    With kinds, the first part is about the kinds: strategies repeat what they show a neighbour, of 120 matmul strategies
+    it may see 20 different layouts. None when that is too much work."""
     if table.size * len(table) < SMALL_WORK:
-        return _replacement(table)
+        return _replacement(table), None
     rows, row = distinct(table)
     columns, _ = distinct(np.ascontiguousarray(table[rows].T))
-    if len(rows) < len(table):
-        few = _replacement(np.ascontiguousarray(table[np.ix_(rows, columns)]))
-        return None if few is None else few[row[:, None], row[None, :]]
-    return _replacement(np.ascontiguousarray(table[:, columns]))
+    found = _replacement(np.ascontiguousarray(table[np.ix_(rows, columns)]))
+    return None if found is None else (found, row)
 
 
 def distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,8 +73,8 @@ def _loads(shape: tuple, *amounts: np.ndarray) -> np.ndarray:
 
 
 def _undominated(cost: np.ndarray, *parts) -> tuple[np.ndarray, np.ndarray] | None:
-    """(indices of the strategies that stay, [a, b]: the most that b instead of a adds); None when all stay. Equal ones
-    leave the first."""
+    """(indices of the strategies that stay, [a, b]: the most that the b-th of them adds instead of the a-th that goes);
+    None when all stay. Equal ones leave the first."""
     k = len(cost)
     worst = cost[None, :] - cost[:, None]
     fits = np.ones((k, k), dtype=bool)
@@ -85,10 +84,11 @@ def _undominated(cost: np.ndarray, *parts) -> tuple[np.ndarray, np.ndarray] | No
             for column in load.T:
                 fits &= column[None, :] <= column[:, None]
         else:
-            change = part.fact(replacement)
+            change = part.fact(replacement) if len(part.a) <= REMEMBERED else replacement(part.a)
             if change is None:
                 return None
-            worst = worst + change
+            most, kind = change
+            worst += most if kind is None else most[kind[:, None], kind[None, :]]
     better = fits & (worst <= 0)
     np.fill_diagonal(better, False)
     if not better.any():
@@ -96,4 +96,4 @@ def _undominated(cost: np.ndarray, *parts) -> tuple[np.ndarray, np.ndarray] | No
     kept = np.ones(k, dtype=bool)
     for a in np.lexsort((-np.arange(k), -cost)):  # dearest and last first; only a strategy still kept may replace
         kept[a] = not (better[a] & kept).any()
-    return np.flatnonzero(kept), worst
+    return np.flatnonzero(kept), worst[np.ix_(~kept, kept)]

@@ -66,11 +66,11 @@ def _fold_between(core: Core, v: int) -> bool:
     nu, nv, nw = to_u.a.shape[1], len(core.cost[v]), to_w.a.shape[1]
     if nu * nv * nw > LARGEST_PRODUCT or nu * nw > max(LARGEST_TABLE, nv * (nu + nw)):
         return False
-    parts = to_u, core.cost[v], to_w
-    table, best = core.memo(join, *parts)
+    cost = core.cost[v]
+    table, best = core.memo(join, to_u, cost, to_w)
     core.remove(v)
     core.add_edge(u, w, table)
-    core.undo.append(GivenTwo(v, u, w, best, parts))
+    core.undo.append(GivenTwo(v, u, w, best, (to_u.a, cost, to_w.a)))
     return True
 
 
@@ -78,7 +78,7 @@ def join(to_u: Table, cost: np.ndarray, to_w: Table) -> tuple[Table, np.ndarray]
     """min over s of to_u[s, a] + cost[s] + to_w[s, b], one s at a time so that no cube is ever stored."""
     left, right = to_u.a + cost[:, None], to_w.a
     out = left[0][:, None] + right[0][None, :]
-    best = np.zeros(out.shape, dtype=np.int32)
+    best = np.zeros(out.shape, dtype=np.int16 if len(cost) < 2**15 else np.int32)
     for s in range(1, len(cost)):
         candidate = left[s][:, None] + right[s][None, :]
         better = candidate < out

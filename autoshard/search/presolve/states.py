@@ -8,14 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search.core import Core, Table
-from autoshard.search.presolve.dominance import load_profile, replacement
+from autoshard.search.presolve.dominance import distinct, load_profile
 from autoshard.search.undo import States
 
+MIX = 0x9E3779B97F4A7C15  # an odd number: multiples of it spread over 64 bits
 
-def alike(table: np.ndarray) -> np.ndarray | None:
-    """[a, b]: rows a and b differ by a constant, so that this neighbour does not tell them apart."""
-    change = replacement(table)
-    return None if change is None else change + change.T == 0  # the most and the least of the difference agree
+
+def alike(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(kind of every row, its first finite entry): rows of one kind differ by a constant, so that this neighbour does not
+    tell them apart."""
+    first = table[np.arange(len(table)), np.argmax(np.isfinite(table), axis=1)]
+    first = np.where(np.isfinite(first), first, 0.0)
+    return distinct(table - first[:, None] + 0.0)[1], first  # + 0.0: no minus zero
 
 
 def merge_states(core: Core, v: int) -> bool:
@@ -36,26 +40,25 @@ def merge_states(core: Core, v: int) -> bool:
 
 def _told_apart_by_one(*parts) -> int | None:
     """The position of a table that alone tells some two strategies apart, all other tables and loads not; or None."""
-    masks = []
-    for part in parts:
-        if isinstance(part, np.ndarray):
-            load = part.reshape(len(part), -1)
-            masks.append((load[:, None, :] == load[None, :, :]).all(axis=2))
-        else:
-            masks.append(part.fact(alike))
-    if any(mask is None for mask in masks):
-        return None
-    different = sum((~mask).astype(np.int64) for mask in masks)
-    np.fill_diagonal(different, len(masks) + 1)
-    for which, (part, mask) in enumerate(zip(parts, masks, strict=True)):
-        if not isinstance(part, np.ndarray) and (different - ~mask <= 0).any():
+    looks = np.array([_kinds(part)[0] + 1 for part in parts], dtype=np.uint64)
+    looks *= (np.uint64(MIX) * np.arange(1, 2 * len(parts), 2, dtype=np.uint64))[:, None]  # whoever merges looks again
+    together = looks.sum(axis=0)
+    for which, part in enumerate(parts):
+        if not isinstance(part, np.ndarray) and len(np.unique(together - looks[which])) < len(together):
             return which
     return None
 
 
+def _kinds(part: Table | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`alike` for a table or loads; equal loads are alike."""
+    if isinstance(part, np.ndarray):
+        return distinct(part.reshape(len(part), -1) + 0.0)[1], np.zeros(len(part))
+    return part.fact(alike)
+
+
 def _apply(core: Core, v: int, u: int, towards: Table, merged: tuple) -> None:
     kept, cost, table, best, group, offset = merged
-    core.undo.append(States(v, u, best, group, (towards, offset, table)))
+    core.undo.append(States(v, u, best, group, (towards.a, offset, table.a)))
     items, core.items[v] = core.items[v], ()
     for w, old in list(core.adj[v].items()):
         new = table if w == u else core.memo(_take, old, kept)
@@ -72,25 +75,13 @@ def _take(table: Table, kept: np.ndarray) -> Table:
 def _merged(cost: np.ndarray, towards: Table, *parts) -> tuple | None:
     """(kept, cost, table to u, best original state [state, choice of u], group and offset of each original) or None."""
     k = len(cost)
-    same, shift = np.ones((k, k), dtype=bool), np.zeros((k, k))
-    for part in parts:
-        if isinstance(part, np.ndarray):
-            load = part.reshape(k, -1)
-            same &= (load[:, None, :] == load[None, :, :]).all(axis=2)
-        else:
-            change = part.fact(replacement)
-            if change is None:
-                return None
-            same &= part.fact(alike)
-            shift = shift + np.where(same, change, 0.0)
-    leader = np.argmax(same, axis=0)
-    same_as_leader = same[np.arange(k), leader]
-    leader = np.where(same_as_leader, leader, np.arange(k))
-    kept = np.unique(leader)
+    kinds = [_kinds(part) for part in parts]
+    kept, group = distinct(np.stack([kind for kind, _ in kinds], axis=1)) if kinds else (np.zeros(1, dtype=np.int64), np.zeros(k, dtype=np.int64))
     if len(kept) == k:
         return None
-    group = np.searchsorted(kept, leader)
-    offset = cost + shift[leader, np.arange(k)]
+    order = np.argsort(kept)  # kinds are numbered by their first strategy
+    kept, group = kept[order], np.argsort(order)[group]
+    offset = cost + sum(first - first[kept][group] for _, first in kinds)
     table = np.full((len(kept), towards.a.shape[1]), np.inf)
     best = np.zeros(table.shape, dtype=np.int64)
     for s in range(k):
