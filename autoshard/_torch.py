@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -32,18 +32,25 @@ class Recorder(FakeTensorMode):
     """Fake tensors that report every functional aten op: `on_op(target, args, kwargs, result)`.
 
     Sits below functionalization and autograd, so it sees what a device would run and nothing in place.
-    Ops that fake tensors run internally to find a shape are not reported."""
+    Ops that fake tensors run internally to find a shape are not reported. `answer(op, args)` may make up the result of
+    an op that has none without data."""
 
     def __init__(self, on_op: Callable[..., None]) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.on_op = on_op
         self.recording = False
+        self.answer: Callable[[Any, Any], Any] | None = None
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._depth += 1
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
+        except DATA_DEPENDENT:
+            with self:
+                result = NotImplemented if self.answer is None else self.answer(func, args)
+            if result is NotImplemented:
+                raise
         finally:
             self._depth -= 1
         if result is NotImplemented:
@@ -130,6 +137,9 @@ def axis_or_ranks(group: Any) -> str | list[int]:
     if isinstance(group, list):
         return group
     raise ValueError(f"{group!r} is no group: give a process group, a DeviceMesh of one axis, (DeviceMesh, dim) or a mesh axis's name")
+def no_modes() -> Any:
+    """Outside of every tracing mode that is active."""
+    return _disable_current_modes()
 
 
 def functional(fake: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from autoshard.precision import Precision
 from autoshard.reachable import reachable
 from autoshard.recompute import LEVELS, candidates, with_recompute
 from autoshard.rules.factors import factor_graph
+from autoshard.report.whole import whole_notes
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.search import guarded
@@ -47,7 +48,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
          outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
-         time_limit: float = 60.0, search: str = "auto", progress: Progress | None = None,
+         time_limit: float = 60.0, search: str = "auto", fallback: str = "error", progress: Progress | None = None,
          model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
@@ -60,16 +61,18 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
     time_limit     seconds the search may take; the best plan so far is returned with its gap
     search         backend of the search: auto, milp, cp_sat, local, brute; or propagate: spread the seeds, search nothing
+    fallback       "replicate": submodules that cannot be traced run whole on every rank, and the report says what that costs;
+                   "error": a TraceError lists all places that cannot be traced
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
     options = Options(optimizer_name(optimizer), precision, {**held_by(model), **(seeds or {})}, inputs, outputs,
-                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search)
+                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback)
     mesh, clock = as_mesh(mesh), Clock(progress)
     load_cluster(options.cluster).links_for(mesh)  # a bad cluster or mesh is reported before the long work
     with clock("trace"):
         traced = trace(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn=loss_fn,
-                       training=training, precision=precision, marks=options.marks)
+                       training=training, precision=precision, marks=options.marks, fallback=fallback)
     return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
 
 
@@ -78,9 +81,9 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
-            time_limit: float = 60.0, search: str = "auto", plan: Plan | str | os.PathLike[str] | None = None,
-            backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None,
-            device: Any = None, progress: Progress | None = None) -> CompiledModule:
+            time_limit: float = 60.0, search: str = "auto", fallback: str = "error",
+            plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
+            cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -94,7 +97,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
     options = Options(optimizer_name(optimizer), precision, {**held_by(model), **(seeds or {})}, inputs, outputs,
-                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search)
+                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback)
     load_cluster(options.cluster).links_for(as_mesh(mesh))
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
@@ -104,7 +107,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     return compile_model(model, mesh, planner, example_inputs=example_inputs, example_kwargs=example_kwargs,
                          loss_fn=loss_fn, training=training, precision=precision, inputs=inputs, outputs=outputs,
                          batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=repr(options),
-                         checkpoint=checkpoint, device=device, marks=options.marks)
+                         checkpoint=checkpoint, device=device, marks=options.marks, fallback=fallback)
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
@@ -194,6 +197,7 @@ def _decide(table: CostTable, options: Options, clock: "Clock", has_loss: bool, 
         found = make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
                           settings=settings,
                           seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table), played=played)
+        found = replace(found, notes=(*found.notes, *whole_notes(table.graph, found)))
     if options.search == PROPAGATE:
         for warning in spread.warnings:
             logging.getLogger("autoshard.propagate").warning(warning)

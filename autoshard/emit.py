@@ -21,7 +21,9 @@ from autoshard import _torch
 from autoshard.errors import LoweringError
 from autoshard.graph import TensorMeta
 from autoshard.mesh import Mesh
+from autoshard.recorder import is_random
 from autoshard.seeded import seeded
+from autoshard.whole import SeededWhole, Whole
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -69,7 +71,7 @@ class _Recording(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, (torch._ops.OpOverload, Whole)):
             return self.tracer.create_proxy("call_function", func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -130,8 +132,8 @@ class Emitter:
         """Append a call with its fake value, or return an existing node that already is the result."""
         if _is_random(target, args, kwargs) and self.mesh.size > 1:
             name, axes = self.random_key
-            args = (target, self._number("seed", "").node, crc32(name.encode()), _node(self.index(axes)), *args)
-            target = seeded
+            args = (self._number("seed", "").node, crc32(name.encode()), _node(self.index(axes)), *args)
+            target, args = (SeededWhole(target), args) if isinstance(target, Whole) else (seeded, (target, *args))
         if target in VIEWS:
             args = (_viewed(args[0]), *args[1:])
         vals, named = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -292,8 +294,8 @@ def _changes_nothing(target: Any, args: Any) -> bool:
 
 def _is_random(target: Any, args: Any, kwargs: Any) -> bool:
     """Ops that draw numbers; attention draws only with dropout."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
+    if not is_random(target) or isinstance(target, Whole):
+        return is_random(target)
     for i, arg in enumerate(target._schema.arguments):
         if arg.name == "dropout_p":
             return (args[i] if i < len(args) else kwargs.get("dropout_p", arg.default_value)) != 0.0

@@ -66,7 +66,7 @@ def _call(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -
         return values[leaf.op][leaf.index] if isinstance(leaf, Ref) else leaf
 
     kwargs = {k: map_args(value, v) for k, v in op.kwargs}
-    if not op.refs and any(a.name == "device" for a in op.target._schema.arguments):
+    if isinstance(op.target, torch._ops.OpOverload) and not op.refs and any(a.name == "device" for a in op.target._schema.arguments):
         kwargs["device"] = device
     result = op.target(*map_args(value, op.args), **kwargs)
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-MODES = {"inputs": ("global", "local"), "outputs": ("replicate", "dtensor", "local")}
+MODES = {"inputs": ("global", "local"), "outputs": ("replicate", "dtensor", "local"),
+         "fallback": ("error", "replicate")}
 
 Progress = Callable[[str, str], None]
 
@@ -32,6 +33,7 @@ class Options:
     cluster: str = "h100-dgx"
     time_limit: float = 60.0
     search: str = "auto"
+    fallback: str = "error"
 
     def __post_init__(self) -> None:
         for name, allowed in MODES.items():
@@ -56,7 +58,8 @@ class Options:
     def settings(self, training: bool, has_loss: bool) -> dict[str, Any]:
         """The part that belongs to a plan."""
         p = self.precision
-        return {"optimizer": self.optimizer if training else "none", "training": training, "loss_in_graph": has_loss,
+        return {**({"fallback": self.fallback} if self.fallback != "error" else {}),
+                "optimizer": self.optimizer if training else "none", "training": training, "loss_in_graph": has_loss,
                 "inputs": self.inputs, "outputs": self.outputs,
                 "precision": None if p is None else {"param": p.param, "master": p.master, "reduce": p.reduce}}
 

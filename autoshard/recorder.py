@@ -4,7 +4,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ from autoshard.graph import Op, Phase, Ref, TensorMeta
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py")
+RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py", "survey.py", "whole.py", "made_up.py")
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
 ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor and reduce_scatter_tensor of torch.distributed._functional_collectives are "
               "taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
@@ -46,6 +46,7 @@ class Tape:
         self.modules: list[str] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.forbidden: dict[int, str] = {}
+        self.on_problem: Callable[[str], None] | None = None
         self._refs: dict[int, Ref] = {}
         self._alive: list[Any] = []
         self._counts: dict[str, int] = {}
@@ -53,6 +54,19 @@ class Tape:
         self._twins: dict[Any, list[Op]] = {}
         self._seen: dict[Any, int] = {}
         self._canonical: dict[str, str] = {}
+
+    @property
+    def module(self) -> str:
+        """Path of the module that runs now, or whose gradient is being computed."""
+        if self.modules or self.phase == "forward":
+            return self.modules[-1] if self.modules else ""
+        return self._origin.get(_torch.backward_sequence_number(), ("", "", ""))[0]
+
+    def refuse(self, text: str) -> None:
+        """What keeps the model from being one graph. Raises TraceError, but for a survey, which notes it and goes on."""
+        if self.on_problem is None:
+            raise TraceError(text)
+        self.on_problem(text)
 
     # --- values ---
 
@@ -66,17 +80,19 @@ class Tape:
         if found is not None:
             return found
         if isinstance(t, _torch.FakeTensor):
-            raise TraceError(f"a tensor of shape {tuple(t.shape)} comes from outside the trace{self._at()}; "
-                             "do not keep tensors of an earlier call in the model")
+            self.refuse(f"a tensor of shape {tuple(t.shape)} comes from outside the trace{self._at()}; "
+                        "do not keep tensors of an earlier call in the model")
+            self.bind(t, Ref("outside"))
+            return Ref("outside")
         return self._constant(t)
 
     def _constant(self, t: torch.Tensor) -> Ref:
         if id(t) in self.forbidden:
-            raise TraceError(f"parameter or buffer {self.forbidden[id(t)]!r} is used through a reference outside the module "
-                             f"tree{self._at()}; reach it as an attribute of a submodule")
-        if t.requires_grad:
-            raise TraceError(f"a trainable tensor of shape {tuple(t.shape)} that is not a parameter of the model is "
-                             f"used{self._at()}; register it as an nn.Parameter, or detach it")
+            self.refuse(f"parameter or buffer {self.forbidden[id(t)]!r} is used through a reference outside the module "
+                        f"tree{self._at()}; reach it as an attribute of a submodule")
+        elif t.requires_grad:
+            self.refuse(f"a trainable tensor of shape {tuple(t.shape)} that is not a parameter of the model is "
+                        f"used{self._at()}; register it as an nn.Parameter, or detach it")
         name = f"_constant_{len(self.constants)}"
         self.constants[name] = t.detach()
         self.add(Op(f"buffer:{name}", "buffer", name, outputs=(meta_of(t),), phase=self.phase))
@@ -93,21 +109,25 @@ class Tape:
 
     def on_op(self, target: Any, args: Any, kwargs: Any, result: Any) -> None:
         if target.namespace in COLLECTIVES:
-            raise TraceError(f"the model calls the collective {target} itself{self._at()}\n  {ONLY_TAKEN}")
+            self.refuse(f"the model calls the collective {target} itself{self._at()}\n  {ONLY_TAKEN}")
         if target._schema.is_mutable:
-            raise TraceError(f"{target} writes in place where torch does not make it functional{self._at()}; "
-                             "use the out-of-place form")
-        args = self._freeze(args)
-        kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items()
-                       if k not in DEVICE_KWARGS and v is not torch.strided)
+            self.refuse(f"{target} writes in place where torch does not make it functional{self._at()}; "
+                        "use the out-of-place form")
+        kwargs = {k: v for k, v in kwargs.items() if k not in DEVICE_KWARGS and v is not torch.strided}
         results = result if isinstance(result, (tuple, list)) else (result,)
+        self.record(target, target._schema.name.split("::")[-1], args, kwargs, results)
+
+    def record(self, target: Any, base: str, args: Any, kwargs: Mapping[str, Any], results: Sequence[Any]) -> bool:
+        """Write an op down, named after `base`; whether it repeats one of the forward pass."""
+        args = self._freeze(args)
+        kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items())
         module, source, code, recompute = self._origin_of()
         key = (target, self._canon(args), self._canon(kwargs), module, source)
         twin = self._twin(key, recompute)
         if twin is not None and is_random(target):
             self._bind_all(results, twin.name)
-            return
-        name = self._name(target, "_recompute" if recompute else "")
+            return recompute
+        name = self._name(base, "_recompute" if recompute else "")
         # a number among the outputs is fixed by the shapes; where it is used it is in the args already
         outputs = tuple(meta_of(r) if isinstance(r, torch.Tensor) else None for r in results)
         op = Op(name, "call", target, args, kwargs, outputs, self.phase, module, source, code)
@@ -117,14 +137,14 @@ class Tape:
             self._twins.setdefault(key, []).append(op)
         elif twin is not None:
             self._canonical[name] = twin.name
+        return recompute
 
     def _bind_all(self, results: Any, name: str) -> None:
         for i, r in enumerate(results):
             if isinstance(r, torch.Tensor):
                 self.bind(r, Ref(name, i))
 
-    def _name(self, target: Any, suffix: str) -> str:
-        base = target._schema.name.split("::")[-1]
+    def _name(self, base: str, suffix: str) -> str:
         n = self._counts[base] = self._counts.get(base, -1) + 1
         return f"{base}_{n}{suffix}"
 
@@ -136,7 +156,7 @@ class Tape:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise TraceError(f"a symbolic size is used{self._at()}; shapes must be fixed")
         if isinstance(value, torch.Generator):
-            raise TraceError(f"an op draws from its own torch.Generator{self._at()}; use the default generator")
+            self.refuse(f"an op draws from its own torch.Generator{self._at()}; use the default generator")
         return value
 
     # --- recomputation (torch.utils.checkpoint) ---
@@ -166,17 +186,17 @@ class Tape:
     def _origin_of(self) -> tuple[str, str, str, bool]:
         """(module, source, code, is a recomputation) of the op that runs now. A backward op takes them from
         the forward op of its autograd node, which shares a sequence number with it."""
-        frames = user_frames(sys._getframe(2))
+        frames = user_frames(sys._getframe(3))
         frame = next(frames, None)
         place = ("", "") if frame is None else place_of(frame.f_code, frame.f_lineno)
         if self.phase == "forward":
-            origin = (self.modules[-1] if self.modules else "", *place)
+            origin = (self.module, *place)
             self._origin.setdefault(_torch.sequence_number(), origin)
             return *origin, False
         module, source, code = self._origin.get(_torch.backward_sequence_number(), ("", "", ""))
         if frame is None:
             return module, source, code, False
-        return (self.modules[-1] if self.modules else module), *place, _below_checkpoint(frame)
+        return (self.module or module), *place, _below_checkpoint(frame)
 
 
 def _below_checkpoint(frame: FrameType | None) -> bool:

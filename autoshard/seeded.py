@@ -1,6 +1,7 @@
 """Random ops on many ranks: replicas must agree, shards must differ."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 def seeded(op: Any, seed: int, salt: int, piece: int, *args: Any, **kwargs: Any) -> Any:
     """Run random `op` under a seed of (step seed, which op, which piece of the result this rank makes), and
     leave the device's generator as it was. Ranks that make the same piece draw the same numbers."""
-    generator = _generator(args, kwargs)
+    generator = generator_of(args, kwargs.get("device"))
     state = generator.get_state()
     try:
         generator.manual_seed(mix(seed, salt, piece))
@@ -52,9 +53,10 @@ def mix(*numbers: int) -> int:
     return (h * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF) >> 1
 
 
-def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+def generator_of(args: Sequence[Any], device: Any = None) -> torch.Generator:
+    """The default generator of the device of the first tensor; where there is none, of `device`."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+    device = tensors[0].device if tensors else torch.device(device or "cpu")
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]

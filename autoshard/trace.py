@@ -19,8 +19,8 @@ Conventions of the graph
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,18 +31,20 @@ from torch.utils import _pytree as pytree
 from autoshard import _torch
 from autoshard.annotate import annotate, marks_of, was_given
 from autoshard.calling import Calling, TensorLeaf, Traced, arguments
-from autoshard.errors import AutoshardError, TraceError
+from autoshard.errors import TraceError
 from autoshard.graph import Graph, Op, Ref
+from autoshard.made_up import CannotRunWhole, Runner, is_plain
 from autoshard.manual import LOCAL_SHAPES, STAND_INS
 from autoshard.precision import Precision
-from autoshard.recorder import ONLY_TAKEN, Tape, innermost_user_line, meta_of
+from autoshard.recorder import Tape, meta_of
+from autoshard.survey import Answers, Survey, on_data, short, user_errors
 
 NORMS_IN_MASTER = (nn.modules.batchnorm._NormBase,)
 
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
-          precision: Precision | None = None, marks: Mapping[str, str] | None = None) -> Traced:
+          precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error") -> Traced:
     """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`.
 
     Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
@@ -50,29 +52,83 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     is trainable); dropout and batch norm follow `model.training`. The autocast context around the call holds
     for the forward. `marks` (glob over module paths -> seed text) hold what leaves these modules as
     `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
+    `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see whole.py).
 
-    Raises TraceError, naming the user's line, for data-dependent control flow and what else cannot be one graph.
+    Raises TraceError, naming the user's lines, for data-dependent control flow and what else cannot be one graph: all places
+    at once, as far as they can be found.
     """
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    with torch.random.fork_rng(devices=()):
-        return _Run(model, *arguments(args, kwargs), loss_fn, training, precision, marks or {}).traced()
+
+    def run(whole: Collection[str], survey: Survey | None = None) -> Traced:
+        with torch.random.fork_rng(devices=()):
+            return _Run(model, *arguments(args, kwargs), loss_fn, training, precision, marks or {}, whole, survey).traced()
+
+    return _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
+
+
+def _surveyed(run: Callable[..., Traced], whole: Collection[str]) -> Traced:
+    """One trace; where it fails, another that finds out where else it would. Raises NotOneGraph."""
+    try:
+        return run(whole)
+    except CannotRunWhole:
+        raise
+    except TraceError as e:
+        survey = Survey()
+        try:
+            run(whole, survey)
+        except TraceError as last:
+            survey.end(last)
+        raise NotOneGraph(survey.message(e), survey.modules) from None
+
+
+def _with_fallback(run: Callable[..., Traced]) -> Traced:
+    """Trace with ever more submodules run whole, until the rest is one graph."""
+    whole: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _surveyed(run, whole)
+        except CannotRunWhole as e:
+            more, why = (whole - {e.path}) | {e.caller}, e
+        except NotOneGraph as e:
+            more, why = whole | e.modules - {""}, e  # what is left of the model's own may come of its submodules
+        if "" in more or more == whole:
+            raise TraceError(f'{why}\n  fallback="replicate" runs submodules whole, and this is in the model itself or its loss; '
+                             "move it into a submodule") from None
+        whole = more
+
+
+class NotOneGraph(TraceError):
+    """`modules`: paths of the submodules with what cannot be traced, "" for the model itself."""
+
+    def __init__(self, text: str, modules: frozenset[str]) -> None:
+        super().__init__(text)
+        self.modules = modules
 
 
 class _Run:
-    """State of one trace; nothing of it outlives `traced()`."""
+    """State of one trace; nothing of it outlives `traced()`. `whole`: paths of submodules that run whole; `survey`: notes what
+    goes wrong, and the trace goes on; `answers`: made-up data for a trace of a submodule `alone`, where nothing need be
+    differentiable."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
-                 marks: Mapping[str, str]) -> None:
+                 marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
+                 answers: Answers | None = None) -> None:
         if loss_fn is not None and not args:
             raise TraceError("with loss_fn the last positional argument is the target, and there is none; pass (x, target)")
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
         self.marks = marks
         self.args = args
         self.flat, self.in_spec = pytree.tree_flatten((args, kwargs))
+        self.whole, self.survey, self.alone = whole, survey, answers is not None
         self.tape = Tape()
         self.recorder = _torch.Recorder(self.tape.on_op)
+        if survey is not None:
+            self.tape.on_problem = lambda text: survey.add(text, self.tape.module)
+            answers = Answers(note=self._note_data)
+        self.recorder.answer = answers
+        self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
         self.params = dict(model.named_parameters())
         self.buffers = {n: b for n, b in model.named_buffers() if b is not None}
         self.stored: dict[str, torch.Tensor] = {}   # functional tensors of params and buffers
@@ -107,7 +163,7 @@ class _Run:
     def _stored_values(self) -> None:
         for name, p in self.params.items():
             if self.training and _torch.has_gradient_hook(p):
-                raise TraceError(f"parameter {name!r} has a gradient hook (register_hook), which the graph would not run; "
+                self.tape.refuse(f"parameter {name!r} has a gradient hook (register_hook), which the graph would not run; "
                                  "remove it and change the gradients between backward() and the optimizer's step")
             keep = self.precision is None or not p.dtype.is_floating_point
             t = self._placeholder("param", name, p, None if keep else self.precision.stored)
@@ -145,10 +201,21 @@ class _Run:
                     memo.setdefault(id(value), value if value.device.type in ("cpu", "meta") else value.cpu())
         twin = _copy_tree(self.model, memo)
         for name, module in twin.named_modules():
+            if name in self.whole:
+                module._forward_hooks.clear(), module._forward_pre_hooks.clear()  # they run inside, with the original
+                module.forward = self._runs_whole(name, module)
+            elif self.survey is not None and name:
+                module.forward = self.survey.watched(name, module.forward, self._runs_whole(name, module))
             for text in marks_of(name, self.marks, self.params):
                 module.register_forward_hook(lambda m, args, out, text=text: _mark(out, text))
             _track(module, name, self.tape.modules)
         return twin
+
+    def _runs_whole(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        return self.runner.forward(name, self.model.get_submodule(name), module)
+
+    def _note_data(self, where: str) -> None:
+        self.survey.add(on_data(self.tape.phase, where), self.tape.module)
 
     def _cast_stored(self, twin: nn.Module) -> None:
         """Replace floating parameters and buffers by their casts to the compute dtype, one cast per tensor."""
@@ -178,7 +245,7 @@ class _Run:
         return t.to(self.precision.compute)
 
     def _forward(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _user_errors("forward", self._hint):
+        with user_errors("forward", self._hint):
             if self.loss_fn is None:
                 return twin(*args, **kwargs)
             return self.loss_fn(twin(*args[:-1], **kwargs), args[-1])
@@ -198,10 +265,18 @@ class _Run:
                 leaves.append(TensorLeaf(len(users)))
                 users.append(value)
             else:
-                leaves.append(_plain(value))
+                leaves.append(self._plain(value))
         for i, value in enumerate(users):
             self._output(f"user:{i}", value)
         return users, tuple(leaves), spec, _differentiable(out, users, leaves)
+
+    def _plain(self, value: Any) -> Any:
+        """A result leaf that is not a tensor is returned as it was when traced, so it must hold no tensors."""
+        if not is_plain(value):
+            self.tape.refuse(f"the model returns a {type(value).__module__}.{type(value).__name__}, which is not a pytree of tensors and "
+                             "plain values; return tensors (for a Hugging Face model pass use_cache=False), or register it "
+                             "with torch.utils._pytree.register_pytree_node")
+        return value
 
     def _output(self, target: str, value: torch.Tensor, kwargs: tuple[tuple[str, Any], ...] = ()) -> None:
         ref = self.tape.ref(_torch.unwrap(value))
@@ -211,32 +286,41 @@ class _Run:
         """Buffers that the model wrote in place or assigned anew, in their stored dtype."""
         for i, t in enumerate(inputs):
             if _torch.was_mutated(t):
-                raise TraceError(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone())")
+                self.tape.refuse(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone())")
         for name in self.params:
             if _torch.was_mutated(self.stored[name]):
-                raise TraceError(f"the model writes into its parameter {name!r} in place; make it a buffer")
+                self.tape.refuse(f"the model writes into its parameter {name!r} in place; make it a buffer")
         for name in self.buffers:
             stored, now = self.stored[name], twin.get_buffer(name)
             if now is not self.placed[name] or _torch.was_mutated(now):
                 if now.shape != stored.shape:
-                    raise TraceError(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
+                    self.tape.refuse(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
                                      f"{tuple(now.shape)}; keep its shape")
                 with torch.no_grad():
                     self._output(f"mutation:{name}", now.to(stored.dtype))
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether no error is made of a graph without gradients."""
+        return self.alone or bool(self.survey and self.survey.problems)
 
     # --- backward ---
 
     def _backward(self, users: list[torch.Tensor], wanted: list[int], inputs: list[torch.Tensor]) -> None:
         self.tape.phase = "backward"
+        if self.survey is not None:
+            self.survey.is_backward = True
         tangents = [self._tangent(i, users[i]) for i in wanted]
         sources = {n: t for n, t in self.stored.items() if t.requires_grad}
         sources |= {f"input:{i}": t for i, t in enumerate(inputs) if t.requires_grad}
         if not wanted or not sources:
+            if self._goes_on:
+                return
             raise TraceError("nothing to differentiate: no output depends on a trainable parameter; "
                              "pass training=False, or set requires_grad on the parameters to train")
-        with _user_errors("backward"), _torch.no_autocast():
+        with user_errors("backward"), _torch.no_autocast():
             grads = torch.autograd.grad([users[i] for i in wanted], list(sources.values()), tangents, allow_unused=True)
-        if all(g is None for g in grads):
+        if all(g is None for g in grads) and not self._goes_on:
             raise TraceError("no trainable parameter receives a gradient; do not detach the loss from the parameters")
         for (name, t), g in zip(sources.items(), grads, strict=True):
             if g is not None:
@@ -272,6 +356,12 @@ class _Run:
                                      dict(self.tape.constants)))
 
 
+def _alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, variant: int) -> Traced:
+    """A trace of a submodule by itself, on made-up data."""
+    with torch.random.fork_rng(devices=()):
+        return _Run(module, args, kwargs, None, training, None, {}, answers=Answers(variant)).traced()
+
+
 def _placeholders_first(ops: Iterator[Op]) -> tuple[Op, ...]:
     """Parameters, buffers (constants found on the way among them) and inputs, then the rest in order."""
     ops = list(ops)
@@ -297,15 +387,6 @@ def _differentiable(out: Any, users: list[torch.Tensor], leaves: list[Any]) -> l
     if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.requires_grad:
         return [next(i for i, t in enumerate(users) if t is loss)]
     return [i for i, t in enumerate(users) if t.requires_grad]
-
-
-def _plain(value: Any) -> Any:
-    """A result leaf that is not a tensor is returned as it was when traced, so it must hold no tensors."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
-        return value
-    raise TraceError(f"the model returns a {type(value).__module__}.{type(value).__name__}, which is not a pytree of tensors and "
-                     "plain values; return tensors (for a Hugging Face model pass use_cache=False), or register it "
-                     "with torch.utils._pytree.register_pytree_node")
 
 
 def _in_argument(path: tuple[Any, ...], index: int) -> bool:
@@ -335,7 +416,7 @@ def _copy_tree(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         return copy.deepcopy(model, memo | shared)
     except Exception as e:
-        raise TraceError(f"the module tree of {type(model).__name__} cannot be copied ({_short(e)}); "
+        raise TraceError(f"the module tree of {type(model).__name__} cannot be copied ({short(e)}); "
                          "keep objects that cannot be copied out of module attributes") from None
 
 
@@ -361,33 +442,3 @@ def _mark(out: Any, text: str) -> Any:
     if isinstance(out, torch.Tensor):
         return annotate(out, text)
     return type(out)((_mark(out[0], text), *out[1:])) if type(out) in (tuple, list) and out else out
-
-
-def _short(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {lines[0][:200]}" if lines else type(e).__name__
-
-
-@contextmanager
-def _user_errors(phase: str, hint: Callable[[], str] = str) -> Iterator[None]:
-    """Turn what goes wrong under the user's code into a TraceError that names the user's line. `hint`: what may be the cause."""
-    try:
-        yield
-    except AutoshardError:
-        raise
-    except Exception as e:
-        where = innermost_user_line(e.__traceback__)
-        raise TraceError(_explain(e, phase, where) + hint()) from None
-
-
-def _explain(e: BaseException, phase: str, where: str) -> str:
-    at = f"\n  at {where}" if where else ""
-    if isinstance(e, _torch.DATA_DEPENDENT):
-        return (f"the {phase} pass depends on the data of a tensor, so it is not one graph{at}\n"
-                "  replace Python control flow, .item(), .tolist() or boolean indexing on tensors by tensor ops such as "
-                "torch.where, or move that line out of the model")
-    if "c10d." in str(e):
-        return f"the model calls a collective in place{at}\n  {ONLY_TAKEN}"
-    if "use_reentrant=True" in str(e):
-        return f"torch.utils.checkpoint is used with use_reentrant=True{at}\n  pass use_reentrant=False"
-    return f"the model's {phase} pass raised {_short(e)}{at}"

@@ -52,6 +52,8 @@ class Request:
     seeds: Annotated[Optional[Path], typer.Option(help="YAML file of seeds, GLOB: AXIS,... a line.")] = None
     time_limit: Annotated[float, typer.Option(help="Seconds the search may take; the best plan so far is returned.")] = 60.0
     search: Annotated[str, typer.Option(help="Search backend; auto picks one.")] = "auto"
+    fallback: Annotated[str, typer.Option(
+        help="What to do with submodules that cannot be traced: error, or replicate (run them whole on every rank).")] = "error"
 
     @property
     def what(self) -> str:
@@ -62,7 +64,7 @@ class Request:
         """Keyword arguments of `autoshard.plan`. Raises UsageError."""
         return {"cluster": self.cluster, "memory_budget": self.memory, "optimizer": self.optimizer,
                 "seeds": parse_seeds(self.seed or [], self.seeds), "precision": parse_precision(self.precision),
-                "time_limit": self.time_limit, "search": self.search}
+                "time_limit": self.time_limit, "search": self.search, "fallback": self.fallback}
 
     def check(self) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
@@ -96,7 +98,7 @@ class Request:
         options = Options(**{**settings, "memory_budget": parse_bytes(self.memory)})
         progress("trace", "")
         traced = trace(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), loss_fn=spec.loss_fn,
-                       training=not self.inference, precision=options.precision, marks=options.marks)
+                       training=not self.inference, precision=options.precision, marks=options.marks, fallback=options.fallback)
         return Asked(traced, parse_mesh(self.mesh), options, spec.loss_fn is not None,
                      {"reference": spec.reference, **spec.settings})
 

@@ -83,9 +83,12 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
                  device: Device, unread: frozenset[int] = frozenset(), unwritten: frozenset[int] = frozenset()) -> Any:
     """Seconds of one call on local logical shapes: one shape per tensor input and output (None for an
     absent output). Entries are ints, or int arrays [n_strategies], and then so is the result. `unread`, `unwritten`:
-    inputs and outputs that stay in registers (fusion.py); a call that reads from registers starts no kernel.
+    inputs and outputs that stay in registers (fusion.py); a call that reads from registers starts no kernel. A call that
+    is made of others (whole.py) costs what they cost, on whole tensors.
 
     Pricing one strategy gives bit for bit the element of pricing many: both take the same numpy path."""
+    if inside := getattr(call.target, "inside", ()):
+        return sum(call_seconds(c, [m.logical_shape for m in c.inputs], [m and m.logical_shape for m in c.outputs], device) for c in inside)
     rule = rule_of(call.target)
     ins, outs = [_int64(s) for s in inputs], [None if s is None else _int64(s) for s in outputs]
     flops = rule.flops(call, ins, outs) if rule.flops is not None else 0

@@ -1,6 +1,6 @@
 """What one op, or one redistribution, allocates and frees on a rank: found by lowering it alone.
 
-Nothing is estimated. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
+Nothing is estimated, but what a submodule that runs whole takes while it runs. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
 followed through views. Equal ops on tensors of equal strides are written once, so a model of equal layers costs
 little more than one layer.
 """
@@ -20,6 +20,7 @@ from autoshard.mesh import Mesh
 from autoshard.plan import OpPlan
 from autoshard.schedule import Instruction
 from autoshard.spec import shard_counts
+from autoshard.whole import whole_of
 
 Strides = tuple[int, ...]
 HOLDS_INPUT = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
@@ -110,6 +111,9 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
             if _storage(tensor) not in storages:
                 storages[_storage(tensor)] = sum(map(len, makes)) + len(made)
                 made.append(tensor.untyped_storage().nbytes())
+        if (whole := whole_of(node)) is not None:
+            storages[-id(node)] = sum(map(len, makes)) + len(made)
+            made.append(whole.workspace)
         makes.append(tuple(made))
     last: dict[int, int] = {}
     for node in (n for n in graph.nodes if n.op in ("placeholder", "call_function")):
@@ -117,6 +121,7 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
         for tensor in _tensors(node.meta["val"]):
             buffer = storages[_storage(tensor)]
             last[buffer] = max(last.get(buffer, -1), end)
+    last.update({storages[-id(n)]: i for i, n in enumerate(nodes) if -id(n) in storages})
     drops = [tuple(b for b, end in last.items() if end == i) for i in range(len(nodes))]
     outputs = tuple(None if r is None else Output(storages[_storage(emit.value(r))], emit.value(r).stride()) for r in results)
     return Footprint(tuple(map(Piece, makes, drops)), outputs, len(nodes) if started is None else at.get(started, -1) + 1)

@@ -59,7 +59,9 @@ def table() -> dict[Any, Rule]:
 
 @lru_cache(maxsize=None)
 def rule_of(target: Any) -> Rule:
-    """The rule of an op overload: own, by tag, borrowed, or all-Replicate."""
+    """The rule of an op overload: its own, by tag, borrowed, or all-Replicate. A target that is none brings its rule along."""
+    if not isinstance(target, torch._ops.OpOverload) and hasattr(target, "rule"):
+        return target.rule
     if target in table():
         return table()[target]
     if str(target) in table():

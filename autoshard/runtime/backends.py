@@ -12,6 +12,7 @@ from autoshard.runtime.direct import direct
 from autoshard.runtime.in_place import overwrite
 from autoshard.runtime.straight import straight
 from autoshard.seeded import seeded, seeded_op
+from autoshard.whole import whole_of
 
 
 def eager(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
@@ -25,6 +26,10 @@ def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], S
     """Forward and backward are compiled each on its own: inductor fuses, and cannot change what is saved.
 
     Random ops on several ranks stay as they are in the eager backend, with the same numbers."""
+    for node in module.graph.nodes:
+        if whole := whole_of(node):
+            raise UsageError(f"{whole.shared.label} runs whole, as the Python it is, which backend='inductor' cannot compile; use "
+                             "backend='eager'")
     seeds = _seeds_as_tensors(module.graph)
     module.recompile()
     compiled: list[Any] = []

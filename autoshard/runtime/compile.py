@@ -39,7 +39,7 @@ class Planner(Protocol):
 @dataclass(frozen=True, eq=False)
 class Settings:
     """How to compile. `key`: text of everything the planner was set to, for the cache. `timeout`: seconds that ranks
-    wait for the leader. `marks`: seeds on what leaves modules, as `trace` wants them."""
+    wait for the leader. `marks`: seeds on what leaves modules, as `trace` wants them; `fallback` too."""
 
     planner: Planner
     loss_fn: Callable[..., Any] | None = None
@@ -52,6 +52,7 @@ class Settings:
     timeout: float = 3600.0
     checkpoint: str | None = None
     marks: Mapping[str, str] = field(default_factory=dict)
+    fallback: str = "error"
 
 
 def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixed_inputs: Mapping[str, Spec],

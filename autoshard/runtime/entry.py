@@ -24,7 +24,7 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
                   outputs: str = "replicate", batch_axes: Sequence[str] = (), plan: Plan | str | os.PathLike[str] | None = None,
                   backend: str = "eager", cache: bool | str | os.PathLike[str] = True, key: str = "",
                   checkpoint: str | None = None, device: Any = None, timeout: float = 3600.0,
-                  marks: Mapping[str, str] | None = None) -> CompiledModule:
+                  marks: Mapping[str, str] | None = None, fallback: str = "error") -> CompiledModule:
     """The model as a sharded module. Without `example_inputs` it is planned at its first call.
 
     planner       searches a plan for a traced variant; runs on the leading rank only
@@ -36,6 +36,7 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
     checkpoint    folder of a torch.distributed.checkpoint to fill a meta model from
     timeout       seconds to wait for the leading rank
     marks         seeds on what leaves modules, as `trace` wants them; those of the given plan where there are none
+    fallback      as `trace` wants it; that of the given plan where it is "error"
 
     Raises MeshError, UsageError, PlanError; with example_inputs also what tracing and planning raise."""
     backend_of(backend)
@@ -45,7 +46,8 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     settings = Settings(planner, loss_fn, precision, Passing(inputs, outputs, tuple(batch_axes)), backend, loaded,
                         cache_folder(cache), key, timeout, checkpoint,
-                        dict(marks or (loaded.seeds if loaded else {})))
+                        dict(marks or (loaded.seeds if loaded else {})),
+                        loaded.settings.get("fallback", fallback) if loaded and fallback == "error" else fallback)
     compiled = CompiledModule(model, place, settings)
     if example_inputs is not None:
         wanted = torch.is_grad_enabled() and model.training if training is None else training

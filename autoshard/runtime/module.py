@@ -116,7 +116,8 @@ class CompiledModule(nn.Module):
         args, kwargs = pytree.tree_unflatten(stand_ins, tree)
         self._sync_modes()
         traced = alone(self.place, lambda: trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn,
-                                                 precision=self.settings.precision, marks=self.settings.marks))
+                                                 precision=self.settings.precision, marks=self.settings.marks,
+                                                 fallback=self.settings.fallback))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = build(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
         self._steps[key] = step
