@@ -147,7 +147,7 @@ def _on_meta(t: torch.Tensor) -> torch.Tensor:
 def _of_trace(traced: Traced, frame: Frame) -> Outcome:
     graph = traced.graph
     if any(was_given(op) for op in graph.of_kind("call")):
-        raise TraceError("it calls collectives, which would run on whole tensors; take them out of it")
+        raise UsageError("it calls collectives, which would run on whole tensors; take them out of it")
     outs = {op.target: op for op in graph.of_kind("output")}
     users = [graph.meta(op.refs[0]) for name, op in outs.items() if name.startswith("user:")]
     calls = graph.of_kind("call")
