@@ -1,8 +1,8 @@
 """What one op, or one redistribution, allocates and frees on a rank: found by lowering it alone.
 
-Nothing is estimated, but what a submodule that runs whole takes while it runs. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
+Nothing is estimated. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
 followed through views. Equal ops on tensors of equal strides are written once, so a model of equal layers costs
-little more than one layer.
+little more than one layer. Only of a submodule that runs whole (whole.py) the inside is an estimate.
 """
 from __future__ import annotations
 
