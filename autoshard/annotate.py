@@ -115,8 +115,10 @@ def seed_text(value: Any) -> str:
         return ",".join("*".join(d) or "-" for d in value.dims)
     if not isinstance(value, (tuple, list)):
         raise SeedError(f"a seed has value {value!r}; give one entry per tensor dim, for example ('tp', None) or 'tp,-'")
-    if value and all(isinstance(v, (Shard, Replicate, Partial)) for v in value):
-        return ",".join(f"S({v.dim})" if isinstance(v, Shard) else "R" if isinstance(v, Replicate) else "P" for v in value)
+    if any(isinstance(v, Partial) for v in value):
+        raise SeedError(f"a seed has value {value!r}; Partial cannot be a seed, since nothing becomes a sum of parts by being moved")
+    if value and all(isinstance(v, (Shard, Replicate)) for v in value):
+        return ",".join(f"S({v.dim})" if isinstance(v, Shard) else "R" for v in value)
     odd = [v for v in value if not (v is None or v is ... or isinstance(v, (str, tuple, list)))]
     if odd:
         raise SeedError(f"a seed has the entry {odd[0]!r}; an entry is an axis, a tuple of axes, None, '?' or ...")
@@ -130,10 +132,16 @@ def marks_of(module: str, marks: Mapping[str, str], params: Iterable[str]) -> li
             and fnmatchcase(module, key) and not any(fnmatchcase(p, key) for p in params)]
 
 
-def held_by(model: torch.nn.Module) -> dict[str, Seed]:
-    """Parameters that are DTensors already, as seeds."""
-    return {name: Seed(tuple(p.placements), f"parameter {name}, which is a DTensor already")
+def with_held(model: torch.nn.Module, seeds: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The seeds, and parameters that are DTensors already, as seeds before them. Raises SeedError for a seed on one of those
+    that is not in the same words."""
+    held = {name: Seed(tuple(p.placements), f"parameter {name}, which is a DTensor already")
             for name, p in model.named_parameters() if isinstance(p, torch.distributed.tensor.DTensor)}
+    for name in held.keys() & (seeds or {}).keys():
+        if seed_text(seeds[name]) != seed_text(held[name]):
+            raise SeedError(f"seed {name!r} = {seed_text(seeds[name])!r} is on {held[name].where}, as {seed_text(held[name])!r}; "
+                            "leave the seed out, or move the parameter there before")
+    return {**held, **(seeds or {})}
 
 
 # -- keys -------------------------------------------------------------------------------------------
@@ -184,7 +192,12 @@ class _Found:
         """Apply what `annotate`, or a collective of the model, says about a value."""
         spec, group = op.args[1], given_group(op)
         if not group:
-            return self.hold(op.name, op, spec, f"annotate(..., {spec!r}) at {op.source or op.module or op.name}")
+            self.hold(op.name, op, spec, f"annotate(..., {spec!r}) at {op.source or op.module or op.name}")
+            before = self.graph.op(op.refs[0].op)
+            same_place = (before.phase, before.module, before.source) == (op.phase, op.module, op.source)
+            if str(before.target) == MARKER and same_place:  # two keys on one module, not a change of layout from line to line
+                self._narrow(self.specs, before.name, self.specs[op.name], op.module or op.name, self.origins[op.name])
+            return
         origin = f"the model's own collective{f' {op.code!r}' if op.code else ''} at {op.source or op.module or op.name}"
         allowed = given_specs(spec, axes_of(group, self.mesh, origin), op.outputs[0], self.mesh, origin)
         self._narrow(self.specs, op.name, allowed, op.name, origin)

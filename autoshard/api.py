@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.annotate import Seeds, held_by, marks, resolve_seeds, seed_text, was_given
+from autoshard.annotate import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
 from autoshard.assemble import Plays, make_plan
 from autoshard.baselines import baselines
 from autoshard.cost.cluster import load_cluster
@@ -66,7 +66,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
-    options = Options(optimizer_name(optimizer), precision, {**held_by(model), **(seeds or {})}, inputs, outputs,
+    options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback)
     mesh, clock = as_mesh(mesh), Clock(progress)
     load_cluster(options.cluster).links_for(mesh)  # a bad cluster or mesh is reported before the long work
@@ -96,7 +96,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
-    options = Options(optimizer_name(optimizer), precision, {**held_by(model), **(seeds or {})}, inputs, outputs,
+    options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback)
     load_cluster(options.cluster).links_for(as_mesh(mesh))
 

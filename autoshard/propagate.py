@@ -182,7 +182,8 @@ class _Walk:
     def _follow(self, n: int, link: _Link) -> bool:
         """Drop strategies of the other side that disagree with what is certain here; whether any went."""
         domain, before = self.domain[link.other], len(self.domain[link.other])
-        if before == 1 or (link.loose and not link.reads):
+        follower = link.other in self.wiring.ties and not link.tied  # a gradient is as its parameter, whatever its maker is sure of
+        if before == 1 or follower or (link.loose and not link.reads):
             return False
         mine = np.unique(link.mine.index[self.domain[n]])
         keep = np.isfinite(link.seconds[mine]).any(axis=0)[link.theirs.index[domain]]

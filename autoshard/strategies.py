@@ -84,17 +84,19 @@ def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str
         reads = tuple((i, seeds.reads[op.name, i]) for i in range(len(op.refs)) if (op.name, i) in seeds.reads) if seeds.reads else ()
         key = (graph.calls[op.name] if op.kind == "call" else _placeholder_key(op, graph, outputs), seed, reads)
         if key not in cache:
-            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seed, outputs), reads)
+            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, outputs), reads, seeds)
         result[op.name] = cache[key]
     return result
 
 
-def _reading(op: Op, found: StrategySet, reads: Sequence[tuple[int, frozenset[Spec]]]) -> StrategySet:
+def _reading(op: Op, found: StrategySet, reads: Sequence[tuple[int, frozenset[Spec]]], seeds: Seeds) -> StrategySet:
     """The strategies that read their inputs as seeds on activations say."""
     for index, allowed in reads:
         found = found.keep(np.array([tuple(row) in allowed for row in found.inputs[:, index].tolist()], dtype=bool))
     if not len(found):
-        raise SeedError(f"a seed on what {op.where} reads leaves it without a strategy; leave a dim open with ?")
+        said = list(dict.fromkeys(seeds.origins[k] for k in (op.name, *((op.name, i) for i, _ in reads)) if k in seeds.origins))
+        raise SeedError(f"seed{'s' * (len(said) > 1)} {' and '.join(said)}: together with its rule this leaves {op.where} without a "
+                        "strategy; take one away, or leave a dim open with ?")
     return found
 
 
@@ -112,7 +114,8 @@ def _is_fixed(op: Op, outputs: str) -> bool:
     return op.kind == "output" and str(op.target).startswith("mutation:")
 
 
-def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seed: "frozenset[Spec] | None", outputs: str) -> StrategySet:
+def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, outputs: str) -> StrategySet:
+    seed = seeds.specs.get(op.name)
     if op.kind == "call":
         found = call_strategies(graph.calls[op.name], mesh)
         if seed is not None:
@@ -126,7 +129,7 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seed: "frozenset[Spec] | No
         found = _placeholder_set(op, meta, specs, mesh)
     if not len(found):
         wanted = " or ".join(format_spec(s) for s in sorted(seed or ()))
-        raise SeedError(f"the seed on {op.where} asks for {wanted}, which none of its strategies allows "
+        raise SeedError(f"seed {seeds.origins.get(op.name, '')} on {op.where} asks for {wanted}, which none of its strategies allows "
                         f"(shape {op.outputs[0].shape if op.outputs else '?'} on mesh {mesh}); shard a dim that divides evenly")
     return found
 

@@ -121,7 +121,8 @@ def test_other_axes_and_everything_else_are_searched():
     found = plan(Block(), "dp=2,tp=2", seeds={"*.weight": "dp,?"})
     assert found.placements["down.weight"][0] == found.placements["up.weight"][0] == 0
     assert found.ops["mm_1"].outputs[0][1] == -2, "a sum over tp"
-    assert [(c.kind, c.axis) for c in found.collectives if c.phase == "forward" and c.kind == "all_reduce"] == [("all_reduce", "tp")]
+    (one,) = [c for c in found.collectives if c.phase == "forward" and c.kind == "all_reduce"]
+    assert "tp" in one.axis, "over tp, and what the search wants over dp may join it"
 
 
 @pytest.mark.parametrize("model", [Block(), Sequence(), Gathered(), Megatron(), Softmax()], ids=lambda m: type(m).__name__)

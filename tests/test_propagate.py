@@ -96,9 +96,10 @@ def everything_seeded(table: CostTable, choice: dict[str, int]) -> CostTable:
     return restricted(table, kept, held)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("name", [n if n in ("mlp", "gpt", "dlrm") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_equal_when_everything_is_seeded(name):
-    formulation = formulation_of(traced(name), "dp=2,tp=2", {"input:0": "dp,..."})
+    table = open_table(name, "dp=2,tp=2")
+    formulation = formulate(seeded(table, random_seeds(table, 7)))
     some = propagate(formulation, formulation.table.seeds)
     table = everything_seeded(formulation.table, formulation.strategy_of(some.choice))
     fixed = formulate(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autoshard
 from autoshard.annotate import Seed, load_seeds, seed_text
@@ -132,6 +132,12 @@ def test_one_text_form(value, text):
     ({"a.up.weight": 3}, ("has value 3", "('tp', None)")),
     ({"a.up.weight": "S(5),R"}, ("dims below 2",)),
     ({"a.up.weight": "S(0)"}, ("one Shard or Replicate per mesh axis",)),
+    ({"a.up.weight": ("tp", 3)}, ("has the entry 3", "a tuple of axes")),
+    ({"a.up.weight": (Partial(), Shard(0))}, ("Partial cannot be a seed",)),
+    ({"a.up.weight": "tp*dp*x,-"}, ("'x'", "the mesh has dp=2,tp=2")),
+    ({"*.up": "dp,-", "a.up": "-,dp"}, ("'*.up' = 'dp,-'", "'a.up' = '-,dp'", "a.up and disagree")),
+    ({"output:0": "dp"}, ("1 dims for a tensor with 0",)),
+    ({"addmm_0": "tp,-", "a.up": "-,tp"}, ("'addmm_0' = 'tp,-'", "'a.up' = '-,tp'", "without a strategy", "take one away")),
     ({"*.up.weight": "tp,-", "a.up.weight": "-,tp"}, ("'*.up.weight' = 'tp,-'", "'a.up.weight' = '-,tp'", "a.up.weight and disagree")),
 ])
 def test_bad_seeds(seeds, words):
@@ -144,6 +150,43 @@ def test_bad_seeds(seeds, words):
 def test_uneven_shards_are_refused():
     with pytest.raises(SeedError, match=r"splits a.up.weight of shape \(256, 64\) unevenly"):
         plan(Two(), "dp=2,tp=3", seeds={"a.up.weight": "tp,-"})
+
+
+def test_uneven_placements_are_refused():
+    with pytest.raises(SeedError, match=r"splits a tensor of shape \(256, 64\) unevenly \(R,S0 on mesh dp=2,tp=3\)"):
+        plan(Two(), "dp=2,tp=3", seeds={"a.up.weight": "R,S(0)"})
+
+
+def test_a_seed_that_an_op_cannot_follow_is_named():
+    """A running sum reads its dim whole."""
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(x @ self.w, -1)
+
+    with pytest.raises(SeedError, match=r"seed 'mm_0' = '-,d': .* leaves cumsum_0 .*test_seeds.py:\d+ without a strategy.*open with \?"):
+        plan(Running(), "d=2", seeds={"mm_0": "-,d"})
+
+
+def test_a_seed_on_a_dtensor_that_says_otherwise_names_both():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model, mesh = MLP(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), mesh, [Shard(1)]))
+        with pytest.raises(SeedError, match=r"'up.weight' = 'tp,-' is on parameter up.weight, which is a DTensor already, as 'S\(1\)'; leave"):
+            plan(model, "tp=2", seeds={"up.weight": "tp,-"})
+        with pytest.raises(SeedError, match=r"'up.weight' = 'S\(1\)' \(parameter up.weight, which is a DTensor already\) and 'up.\*' = 'tp,...'"):
+            plan(model, "tp=2", seeds={"up.*": "tp,..."})
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_conflict_names_file_and_line_and_the_mark_its_source(tmp_path):
