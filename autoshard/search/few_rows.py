@@ -22,6 +22,7 @@ from autoshard.search.tie import tie
 
 TRIALS = 16
 ROOMS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # assumed gaps, widened while nothing is found
+UNLIKELY = 0.3  # of what a bound lacks at its own prices: the optimum is hardly nearer to it
 TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
 HUGE = 10_000_000  # table entries
@@ -97,11 +98,14 @@ def close(board: Board, core: Core, best: Priced | None, seed: int) -> None:
     when it is as cheap as assumed; if there is none so cheap, the assumption is a bound."""
     if best is None:
         return
+    unit = abs(best.bound)
     for room in ROOMS:
         if board.done:
             return
-        upper = best.bound + room * abs(best.bound)
-        if board.cost < upper + room * abs(best.bound):
+        if room * unit < UNLIKELY * (best.value - best.bound) and room != ROOMS[-1]:
+            continue  # the bound is that far from what it could be
+        upper = best.bound + room * unit
+        if board.cost < upper + room * unit:
             upper = board.cost
         try:
             small = _narrowed(board, core, best, upper, seed)

@@ -18,6 +18,7 @@ from autoshard.search.guarded import solve_program
 
 ROWS_PER_ROUND = 12
 SCALED_SUM = 1e6
+ROW_SPAN = 1e3  # the largest amount on a row: solvers let a row be over by 1e-6, whether it counts bytes or seconds
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class MipModel:
     def add_row(self, row: int) -> None:
         """Make row `row` (hard or priced) part of the program."""
         core, at = self.core, len(self.lower)
-        scale = max(1.0, *(float(np.abs(self.item_amount[i]).max()) for i in self._covering(row))) \
-            if len(self._covering(row)) else 1.0
+        largest = max((float(np.abs(self.item_amount[i]).max()) for i in self._covering(row)), default=0.0)
+        scale = largest / ROW_SPAN or 1.0
         for i in self._covering(row):
             amount = self.item_amount[i]
             used = np.flatnonzero(amount)
