@@ -16,8 +16,14 @@ from autoshard.graph import TensorMeta
 from autoshard.mesh import Mesh
 from autoshard.spec import Spec, local_shape
 
-EIGHT_BIT, BLOCK = ("adamw8bit", "adam8bit"), 256
-DENOMINATOR = ("adam", "adamw", "nadam", "radam", "adamax", "rmsprop", "adagrad")
+EIGHT_BIT, BLOCK, SMALLEST = ("adamw8bit", "adam8bit"), 256, 4096
+WORKSPACE = {
+    "adam": (2, 1, 1), "adamw": (2, 1, 1), "nadam": (2, 1, 1), "radam": (5, 0, 1), "adamax": (1, 0, 1),
+    "rmsprop": (1, 1, 1), "adagrad": (1, 1, 2), "adafactor": (1, 1, 1),
+}
+"""Temporaries of an update by optimizer, in sizes of a parameter: most at a time for one parameter, how many of those live on
+while the next one is updated, and most of each where all are updated together. Others work in place.
+Source: torch/optim, compared as it runs in tests/cost/test_optimizers.py."""
 
 
 def value_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh) -> int:
@@ -41,9 +47,10 @@ def state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> i
     """Bytes of optimizer state for a parameter of local `shape`. Raises UsageError for an unknown optimizer.
 
     Adafactor keeps sums over the last dim and over the one before (all of a vector); 8-bit optimizers keep two bytes an
-    element and a float32 scale per block of 256 for each moment.
-    Sources: torch/optim/_adafactor.py; Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks:
-    bitsandbytes 0.44 and later).
+    element and a float32 scale per block of 256 for each moment, and float32 moments of parameters below 4096 elements.
+    Step counters, scalars, are left out.
+    Sources: torch/optim/_adafactor.py; Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks
+    and `min_8bit_size`: bitsandbytes/optim/optimizer.py, 0.44 and later).
 
     >>> state_bytes("adafactor", (1024, 4096), torch.float32)      # 4 x (1024 + 4096)
     20480
@@ -52,7 +59,7 @@ def state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> i
     if optimizer == "adafactor":
         return dtype.itemsize * (n // shape[-1] + n // shape[-2] if len(shape) > 1 else n)
     if optimizer in EIGHT_BIT:
-        return 2 * (n + 4 * -(-n // BLOCK))
+        return 2 * (n + 4 * -(-n // BLOCK) if n >= SMALLEST else 4 * n)
     return n * optimizer_state_bytes(optimizer, dtype)
 
 
@@ -62,11 +69,10 @@ def stored_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh, optimizer: str | None
 
 
 def update_workspace(optimizer: str, parameters: Sequence[int], together: bool) -> int:
-    """Bytes an update needs beside parameters, gradients and state. `parameters`: bytes per parameter on this rank;
-    `together`: all parameters in one call, as torch.optim does on GPUs (foreach), else one by one.
-
-    Source: torch/optim/adam.py, which keeps sqrt(exp_avg_sq) of every parameter (foreach), or that and its quotient of
-    one parameter (single tensor). Optimizers without a denominator work in place."""
-    if optimizer not in DENOMINATOR or not parameters:
-        return 0
-    return sum(parameters) if together else 2 * max(parameters)
+    """Bytes an update needs beside parameters, gradients and state. `parameters`: bytes per parameter on this rank, in
+    the order of the model; `together`: all in one call, as torch.optim does on GPUs (foreach), else one by one, where a variable
+    of one parameter's update (Adam: the denominator) lives until the next has its own."""
+    own, carried, each = WORKSPACE.get(optimizer, (0, 0, 0))
+    if together:
+        return each * sum(parameters)
+    return max((own * n + carried * before for before, n in zip((0, *parameters), parameters)), default=0)

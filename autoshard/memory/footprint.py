@@ -6,8 +6,9 @@ little more than one layer. Only of a submodule that runs whole (whole.py) the i
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from autoshard import _torch
 from autoshard.emit import Emitter, Part
 from autoshard.graph import Call, Op, TensorMeta
 from autoshard.lower import emit_op, local_tensor_shape
+from autoshard.memory.reuse import swaps, takers
 from autoshard.mesh import Mesh
 from autoshard.plan import OpPlan
 from autoshard.schedule import Instruction
@@ -23,17 +25,21 @@ from autoshard.spec import shard_counts
 from autoshard.whole import whole_of
 
 Strides = tuple[int, ...]
-HOLDS_INPUT = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
+ALL_REDUCE = _torch.COLLECTIVES["all_reduce"]
+HOLDS_INPUT = tuple(target for target in _torch.COLLECTIVES.values() if target is not ALL_REDUCE)
 """Collectives in flight keep the tensor they send alive; all_reduce works on a copy of its own."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """One call of the local program: bytes of each new buffer, then what is dropped after it. Buffers count from
-    0 in the order they are made; ~i stands for the footprint's input i."""
+    0 in the order they are made; ~i stands for the footprint's input i. `over`: buffers that die here, one of which the
+    first new one may be instead where nobody else reads it, best first. `arriving`: the last new one is there only then."""
 
     makes: tuple[int, ...]
     drops: tuple[int, ...]
+    over: tuple[int, ...] = ()
+    arriving: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,26 +111,50 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
     for i, x in enumerate(inputs):
         storages[_storage(emit.value(x))] = ~i
     makes: list[tuple[int, ...]] = []
+    last: dict[int, int] = {}
     for node in nodes:
-        made = []
+        first, made = sum(map(len, makes)), []
         for tensor in _tensors(node.meta["val"]):
             if _storage(tensor) not in storages:
-                storages[_storage(tensor)] = sum(map(len, makes)) + len(made)
+                storages[_storage(tensor)] = first + len(made)
                 made.append(tensor.untyped_storage().nbytes())
+        if _is_swap(node, emit.mesh):
+            last[first + 1] = _until(next(iter(node.users)), at)
+            made.append(made[0])
         if (whole := whole_of(node)) is not None:
-            storages[-id(node)] = sum(map(len, makes)) + len(made)
+            last[first + len(made)] = at[node]
             made.append(whole.workspace)
         makes.append(tuple(made))
-    last: dict[int, int] = {}
     for node in (n for n in graph.nodes if n.op in ("placeholder", "call_function")):
         end = max((len(nodes) if u.op == "output" else _until(u, at) for u in node.users), default=at.get(node, -1))
         for tensor in _tensors(node.meta["val"]):
             buffer = storages[_storage(tensor)]
             last[buffer] = max(last.get(buffer, -1), end)
-    last.update({storages[-id(n)]: i for i, n in enumerate(nodes) if -id(n) in storages})
-    drops = [tuple(b for b, end in last.items() if end == i) for i in range(len(nodes))]
+    pieces = []
+    for i, node in enumerate(nodes):
+        drops = tuple(b for b, end in last.items() if end == i)
+        over = tuple(b for b in _over(node, storages) if b in drops) if makes[i] else ()
+        pieces.append(Piece(makes[i], drops, over, _is_swap(node, emit.mesh)))
     outputs = tuple(None if r is None else Output(storages[_storage(emit.value(r))], emit.value(r).stride()) for r in results)
-    return Footprint(tuple(map(Piece, makes, drops)), outputs, len(nodes) if started is None else at.get(started, -1) + 1)
+    return Footprint(tuple(pieces), outputs, len(nodes) if started is None else at.get(started, -1) + 1)
+
+
+def _over(node: torch.fx.Node, storages: dict[int, int]) -> Iterator[int]:
+    """Buffers that the eager backend may write the node's result to, as far as can be seen here."""
+    for k in takers(node):
+        mine = storages[_storage(node.args[k].meta["val"])]
+        others = [storages[_storage(t)] for j, a in enumerate(node.args) if j != k and isinstance(a, torch.fx.Node)
+                  for t in _tensors(a.meta["val"])]
+        if mine not in others:
+            yield mine
+
+
+def _is_swap(node: torch.fx.Node, mesh: Mesh) -> bool:
+    """Whether an all-reduce, made in place, takes a second buffer until it is waited for."""
+    if node.target is not ALL_REDUCE:
+        return False
+    axes = str(node.args[-1]).removeprefix("axis:").split("+")
+    return swaps(prod(mesh.sizes[mesh.index(a)] for a in axes), node.meta["val"].untyped_storage().nbytes())
 
 
 def _until(user: torch.fx.Node, at: dict[torch.fx.Node, int]) -> int:

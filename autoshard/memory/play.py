@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autoshard.cost.memory import value_bytes
 from autoshard.graph import Graph, Ref
 from autoshard.lower import local_tensor_shape
-from autoshard.memory.footprint import Footprint, Footprints, Strides
+from autoshard.memory.footprint import Footprint, Footprints, Piece, Strides
 from autoshard.plan import Plan, Window
 from autoshard.schedule import Held, Instruction, Schedule
 
@@ -22,7 +22,8 @@ FOREVER = 2**62
 @dataclass(eq=False)
 class Buffer:
     """A piece of memory. `held`: the value it was made for (a temporary inside an op: the op's first result);
-    `category`: see `plan.CATEGORIES`; `holders`: values that look at it now."""
+    `category`: see `plan.CATEGORIES`; `holders`: values, and variables of ops under way, that look at it now; `reads`: how
+    often values that lie in it will still be read in this window; `given`: made before the window, so not to be written."""
 
     nbytes: int
     born: int
@@ -30,6 +31,8 @@ class Buffer:
     category: str = "temporaries"
     died: int = FOREVER
     holders: int = 0
+    reads: int = 0
+    given: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +103,8 @@ class _Player:
                 self._let_go(self.env[schedule.outputs[op.name]][0])
         stay = {held: self.env[held][0] for held in (*schedule.saved, *self._stored())}
         self.env = {held: (buffer, self._contiguous(held)) for held, buffer in stay.items()}
+        for buffer in self.buffers:
+            buffer.reads = 0
         self.times.append(("backward", None))
         for op in self.graph.of_kind("tangent"):
             self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), "temporaries")
@@ -127,6 +132,8 @@ class _Player:
         self.uses = Counter(held for i in instructions if i.kind != "wait" for held in i.reads)
         for held in (*self._stored(), *(held for held, _ in self._leaving(name, schedule))):
             self.uses[held] += 1
+        for held, (buffer, _) in self.env.items():
+            buffer.given, buffer.reads = True, buffer.reads + self.uses[held]
         for instruction in instructions:
             {"compute": self._compute, "redistribute": self._issue, "wait": self._complete}[instruction.kind](name, instruction)
         seen: set[Held] = set()
@@ -171,26 +178,52 @@ class _Player:
     def _run(self, window: Window, use: _Use, start: int, stop: int) -> None:
         held = use.instruction.writes[0]
         for piece in use.footprint.pieces[start:stop]:
-            if piece.makes:
+            makes, taken = piece.makes, self._overwritten(use, piece)
+            if taken is not None:
+                taken.holders += 1
+                use.own.append(taken)
+                makes = makes[1:]
+            elif piece.arriving:
+                makes = (*makes[:-1], 0)
+            if makes:
                 self.times.append((window, use.instruction))
-            use.own += [self._make(nbytes, held) for nbytes in piece.makes]
+            for nbytes in makes:
+                use.own.append(self._make(nbytes, held))
+                use.own[-1].holders = 1
             for buffer in piece.drops:
                 if buffer < 0:
                     self._used(use, ~buffer)
                 else:
-                    use.own[buffer].died = len(self.times)
+                    self._let_go(use.own[buffer])
+
+    def _overwritten(self, use: _Use, piece: Piece) -> Buffer | None:
+        """The buffer that a call writes its result to instead of a new one: this window has made it, and nobody else will
+        read it."""
+        for b in piece.over:
+            buffer = use.inputs[~b] if b < 0 else use.own[b]
+            if not buffer.given and buffer.reads == (b < 0) and use.own.count(buffer) == (b >= 0):
+                return buffer
+        return None
 
     def _finish(self, use: _Use) -> None:
         for held in use.instruction.writes:
             output = use.footprint.outputs[held.ref.index if use.instruction.kind == "compute" else 0]
             buffer = use.inputs[~output.buffer] if output.buffer < 0 else use.own[output.buffer]
-            buffer.holders += 1
-            self.env[held] = buffer, output.strides
+            self._hold(held, buffer, output.strides)
+        dropped = {b for piece in use.footprint.pieces for b in piece.drops}
+        for b in set(range(len(use.own))) - dropped:
+            self._let_go(use.own[b])
         for i in set(range(len(use.inputs))) - use.done:
             self._used(use, i)
         for held in use.instruction.writes:
             if not self.uses[held]:
                 self._drop(held)
+
+    def _hold(self, held: Held, buffer: Buffer, strides: Strides) -> None:
+        """`held` lies in `buffer` from now on."""
+        self.env[held] = buffer, strides
+        buffer.holders += 1
+        buffer.reads += self.uses[held]
 
     def _used(self, use: _Use, i: int) -> None:
         """Input i of an instruction has been read for the last time by it."""
@@ -199,6 +232,7 @@ class _Player:
 
     def _release(self, held: Held) -> None:
         self.uses[held] -= 1
+        self.env[held][0].reads -= 1
         if not self.uses[held]:
             self._drop(held)
 

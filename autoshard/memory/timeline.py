@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from autoshard.memory.footprint import Footprints
 from autoshard.memory.play import Buffer, Played, play
 from autoshard.plan import CATEGORIES, Alive, Moment, Plan, Window
 from autoshard.schedule import Instruction, Route, schedule
+from autoshard.spec import format_spec
 
 MOST_MOMENTS = 400
 MOST_TENSORS = 12
@@ -84,14 +85,21 @@ class Timeline:
         return Moment(t, window, kind, name, op.module if op else "", op.source if op else "", tuple(map(int, self.live[t])))
 
     def largest(self) -> tuple[Alive, ...]:
-        """The largest buffers alive at the peak."""
+        """The largest tensors alive at the peak, each once: buffers that were made for one value are added up."""
         t = self.peak_time
-        alive = sorted((b for b in self.played.buffers if b.born <= t < b.died), key=lambda b: -b.nbytes)
-        return tuple(self._alive(b) for b in alive[:MOST_TENSORS])
+        found: dict[tuple[str, str], Alive] = {}
+        for buffer in (b for b in self.played.buffers if b.born <= t < b.died):
+            one = self._alive(buffer)
+            earlier = found.get((one.name, one.category))
+            found[one.name, one.category] = replace(one, nbytes=one.nbytes + (earlier.nbytes if earlier else 0))
+        return tuple(sorted(found.values(), key=lambda a: -a.nbytes)[:MOST_TENSORS])
 
     def _alive(self, buffer: Buffer) -> Alive:
-        op = self.graph.op(buffer.held.ref.op)
-        name = str(op.target) if op.kind in ("param", "buffer", "input") else str(buffer.held)
+        """A stored tensor by its name in the model; a copy of it, and any other value, with its spec."""
+        held, op = buffer.held, self.graph.op(buffer.held.ref.op)
+        stored = op.kind in ("param", "buffer", "input")
+        copied = buffer.category in ("temporaries", "saved")
+        name = f"{op.target}[{format_spec(held.spec)}]" if stored and copied else str(op.target) if stored else str(held)
         return Alive(name, buffer.category, buffer.nbytes, op.module, op.source)
 
     def summary(self, slack: float, limit: float | None) -> dict[str, float | None]:

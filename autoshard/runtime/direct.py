@@ -17,11 +17,10 @@ from torch.distributed import ProcessGroup
 from torch.fx import Graph
 
 from autoshard import _torch
+from autoshard.memory.reuse import swaps
 
 TAG = 7919
 """Keeps these messages apart from a program's own."""
-SWAP = 4 << 20
-"""Bytes up to which two ranks add up whole buffers; above, gloo's pipelined all-reduce takes less CPU."""
 NOTE: ContextVar[Callable[[str, str, torch.Tensor], None] | None] = ContextVar("note", default=None)
 """Told of every call made here (kind, group, buffer), for whoever records collectives."""
 COMBINE = {"sum": torch.Tensor.add_, "max": lambda a, b: torch.maximum(a, b, out=a), "min": lambda a, b: torch.minimum(a, b, out=a)}
@@ -44,11 +43,6 @@ def _pays(node: torch.fx.Node, ranks: int) -> bool:
         return True
     value = node.meta["val"]
     return node.args[1] in COMBINE and swaps(ranks, value.numel() * value.dtype.itemsize)
-
-
-def swaps(ranks: int, nbytes: int) -> bool:
-    """Whether an all-reduce of `nbytes` is made of messages."""
-    return ranks == 2 and nbytes <= SWAP
 
 
 @dataclass
@@ -84,14 +78,17 @@ def all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], gr
 
 
 def reduce_scatter(x: torch.Tensor, op: str, n: int, group: ProcessGroup) -> Flight:
-    mine = x.chunk(n)
-    got = [torch.empty_like(mine[0]) for _ in range(n)]
+    """Takes n - 1 pieces beside `x`: the own one is added where it lies."""
+    mine, me = x.chunk(n), group.rank()
+    got = [None if i == me else torch.empty_like(mine[0]) for i in range(n)]
     works = _exchange("reduce_scatter", x, mine, got, group)
 
     def finish() -> torch.Tensor:
-        got[group.rank()].copy_(mine[group.rank()])
-        total = got[0]
-        for piece in got[1:]:
+        pieces = [mine[me] if piece is None else piece for piece in got]
+        if me == 0:  # `x` is not ours to write to; a sum of two is the same in either order
+            pieces[:2] = pieces[1::-1]
+        total = pieces[0]
+        for piece in pieces[1:]:
             COMBINE[op](total, piece)
         return total
 
@@ -105,7 +102,7 @@ def all_reduce_(x: torch.Tensor, op: str, group: ProcessGroup) -> Flight:
     return Flight(works, lambda: COMBINE[op](x, got), (x,))
 
 
-def _exchange(kind: str, buffer: torch.Tensor, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor],
+def _exchange(kind: str, buffer: torch.Tensor, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor | None],
               group: ProcessGroup) -> list[Any]:
     """Start all messages to and from the other ranks, nearest first. `buffer`: whose bytes the call counts."""
     note = NOTE.get()

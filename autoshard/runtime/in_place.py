@@ -11,18 +11,9 @@ import torch
 from torch.fx import Graph, Node
 
 from autoshard import _torch
-from autoshard.lower import is_dense
+from autoshard.memory.reuse import OVERWRITE, takers
 
 aten = torch.ops.aten
-OVERWRITE = {
-    aten.add.Tensor: (aten.add_.Tensor, (0, 1)),
-    aten.mul.Tensor: (aten.mul_.Tensor, (0, 1)),
-    aten.sub.Tensor: (aten.sub_.Tensor, (0,)),
-    aten.div.Tensor: (aten.div_.Tensor, (0,)),
-    aten.relu.default: (aten.relu_.default, (0,)),
-    _torch.COLLECTIVES["all_reduce"]: (_torch.ALL_REDUCE_IN_PLACE, (0,)),
-}
-"""Functional op -> its in-place form, and the arguments whose memory may take the result."""
 SENDS = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
 """Read their argument until they are waited for; an all-reduce works on its own copy."""
 MAY_ALIAS = (aten.reshape.default, aten.contiguous.default, _torch.WAIT)
@@ -35,11 +26,10 @@ def overwrite(graph: Graph) -> int:
     memory = _Memory(graph)
     count = 0
     for i, node in enumerate(list(graph.nodes)):
-        target, candidates = OVERWRITE.get(node.target, (None, ()))
-        for k in candidates:
-            if target is not None and memory.may_take(node, k, i):
+        for k in takers(node):
+            if memory.may_take(node, k, i):
                 order = [node.args[k], *(a for j, a in enumerate(node.args) if j != k)]
-                node.target, node.args = target, tuple(order)
+                node.target, node.args = OVERWRITE[node.target][0], tuple(order)
                 memory.join(node, order[0])
                 count += 1
                 break
@@ -66,16 +56,8 @@ class _Memory:
                     self._last[root] = max(self._last.get(root, -1), done)
 
     def may_take(self, node: Node, k: int, at: int) -> bool:
-        """Whether `node` (at position `at`) may write its result over its argument `k`."""
-        x = node.args[k]
-        if not isinstance(x, Node) or (k > 0 and (node.kwargs or len(node.args) > 2)):
-            return False
-        old, new = x.meta["val"], node.meta["val"]
-        if not isinstance(old, torch.Tensor) or old.shape != new.shape or old.dtype != new.dtype or old.stride() != new.stride():
-            return False
-        if not is_dense(old):
-            return False
-        mine = self._group(x)
+        """Whether `node` (at position `at`) may write its result over its argument `k`, which it fits."""
+        mine = self._group(node.args[k])
         others = [a for j, a in enumerate(node.args) if j != k and isinstance(a, Node)]
         return (not mine & self._given and all(self._last[root] <= at for root in mine)
                 and not any(self._group(o) & mine for o in others))

@@ -11,30 +11,34 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import _torch
+from autoshard.memory.reuse import swaps
 
 SENDS = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
 
 
 class LiveBytes(TorchDispatchMode):
     """Every storage that an op returns counts from then until it is freed; workspace inside kernels is not seen.
-    `peak` is the most at the end of any op. `hold_sent`: keep what a collective sends until it is waited for, as a real
-    one does (fake ones do not)."""
+    `peak` is the most at the end of any op. `ranks`: of a process group by name; with it, what a collective sends or a buffer for
+    what arrives is kept until it is waited for, as real ones do (fake ones do not)."""
 
-    def __init__(self, hold_sent: bool = False, watch: Callable[[Any, int], None] | None = None) -> None:
+    def __init__(self, ranks: Callable[[str], int] | None = None, watch: Callable[[Any, int], None] | None = None) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self.hold_sent, self.watch = hold_sent, watch
+        self.ranks, self.watch = ranks, watch
         self._known: dict[int, weakref.ref[Any]] = {}
         self._sent: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.hold_sent and func in SENDS:
+        if self.ranks and func in SENDS:
             self._sent[_storage(out)._cdata] = args[0]
+        if self.ranks and func is _torch.ALL_REDUCE_IN_PLACE and swaps(self.ranks(args[-1]), args[0].nbytes):
+            arriving = self._sent[_storage(out)._cdata] = torch.empty_like(args[0])
+            self.track(arriving)
         self.track(out)
         if self.watch:
             self.watch(func, self.live)
-        if self.hold_sent and func is _torch.WAIT:
+        if self.ranks and func is _torch.WAIT:
             self._sent.pop(_storage(args[0])._cdata, None)
         return out
 

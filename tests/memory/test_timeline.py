@@ -23,6 +23,7 @@ from autoshard.mesh import parse_mesh
 from autoshard.options import Options
 from autoshard.plan import CATEGORIES, Plan
 from autoshard.rules.factors import factor_graph
+from autoshard.runtime.in_place import overwrite
 from autoshard.runtime.straight import straight
 from autoshard.schedule import Route, schedule
 from autoshard.simplify import simplify
@@ -53,9 +54,10 @@ def run_fake(graph: Graph, plan: Plan, lowered: Lowered) -> int:
 
     def function(local: LocalGraph) -> tuple[Any, Any]:
         module, takes = bind(local, (0,) * plan.mesh.ndim, str, plan.mesh, torch.device("cpu"))
+        overwrite(module.graph)
         return straight(module.graph, "test"), takes
 
-    with torch.no_grad(), mode, LiveBytes(hold_sent=True) as seen:
+    with torch.no_grad(), mode, LiveBytes(lambda group: plan.mesh.ranks(plan.mesh.axes(group))) as seen:
         call, takes = function(lowered.forward)
         users = {p: 0 if p.kind == "seed" else fresh(p) for p in takes}
         stored = {p: t for p, t in users.items() if p.kind in ("param", "buffer")}
@@ -95,5 +97,5 @@ def test_every_byte_of_random_plans(name: str, mesh: str) -> None:
     for seed in range(2):
         plan = random_plan(graph, on, route, seed)
         predicted, seen = peak_of(graph, plan, route), run_fake(graph, plan, lower(graph, plan, on, route))
-        slack = 2e-3 if name == "resnet" else 0.0  # running statistics that backward is handed and does not read
-        assert predicted == pytest.approx(seen, rel=slack, abs=0.0), f"seed {seed}"
+        exact = (name, mesh) != ("bert", "a=2,b=2")  # there 32 KiB that are sent are counted for longer than they live
+        assert seen <= predicted <= (seen if exact else 1.02 * seen), f"seed {seed}"
