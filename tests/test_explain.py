@@ -56,10 +56,9 @@ def test_the_classic_table(classic):
             best.setdefault(row.splits[1:], row)
     assert best[(2, 4), (4, 1)].words == "0" and best[(2, 4), (4, 1)].seconds == 0
     assert best[(4, 2), (2, 1)].words == "AllToAll over c"
-    # The dominant collective is the all-gather; only the last axis of a dim moves by one all-to-all.
-    assert best[(8, 1), (1, 1)].words == "AllGather over c, AllToAll over b, Slice over c"
-    assert best[(1, 8), (8, 1)].words.startswith("AllGather over a, AllGather over c, AllGather over b, Slice")
-    assert best[(8, 1), (1, 1)].nbytes == 1024 * 512 * 4 // 4 + 1024 * 512 * 4 // 4
+    # Two axes that split a dim move together by one all-to-all; an axis under which another splits the dim has to free it first.
+    assert best[(8, 1), (1, 1)].words == "AllToAll over b+c" and best[(8, 1), (1, 1)].nbytes == 1024 * 512 * 4 // 8
+    assert best[(1, 8), (8, 1)].words.startswith("AllGather over a, AllGather over b+c, Slice")
     assert [r.seconds for r in rows] == sorted(r.seconds for r in rows)
 
 

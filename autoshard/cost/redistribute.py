@@ -11,8 +11,9 @@ while no later axis splits d. Nothing becomes Partial, integers never are, and s
 before and after every step.
 
 A step over several axes is one collective over the group of all their ranks, the earlier axis major: over 2 x 2 ranks an
-all_reduce of S bytes sends 3/2 S and starts once, two of them in turn send 2 S. It may pass over axes between them, while those
-do not split the dim it touches. Slices are free and stay single; axes of one rank join nobody.
+all_reduce of S bytes sends 3/2 S and starts once; two in turn send 2 S, or three calls (scatter, reduce, gather) 3/2 S. It
+may pass over axes between them, while those do not split the dim it touches. Slices are free and stay single; axes of one
+rank join nobody.
 
 Collectives put pieces together along the first dim of a buffer. For another dim, with more than one local
 element before it, lowering rearranges the buffer; that is priced as a copy (read + write):
