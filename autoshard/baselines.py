@@ -214,18 +214,19 @@ class _Walk:
         return max(count, key=lambda s: count[s]) if count else whole
 
     def storage(self, n: int) -> int:
-        """How a parameter is stored: on tensor axes as it is read, on data axes whole or split. Of several splits the one
-        that is gathered cheapest, then the lowest dim."""
+        """How a parameter is stored: on tensor axes as it is read, on data axes whole or split. Of several splits one that is
+        gathered over data axes alone, the cheapest, then the lowest dim."""
         w, wanted, value = self.wiring, self.wanted(n), Ref(self.wiring.unit(n).name)
         table, specs = w.formulation.table, w.formulation.units.outputs(value)
         meta = table.graph.meta(value)
-        gathered = {s: table.redistribution.seconds(meta.logical_shape, meta.dtype, s, wanted) for s in specs.specs}
+        ways = {s: table.redistribution.steps(meta.logical_shape, meta.dtype, s, wanted) for s in specs.specs}
         split = self.scheme.sharded
 
         def rank(spec: Spec) -> tuple[float, ...]:
             off = sum(p != q if role != "data" else split == (p == R)
                       for p, q, role in zip(spec, wanted, self.scheme.roles, strict=True))
-            return off, gathered[spec], sum(max(p, 0) for p in spec)
+            astray = sum(self.scheme.roles[a] != "data" for step in ways[spec] for a in step.axes)
+            return off, astray, sum(step.seconds for step in ways[spec]), sum(max(p, 0) for p in spec)
 
         best = min(specs.specs, key=rank)
         return int(np.argmax(specs.index == specs.specs.index(best)))

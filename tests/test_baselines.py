@@ -113,8 +113,18 @@ def test_the_chosen_plan_is_never_worse_than_a_baseline_that_fits(name, mesh, me
     assert best is not None
     assert found.chosen.plan.objective_s <= best.plan.objective_s * (1 + 1e-9)
     assert all(row.plan.objective_s > 0 for row in found.contenders if row.plan)
+    late, soon = (next(row.plan for row in found.contenders if row.name == name) for name in ("ZeRO-1", "ZeRO-2"))
+    assert late.placements == soon.placements and late.settings["reduce_gradients"] == "at the end"
+    assert late.objective_s > soon.objective_s, "nothing hides them"
+    assert not any(c.hideable for c in late.collectives if c.kind == "reduce_scatter")
     data = found.to_dict()
     assert data["rows"][0]["name"] == "chosen by the search" and len(data["rows"]) == len(found.contenders)
+
+
+def test_zero_1_holds_whole_gradients_and_zero_2_only_those_on_their_way():
+    found = comparison(traced("mlp", "wide"), parse_mesh("d=2"), Options(cluster="h100-dgx", time_limit=5))
+    late, soon = (next(row.plan for row in found.contenders if row.name == name) for name in ("ZeRO-1", "ZeRO-2"))
+    assert late.memory["total"] > soon.memory["total"] + 100e6, "but for the largest matrix, whose gradient ZeRO-2 holds whole for a moment too"
 
 
 def test_a_baseline_is_the_same_twice():
