@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from autoshard.search import Board, Clock, Problem, Status, solve
+from autoshard.search.clock import Phase
 
 PROBLEM = Problem((np.array([1.5, 3.0]), np.array([2.0, 5.0])))
 
@@ -22,10 +23,21 @@ def test_giving_up_early_is_a_gap_and_not_the_time_limit():
 
 
 @pytest.mark.parametrize(("clock", "status"), [
-    (Clock(0.0), Status.TIME_LIMIT), (Clock(60.0, work_limit=5, work=5), Status.WORK_LIMIT), (Clock(60.0, stop=True), Status.INTERRUPTED),
+    (Clock(0.0), Status.TIME_LIMIT), (Clock(60.0, work_limit=5, work=5), Status.WORK_LIMIT), (Clock(60.0, cut=True), Status.TIME_LIMIT),
+    (Clock(60.0, stop=True), Status.INTERRUPTED),
 ])
 def test_a_limit_that_decided_is_named(clock, status):
     assert board_with_gap(clock).solution().status is status
+
+
+def test_a_share_of_the_time_that_ran_out_is_noted():
+    clock = Clock(60.0)
+    assert not Phase(clock, 0.5).over() and not clock.cut
+    assert Phase(clock, 0.0).over() and clock.cut
+    work = Clock(60.0, work_limit=10)
+    phase = Phase(work, 0.5)
+    phase.tick(5)
+    assert phase.over() and not work.cut, "work ends alike on every machine"
 
 
 def test_a_tied_proof_keeps_the_untied_bound_and_ends_when_a_cheaper_choice_comes():

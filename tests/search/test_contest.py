@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import time
 
 import pytest
 
@@ -69,6 +70,13 @@ def test_not_json_missing_and_unwritable(tmp_path):
     bad.write_text(json.dumps(SMALL))
     with pytest.raises(ProblemError, match="cannot be written"):
         solve_command(str(bad), 5, output=str(tmp_path / "no" / "out.json"))
+
+
+def test_a_file_that_takes_longer_to_read_than_the_limit(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(SMALL))
+    with pytest.raises(ProblemError, match=r"took 100\.\d s to start and to read.*--time-limit is 5 s; allow at least 20\d s"):
+        solve_command(str(path), 5, start=time.monotonic() - 100)
 
 
 def test_infeasible_says_where_and_what_would_do(tmp_path):

@@ -38,6 +38,18 @@ def test_threads_solve_side_by_side():
     assert found == pytest.approx([-3, -7, -12])
 
 
+def test_nodes_are_a_limit_that_is_named():
+    rng, model = np.random.default_rng(0), mathopt.Model()
+    take, worth = [model.add_binary_variable() for _ in range(40)], rng.integers(50, 100, 40)
+    for weight in rng.integers(50, 100, (5, 40)):
+        model.add_linear_constraint(mathopt.fast_sum(float(w) * x for w, x in zip(weight, take, strict=True)) <= weight.sum() / 2)
+    model.maximize(mathopt.fast_sum(float(w) * x for w, x in zip(worth, take, strict=True)))
+    program = model.export_model().SerializeToString()
+    first, again = (solve_program(program, 40, solver="milp", seconds=60, seed=0, nodes=1) for _ in range(2))
+    assert first.limit == "NODE" and first.bound == again.bound
+    np.testing.assert_array_equal(first.values, again.values)
+
+
 def test_infeasible_is_said():
     assert solve_program(knapsack(-1), 3, solver="milp", seconds=10, seed=0).reason.startswith("INFEASIBLE")
 

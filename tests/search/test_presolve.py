@@ -12,15 +12,15 @@ from random_problems import random_problem
 
 from autoshard.search import Edge, Items, Problem, evaluate, solve
 from autoshard.search.core import Core, Table, build
-from autoshard.search.presolve import Infeasible, reduce_core
+from autoshard.search.presolve import Infeasible, _sweep, reduce_core
 from autoshard.search.presolve.contraction import contract
 from autoshard.search.presolve.dead import drop_dead
-from autoshard.search.presolve.dominance import dominate
+from autoshard.search.presolve.dominance import _undominated, dominate
 from autoshard.search.presolve.elimination import eliminate
 from autoshard.search.presolve.pairs import merge
 from autoshard.search.presolve.rows import drop_slack_rows, price_certain_rows
 from autoshard.search.presolve.separable import separate
-from autoshard.search.presolve.states import merge_states
+from autoshard.search.presolve.states import alike, merge_states
 
 inf = np.inf
 
@@ -235,3 +235,52 @@ def test_equal_tables_are_one_object_and_its_facts_are_computed_once():
     table = Table(np.zeros((2, 2)))
     calls = []
     assert table.fact(calls.append) is None and table.fact(calls.append) is None and len(calls) == 1
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**6))
+def test_a_decided_node_costs_and_loads_what_it_did(seed: int):
+    whole = random_problem(seed, nodes=5)
+    best = solve(whole, backend="brute").choice
+    if best is None or whole.intervals is not None:
+        return
+    core = build(whole)[0]
+    part = core.project(best)
+    for v in np.flatnonzero(part[: (whole.n + 1) // 2] >= 0):
+        core.fix(int(v), int(part[v]))
+    same_optimum(whole, core)
+
+
+def test_dominance_among_many_strategies_is_that_among_few():
+    """Above a size tables are compared by kinds of rows and nothing is remembered."""
+    rng = np.random.default_rng(0)
+    few = rng.integers(0, 3, (2, 12, 5)).astype(float)
+    kinds, cost = rng.integers(0, 12, (2, 300)), rng.integers(0, 3, 300).astype(float)
+    tables = [Table(np.ascontiguousarray(few[i][kinds[i]])) for i in range(2)]
+    kept, change = _undominated(cost, *tables)
+    worst = cost[None, :] - cost[:, None] + sum((t.a[None] - t.a[:, None]).max(axis=2) for t in tables)
+    gone = np.setdiff1d(np.arange(300), kept)
+    np.testing.assert_array_equal(change, worst[np.ix_(gone, kept)])
+    assert (change <= 0).any(axis=1).all(), "every strategy that goes has one that stays and replaces it"
+    left = worst[np.ix_(kept, kept)] + np.diag(np.full(len(kept), inf))
+    assert (left > 0).all() and 0 < len(kept) < 300
+    assert not any(t.facts for t in tables)
+
+
+def test_rows_alike_differ_by_a_constant():
+    kind, first = alike(np.array([[1.0, 2.0, inf], [3.0, 4.0, inf], [1.0, 2.0, 5.0], [inf, 0.0, 1.0], [inf, 7.0, 8.0]]))
+    assert kind[0] == kind[1] and kind[3] == kind[4] and len(set(kind.tolist())) == 3
+    assert first.tolist() == [1.0, 3.0, 1.0, 0.0, 7.0]
+
+
+def test_a_look_without_anything_to_do_is_not_looked_at_again():
+    core = core_of([[0, 1]] * 3, {(0, 1): [[0, 5], [4, 2]], (1, 2): [[0, 5], [4, 2]], (0, 2): [[3, 0], [0, 4]]})
+    rule_calls = []
+    rule = lambda core, v: rule_calls.append(v) or False  # noqa: E731
+    _sweep(core, [0, 1, 2], (rule,), lambda: False)
+    seen = len(rule_calls)
+    _sweep(core.copy(), [0, 1, 2], (rule,), lambda: False)
+    assert seen == len(rule_calls) == 3
+    core.forget()
+    _sweep(core, [0, 1, 2], (rule,), lambda: False)
+    assert len(rule_calls) == 6
