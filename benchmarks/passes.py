@@ -2,8 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/passes.py --model gpt --plan auto-dp
     torchrun --nproc-per-node 1 benchmarks/passes.py --model mlp --plan auto
+    torchrun --nproc-per-node 4 benchmarks/passes.py --model gpt --plan auto-dp --mesh dp=2,tp=2 --only "axes taken as one"
 
 "without / with" is the median over interleaved rounds with a 95 % bootstrap interval; above 1 the thing pays.
+Calls are the collectives of one step, "sent" is what one rank sends in them on rings.
 """
 from __future__ import annotations
 
@@ -27,6 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies be
 from rounds import interleaved, ratio, spread  # noqa: E402
 from train import CLOCKS, SIZES, Contender, contender  # noqa: E402
 
+from autoshard.cost import redistribute  # noqa: E402
+from autoshard.cost.collectives import wire_bytes  # noqa: E402
+from autoshard.mesh import parse_mesh  # noqa: E402
+
 
 def as_it_is(op: Any) -> Any:
     return op
@@ -36,11 +42,17 @@ def nothing(*args: Any) -> frozenset[Any]:
     return frozenset()
 
 
+def alone(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple((axis,) for axis in range(len(sizes)))
+
+
 WITHOUT: dict[str, dict[str, Callable]] = {
     "everything on": {},
     "memory reused in place": {"autoshard.runtime.backends.overwrite": nothing},
     "small gradients in buckets": {"autoshard.runtime.step.bucket_gradients": nothing},
     "early issue, late wait": {"autoshard.schedule.param_derived": nothing, "autoshard.schedule.gradient_bound": nothing},
+    "axes taken as one": {"autoshard.cost.redistribute.axis_sets": alone,
+                          "autoshard.cost.redistribute.layout": redistribute.layout.__wrapped__},
     "gloo collectives as messages": {"autoshard.runtime.backends.direct": nothing},
     "kernels called directly": {"autoshard._torch.kernel": as_it_is},
 }
@@ -48,7 +60,8 @@ WITHOUT: dict[str, dict[str, Callable]] = {
 
 def build(what: str, options: argparse.Namespace) -> Contender:
     """The planned model, run without `what`."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("d",))
+    on = parse_mesh(options.mesh or f"d={dist.get_world_size()}")
+    mesh = init_device_mesh("cpu", on.sizes, mesh_dim_names=on.names)
     module = importlib.import_module(f"models.{options.model}")
     name, sizes = SIZES[options.model][options.size]
     torch.manual_seed(0)
@@ -61,11 +74,19 @@ def build(what: str, options: argparse.Namespace) -> Contender:
     return made
 
 
+def sent(made: Contender) -> tuple[int, float]:
+    """(collectives of one step, bytes that a rank sends in them)."""
+    step, mesh = made.trained.model._latest[1], made.trained.model.plan.mesh
+    return len(step.issues), sum(wire_bytes(i.kind, i.nbytes, mesh.ranks(mesh.axes(i.axis))) for i in step.issues)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="gpt")
     parser.add_argument("--size", choices=("small", "large"), default="small")
     parser.add_argument("--plan", choices=("auto", "auto-dp"), default="auto")
+    parser.add_argument("--mesh", help="dp=2,tp=2; default: one axis of all processes")
+    parser.add_argument("--only", action="append", choices=[w for w in WITHOUT if WITHOUT[w]], help="this thing alone; may be repeated")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeat", type=int, default=1, help="steps per round")
     parser.add_argument("--fused", action="store_true")
@@ -78,14 +99,16 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        made = {what: build(what, options) for what in WITHOUT}
+        made = {what: build(what, options) for what in WITHOUT if not WITHOUT[what] or what in (options.only or WITHOUT)}
         seconds = interleaved({what: c.step for what, c in made.items()}, options.rounds, repeat=options.repeat, clock=CLOCKS[options.clock])
         if dist.get_rank() == 0:
             base = seconds["everything on"]
             print(f"{options.model} {options.size}, {options.plan}, {dist.get_world_size()} processes")
             for what, times in seconds.items():
                 middle, low, high = ratio(times, base)
-                print(f"{what:28} {1e3 * spread(times)[0]:9.2f} ms   without / with {middle:.3f} [{low:.3f}, {high:.3f}]")
+                calls, nbytes = sent(made[what])
+                print(f"{what:28} {1e3 * spread(times)[0]:9.2f} ms   without / with {middle:.3f} [{low:.3f}, {high:.3f}]   "
+                      f"{calls} calls, {nbytes / 1e6:.1f} MB sent")
             if options.json:
                 options.json.write_text(json.dumps(seconds, indent=1) + "\n")
     finally:

@@ -122,17 +122,17 @@ def contender(name: str, kind: str, model: nn.Module, batch: tuple[torch.Tensor,
               options: argparse.Namespace) -> Contender | None:
     model = copy.deepcopy(model)
     if name.startswith("auto"):
-        compiled = autoshard.compile(model, mesh, batch, loss_fn=loss, cluster=options.cluster, cache=False, seeds=_seeds(name, batch),
+        compiled = autoshard.compile(model, mesh, batch, loss_fn=loss, cluster=options.cluster, cache=False, seeds=_seeds(name, batch, mesh),
                                      backend="inductor" if name == "auto-inductor" else "eager")
         return Contender(name, Trained(compiled, lambda: compiled(*batch), False), options.fused)
     trained = PLANS[name](model, kind, mesh, batch, loss)
     return None if trained is None else Contender(name, trained, options.fused)
 
 
-def _seeds(name: str, batch: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+def _seeds(name: str, batch: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> dict[str, Any]:
     if name != "auto-dp":
         return {}
-    return {**{f"input:{i}": [Shard(0)] for i in range(len(batch))}, "*": [Replicate()]}
+    return {**{f"input:{i}": [Shard(0)] * mesh.ndim for i in range(len(batch))}, "*": [Replicate()] * mesh.ndim}
 
 
 # --- what a step does ---

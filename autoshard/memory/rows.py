@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.cost.memory import stored_parts
 from autoshard.flow import param_derived
 from autoshard.cost_table import CostTable
-from autoshard.formulate import CopyNode, Formulation, State, local_bytes, storage_root
+from autoshard.formulate import HELD, CopyNode, Formulation, State, local_bytes, storage_root
 from autoshard.graph import Graph, Ref
 from autoshard.search.problem import Items
 from autoshard.sources import first_run
@@ -105,10 +105,15 @@ def _copy(formulation: Formulation, copy: CopyNode, now: int) -> np.ndarray:
     graph = formulation.table.graph
     nbytes = local_bytes(formulation.table, copy.value, copy.spec)
     spans = {w: [graph.order[name] for name, _ in copy.readers if graph.op(name).phase == w] for w in ("forward", "backward")}
+    if HELD in copy.states:  # where forward has no use for the copy any more
+        first = Ref(first_run(copy.value.op), copy.value.index)
+        spans["held"] = [graph.order[name] + 1 for name, _ in graph.users[first] if graph.op(name).phase == "forward"]
     return np.array([nbytes if _is_alive(s, spans, now) else 0.0 for s in copy.states])
 
 
 def _is_alive(state: State, spans: dict[str, list[int]], now: int) -> bool:
+    if state is HELD:
+        return max(spans["held"]) <= now <= max(spans["backward"])
     made = [w for w, times in zip(("forward", "backward"), state.times, strict=True) if times]
     if state.name == "kept":
         return min(spans["forward"]) <= now <= max(spans["backward"])
