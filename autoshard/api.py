@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from autoshard.annotate import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
@@ -16,32 +17,30 @@ from autoshard.assemble import Plays, make_plan
 from autoshard.baselines import baselines
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
-from autoshard.errors import InfeasibleError
-from autoshard.feasible import explain_infeasible, search_within
+from autoshard.feasible import explain_infeasible, fits_exactly, raised, search_ample, search_within
 from autoshard.formulate import Formulation, formulate
 from autoshard.graph import Graph
 from autoshard.incumbents import known_plans
 from autoshard.layers import repeated_layers
 from autoshard.mesh import Mesh, parse_mesh
 from autoshard.options import Options, Progress, parse_bytes
-from autoshard.plan import AGAIN, Plan
+from autoshard.plan import Plan
 from autoshard.propagate import propagate, taken
 from autoshard.precision import Precision
 from autoshard.reachable import reachable
-from autoshard.recompute import LEVELS, candidates, with_recompute
 from autoshard.rules.factors import factor_graph
 from autoshard.report.whole import whole_notes
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.search import guarded
+from autoshard.search.problem import Solution
 from autoshard.simplify import simplify
+from autoshard.sources import open_table
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
 
 PROPAGATE = "propagate"
-
-TIGHT_GAP, TIGHT_SHARE = 5e-3, 0.9  # a plan this far from its bound and this near the memory limit may be dear because of it
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
@@ -141,68 +140,62 @@ def formulated(table: CostTable, options: Options) -> Formulation:
 
 def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
            model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None) -> Plan:
-    """Formulate, search, and read the plan from the solution. Where nothing fits, or memory makes plans dear, backward may
-    run parts of forward again instead of keeping their values. Raises InfeasibleError."""
-    clock = clock or Clock(None)
-    best, explain = _decide(table, options, clock, has_loss, model_info, formulation)
-    if options.search == PROPAGATE or not table.graph.training or (best is not None and not _is_tight(best)):
-        return _or_raise(best, explain)
-    for families in LEVELS.values():
-        found, explain = _decide(_recomputing(table, options, families), options, clock, has_loss, model_info, None)
-        if found is not None:
-            return found.recomputing(table.graph.hash) if best is None or found.objective_s < best.objective_s else best
-    return _or_raise(best, explain)
-
-
-def _or_raise(plan: Plan | None, explain: Callable[[], InfeasibleError]) -> Plan:
-    if plan is None:
-        raise explain()
-    return plan
-
-
-def _is_tight(plan: Plan) -> bool:
-    """Whether the plan may be dear because of memory."""
-    return plan.gap > TIGHT_GAP and plan.memory["total"] > TIGHT_SHARE * plan.memory["limit"]
-
-
-def _recomputing(table: CostTable, options: Options, families: Sequence[str]) -> CostTable:
-    """The prices of the program in which backward runs these families again."""
-    graph = with_recompute(table.graph, candidates(table.graph, families))
-    strategies = enumerate_strategies(graph, table.mesh, table.seeds, outputs=options.outputs)
-    return replace(build_cost_table(graph, table.mesh, table.cluster, strategies, table.training), seeds=table.seeds)
-
-
-def _decide(table: CostTable, options: Options, clock: "Clock", has_loss: bool, model_info: Mapping[str, Any] | None,
-            formulation: Formulation | None) -> tuple[Plan | None, Callable[[], InfeasibleError]]:
-    """The plan, and what says why there is none."""
-    limit = options.memory_limit(table.cluster)
+    """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
+    fit, it is part of the search what backward runs again instead of keeping it. Raises InfeasibleError."""
+    clock, limit = clock or Clock(None), options.memory_limit(table.cluster)
+    settings = options.settings(table.graph.training, has_loss)
     with clock("formulate"):
-        formulation = formulation or formulated(table, options)
-        recomputes = any(op.name.endswith(AGAIN) for op in table.graph.ops)  # plans by hand are for programs that do not
-        by_hand = () if recomputes else baselines(formulation)
-        known = [choice for _, choice in (*known_plans(formulation), *by_hand)]
-        spread = propagate(formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
-        known += [spread.choice] if spread else []
-        settings = options.settings(table.graph.training, has_loss)
-        played = Plays(formulation, settings)
+        asked = _asked(formulation or formulated(table, options), settings)
+        spread = propagate(asked.formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
+        asked.known.extend([spread.choice] if spread else [])
     with clock("search"):
         if options.search == PROPAGATE:
-            solution = taken(formulation, spread)
+            solution = taken(asked.formulation, spread)
         else:
-            solution = search_within(formulation, limit, measure=played, time_limit=options.time_limit, backend=options.search,
-                                     incumbents=known, progress=clock.search)
+            asked, solution = _searched(asked, options, settings, clock)
     if solution.choice is None:
-        return None, lambda: explain_infeasible(formulation, solution, limit, played, known)
+        raise explain_infeasible(asked.formulation, solution, limit, asked.played, asked.known)
     with clock("assemble"):
-        found = make_plan(formulation, solution, memory_limit=limit, model=model_info or {},
-                          settings=settings,
-                          seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table), played=played)
-        found = replace(found, notes=(*found.notes, *whole_notes(table.graph, found)))
+        found = make_plan(asked.formulation, solution, memory_limit=limit, model=model_info or {}, settings=settings,
+                          seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table), played=asked.played)
+        found = replace(found, notes=(*found.notes, *whole_notes(table.graph, found))).recomputing(table.graph.hash)
     if options.search == PROPAGATE:
         for warning in spread.warnings:
             logging.getLogger("autoshard.propagate").warning(warning)
         found = replace(found, status=spread.status, notes=(*found.notes, *spread.warnings))
-    return replace(found, timings=dict(clock.seconds)), lambda: InfeasibleError("a plan was found")
+    return replace(found, timings=dict(clock.seconds))
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A search problem with the timelines of its choices, and choices known beforehand."""
+
+    formulation: Formulation
+    played: Plays
+    known: list[np.ndarray]
+
+
+def _asked(formulation: Formulation, settings: Mapping[str, Any]) -> _Asked:
+    by_hand = baselines(formulation) if formulation.table.base is None else ()  # plans by hand run nothing again
+    return _Asked(formulation, Plays(formulation, settings), [choice for _, choice in (*known_plans(formulation), *by_hand)])
+
+
+def _searched(asked: _Asked, options: Options, settings: Mapping[str, Any], clock: "Clock") -> tuple[_Asked, Solution]:
+    """The problem searched in the end, and what was found. In training the first one has ample memory: where its best plan
+    fits, nothing else matters."""
+    table = asked.formulation.table
+    limit, how = options.memory_limit(table.cluster), {"backend": options.search, "progress": clock.search}
+    if not table.graph.training:
+        return asked, search_within(asked.formulation, limit, measure=asked.played, incumbents=asked.known,
+                                    time_limit=options.time_limit, **how)
+    start = time.monotonic()
+    free = search_ample(asked.formulation, incumbents=asked.known, time_limit=options.time_limit / 2, **how)
+    if free.choice is None or fits_exactly(asked.formulation, asked.played(free.choice), limit):
+        return asked, free
+    tight = _asked(formulated(open_table(table), options), settings)
+    found = search_within(tight.formulation, limit, measure=tight.played, incumbents=tight.known,
+                          time_limit=max(options.time_limit / 2, start + options.time_limit - time.monotonic()), **how)
+    return tight, found if found.choice is None else raised(found, free.bound)
 
 
 def _seed_notes(table: CostTable) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from autoshard.graph import Op, Ref
 from autoshard.layouts import layouts
 from autoshard.memory.footprint import Footprints
 from autoshard.memory.timeline import Timeline, timeline
-from autoshard.plan import AGAIN, Collective, Copy, Fallback, OpPlan, Plan, Window
+from autoshard.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
 from autoshard.sources import decided
@@ -63,8 +63,8 @@ def _is_kept(states: Mapping[tuple[Ref, Spec], State], key: tuple[Ref, Window, S
     ref, window, spec = key
     if window != "backward" or (ref, "forward", spec) not in copies:
         return False
-    found = states.get((Ref(ref.op + AGAIN, ref.index), spec)) or states.get((ref, spec))
-    return found is not None and found.name in ("kept", "held")
+    found = states.get((ref, spec))
+    return found is not None and found.name == "kept"
 
 
 def price(chosen: Chosen) -> dict[str, float]:

@@ -6,16 +6,20 @@ played; where it is fuller than allowed, that moment gets a row, and the search 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from autoshard.annotate import was_given
+from autoshard.assemble import Plays
+from autoshard.cost_table import CostTable
 from autoshard.errors import InfeasibleError
-from autoshard.formulate import Formulation, unreachable
-from autoshard.memory.rows import limited, with_row
+from autoshard.formulate import Formulation, formulate, unreachable
+from autoshard.memory.rows import limited, with_row, without_idle
 from autoshard.memory.timeline import Timeline
+from autoshard.pinned import pinned, without_seeds
 from autoshard.search import solve
 from autoshard.search.problem import Edge, Problem, Solution, Status, evaluate, row_loads
 
@@ -24,6 +28,7 @@ ROUNDS = 4
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 MOST_PLAYED = 6
+NAMED = 3  # seeds in a message
 
 Measure = Callable[[np.ndarray], Timeline]
 """The timeline of a choice."""
@@ -48,6 +53,21 @@ def search_within(formulation: Formulation, limit: float, *, measure: Measure, t
         answer = replace(answer, bound=max(answer.bound, fitted.bound))
     return _played(formulation, limit, answer, measure, incumbents, max(time_limit / 4, start + time_limit - time.monotonic()),
                    progress=progress, **options)
+
+
+def search_ample(formulation: Formulation, **options) -> Solution:
+    """The cheapest plan when memory is ample. Its bound holds whatever the memory, also where backward may run ops again."""
+    return solve(ample(formulation.problem), **options)
+
+
+def fits_exactly(formulation: Formulation, timeline: Timeline, limit: float) -> bool:
+    """Whether a plan's timeline, with the allocator's slack, stays within `limit` bytes."""
+    return timeline.peak * (1.0 + formulation.table.cluster.device.allocator_slack) <= limit
+
+
+def raised(solution: Solution, bound: float) -> Solution:
+    """The solution with another bound that holds too."""
+    return _settled(replace(solution, bound=bound), solution.choice, solution.cost) if bound > solution.bound else solution
 
 
 def _played(formulation: Formulation, limit: float, first: Solution, measure: Measure, incumbents: Sequence[np.ndarray],
@@ -93,7 +113,7 @@ def _settled(first: Solution, choice: np.ndarray, cost: float) -> Solution:
 def _grown(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
     """A row, or a lower limit of the row there is, for the fullest moment of every stretch of the step that is too full;
     the row's limit makes up for what the row miscounts of this plan."""
-    total = timeline.live.sum(axis=1)
+    total, choice = timeline.live.sum(axis=1), without_idle(formulation, choice)
     for stretch in np.array_split(np.arange(len(total)), min(MOMENTS, len(total))):
         t = int(stretch[np.argmax(total[stretch])])
         if total[t] > aim:
@@ -111,7 +131,7 @@ def fits(problem: Problem, rows: np.ndarray, choice: np.ndarray) -> bool:
     return bool(np.all(row_loads(problem, choice)[rows] <= problem.row_limit[rows]))
 
 
-def explain_infeasible(formulation: Formulation, solution: Solution, limit: float, measure: Measure,
+def explain_infeasible(formulation: Formulation, solution: Solution, limit: float, measure: Plays,
                        incumbents: Iterable[np.ndarray] = ()) -> InfeasibleError:
     """The error to raise: the peak of the leanest plan found, when it is and what is alive there, and a proven lower bound."""
     problem = formulation.problem
@@ -126,11 +146,24 @@ def explain_infeasible(formulation: Formulation, solution: Solution, limit: floa
     tried = [measure(np.asarray(c)) for c in (*(least.choice for least in leasts), *possible(problem, incumbents)[:MOST_PLAYED])]
     leanest = min(tried, key=lambda t: t.peak)
     certain = "" if bound > limit else f" (not proven: the search stopped, {solution.status.value})"
-    seeds = formulation.table.seeds.matches
-    fixed = f"; {len(seeds)} seeds fix placements, take some away" if seeds else ""
     return InfeasibleError(
         f"no plan fits in {_text(limit)} per rank{certain}: no plan needs less than {_text(bound)} (proven), and the least found "
-        f"needs {_text(slack * leanest.peak)}. {_when(leanest)}. Raise the memory budget, use more ranks or a smaller batch{fixed}")
+        f"needs {_text(slack * leanest.peak)}. {_when(leanest)}. Raise the memory budget, use more ranks or a smaller batch"
+        f"{_seeds_in_the_way(formulation.table, limit, measure.settings)}")
+
+
+def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any]) -> str:
+    """Whether a plan would fit without the user's seeds, and which of them hold most. Empty where there are none."""
+    if not table.seeds.matches:
+        return ""
+    free = formulate(without_seeds(table.base or table, settings.get("outputs", "replicate")), memory_limit=limit)
+    played = Plays(free, settings)
+    found = search_within(free, limit, measure=played, time_limit=SECONDS, incumbents=())
+    if found.choice is None:
+        return f", or take seeds away, though without all {len(table.seeds.matches)} of them none was found that fits either"
+    needs = _text(played(found.choice).peak * (1.0 + table.cluster.device.allocator_slack))
+    most = ", ".join(f"{p.seed} {_text(p.nbytes)}" for p in pinned(table)[:NAMED])
+    return f". Without the seeds a plan fits: one that needs {needs} was found. Most bytes per rank are held by {most}"
 
 
 def _when(timeline: Timeline) -> str:

@@ -9,10 +9,8 @@ redistributed once, so the redistribution is a node of its own: per (value, targ
     forward / backward / both   redistributed in that window, or once in each
     kept           redistributed in forward and kept until backward
 
-Where it is open what backward runs again (sources.py), backward reads forward's values through sources. A value then has a
-copy node per window, and the one of backward a state more:
-
-    held           the copy that forward made, kept for backward
+Where it is open what backward runs again (sources.py), backward reads a value through its source, and the copy nodes of the
+two are one: `kept` then needs the value not to run again, and what serves backward from the producer's spec needs its source.
 
 A (value, spec) that only one consumer could read needs no node: the producer-consumer edge carries its
 price. Gathers of parameters and reductions of gradients may hide behind compute; their seconds must sit on
@@ -39,7 +37,7 @@ from autoshard.recompute import is_source
 from autoshard.regions import Unit, Units, find_units
 from autoshard.rules import registry
 from autoshard.search.problem import Edge, Items, Problem
-from autoshard.sources import first_run, kept_table, open_units, source_runs
+from autoshard.sources import open_units, source_state
 from autoshard.spec import NOWHERE, Spec
 from autoshard.strategies import SpecIndex
 
@@ -61,7 +59,7 @@ class State:
 ABSENT = State("absent", (False, False), (0, 0))
 OWN = State("own", (True, True), (0, 0))
 MADE = {"forward": State("made", (True, True), (1, 0)), "backward": State("made", (True, True), (0, 1))}
-HELD = State("held", (False, True), (0, 0))
+OWN_FORWARD = State("own", (True, False), (0, 0))
 BOTH_WINDOWS = (State("forward", (True, False), (1, 0)), State("backward", (False, True), (0, 1)),
                 State("both", (True, True), (1, 1)), State("kept", (True, True), (1, 0)))
 
@@ -243,16 +241,20 @@ def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
 
 
 def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
-    readers, partner = _readers(b, ref), _partner(b, ref)
-    wanted, others = _by_spec(readers), _by_spec(_readers(b, partner) if partner else ())
+    """Copy nodes and direct edges from a value, and from its source, to who reads them."""
+    if is_source(b.table.graph.op(ref.op)):
+        return  # together with the value itself
+    source = _source(b, ref)
+    readers = _readers(b, ref)
+    later = _readers(b, source) if source else []
     priced = b.overlaps and b.table.hideable(ref)
-    shared = {spec: tuple(rs) for spec, rs in wanted.items()
-              if (priced or len(rs) + len(others.get(spec, ())) > 1) and _costs_anything(b, ref, spec)}
-    for reader in readers:
-        _add_direct_edge(b, ref, reader, frozenset(s for s, rs in shared.items() if reader in rs))
+    shared = {spec: tuple(rs) for spec, rs in _by_spec([*readers, *later]).items()
+              if (priced or len(rs) > 1) and _costs_anything(b, ref, spec)}
+    for value, rs in ((ref, readers), (source, later)):
+        for reader in rs:
+            _add_direct_edge(b, value, reader, frozenset(s for s, through in shared.items() if reader in through))
     for spec, rs in shared.items():
         _add_copy_node(b, ref, spec, rs, priced, layers)
-    _add_keeper(b, ref)
     _add_saved(b, ref)
 
 
@@ -265,22 +267,10 @@ def _by_spec(readers: Iterable[_Reader]) -> dict[Spec, list[_Reader]]:
     return wanted
 
 
-def _partner(b: _Builder, ref: Ref) -> Ref | None:
-    """The value of forward that a source hands to backward, or the source's of a value of forward."""
-    graph, op = b.table.graph, b.table.graph.op(ref.op)
-    if is_source(op):
-        return Ref(first_run(op.name), ref.index)
-    source = graph.by_name.get(op.name + AGAIN)
-    return Ref(source.name, ref.index) if source is not None and is_source(source) else None
-
-
-def _add_keeper(b: _Builder, ref: Ref) -> None:
-    """The edge to the source that may keep a value, as forward made it."""
-    for name, index in b.table.graph.users.get(ref, ()):
-        if ref in b.table.graph.op(name).kept:
-            src, dst = b.units.outputs(ref), b.units.inputs(name, index)
-            table = b.shared(("kept", src.specs, dst.specs), lambda src=src, dst=dst: kept_table(src, dst))
-            b.edges.append(Edge(b.units.index(ref.op), b.units.index(name), table, src.index, dst.index))
+def _source(b: _Builder, ref: Ref) -> Ref | None:
+    """The value's source, where backward reads it through one."""
+    op = b.table.graph.by_name.get(ref.op + AGAIN)
+    return Ref(op.name, ref.index) if op is not None and is_source(op) else None
 
 
 def _costs_anything(b: _Builder, ref: Ref, spec: Spec) -> bool:
@@ -312,21 +302,25 @@ def _add_direct_edge(b: _Builder, ref: Ref, reader: _Reader, through_copies: fro
 
 def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...], priced: bool,
                    layers: Mapping[str, int]) -> None:
-    src = b.units.outputs(ref)
+    src, source = b.units.outputs(ref), _source(b, ref)
     seconds = b.table.table(ref, src, _target(b, spec))
     windows = {r.window for r in readers}
-    first = b.memo.get(("copy", _partner(b, ref), spec)) if "backward" in windows else None
-    states = b.shared(("states", id(seconds), len(windows), min(windows), priced, first is not None), lambda: (
-        *_states(src, spec, seconds[:, 0], windows, priced), *([HELD] if first is not None else [])))
-    node = b.memo["copy", ref, spec] = len(b.costs)
+    in_source = source is not None and "backward" in windows
+    states = b.shared(("states", id(seconds), len(windows), min(windows), priced, in_source),
+                      lambda: _states(src, spec, seconds[:, 0], windows, priced, in_source))
+    node = len(b.costs)
     copy = CopyNode(ref, spec, states, tuple((r.op, r.index) for r in readers))
     b.copies.append(copy)
     b.costs.append(b.shared(("copy cost", id(states)), lambda: np.array(
         [(s.price or 0.0) * sum(s.times) * b.kappa for s in states])))
     b.groups.append(_copy_group(b, copy, layers))
-    producer = b.shared(("producer", id(states)), lambda: _producer_table(src, spec, seconds[:, 0], states))
+    producer, index = b.shared(("producer", id(states)), lambda: _producer_table(src, spec, seconds[:, 0], states)), src.index
+    if in_source:
+        there = b.shared(("there", source, id(src)), lambda: source_state(b.units, source))
+        producer = b.shared(("producer and source", id(producer)), lambda: _with_source(producer, states))
+        index = b.shared(("producer and source", id(src), there.tobytes()), lambda: index * 3 + there)
     every = b.shared(("every", len(states)), lambda: np.arange(len(states)))
-    b.edges.append(Edge(b.units.index(ref.op), node, producer, src.index, every))
+    b.edges.append(Edge(b.units.index(ref.op), node, producer, index, every))
     for r in readers:
         table = b.shared(("reader", id(states), r.specs.specs, r.window),
                          lambda r=r: _reader_table(r.specs, spec, states, r.window == "backward"))
@@ -335,30 +329,26 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
         for row, window in ((FORWARD, 0), (BACKWARD, 1)):
             b.add_items(node, row, np.array([(s.price or 0.0) * s.times[window] for s in states]))
     if len(windows) == 2:
-        extra = max(0.0, local_bytes(b.table, ref, spec) - _least_saved(b, ref))
+        extra = max(0.0, local_bytes(b.table, ref, spec) - (0.0 if in_source else _least_saved(b, ref)))
         b.add_items(node, MEMORY, np.array([extra if s.name == "kept" else 0.0 for s in states]))
-    if first is not None:
-        _add_held(b, copy, node, first)
 
 
-def _add_held(b: _Builder, copy: CopyNode, node: int, first: int) -> None:
-    """A copy held from forward: forward makes it (node `first`), the source does not run, memory holds it."""
-    held = np.array([s is HELD for s in copy.states])
-    made = b.copies[first - len(b.units.units)].states
-    every, others = (b.shared(("every", len(x)), lambda x=x: np.arange(len(x))) for x in (copy.states, made))
-    b.edges.append(Edge(first, node, b.shared(("held", len(held), id(made)), lambda: np.where(
-        np.array([s.name != "made" for s in made])[:, None] & held, np.inf, 0.0)), others, every))
-    runs = source_runs(b.table, copy.value.op)[b.units.picked(copy.value.op)].astype(np.int64)
-    b.edges.append(Edge(b.units.index(copy.value.op), node, b.shared(("held, not run", len(held)), lambda: np.stack(
-        [np.zeros(len(held)), np.where(held, np.inf, 0.0)])), b.shared(("runs", runs.tobytes()), lambda: runs), every))
-    b.add_items(node, MEMORY, np.where(held, local_bytes(b.table, copy.value, copy.spec), 0.0))
+def _with_source(producer: np.ndarray, states: tuple[State, ...]) -> np.ndarray:
+    """[producer specs x state of the source, states]: what serves backward is the source's, which may be off; copies of
+    forward are kept of what does not run again."""
+    kept = np.array([s.name == "kept" for s in states])
+    needs = np.array([s.serves[1] and s is not ABSENT for s in states]) & ~kept
+    barred = np.stack([np.where(needs, np.inf, 0.0), np.zeros(len(states)), np.where(kept, np.inf, 0.0)])
+    return (producer[:, None, :] + barred[None]).reshape(-1, len(states))
 
 
-def _states(src: SpecIndex, spec: Spec, prices: np.ndarray, windows: set[Window], priced: bool) -> tuple[State, ...]:
+def _states(src: SpecIndex, spec: Spec, prices: np.ndarray, windows: set[Window], priced: bool,
+            in_source: bool) -> tuple[State, ...]:
     possible = sorted({float(p) for s, p in zip(src.specs, prices, strict=True) if s != spec and np.isfinite(p)})
     plain = BOTH_WINDOWS if len(windows) == 2 else (MADE[next(iter(windows))],)
     made = [State(s.name, s.serves, s.times, p) for s in plain for p in possible] if priced else list(plain)
-    return (ABSENT, *([OWN] if spec in src.specs else []), *(made if possible else []))
+    own = ([OWN_FORWARD] if in_source and len(windows) == 2 else []) + [OWN]
+    return (ABSENT, *(own if spec in src.specs else []), *(made if possible else []))
 
 
 def _producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple[State, ...]) -> np.ndarray:
@@ -368,7 +358,7 @@ def _producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tupl
         for s, state in enumerate(states):
             if state.name == "own":
                 out[p, s] = 0.0 if source == spec else np.inf
-            elif state not in (ABSENT, HELD):
+            elif state is not ABSENT:
                 fits = source != spec and np.isfinite(price) and (state.price is None or state.price == price)
                 out[p, s] = np.inf if not fits else 0.0 if state.price is not None else price * sum(state.times)
     return out
@@ -404,11 +394,12 @@ def _add_saved(b: _Builder, ref: Ref) -> None:
             if b.table.graph.meta(ref).numel > b.table.graph.meta(root).numel:  # expanded: no larger than what it is a view of
                 amounts = np.minimum(amounts, min(local_bytes(b.table, root, s) for s in b.units.outputs(root).specs))
             b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
-    for name, index in b.table.graph.users.get(ref, ()):
-        if ref in (op := b.table.graph.op(name)).kept and b.table.graph.users.get(Ref(op.name, ref.index)):
-            specs = b.units.inputs(name, index)
+    if (source := _source(b, ref)) and source in b.table.graph.users:
+        op = b.table.graph.op(source.op)
+        if ref in op.kept:
+            specs = b.units.inputs(op.name, op.refs.index(ref))
             amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
-            b.add_items(b.units.index(name), MEMORY, amounts[specs.index])
+            b.add_items(b.units.index(op.name), MEMORY, amounts[specs.index])
 
 
 def _is_saved(b: _Builder, ref: Ref) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.flow import param_derived
-from autoshard.formulate import HELD, CopyNode, Formulation, State
+from autoshard.formulate import CopyNode, Formulation, State
 from autoshard.graph import Op, Ref
-from autoshard.sources import kept_table
 from autoshard.spec import R, Spec
 from autoshard.regions import Unit
 from autoshard.strategies import SpecIndex
@@ -65,7 +64,7 @@ def greedy(formulation: Formulation, rank: Callable[[Spec], float], pick: Callab
             for i, ref in enumerate(graph.op(member).refs):
                 if ref.op not in unit.members:
                     src, dst = units.outputs(ref), units.inputs(member, i)
-                    seconds = kept_table(src, dst) if ref in graph.op(member).kept else table.table(ref, src, dst)
+                    seconds = table.table(ref, src, dst)
                     total = total + seconds[src.index[picked[units.index(ref.op)]]][dst.index]
         return total
 
@@ -117,7 +116,7 @@ def complete(formulation: Formulation, picked: np.ndarray, keep: bool = True) ->
         source = spec_of(specs, copy.value.op)
         target = SpecIndex((copy.spec,), np.zeros(1, dtype=np.int64))
         price = float(table.table(copy.value, specs, target)[source, 0]) if specs.specs[source] != copy.spec else None
-        fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == "own") == (price is None) and s is not HELD
+        fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == "own") == (price is None)
                 and (s.price is None or s.price == price)]
         again = not keep and copy.value in derived
         return min(fits, key=lambda i: (again and copy.states[i].name == "kept", sum(copy.states[i].times),

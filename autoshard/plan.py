@@ -177,12 +177,12 @@ class Plan:
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def recomputing(self, graph_hash: str) -> "Plan":
-        """This plan, made for a program in which backward runs ops again, as a plan for the program `graph_hash` itself. Its
-        bound is one for what is recomputed here, not for every choice of that."""
+        """This plan, made for a program in which backward runs ops again, as a plan for the program `graph_hash` itself."""
         again = tuple(name.removesuffix(AGAIN) for name in self.ops if name.endswith(AGAIN))
+        if not again:
+            return self
         note = f"backward runs {len(again)} ops of forward again to save memory"
-        return replace(self, graph_hash=graph_hash, recompute=again, status=f"{self.status}, given what is recomputed",
-                       notes=(*self.notes, note))
+        return replace(self, graph_hash=graph_hash, recompute=again, notes=(*self.notes, note))
 
     @property
     def peak(self) -> Moment | None:

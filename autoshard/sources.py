@@ -1,8 +1,8 @@
 """What backward runs again, as strategies: prices and units of the program in which backward reads forward through sources.
 
 A source (recompute.py) *runs* like any op, *keeps* its values as forward made them, or is *off*, where nobody reads it. Off
-and kept it reads nothing and takes no time; kept it takes memory. Sources decide in units that mirror those of forward, so
-that there is one choice per group of ops, and equal layers are tied as ever.
+and kept it reads nothing and takes no time; kept it takes memory. A source decides together with the unit of its op and is
+laid out like it, so that there is one choice per group of ops, and equal layers are tied as ever.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.cost_table import CostTable, OpCost, build_cost_table
-from autoshard.graph import Op
+from autoshard.graph import Op, Ref
 from autoshard.plan import AGAIN
 from autoshard.recompute import candidates, is_source, is_view, with_recompute, with_sources
 from autoshard.regions import Unit, Units
@@ -63,25 +63,17 @@ def kept_layouts(found: StrategySet) -> np.ndarray:
     return np.unique(flat, axis=0).reshape(-1, *found.outputs.shape[1:])
 
 
-def kept_table(src: SpecIndex, dst: SpecIndex) -> np.ndarray:
-    """[specs forward leaves a value in, specs a source keeps it in]: a value is kept as it is, or not."""
-    return np.array([[0.0 if d == s or NOWHERE in d else np.inf for d in dst.specs] for s in src.specs])
-
-
 # --- units ---
 
 def open_units(units: Units, table: CostTable) -> Units:
-    """`units` of the base program, and before those of backward the units of the sources."""
-    graph, mirror = table.graph, _Mirror(table)
-    sources = [u for unit in units.units if (u := mirror.of(unit)) is not None]
-    forward = [u for u in units.units if graph.op(u.name).phase == "forward"]
-    backward = [u for u in units.units if graph.op(u.name).phase == "backward"]
-    return Units((*forward, *sources, *backward), table)
+    """`units` of the base program, those of forward with the sources of their values: a second run is laid out as the first."""
+    joined = _Joined(table)
+    return Units(tuple(joined.of(unit) for unit in units.units), table)
 
 
 @dataclass
-class _Mirror:
-    """Makes the units of sources. `wanted`: sources that a real op of backward reads."""
+class _Joined:
+    """Makes units of ops and their sources. `wanted`: sources that a real op of backward reads."""
 
     table: CostTable
     memo: dict = field(default_factory=dict)
@@ -91,18 +83,19 @@ class _Mirror:
         self.again = frozenset(candidates(self.table.base.graph))
         self.wanted = {r.op for op in graph.ops if op.phase == "backward" and not is_source(op) for r in op.refs}
 
-    def of(self, unit: Unit) -> Unit | None:
-        """Of a unit of forward; None where backward reads nothing of it."""
+    def of(self, unit: Unit) -> Unit:
+        """The same where backward reads nothing of it."""
         graph, there = self.table.graph, [m for m in unit.members if m + AGAIN in self.table.graph.by_name]
         sources = [graph.op(m + AGAIN) for m in there]
         if not sources or graph.op(unit.name).phase != "forward":
-            return None
-        modes = [frozenset(s.name for s in sources), self._needed(sources, self.wanted)]
-        key = (*((id(self.table.strategies[s.name]), id(unit.of(m))) for m, s in zip(there, sources, strict=True)),
+            return unit
+        kept = {s.name for s in sources if s.kept}
+        modes = [frozenset(s.name for s in sources), self._needed(sources, self.wanted), self._needed(sources, self.wanted & kept)]
+        key = (tuple(map(id, unit.picked)), tuple(map(there.count, unit.members)), *(id(self.table.strategies[s.name]) for s in sources),
                *(tuple(s.name in mode for s in sources) for mode in modes), self._wires(sources))
         if key not in self.memo:
             self.memo[key] = self._picked(unit, there, sources, modes)
-        return Unit(sources[0].name, tuple(s.name for s in sources), self.memo[key])
+        return Unit(unit.name, (*unit.members, *(s.name for s in sources)), self.memo[key])
 
     def _wires(self, sources: list[Op]) -> tuple:
         place = {s.name: i for i, s in enumerate(sources)}
@@ -119,15 +112,13 @@ class _Mirror:
         return frozenset(s.name for s in sources if s.name in needed)
 
     def _picked(self, unit: Unit, there: list[str], sources: list[Op], modes: list[frozenset[str]]) -> tuple[np.ndarray, ...]:
-        """Strategies: all run; values kept, all of them or those that are surely read; off, where nobody must read."""
+        """Strategies: all run; values kept: all of them, those that are surely read, or of these all but views, of which
+        backward may have copies that forward made; off."""
         rows = [[self._runs(m, s, unit.of(m)) for m, s in zip(there, sources, strict=True)]]
-        for mode in modes:
-            if mode:
-                rows.append([self._keeps(m, s, unit.of(m)) if s.name in mode else self._off(s, len(unit))
-                             for m, s in zip(there, sources, strict=True)])
-        if not modes[1]:
-            rows.append([self._off(s, 1) for s in sources])
-        joint = np.concatenate([np.stack(r, axis=1) for r in rows])
+        for mode in (*modes, frozenset()):
+            rows.append([self._keeps(m, s, unit.of(m)) if s.name in mode else self._off(s, len(unit))
+                         for m, s in zip(there, sources, strict=True)])
+        joint = np.concatenate([np.stack((*unit.picked, *r), axis=1) for r in rows])
         _, first = np.unique(joint, axis=0, return_index=True)
         return tuple(joint[np.sort(first)].T.copy())
 
@@ -168,6 +159,17 @@ def _program(table: CostTable, again: frozenset[str]) -> CostTable:
             ops = build_cost_table(graph, base.mesh, base.cluster, strategies, base.training).ops
         known["program", again] = replace(base, graph=graph, strategies=strategies, ops=ops)
     return known["program", again]
+
+
+def source_state(units: Units, source: Ref) -> np.ndarray:
+    """Per strategy of its unit: 0 where the source is off, 1 where its value is forward's, 2 where it runs again. A view of a
+    value kept in the same unit is forward's too."""
+    op, unit = units.table.graph.op(source.op), units.index(source.op)
+    there = ~np.all(units.table.strategies[op.name].outputs == NOWHERE, axis=(1, 2))[units.picked(op.name)]
+    below = op
+    while not below.kept and units.index(below.refs[0].op) == unit:
+        below = units.table.graph.op(below.refs[0].op)
+    return np.where(there, 1 + source_runs(units.table, below.name)[units.picked(below.name)], 0)
 
 
 def source_runs(table: CostTable, source: str) -> np.ndarray:

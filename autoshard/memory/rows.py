@@ -14,10 +14,12 @@ import numpy as np
 from autoshard.cost.memory import stored_parts
 from autoshard.flow import param_derived
 from autoshard.cost_table import CostTable
-from autoshard.formulate import HELD, CopyNode, Formulation, State, local_bytes, storage_root
+from autoshard.formulate import OWN, OWN_FORWARD, CopyNode, Formulation, State, local_bytes, storage_root
 from autoshard.graph import Graph, Ref
-from autoshard.search.problem import Items
-from autoshard.sources import first_run
+from autoshard.plan import AGAIN
+from autoshard.recompute import is_source
+from autoshard.search.problem import Items, evaluate
+from autoshard.sources import decided, first_run
 from autoshard.strategies import SpecIndex
 
 Amounts = tuple[int, np.ndarray]
@@ -36,6 +38,27 @@ def with_row(formulation: Formulation, moment: str) -> Formulation:
                   np.concatenate([problem.items.amount, *(a[a != 0] for _, a in found)]))
     grown = replace(problem, items=items, row_limit=np.append(problem.row_limit, np.inf), row_price=np.append(problem.row_price, np.inf))
     return replace(formulation, problem=grown, memory_rows={**formulation.memory_rows, moment: row})
+
+
+def without_idle(formulation: Formulation, choice: np.ndarray) -> np.ndarray:
+    """The choice with sources off that nobody reads in the plan it stands for: a plan frees what it does not need, and so must
+    the loads of rows that are compared with its timeline."""
+    table, units = formulation.table, formulation.units
+    if table.base is None:
+        return choice
+    program, _ = decided(table, formulation.strategy_of(choice))
+    read = {r.op for op in program.graph.ops if op.phase == "backward" for r in op.refs}
+    idle = {op.name for op in table.graph.ops if is_source(op) and op.name not in read and first_run(op.name) not in read}
+    out = np.array(choice)
+    for n, unit in enumerate(units.units):
+        if not idle.isdisjoint(unit.members):
+            wanted = [len(table.strategies[m]) - 1 if m in idle else int(p[choice[n]]) for m, p in zip(unit.members, unit.picked, strict=True)]
+            same = np.flatnonzero(np.all(np.stack(unit.picked, axis=1) == wanted, axis=1))
+            out[n] = same[0] if len(same) else choice[n]
+    for i, copy in enumerate(formulation.copies, len(units.units)):
+        if copy.value.op + AGAIN in idle and copy.states[out[i]] is OWN and OWN_FORWARD in copy.states:
+            out[i] = copy.states.index(OWN_FORWARD)
+    return out if np.isfinite(evaluate(formulation.problem, out)) else choice
 
 
 def limited(formulation: Formulation, moment: str, limit: float) -> Formulation:
@@ -105,15 +128,10 @@ def _copy(formulation: Formulation, copy: CopyNode, now: int) -> np.ndarray:
     graph = formulation.table.graph
     nbytes = local_bytes(formulation.table, copy.value, copy.spec)
     spans = {w: [graph.order[name] for name, _ in copy.readers if graph.op(name).phase == w] for w in ("forward", "backward")}
-    if HELD in copy.states:  # where forward has no use for the copy any more
-        first = Ref(first_run(copy.value.op), copy.value.index)
-        spans["held"] = [graph.order[name] + 1 for name, _ in graph.users[first] if graph.op(name).phase == "forward"]
     return np.array([nbytes if _is_alive(s, spans, now) else 0.0 for s in copy.states])
 
 
 def _is_alive(state: State, spans: dict[str, list[int]], now: int) -> bool:
-    if state is HELD:
-        return max(spans["held"]) <= now <= max(spans["backward"])
     made = [w for w, times in zip(("forward", "backward"), state.times, strict=True) if times]
     if state.name == "kept":
         return min(spans["forward"]) <= now <= max(spans["backward"])

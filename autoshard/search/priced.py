@@ -20,6 +20,7 @@ GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened
 TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 100  # joint strategies; larger pairs cost more to reduce than their bound is worth
 MANY, LARGEST_PAIR_OF_MANY = 64, 729  # strategies of the largest node; on three axes a weight has 27 layouts
+LOOSE, LARGEST_PAIR_IF_LOOSE = 1e-4, 400  # relative gap of the bound above which larger pairs are tried
 LARGE = 4_000_000  # table entries; above, what one price computed is not kept for the next, and no MIP follows
 MIP_NODES = 2000
 
@@ -64,6 +65,8 @@ def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
 
 def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, enough: float) -> Priced:
     bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
+    if value - bound > max(LOOSE, enough) * abs(bound) and table_entries(dual.core) <= LARGE:
+        dual, bound, picked, value = _with_larger_pairs(board, dual, bound, enough)
     choice = None
     if math.isfinite(value):
         full = np.zeros(len(core.cost), dtype=np.int64)
@@ -76,6 +79,16 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     if choice is not None:
         value = priced_cost(board.problem, choice, np.where(_always(board, core), board.problem.row_price, prices))
     return Priced(prices, bound, value, choice, dual, since, loose and enough > 0.0)
+
+
+def _with_larger_pairs(board: Board, dual: Dual, bound: float, enough: float) -> tuple[Dual, float, np.ndarray, float]:
+    """Where layouts compete, pairs of activations that both windows read, of 16 layouts each, are worth their size. Example:
+    llama 70B in bf16 with fp32 masters, 4 % too low without."""
+    core = dual.core.copy()
+    merge_pairs(core, LARGEST_PAIR_IF_LOOSE, board.clock.expired)
+    larger = Dual(core)
+    proven, picked, value = larger.converge(Phase(board.clock, 0.5), enough)
+    return larger, max(bound, proven), picked, value
 
 
 def _always(board: Board, core: Core) -> np.ndarray:
