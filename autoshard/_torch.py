@@ -69,14 +69,16 @@ class Recorder(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def functional_tracing(recorder: Recorder) -> Iterator[None]:
+def functional_tracing(recorder: Recorder, exporting: bool = True) -> Iterator[None]:
     """Run under fake tensors and functionalization, with torch's Python dispatcher (which makes dropout one
-    op) and the flags that library code reads to avoid data-dependent checks. All undone on exit."""
+    op) and the flags that library code reads to avoid data-dependent checks. All undone on exit.
+
+    `exporting`: the stronger of these flags; some models compute something else under it than in eager mode."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     one_dnn = torch._C._get_mkldnn_enabled()
     log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback for every shape error
     silent, log.disabled = log.disabled, True
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = True, exporting
     torch._C._set_mkldnn_enabled(False)  # then an LSTM is matmuls and pointwise ops; its fused op cannot be split
     try:
         # a submodule under torch.compile runs as the Python it wraps

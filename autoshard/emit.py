@@ -147,13 +147,10 @@ class Emitter:
     def _evaluate(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if target is seeded:
             return target, self._evaluate(args[0], args[4:], kwargs)[1]
+        if target in VIEWS and not _can_view(*args):
+            target = aten.reshape.default
         with self.fake, torch.no_grad():
-            if target not in VIEWS:
-                return target, target(*args, **kwargs)
-            try:
-                return target, target(*args, **kwargs)
-            except (RuntimeError, ValueError):  # these strides cannot be viewed so: copy
-                return aten.reshape.default, aten.reshape.default(*args, **kwargs)
+            return target, target(*args, **kwargs)
 
     def finish(self, results: Sequence[Proxy]) -> torch.fx.Graph:
         """Close the graph with its outputs and drop what none of them needs, collectives included."""
@@ -284,6 +281,16 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node:
     while node.target in VIEWS and node.args[0].meta["val"].is_contiguous():
         node = node.args[0]
     return node
+
+
+def _can_view(x: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether the strides of `x` allow it without a copy. Asked of a meta tensor: fake ones say yes to merging dims across a dim
+    of size 1 where kernels say no."""
+    try:
+        aten.view.default(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), list(shape))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _changes_nothing(target: Any, args: Any) -> bool:

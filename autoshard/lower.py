@@ -80,15 +80,21 @@ def lower(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> Lowered:
     fit the graph."""
     played = schedule(graph, plan, mesh, route)
     forward = _Lowering(graph, plan, mesh, played, "forward").run()
-    backward = _Lowering(graph, plan, mesh, played, "backward").run() if graph.training else None
+    backward = _Lowering(graph, plan, mesh, played, "backward", saved_strides(forward)).run() if graph.training else None
     return Lowered(mesh, played, forward, backward)
 
 
-def lower_deferred(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> tuple[LocalGraph, LocalGraph]:
-    """For `no_sync`: a backward that hands out parameters' gradients as they are made, and the reductions left
-    out of it, from those to the stored placements."""
+def saved_strides(forward: LocalGraph) -> dict[Held, tuple[int, ...]]:
+    """How what forward saves lies in memory: backward gets it as it is, and some kernels take their inputs for contiguous."""
+    (results,) = next(n for n in forward.graph.nodes if n.op == "output").args
+    return {port.name: node.meta["val"].stride() for port, node in zip(forward.gives, results, strict=True) if port.kind == "saved"}
+
+
+def lower_deferred(graph: Graph, plan: Plan, mesh: Mesh, route: Route, forward: LocalGraph) -> tuple[LocalGraph, LocalGraph]:
+    """For `no_sync`: a backward, after `forward`, that hands out parameters' gradients as they are made, and the reductions
+    left out of it, from those to the stored placements."""
     later = deferred(graph, plan)
-    backward = _Lowering(graph, later, mesh, schedule(graph, later, mesh, route), "backward").run()
+    backward = _Lowering(graph, later, mesh, schedule(graph, later, mesh, route), "backward", saved_strides(forward)).run()
     return backward, _reductions(graph, plan, mesh, route)
 
 
@@ -164,9 +170,11 @@ def is_dense(t: torch.Tensor) -> bool:
 
 
 class _Lowering:
-    """Builds one window's graph. `env` holds the proxy of every held value that exists so far."""
+    """Builds one window's graph. `env` holds the proxy of every held value that exists so far; `strides`: of saved values."""
 
-    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, played: Schedule, window: Window) -> None:
+    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, played: Schedule, window: Window,
+                 strides: Mapping[Held, tuple[int, ...]] | None = None) -> None:
+        self.strides = strides or {}
         self.graph, self.plan, self.mesh, self.played, self.window = graph, plan, mesh, played, window
         self.emit = Emitter(mesh)
         self.env: dict[Held, Any] = {}
@@ -196,7 +204,7 @@ class _Lowering:
     def _placeholder(self, port: Port, held: Held) -> None:
         meta = self.graph.meta(held.ref)
         proxy = self.emit.placeholder(f"{port.kind}_{held.ref.op}", local_tensor_shape(meta, held.spec, self.mesh),
-                                      meta.dtype)
+                                      meta.dtype, self.strides[held] if port.kind == "saved" else None)
         self.ports[proxy.node.name] = port
         self.env[held] = proxy
 
@@ -264,6 +272,8 @@ class _Lowering:
             value = self._result(port, held)
             if port.kind == "user" and (value.node.op == "placeholder" or value.node in seen):
                 value = torch.ops.aten.alias.default(value)
+            if port.kind == "mutation":  # the next call takes buffers for contiguous
+                value = torch.ops.aten.contiguous.default(value)
             seen.add(value.node)
             out.append(value)
         return out

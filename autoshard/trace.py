@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -60,15 +60,21 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
-    def run(whole: Collection[str], survey: Survey | None = None) -> Traced:
+    def run(whole: Collection[str], survey: Survey | None = None, exporting: bool = True) -> Traced:
         with torch.random.fork_rng(devices=()):
-            return _Run(model, *arguments(args, kwargs), loss_fn, training, precision, marks or {}, whole, survey).traced()
+            return _Run(model, *arguments(args, kwargs), loss_fn, training, precision, marks or {}, whole, survey,
+                        exporting=exporting).traced()
 
     return _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
 
 
 def _surveyed(run: Callable[..., Traced], whole: Collection[str]) -> Traced:
-    """One trace; where it fails, another that finds out where else it would. Raises NotOneGraph."""
+    """One trace; where it fails, another that finds out where else it would. Raises NotOneGraph.
+
+    First the model runs as in eager mode. Library code that looks at data may leave that out while a model is exported, and
+    some computes other things then, so that comes second."""
+    with suppress(TraceError):
+        return run(whole, exporting=False)
     try:
         return run(whole)
     except CannotRunWhole:
@@ -109,19 +115,19 @@ class NotOneGraph(TraceError):
 class _Run:
     """State of one trace; nothing of it outlives `traced()`. `whole`: paths of submodules that run whole; `survey`: notes what
     goes wrong, and the trace goes on; `answers`: made-up data for a trace of a submodule `alone`, where nothing need be
-    differentiable."""
+    differentiable; `exporting`: see `_torch.functional_tracing`."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
                  marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
-                 answers: Answers | None = None) -> None:
+                 answers: Answers | None = None, exporting: bool = True) -> None:
         if loss_fn is not None and not args:
             raise TraceError("with loss_fn the last positional argument is the target, and there is none; pass (x, target)")
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
         self.marks = marks
         self.args = args
         self.flat, self.in_spec = pytree.tree_flatten((args, kwargs))
-        self.whole, self.survey, self.alone = whole, survey, answers is not None
+        self.whole, self.survey, self.alone, self.exporting = whole, survey, answers is not None, exporting
         self.tape = Tape()
         self.recorder = _torch.Recorder(self.tape.on_op)
         if survey is not None:
@@ -136,7 +142,7 @@ class _Run:
 
     def traced(self) -> Traced:
         with (torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
-              _torch.functional_tracing(self.recorder), _torch.functional_collectives_run(STAND_INS)):
+              _torch.functional_tracing(self.recorder, self.exporting), _torch.functional_collectives_run(STAND_INS)):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()

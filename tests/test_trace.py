@@ -452,7 +452,7 @@ def test_70b_traces_in_little_memory():
 def test_checks_of_data_are_not_part_of_the_graph():
     class Checked(nn.Module):
         def forward(self, x):
-            if torch.compiler.is_exporting():
+            if torch.compiler.is_compiling():
                 torch._check_tensor_all(x > 0, lambda: "negative")
             return x.relu()
 

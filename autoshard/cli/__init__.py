@@ -37,7 +37,7 @@ app.command(epilog=explain_command.EXAMPLES)(takes_request(explain_command.expla
 app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command(epilog=compare_command.EXAMPLES)(takes_request(compare_command.compare))
 app.command(epilog=memory_command.EXAMPLES)(takes_request(memory_command.memory))
-app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify))
+app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify, optimizer="momentum"))
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")
 app.command(epilog=calibrate_command.EXAMPLES)(calibrate_command.calibrate)

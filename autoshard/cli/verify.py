@@ -32,13 +32,14 @@ Exit code: 0 all numbers agree, 1 a mismatch, 2 nothing could be compared.
 PlanOption = Annotated[Optional[Path], typer.Option(help="Verify this plan, made for the same model, mesh, batch and seq.")]
 PlansOption = Annotated[Optional[str], typer.Option(
     help="Kinds of plans to make and run, with commas: searched, split, data_parallel, fully_sharded, tensor_parallel, random:SEED.")]
-StepsOption = Annotated[int, typer.Option(min=1, help="Training steps, each with an update by SGD with momentum.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Training steps, each with an update by --optimizer.")]
 ProcessesOption = Annotated[bool, typer.Option("--processes", help="Real gloo processes, instead of all ranks in this one.")]
+InputsOption = Annotated[str, typer.Option(help="global, or local: inputs come in split along dim 0 over the first mesh axis.")]
 ToleranceOption = Annotated[Optional[float], typer.Option(help="Largest error of a tensor, as a part of its norm.")]
 
 
 def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None, steps: StepsOption = 1,
-           processes: ProcessesOption = False, tolerance: ToleranceOption = None, as_json: JsonOption = False,
+           processes: ProcessesOption = False, inputs: InputsOption = "global", tolerance: ToleranceOption = None, as_json: JsonOption = False,
            quiet: QuietOption = False) -> None:
     """Run plans of MODEL with real numbers and compare with the model on one device: outputs, loss, every gradient, buffers
     and updated weights. On a mismatch the first wrong op is named. A model too big for this machine is scaled down."""
@@ -48,7 +49,7 @@ def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None,
     if plan is not None and plans is not None:
         raise UsageError("--plan and --plans were both given; give one of them")
     with progress_shown(not quiet) as progress, tempfile.TemporaryDirectory() as folder:
-        report, ran_as = _verified(request, plan, plans, steps, processes, tolerance, folder, progress)
+        report, ran_as = _verified(request, plan, plans, steps, processes, inputs, tolerance, folder, progress)
     if as_json:
         sys.stdout.write(json.dumps(report.as_data(), indent=1) + "\n")
     elif not quiet:
@@ -59,7 +60,7 @@ def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None,
         raise typer.Exit(MISMATCH)
 
 
-def _verified(request: Request, path: Path | None, plans: str | None, steps: int, processes: bool, tolerance: float | None,
+def _verified(request: Request, path: Path | None, plans: str | None, steps: int, processes: bool, inputs: str, tolerance: float | None,
               folder: str, progress: Any) -> tuple[Any, str]:
     progress("load", request.what)
     from dataclasses import replace
@@ -79,9 +80,10 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
     source, notes = fitting(source, mesh.size, folder, whole=plan is not None)
     spec = source.load()
     settings = request.settings
-    elsewhere = Processes(source, mesh) if processes else None
+    elsewhere = Processes(source, mesh, request.optimizer, inputs, request.fallback) if processes else None
     report = verify(spec.model, mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn, plan=plan, plans=names,
-                    steps=steps, training=not request.inference, tolerance=tolerance, seeds=settings["seeds"],
+                    steps=steps, training=not request.inference, optimizer=request.optimizer, tolerance=tolerance,
+                    memory_budget=request.memory, inputs=inputs, fallback=request.fallback, seeds=settings["seeds"],
                     cluster=settings["cluster"], time_limit=settings["time_limit"], elsewhere=elsewhere, progress=progress)
     where = f"as {mesh.size} gloo processes" if processes else f"all {mesh.size} ranks in one process"
     return replace(report, notes=(*report.notes, *notes)), where

@@ -164,7 +164,7 @@ class Step:
     @cached_property
     def deferred(self) -> tuple[Function, Function]:
         """Backward without the reduction of parameters' gradients, and that reduction. See `no_sync`."""
-        backward, reduction = lower_deferred(self.graph, self.plan, self.place.mesh, route_of(self.plan))
+        backward, reduction = lower_deferred(self.graph, self.plan, self.place.mesh, route_of(self.plan), self.lowered.forward)
         return (Function.of(backward, self.place, self.backend, "backward_deferred"),
                 Function.of(reduction, self.place, self.backend, "reduction"))
 

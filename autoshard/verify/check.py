@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,10 +11,12 @@ from torch import nn
 
 from autoshard import api
 from autoshard.errors import LoweringError, UsageError
+from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.options import Options
+from autoshard.options import Options, parse_bytes
 from autoshard.plan import Plan
 from autoshard.seeded import mix
+from autoshard.spec import R, Spec, divides
 from autoshard.verify.bisect import Found, comparing, norm
 from autoshard.verify.copies import default_dtype
 from autoshard.verify.optimizers import optimizer_of
@@ -24,10 +26,11 @@ from autoshard.verify.program import MakeOptimizer, Outcome, Program
 from autoshard.verify.ranks import Watch
 from autoshard.verify.reference import Eager, Expected, Interpreted, Numbers, Reference, random_ops
 from autoshard.verify.report import Check, FirstWrong, PlanCheck, VerifyReport
-from autoshard.verify.subject import Call, Subject, subject_of
+from autoshard.verify.subject import TOLERANCE, Call, Subject, subject_of
 
-TINY = 1e-6
-"""A gradient is measured against at least this part of the norm of all gradients: some are zero but for rounding."""
+TINY, TINY_ROUNDED = 1e-6, 1e-2
+"""A gradient is measured against at least this part of the norm of all gradients: some are zero but for rounding. The second
+where some values are float32 (or less), whose rounding is 1e-7 of what cancels."""
 SEED = 20
 """Of random ops. Step i draws under mix(SEED, i), as a compiled model does whose ranks called torch.manual_seed(SEED)."""
 DEFAULT_PLANS = ("searched", "split", "data_parallel", "fully_sharded", "tensor_parallel", "random:0")
@@ -37,7 +40,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
            loss_fn: Callable[..., Any] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
            plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
            tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
-           time_limit: float = 60.0, dtype: torch.dtype | None = None, elsewhere: "Elsewhere | None" = None,
+           memory_budget: str | float | None = None, inputs: str = "global", fallback: str = "error", time_limit: float = 60.0, dtype: torch.dtype | None = None, elsewhere: "Elsewhere | None" = None,
            progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:
     """Run plans of `model` with real numbers, all ranks in this process, and compare with the model itself: user outputs,
     every gradient (of the outputs' sum), every buffer, and after `steps` optimizer steps every weight.
@@ -49,7 +52,8 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     dtype        what to compute in: by default float64, else (ops without it, a plan that fits no float64 twin) float32
     tolerance    largest error of a tensor over its norm (or, for gradients, over 1e-6 of the norm of all of them);
                  by default 1e-9 in float64, 1e-6 where the model goes through float32, 1e-5 in float32
-    seeds, cluster, time_limit   as for `autoshard.plan`
+    seeds, cluster, memory_budget, fallback, time_limit   as for `autoshard.plan`
+    inputs       "local": plans are made for inputs that come in split along dim 0 over the first mesh axis
     elsewhere    what runs the plans instead (real processes); the program in this process then only finds a wrong op
 
     One process holds every rank: weights, activations and their whole values. Random ops draw on the ranks what they
@@ -60,8 +64,10 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
         raise UsageError(f"steps={steps}: give at least 1")
     names, mesh = check_names(plans), api.as_mesh(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
-    call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training)
-    options = Options(seeds=seeds or {}, cluster=cluster or "cpu-gloo", time_limit=time_limit)
+    options = Options(seeds=seeds or {}, cluster=cluster or "cpu-gloo", memory_budget=parse_bytes(memory_budget), inputs=inputs,
+                      fallback=fallback, time_limit=time_limit)
+    call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training,
+                options.marks or dict(given.seeds if given else {}), given.settings.get("fallback", fallback) if given else fallback)
     progress("trace", "")
     subject = subject_of(call, given, mesh, dtype)
     limit = tolerance if tolerance is not None else subject.tolerance
@@ -93,10 +99,23 @@ def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Me
         yield "the given plan", replace(given, graph_hash=subject.traced.graph.hash)
         return
     progress("costs", "")
-    plans = Plans(api.prices(subject.traced, mesh, options), options, subject.call.loss_fn is not None)
+    plans = Plans(api.prices(subject.traced, mesh, options, fixed=_as_passed(subject.traced.graph, mesh, options)), options, subject.call.loss_fn is not None)
     for name in names:
         progress("plan", name)
         yield from plans.named((name,))
+
+
+def _as_passed(graph: Graph, mesh: Mesh, options: Options) -> dict[str, Spec]:
+    """Inputs whose placement is how they come in: local ones, split along dim 0 over the first mesh axis. Raises UsageError
+    for an input that does not divide."""
+    if options.inputs == "global":
+        return {}
+    split = (0, *(R,) * (mesh.ndim - 1))
+    found = {op.target: op.outputs[0] for op in graph.of_kind("input") if op.outputs[0].shape}
+    for name, meta in found.items():
+        if not divides(meta.logical_shape, split, mesh.sizes):
+            raise UsageError(f"{name} of shape {meta.shape} does not split along dim 0 over {mesh.names[0]}={mesh.sizes[0]}; choose a multiple")
+    return dict.fromkeys(found, split)
 
 
 class _Run:
@@ -106,6 +125,7 @@ class _Run:
                  elsewhere: Elsewhere | None) -> None:
         self.elsewhere = elsewhere
         self.subject, self.name, self.plan, self.steps, self.make, self.tolerance = subject, name, plan, steps, make, tolerance
+        self.tiny = TINY if subject.tolerance <= TOLERANCE[torch.float64] else TINY_ROUNDED
         self.traced, call = subject.traced, subject.call
         self.random = random_ops(self.traced.graph)
         self.args, self.kwargs = call.args, call.kwargs
@@ -152,14 +172,14 @@ class _Run:
             raise LoweringError(f"the plan's program gives {len(outcome.users)} outputs, the model {len(expected.users)}")
         out = [self._against(step, "output", _output_name(i, want), got, want)
                for i, (got, want) in enumerate(zip(outcome.users, expected.users, strict=True))]
-        everything = sum(norm(g) ** 2 for g in expected.grads.values()) ** 0.5
-        out += self._named(step, "gradient", outcome.grads, expected.grads, TINY * everything)
+        everything = _together(expected.grads.values())
+        out += self._named(step, "gradient", outcome.grads, expected.grads, self.tiny * everything)
         changed = {n: b for n, b in expected.buffers.items() if n in outcome.mutations or not torch.equal(b, self.subject.state[n])}
-        return out + self._named(step, "buffer", outcome.mutations, changed)
+        return out + self._named(step, "buffer", outcome.mutations, changed, self.tiny * _together(changed.values()))
 
     def _compare_weights(self, got: Mapping[str, Joined], want: Mapping[str, torch.Tensor]) -> list[Check]:
         trained = {n: t for n, t in want.items() if n in got}
-        return self._named(self.steps - 1, "weight", got, trained, TINY * sum(norm(t) ** 2 for t in trained.values()) ** 0.5)
+        return self._named(self.steps - 1, "weight", got, trained, self.tiny * _together(trained.values()))
 
     def _compare_trace(self) -> list[Check]:
         """With random ops the reference is the graph: here it is held against the model, both with torch's generator."""
@@ -203,6 +223,11 @@ class _Run:
         """Another program with the same weights."""
         weights = {n: j.whole for n, j in program.weights().items()}
         return Program(self.traced, self.plan, {**self.subject.state, **weights}, self.subject.device)
+
+
+def _together(tensors: Iterable[torch.Tensor]) -> float:
+    """The norm of all of them."""
+    return sum(norm(t.detach()) ** 2 for t in tensors) ** 0.5
 
 
 def _output_name(i: int, value: torch.Tensor) -> str:

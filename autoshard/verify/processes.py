@@ -34,6 +34,8 @@ class Processes:
     source: Source
     mesh: Mesh
     optimizer: str = "momentum"
+    inputs: str = "global"
+    fallback: str = "error"
     timeout: float = 600.0
     threads: int = field(default_factory=lambda: max(1, torch.get_num_threads() // 2))
 
@@ -117,10 +119,13 @@ def _train(task: _Task) -> dict[str, Any]:
     dtype = getattr(torch, task.dtype)
     spec = task.on.source.load()
     model, (args, kwargs) = own_copy(spec.model, dtype), cast((spec.example_inputs, dict(spec.example_kwargs)), dtype)
+    if task.on.inputs == "local":
+        args, kwargs = pytree.tree_map(lambda t: _own_piece(t, task.on.mesh), (args, kwargs))
     torch.manual_seed(SEED)
     with default_dtype(dtype), torch.set_grad_enabled(task.training):
         compiled = api.compile(model, str(task.on.mesh), args, kwargs, loss_fn=spec.loss_fn, training=task.training,
-                               plan=Path(task.folder, "plan.json"), cache=False)
+                               plan=Path(task.folder, "plan.json"), cache=False, inputs=task.on.inputs,
+                               fallback=task.on.fallback)
         constants = {i for i in range(compiled._latest[1].n_users)} - {op.target for op in compiled._latest[1].graph.of_kind("tangent")}
         steps, optimizer = [], None
         for _ in range(task.steps):
@@ -134,6 +139,13 @@ def _train(task: _Task) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
     return {"steps": steps, "weights": {n: _whole(p) for n, p in compiled.named_parameters()} if task.training else {}}
+
+
+def _own_piece(t: Any, mesh: Mesh) -> Any:
+    """This rank's piece of dim 0 over the first mesh axis."""
+    if not isinstance(t, torch.Tensor) or not t.ndim:
+        return t
+    return t.detach().chunk(mesh.sizes[0])[mesh.coordinates(dist.get_rank())[0]].clone().requires_grad_(t.requires_grad)
 
 
 def _results(compiled: Any, users: list[torch.Tensor], inputs: list[Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,16 +28,19 @@ UPCAST = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A model and how it is called."""
+    """A model and how it is called. `marks`, `fallback`: as `trace` wants them."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss_fn: Callable[..., Any] | None
     training: bool | None
+    marks: Mapping[str, str] = field(default_factory=dict)
+    fallback: str = "error"
 
     def traced(self) -> Traced:
-        found = trace(self.model, self.args, self.kwargs, loss_fn=self.loss_fn, training=self.training)
+        found = trace(self.model, self.args, self.kwargs, loss_fn=self.loss_fn, training=self.training, marks=self.marks,
+                      fallback=self.fallback)
         return Traced(factor_graph(simplify(found.graph)), found.calling)
 
 

@@ -1,8 +1,10 @@
 """`verify` passes what is right, and names the op of what is wrong."""
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoshard.errors import UsageError
 from autoshard.graph import Call, Slot, TensorMeta
 from autoshard.rules import oracle
 from autoshard.rules.types import Row
@@ -95,3 +97,28 @@ def test_a_wrong_redistribution_is_named_as_one(monkeypatch):
     wrong = report.plans[0].first_wrong
     assert not report.ok and wrong.kind == "redistribution", str(report)
     assert wrong.outputs == ("R",) and "redistribution S" in str(wrong)
+
+
+def test_local_inputs_memory_and_another_optimizer():
+    report = verify(Net(), "dp=2,tp=2", batch(), loss_fn=loss, plans=("split", "random:0"), steps=2, inputs="local", optimizer="sgd",
+                    memory_budget="1MiB")
+    assert report.ok, str(report)
+    assert all(p.plan.ops[f"input:{i}"].outputs == ((0, R),) for p in report.plans for i in (0, 1))
+    assert report.plans[0].plan.memory["limit"] == 2**20
+    with pytest.raises(UsageError, match="input:0 of shape .* does not split along dim 0 over dp=3"):
+        verify(Net(), "dp=3", batch(), loss_fn=loss, plans=("split",), inputs="local")
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.a(x) + 0 * self.b(x) if x.sum() > 0 else self.b(x) + 0 * self.a(x)
+
+
+def test_a_submodule_that_runs_whole():
+    model = nn.Sequential(nn.Linear(16, 16), Gate(), nn.Linear(16, 16))
+    report = verify(model, "d=2", (torch.randn(8, 16),), plans=SPLITTING, fallback="replicate")
+    assert report.ok and any("whole_forward" in f.target for f in report.plans[0].plan.fallbacks), str(report)
