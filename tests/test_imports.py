@@ -31,7 +31,7 @@ LAYERS = (
     ("strategies",),
     ("reachable",),
     ("cost_table",),
-    ("regions",),
+    ("regions", "pinned"),
     ("sources",),
     ("formulate",),
     ("incumbents", "options"),
