@@ -15,6 +15,7 @@ from autoshard.errors import PlanError
 from autoshard.formulate import local_bytes
 from autoshard.graph import Op, Ref, TensorMeta
 from autoshard.plan import Copy, Plan
+from autoshard.sources import program_with
 from autoshard.spec import ShardingSpec, Spec, shard_counts
 
 MOST = 24
@@ -241,16 +242,16 @@ def with_strategies(chosen: Chosen, strategies: Mapping[str, int]) -> Chosen:
 
 
 def chosen_by(plan: Plan, table: CostTable) -> Chosen:
-    """The choice a plan made, on the tables of its model. Raises PlanError where the plan is of another program."""
+    """The choice a plan made, on the tables of its model, with what its backward runs again. Raises PlanError where the plan
+    is of another program."""
     graph = table.graph
-    if plan.recompute:
-        raise PlanError(f"the plan runs {len(plan.recompute)} forward ops again in backward, and explain reads plans that do not; "
-                        "plan with more --memory to compare layouts alone")
     if plan.graph_hash != graph.hash or plan.mesh != table.mesh:
         raise PlanError(f"the plan is for another program (graph {plan.graph_hash} on {plan.mesh}, the model as it is now gives "
                         f"{graph.hash} on {table.mesh}); plan the model again")
+    if plan.recompute:
+        table = program_with(table, frozenset(plan.recompute))
     strategies: dict[str, int] = {}
-    for op in graph.ops:
+    for op in table.graph.ops:
         found, wanted = table.strategies[op.name], plan.ops[op.name]
         same = np.ones(len(found), bool)
         for placed, specs in ((found.inputs, wanted.inputs), (found.outputs, wanted.outputs)):
@@ -259,6 +260,6 @@ def chosen_by(plan: Plan, table: CostTable) -> Chosen:
         if not same.any():
             raise PlanError(f"the plan runs {op.where} in a way that no rule has now; plan the model again")
         strategies[op.name] = min(np.flatnonzero(same).tolist(), key=lambda s: float(table.ops[op.name].total[s]))
-    names = {str(Ref(op.name, i)): Ref(op.name, i) for op in graph.ops for i in range(len(op.outputs))}
+    names = {str(Ref(op.name, i)): Ref(op.name, i) for op in table.graph.ops for i in range(len(op.outputs))}
     bare = Chosen(table, strategies, ())
     return replace(bare, copies=tuple((names[c.value], bare.out_spec(names[c.value]), c) for c in plan.copies))

@@ -145,13 +145,13 @@ def decided(table: CostTable, picked: dict[str, int]) -> tuple[CostTable, dict[s
     """The program in which it is decided what runs again, and its strategies, from a choice for every op of the open one."""
     base, graph = table.base, table.graph
     again = {first_run(s.name) for s in graph.ops if is_source(s) and source_runs(table, s.name)[picked[s.name]]}
-    program = _program(table, frozenset(again - _still_views(table, picked, again)))
+    program = program_with(base, frozenset(again - _still_views(table, picked, again)))
     return program, {op.name: picked[op.name] for op in program.graph.ops}
 
 
-def _program(table: CostTable, again: frozenset[str]) -> CostTable:
-    """The base table with `again` run again; made once, as plans are played and priced several times."""
-    base, known = table.base, table._tables
+def program_with(base: CostTable, again: frozenset[str]) -> CostTable:
+    """The table of a program with the ops `again` run again; made once, as plans are played and priced several times."""
+    known = base._tables
     if ("program", again) not in known:
         graph = with_recompute(base.graph, again)
         strategies, ops = ({op.name: of[first_run(op.name)] for op in graph.ops} for of in (base.strategies, base.ops))

@@ -18,6 +18,9 @@ from autoshard.plan import Plan
 
 GPT = ["plan", "gpt:tiny", "--mesh", "tp=2", "--cluster", "cpu-gloo", "--time-limit", "20"]
 MLP = ["plan", "mlp", "--mesh", "d=2", "--cluster", "cpu-gloo"]
+TWO_NODES = {"problem": {
+    "name": "two nodes", "nodes": {"intervals": [[0, 1], [0, 1]], "costs": [[1, 5], [4, 1]], "usages": [[0, 0], [0, 0]]},
+    "edges": {"nodes": [[0, 1]], "costs": [[0, 9, 9, 0]]}, "usage_limit": 10}}
 
 
 @pytest.fixture
@@ -102,6 +105,22 @@ def test_report_of_a_saved_plan(run, tmp_path):
     assert json.loads(run("report", path, "--json")[1])["objective_s"] == 1.0
 
 
+def test_quiet_means_the_same_everywhere(run, tmp_path):
+    """No progress and no report; files are written and JSON is printed. Mistakes are still named."""
+    plan, page, answer = tmp_path / "plan.json", tmp_path / "page.html", tmp_path / "answer.json"
+    sample_plan().save(plan)
+    problem = tmp_path / "problem.json"
+    problem.write_text(json.dumps(TWO_NODES))
+    assert run("report", plan, "-q") == (0, "", "")
+    assert run("report", plan, "--quiet", "--html", page) == (0, "", "") and page.exists()
+    assert json.loads(run("report", plan, "-q", "--json")[1])["objective_s"] == 1.0
+    assert run("clusters", "-q") == run("clusters", "show", "h100-dgx", "-q") == run("clusters", "-q", "show", "h100-dgx") == (0, "", "")
+    assert_refused(run("clusters", "show", "h100-dgxx", "-q"), "h100-dgx")
+    solve = ("solve", problem, "-q", "--time-limit", 10**6)  # from when this process began
+    assert run(*solve, "-o", answer) == (0, "", "") and json.loads(answer.read_text())["status"] == "optimal"
+    assert json.loads(run(*solve, "--json")[1])["status"] == "optimal"
+
+
 def test_clusters(run):
     code, out, _ = run("clusters")
     assert code == 0 and all(name in out for name in ("h100-dgx", "a100-dgx", "cpu-gloo"))
@@ -132,9 +151,7 @@ def _cpu_seconds(command: list[str]) -> float:
 
 def test_solve_writes_an_answer(tmp_path):
     problem, answer = tmp_path / "problem.json", tmp_path / "answer.json"
-    problem.write_text(json.dumps({"problem": {
-        "name": "two nodes", "nodes": {"intervals": [[0, 1], [0, 1]], "costs": [[1, 5], [4, 1]], "usages": [[0, 0], [0, 0]]},
-        "edges": {"nodes": [[0, 1]], "costs": [[0, 9, 9, 0]]}, "usage_limit": 10}}))
+    problem.write_text(json.dumps(TWO_NODES))
     done = subprocess.run([sys.executable, "-m", "autoshard", "solve", problem, "--time-limit", "20", "-o", answer],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,12 +10,16 @@ from steering import traced
 from torch import nn
 
 from autoshard import api
+from autoshard.assemble import price
 from autoshard.diff import diff
 from autoshard.errors import PlanError, SeedError, UsageError
 from autoshard.explain import chosen_by, edge_table, op_table
 from autoshard.mesh import parse_mesh
 from autoshard.naming import find_edge, find_op
 from autoshard.options import Options
+from autoshard.plan import AGAIN
+from autoshard.recompute import candidates
+from autoshard.sources import program_with
 from autoshard.trace import trace
 from autoshard.whynot import why_not
 
@@ -98,6 +102,18 @@ def test_a_plan_read_back_is_the_plan(gpt):
     assert price(chosen)["step_s"] == pytest.approx(plan.objective_s, rel=1e-12)
     with pytest.raises(PlanError, match="another program"):
         chosen_by(replace(plan, graph_hash="0"), table)
+
+
+def test_a_plan_that_runs_ops_again_is_explained_too():
+    options = Options(cluster="h100-dgx", time_limit=10)
+    table = api.prices(traced("mlp"), parse_mesh("d=2"), options)
+    program = program_with(table, frozenset(candidates(table.graph)))
+    plan = api.decide(program, options).recomputing(table.graph.hash)
+    chosen = chosen_by(plan, table)
+    assert plan.recompute and price(chosen)["step_s"] == pytest.approx(plan.objective_s, rel=1e-9)
+    again, reader = next((ref.op, users[0][0]) for ref, users in chosen.table.graph.users.items() if ref.op.endswith(AGAIN))
+    assert op_table(chosen, again).rows[0].chosen and again in op_table(chosen, again).where
+    assert any(row.chosen for row in edge_table(chosen.table, find_edge(chosen.table.graph, f"{again}->{reader}"), chosen).rows)
 
 
 def test_why_not_forces_and_solves_again(gpt):

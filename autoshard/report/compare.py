@@ -32,7 +32,8 @@ def show(comparison, console: Console | None = None) -> None:
 def _lines(comparison) -> list[str]:
     lines = ["step: predicted seconds; x: times the chosen plan; exposed: communication that compute does not hide; "
              "moved: bytes a rank hands to collectives in a step."]
-    lines += [f"{row.name}: {row.note}" for row in comparison.contenders if row.note]
+    notes = dict.fromkeys(row.note for row in comparison.contenders if row.note)
+    lines += [f"{', '.join(row.name for row in comparison.contenders if row.note == note)}: {note}" for note in notes]
     best, chosen = comparison.best_baseline, comparison.chosen.plan
     if best is not None and chosen is not None:
         saved = best.plan.objective_s - chosen.objective_s
