@@ -20,7 +20,11 @@ def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if virtual:
         raise UsageError(f"verify needs real weights, and {virtual[0]} is on the meta device ({len(virtual)} tensors in all); "
                          "build the model outside torch.device('meta')")
-    twin = copy.deepcopy(model)
+    try:
+        twin = copy.deepcopy(model)
+    except RuntimeError as e:  # of a tensor that autograd made, which a module keeps
+        raise UsageError(f"the model cannot be copied ({str(e).splitlines()[0][:120]}); it keeps tensors of an earlier call: build it anew, or "
+                         "detach what it keeps") from None
     return twin if dtype is None else twin.to(dtype)
 
 

@@ -122,3 +122,10 @@ def test_a_submodule_that_runs_whole():
     model = nn.Sequential(nn.Linear(16, 16), Gate(), nn.Linear(16, 16))
     report = verify(model, "d=2", (torch.randn(8, 16),), plans=SPLITTING, fallback="replicate")
     assert report.ok and any("whole_forward" in f.target for f in report.plans[0].plan.fallbacks), str(report)
+
+
+def test_a_model_that_keeps_tensors_of_an_earlier_call():
+    model = nn.Linear(4, 4)
+    model.last = model(torch.randn(2, 4))
+    with pytest.raises(UsageError, match="keeps tensors of an earlier call"):
+        verify(model, "d=2", (torch.randn(2, 4),), plans=("split",))
