@@ -77,7 +77,7 @@ def examine(family: str, types: Sequence[str], meshes: Sequence[str], plans: Seq
     for mesh in meshes:
         found["meshes"][mesh] = verified(example, mesh, plans)
     outcomes = [m["outcome"] for m in found["meshes"].values()]
-    found["stage"] = next((s for s in ("wrong", "failed") if s in outcomes), "verified")
+    found["stage"] = next((s for s in ("wrong", "other", "failed") if s in outcomes), "verified")
     return found | {"why": next((m["why"] for m in found["meshes"].values() if m["why"]), "")}
 
 
@@ -100,7 +100,8 @@ def verified(example: Example, mesh: str, plans: Sequence[str]) -> dict[str, Any
     checks = [c for p in report.plans for c in p.checks]
     bad = next((p for p in report.plans if not p.ok), None)
     why = "" if bad is None else f"{bad.name}: {worst(bad.checks)}; {bad.first_wrong}"
-    return {"outcome": "verified" if bad is None else "wrong", "why": why, "dtype": report.dtype, "checks": len(checks),
+    outcome = "verified" if bad is None else "other" if bad.first_wrong.kind == "trace" else "wrong"
+    return {"outcome": outcome, "why": why, "dtype": report.dtype, "checks": len(checks),
             "error": max(c.relative for c in checks), "collectives": [len(p.plan.collectives) for p in report.plans],
             "unruled": sorted({f.target for p in report.plans for f in p.plan.fallbacks}), "random": report.plans[0].random}
 

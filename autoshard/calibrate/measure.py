@@ -1,8 +1,9 @@
 """Runs things and times them: rounds over all cases, so that a slow minute of the machine touches all alike.
 
 All ranks do the same at the same time, as they do in a training step: they share memory bandwidth and caches. A round
-times each case once, after a barrier. A case's time is the lower quartile over rounds of the slowest rank: whatever else
-runs on the machine only ever adds time.
+times each case once, after a barrier. The time of an op is the lower quartile over rounds of the slowest rank: whatever else
+runs on the machine only ever adds time. A collective's is a mean: a step adds up all its calls, the slow ones too. On a CPU each
+call comes after some compute, as in a step; back to back, a call finds its peer awake and waiting.
 """
 from __future__ import annotations
 
@@ -30,6 +31,10 @@ TENSORS = 8
 REPEAT_BELOW = 2e-3
 """Cases shorter than this are repeated to last so long; a clock tick and a barrier's skew are microseconds."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
+BEFORE = 256
+"""Before a collective on a CPU: a product of two matrices of this width, half a millisecond of work."""
+TRIM = 0.1
+"""Share of the rounds left out of a collective's mean at either end: one long pause of the machine is not its cost."""
 
 Progress = Callable[[str, str], None]
 
@@ -63,6 +68,16 @@ class Stopwatch:
             run()
         self._finish()
         return (self.clock() - start) / repeat
+
+    def between(self, run: Callable[[], Any], repeat: int) -> float:
+        """Mean seconds of a run, each after some compute that is not timed."""
+        if self.cuda:  # a stream of kernels does not sleep between them
+            return self.once(run, repeat)
+        total, x = 0.0, torch.ones(BEFORE, BEFORE)
+        for _ in range(repeat):
+            torch.mm(x, x)
+            total += self.once(run, 1)
+        return total / repeat
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Per entry the time of the slowest rank."""
@@ -98,7 +113,15 @@ def time_rounds(work: list[Work], watch: Stopwatch, seconds: float, progress: Pr
             wanted = min(max(int(seconds / one), MIN_ROUNDS), MAX_ROUNDS)
     table = np.array(rounds)
     low, high = np.percentile(table, (25, 75), axis=0)
-    return [replace(w.sample, seconds=float(q), spread=float((h - q) / q)) for w, q, h in zip(work, low, high, strict=True)]
+    mean = _trimmed_mean(table)
+    return [replace(w.sample, seconds=float(m if w.together else q), spread=float((h - q) / q))
+            for w, q, h, m in zip(work, low, high, mean, strict=True)]
+
+
+def _trimmed_mean(table: np.ndarray) -> np.ndarray:
+    """Over the rounds [rounds, cases], without the TRIM largest and smallest."""
+    cut = int(TRIM * len(table))
+    return np.sort(table, axis=0)[cut:len(table) - cut].mean(axis=0)
 
 
 def _warm_up(work: list[Work], watch: Stopwatch) -> list[int]:
@@ -114,7 +137,7 @@ def _round(work: list[Work], repeats: list[int], watch: Stopwatch) -> list[float
     for w, repeat in zip(work, repeats, strict=True):
         if w.together:
             watch.barrier()
-        own.append(watch.once(w.run, repeat) / w.parts)
+        own.append((watch.between if w.together else watch.once)(w.run, repeat) / w.parts)
     return watch.slowest(own)
 
 

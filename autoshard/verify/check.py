@@ -182,7 +182,7 @@ class _Run:
         return self._named(self.steps - 1, "weight", got, trained, self.tiny * _together(trained.values()))
 
     def _compare_trace(self) -> list[Check]:
-        """With random ops the reference is the graph: here it is held against the model, both with torch's generator."""
+        """The graph on one device against the model, both with torch's generator: with random ops the graph is the reference."""
         model, (args, kwargs) = self.subject.call.model, (self.args, self.kwargs)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(SEED)
@@ -205,7 +205,9 @@ class _Run:
         return Check(step, kind, name, error, self.tolerance * size, size)
 
     def _first_wrong(self) -> FirstWrong:
-        """Run again beside the graph on one device, and stop at the first value that is off."""
+        """Run again beside the graph on one device, and stop at the first value that is off. Before that: is the graph the model?"""
+        if not self.random and not all(c.ok for c in self._compare_trace()):
+            return FirstWrong("trace", 0)
         program, reference = self._program(), Interpreted(self.traced, self.subject.state)
         for step in range(self.steps):
             numbers = self._step(self._program_at(program), step)[1] if self.random else {}

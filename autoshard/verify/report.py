@@ -49,7 +49,7 @@ class FirstWrong:
     """Where the numbers first go wrong, in the order of execution.
 
     kind    "op": the op's inputs agree and its output does not; "redistribution": a value agrees and its copy in
-            another placement does not; "trace": all ops agree with the traced graph, which is not the model
+            another placement does not; "trace": on one device already the traced graph is not the model
     rule    where the op's sharding rule comes from: own, dtensor (borrowed) or replicate (none)
     inputs, outputs   specs as text;  where  op, module path and the user's file:line"""
 
@@ -65,7 +65,9 @@ class FirstWrong:
 
     def __str__(self) -> str:
         if self.kind == "trace":
-            return "every op on the ranks agrees with the traced graph, and that graph disagrees with the model: tracing is wrong"
+            return ("the traced graph disagrees with the model on one device already: either the model takes another path while it is "
+                    "traced or compiled (torch.compiler.is_compiling(), as in the attention masks of some transformers models), and "
+                    "then torch.compile changes its numbers too, or the trace is wrong")
         specs = f"{' | '.join(self.inputs)} -> {' | '.join(self.outputs)}"
         if self.kind == "op":
             names = {"own": "autoshard's own rule", "dtensor": "the rule borrowed from DTensor", "replicate": "no rule (runs whole)"}

@@ -11,10 +11,12 @@ import torch
 import transformers
 
 Results = Mapping[str, Mapping[str, Any]]
-STAGES = {"verified": "verified on all meshes", "wrong": "wrong numbers", "failed": "traced; refused when planned or run",
+STAGES = {"verified": "verified on all meshes", "wrong": "wrong numbers",
+          "other": "computes something else when traced or compiled than in eager mode",
+          "failed": "traced; refused when planned or run",
           "built": "built; refused by the trace", "no model": "no small model that trains by itself",
           "limit": "stopped by the limits on time or memory"}
-TRIED = ("verified", "wrong", "failed", "built")
+TRIED = ("verified", "wrong", "other", "failed", "built")
 
 
 def write(path: Path, models: Results, known: Mapping[str, Any], ops: Mapping[str, Any] | None, commit: str) -> None:
@@ -75,7 +77,7 @@ def model_section(models: Results, known: Mapping[str, Any]) -> list[str]:
             "*error*: the largest difference of a tensor over its norm. *collectives*: planned, per mesh. *loss*: the model's own,",
             "or the mean square of its outputs where it has none or its own was refused.", "",
             *model_table(models, known), "",
-            "### Not verified", "", *reasons(models, known, ("wrong", "failed", "built", "limit")), "",
+            "### Not verified", "", *reasons(models, known, ("wrong", "other", "failed", "built", "limit")), "",
             "### Loss left out", "", "The model was traced and verified without labels, because its own loss cannot be one graph:", "",
             *listed((f, r["loss_refused"]) for f, r in sorted(models.items()) if r.get("loss_refused")), "",
             "### Not built from a config alone", "", *reasons(models, known, ("no model",)), "",
