@@ -20,10 +20,6 @@ from autoshard.recorder import is_random
 from autoshard.rules import registry
 
 CHEAP = ("pointwise", "norm", "view", "copy", "reduction")
-LEVELS: dict[str, tuple[str, ...]] = {
-    "cheap ops": CHEAP,
-    "all but the residual stream": (*CHEAP, "matmul", "attention", "conv", "gather"),
-}
 FAMILIES = (*CHEAP, "matmul", "attention", "conv", "gather")
 """Of ops that may run again."""
 

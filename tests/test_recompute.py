@@ -13,7 +13,7 @@ from autoshard.lower import lower
 from autoshard.mesh import parse_mesh
 from autoshard.options import Options
 from autoshard.plan import AGAIN, Plan
-from autoshard.recompute import LEVELS, candidates, with_recompute
+from autoshard.recompute import CHEAP, FAMILIES, candidates, with_recompute
 from autoshard.reprice import reprice
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.route import route_of
@@ -21,7 +21,7 @@ from autoshard.simplify import simplify
 from autoshard.trace import trace
 from models import gpt, llama
 
-FAMILIES = [pytest.param(f, id=name) for name, f in LEVELS.items()]
+SETS = [pytest.param(CHEAP, id="cheap ops"), pytest.param(FAMILIES, id="all but the residual stream")]
 
 
 def traced_of(module, **sizes) -> tuple[Traced, torch.nn.Module, tuple]:
@@ -32,7 +32,7 @@ def traced_of(module, **sizes) -> tuple[Traced, torch.nn.Module, tuple]:
 
 
 @pytest.mark.parametrize("module", [gpt, llama])
-@pytest.mark.parametrize("families", FAMILIES)
+@pytest.mark.parametrize("families", SETS)
 def test_gradients_are_bit_for_bit_the_same(module, families) -> None:
     traced, model, batch = traced_of(module)
     graph = with_recompute(traced.graph, candidates(traced.graph, families))
@@ -43,7 +43,7 @@ def test_gradients_are_bit_for_bit_the_same(module, families) -> None:
     assert all(torch.equal(one.grads[n], two.grads[n]) for n in one.grads)
 
 
-@pytest.mark.parametrize("families", FAMILIES)
+@pytest.mark.parametrize("families", SETS)
 def test_only_what_backward_needs_is_run_again_and_once(families) -> None:
     graph = traced_of(gpt)[0].graph
     names = candidates(graph, families)
@@ -59,7 +59,7 @@ def test_only_what_backward_needs_is_run_again_and_once(families) -> None:
 def test_random_ops_are_kept() -> None:
     graph = traced_of(gpt, dropout=0.1)[0].graph
     dropouts = {op.name for op in graph.ops if "dropout" in str(op.target) and op.phase == "forward"}
-    assert dropouts and not dropouts & set(candidates(graph, LEVELS["all but the residual stream"]))
+    assert dropouts and not dropouts & set(candidates(graph))
 
 
 def test_a_plan_that_recomputes_fits_round_trips_and_costs_what_it_says() -> None:
