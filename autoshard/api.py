@@ -24,10 +24,11 @@ from autoshard.incumbents import known_plans
 from autoshard.layers import repeated_layers
 from autoshard.mesh import Mesh, parse_mesh
 from autoshard.options import Options, Progress, parse_bytes
-from autoshard.plan import Plan
+from autoshard.plan import AGAIN, Plan
 from autoshard.propagate import propagate, taken
 from autoshard.precision import Precision
 from autoshard.reachable import reachable
+from autoshard.recompute import candidates
 from autoshard.rules.factors import factor_graph
 from autoshard.report.whole import whole_notes
 from autoshard.runtime.entry import compile_model
@@ -35,7 +36,7 @@ from autoshard.runtime.module import CompiledModule
 from autoshard.search import guarded
 from autoshard.search.problem import Solution
 from autoshard.simplify import simplify
-from autoshard.sources import open_table
+from autoshard.sources import open_table, program_with
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
@@ -177,7 +178,8 @@ class _Asked:
 
 
 def _asked(formulation: Formulation, settings: Mapping[str, Any]) -> _Asked:
-    by_hand = baselines(formulation) if formulation.table.base is None else ()  # plans by hand run nothing again
+    again = formulation.table.base is not None or any(op.name.endswith(AGAIN) for op in formulation.table.graph.ops)
+    by_hand = () if again else baselines(formulation)  # plans by hand run nothing again
     return _Asked(formulation, Plays(formulation, settings), [choice for _, choice in (*known_plans(formulation), *by_hand)])
 
 
@@ -194,14 +196,16 @@ def _searched(asked: _Asked, options: Options, settings: Mapping[str, Any], cloc
     if free.choice is None or fits_exactly(asked.formulation, asked.played(free.choice), limit):
         return asked, free
     best = None
-    for problem in (lambda: _asked(formulated(open_table(table), options), settings), lambda: asked):
-        tried = problem()
+    programs = (lambda: _asked(formulated(open_table(table), options), settings), lambda: asked,
+                lambda: _asked(formulated(program_with(table, frozenset(candidates(table.graph))), options), settings))
+    for n, program in enumerate(programs):  # rows for moments miss plans now and then; where less is open there are fewer to miss
+        tried = program()
         left = max(options.time_limit / 4, start + options.time_limit - time.monotonic())
         found = search_within(tried.formulation, limit, measure=tried.played, incumbents=tried.known, time_limit=left, **how)
         if best is None or found.cost < best[1].cost:
             best = tried, found if best is None else replace(found, bound=best[1].bound)
-        if found.choice is not None and raised(found, free.bound).gap <= CLOSE:
-            break  # rows for moments miss plans now and then; without second runs there are fewer to miss
+        if best[1].choice is not None and (n > 0 or raised(found, free.bound).gap <= CLOSE):
+            break
     return best[0], best[1] if best[1].choice is None else raised(best[1], free.bound)
 
 
