@@ -178,7 +178,7 @@ class _Asked:
 
 
 def _asked(formulation: Formulation, settings: Mapping[str, Any]) -> _Asked:
-    again = formulation.table.base is not None or any(op.name.endswith(AGAIN) for op in formulation.table.graph.ops)
+    again = any(op.name.endswith(AGAIN) for op in formulation.table.graph.ops)
     by_hand = () if again else baselines(formulation)  # plans by hand run nothing again
     return _Asked(formulation, Plays(formulation, settings), [choice for _, choice in (*known_plans(formulation), *by_hand)])
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
 
 from harness import assert_same_training, on_ranks, twins  # noqa: E402
-from live_bytes import LiveBytes  # noqa: E402
+from live_bytes import step_peak  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.api import prices  # noqa: E402
@@ -79,22 +79,9 @@ def _train(name: str, cluster: str, plan: Plan) -> Trained:
     except AssertionError as e:
         failure = str(e)
     del model, reference
-    peak = torch.tensor(measured(compiled, batch))
+    peak = torch.tensor(step_peak(compiled, batch))
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return Trained(float(peak), failure)
-
-
-def measured(compiled: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> int:
-    """The peak of a step, when the optimizer's state exists."""
-    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.0)
-    for watched in (False, True):
-        with LiveBytes() as seen:
-            if watched:
-                seen.track(list(compiled.parameters()), list(compiled.buffers()), [list(s.values()) for s in optimizer.state.values()], batch)
-            compiled(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen.peak
 
 
 def form(plan: Plan) -> str:

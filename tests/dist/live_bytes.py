@@ -64,3 +64,16 @@ class LiveBytes(TorchDispatchMode):
 
 def _storage(t: torch.Tensor) -> torch.UntypedStorage:
     return (t._local_tensor if isinstance(t, DTensor) else t).untyped_storage()
+
+
+def step_peak(compiled: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> int:
+    """The most bytes live in a training step that moves nothing, when the optimizer's state exists."""
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.0)
+    for watched in (False, True):
+        with LiveBytes() as seen:
+            if watched:
+                seen.track(list(compiled.parameters()), list(compiled.buffers()), [list(s.values()) for s in optimizer.state.values()], batch)
+            compiled(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen.peak

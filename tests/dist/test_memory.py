@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import assert_same_training, on_ranks, twins
-from live_bytes import LiveBytes
+from live_bytes import step_peak
 
 import autoshard
 from models import llama
@@ -30,15 +30,7 @@ def train(found: autoshard.Plan) -> float:
     compiled = autoshard.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("d",)), batch, loss_fn=llama.loss,
                                  training=True, plan=found, cluster="h100-dgx", cache=False)
     assert_same_training(compiled, reference, [batch] * 2, lambda m, b: m(*b), lambda m, b: llama.loss(m(*b[:-1]), b[-1]))
-    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.0)
-    for watched in (False, True):
-        with LiveBytes() as seen:
-            if watched:
-                seen.track(list(compiled.parameters()), list(compiled.buffers()), [list(s.values()) for s in optimizer.state.values()], batch)
-            compiled(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return float(seen.peak)
+    return float(step_peak(compiled, batch))
 
 
 @pytest.mark.dist
