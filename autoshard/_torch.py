@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -23,7 +23,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autoshard.errors import TraceError
+
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+READ_MEMORY = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default, torch.ops.aten.as_strided_scatter.default)
 
 
 # --- tracing -----------------------------------------------------------------------------------------
@@ -43,6 +46,8 @@ class Recorder(FakeTensorMode):
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READ_MEMORY and self.recording and self._depth == 0:
+            args = (self._as_in_memory(args[0]), *args[1:])
         self._depth += 1
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -59,6 +64,16 @@ class Recorder(FakeTensorMode):
             self.on_op(func, args, kwargs or {}, result)
         return result
 
+    def _as_in_memory(self, t: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy with the dims of `t` in the order of its memory: only such a tensor has equal memory in every run."""
+        order = sorted(range(t.ndim), key=lambda d: -t.stride(d))
+        with self:
+            turned = t if order == sorted(order) else t.permute(order)
+            if not turned.is_contiguous() or t.untyped_storage().nbytes() != t.numel() * t.itemsize:
+                raise TraceError(f"as_strided of a tensor of shape {tuple(t.shape)} reads memory around it, which a sharded run does not have; "
+                                 "use indexing, unfold or expand, or call .contiguous() before")
+            return turned.clone(memory_format=torch.contiguous_format)
+
     def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous fake CPU tensor, not recorded. CPU, because autograd yields no gradients for real meta tensors."""
         recording, self.recording = self.recording, False
@@ -69,16 +84,17 @@ class Recorder(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def functional_tracing(recorder: Recorder, exporting: bool = True) -> Iterator[None]:
+def functional_tracing(recorder: Recorder, mode: str) -> Iterator[None]:
     """Run under fake tensors and functionalization, with torch's Python dispatcher (which makes dropout one
-    op) and the flags that library code reads to avoid data-dependent checks. All undone on exit.
+    op). All undone on exit.
 
-    `exporting`: the stronger of these flags; some models compute something else under it than in eager mode."""
+    `mode`: what library code is told when it asks: "eager", "compiling" or "exporting". It leaves out checks of data in the
+    later ones; some models compute something else there than in eager mode."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     one_dnn = torch._C._get_mkldnn_enabled()
     log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback for every shape error
     silent, log.disabled = log.disabled, True
-    torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = True, exporting
+    torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = mode != "eager", mode == "exporting"
     torch._C._set_mkldnn_enabled(False)  # then an LSTM is matmuls and pointwise ops; its fused op cannot be split
     try:
         # a submodule under torch.compile runs as the Python it wraps
@@ -139,6 +155,13 @@ def axis_or_ranks(group: Any) -> str | list[int]:
     if isinstance(group, list):
         return group
     raise ValueError(f"{group!r} is no group: give a process group, a DeviceMesh of one axis, (DeviceMesh, dim) or a mesh axis's name")
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value belongs to a trace that goes on."""
+    return isinstance(value, FunctionalTensor)
+
+
 def no_modes() -> Any:
     """Outside of every tracing mode that is active."""
     return _disable_current_modes()

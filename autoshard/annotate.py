@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from autoshard import _torch
 from autoshard.errors import MeshError, SeedError, UsageError
 from autoshard.given import FREE, axes_of, given_specs, gradient_of
 from autoshard.graph import Graph, Op, Ref, TensorMeta
@@ -98,7 +99,7 @@ def annotate(x: torch.Tensor, spec: Any) -> torch.Tensor:
     Returns `x` untouched where the model runs without autoshard. While it is traced, the value and its gradient are held
     in `spec` (see this module). Raises SeedError for something that is no spec."""
     text = seed_text(spec)
-    return torch.ops.autoshard.annotate(x, text) if torch.compiler.is_compiling() else x
+    return torch.ops.autoshard.annotate(x, text) if _torch.is_traced(x) or torch.compiler.is_compiling() else x
 
 
 # -- values -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from autoshard.errors import UsageError
 
@@ -13,6 +14,7 @@ DTYPES = {
     "fp16": torch.float16, "float16": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }
+NORMS_IN_MASTER = (nn.modules.batchnorm._NormBase,)
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,17 @@ class Precision:
     @property
     def reduction(self) -> torch.dtype:
         return DTYPES[self.reduce]
+
+    def cast(self, model: nn.Module) -> None:
+        """Put casts to the compute dtype where `model` holds floating parameters and buffers, one per tensor. They are
+        differentiable: gradients arrive at what the model held before."""
+        casts: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, NORMS_IN_MASTER):
+                continue
+            for table in (module._parameters, module._buffers):
+                for key, t in table.items():
+                    if t is not None and t.dtype.is_floating_point and t.dtype != self.compute:
+                        if id(t) not in casts:
+                            casts[id(t)] = t.to(self.compute)
+                        table[key] = casts[id(t)]

@@ -19,7 +19,7 @@ from autoshard.graph import Op, Phase, Ref, TensorMeta
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py", "survey.py", "whole.py", "made_up.py")
+RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py", "survey.py", "whole.py", "made_up.py", "constants.py")
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
 ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor and reduce_scatter_tensor of torch.distributed._functional_collectives are "
               "taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
@@ -74,9 +74,13 @@ class Tape:
         self._refs[id(fake)] = ref
         self._alive.append(fake)
 
+    def find(self, t: Any) -> Ref | None:
+        """The value of a tensor that is known already."""
+        return self._refs.get(id(t))
+
     def ref(self, t: torch.Tensor) -> Ref:
         """The value of a tensor argument. A tensor that is not fake is a constant of the program."""
-        found = self._refs.get(id(t))
+        found = self.find(t)
         if found is not None:
             return found
         if isinstance(t, _torch.FakeTensor):

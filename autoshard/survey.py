@@ -63,6 +63,10 @@ class Answers:
         return NotImplemented
 
 
+class ReadsData(TraceError):
+    """The trace asked for a tensor's data."""
+
+
 class Stopped(TraceError):
     """A submodule raised, and nothing is known of its result."""
 
@@ -149,7 +153,8 @@ def user_errors(phase: str, hint: Callable[[], str] = str) -> Iterator[None]:
     except AutoshardError:
         raise
     except Exception as e:
-        raise TraceError(explain(e, phase) + hint()) from None
+        kind = ReadsData if isinstance(e, _torch.DATA_DEPENDENT) else TraceError
+        raise kind(explain(e, phase) + hint()) from None
 
 
 def explain(e: BaseException, phase: str) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,15 +31,16 @@ from torch.utils import _pytree as pytree
 from autoshard import _torch
 from autoshard.annotate import annotate, marks_of, was_given
 from autoshard.calling import Calling, TensorLeaf, Traced, arguments
+from autoshard.constants import Constants
 from autoshard.errors import TraceError
 from autoshard.graph import Graph, Op, Ref
 from autoshard.made_up import CannotRunWhole, Runner, is_plain
 from autoshard.manual import LOCAL_SHAPES, STAND_INS
 from autoshard.precision import Precision
 from autoshard.recorder import Tape, meta_of
-from autoshard.survey import Answers, Survey, on_data, short, user_errors
+from autoshard.survey import Answers, ReadsData, Survey, on_data, short, user_errors
 
-NORMS_IN_MASTER = (nn.modules.batchnorm._NormBase,)
+MODES = ("eager", "compiling", "exporting")
 
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
@@ -60,10 +61,10 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
-    def run(whole: Collection[str], survey: Survey | None = None, exporting: bool = True) -> Traced:
+    def run(whole: Collection[str], survey: Survey | None = None, mode: str = MODES[-1]) -> Traced:
         with torch.random.fork_rng(devices=()):
             return _Run(model, *arguments(args, kwargs), loss_fn, training, precision, marks or {}, whole, survey,
-                        exporting=exporting).traced()
+                        mode=mode).traced()
 
     return _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
 
@@ -71,21 +72,24 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
 def _surveyed(run: Callable[..., Traced], whole: Collection[str]) -> Traced:
     """One trace; where it fails, another that finds out where else it would. Raises NotOneGraph.
 
-    First the model runs as in eager mode. Library code that looks at data may leave that out while a model is exported, and
-    some computes other things then, so that comes second."""
-    with suppress(TraceError):
-        return run(whole, exporting=False)
-    try:
-        return run(whole)
-    except CannotRunWhole:
-        raise
-    except TraceError as e:
-        survey = Survey()
+    First the model runs as in eager mode. Library code that looks at data may leave that out while a model is compiled or
+    exported, and some computes other things then, so these come later."""
+    refused: dict[str, TraceError] = {}
+    for mode in MODES:
         try:
-            run(whole, survey)
-        except TraceError as last:
-            survey.end(last)
-        raise NotOneGraph(survey.message(e), survey.modules) from None
+            return run(whole, mode=mode)
+        except TraceError as e:
+            if isinstance(e, CannotRunWhole) and mode == MODES[-1]:
+                raise
+            refused[mode] = e
+    # a mode in which the model raises something else may be one that its library never runs it in
+    mode = next((m for m in reversed(MODES) if isinstance(refused[m], ReadsData)), MODES[-1])
+    survey = Survey()
+    try:
+        run(whole, survey, mode)
+    except TraceError as last:
+        survey.end(last)
+    raise NotOneGraph(survey.message(refused[mode]), survey.modules) from None
 
 
 def _with_fallback(run: Callable[..., Traced]) -> Traced:
@@ -115,25 +119,25 @@ class NotOneGraph(TraceError):
 class _Run:
     """State of one trace; nothing of it outlives `traced()`. `whole`: paths of submodules that run whole; `survey`: notes what
     goes wrong, and the trace goes on; `answers`: made-up data for a trace of a submodule `alone`, where nothing need be
-    differentiable; `exporting`: see `_torch.functional_tracing`."""
+    differentiable; `mode`: see `_torch.functional_tracing`."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
                  marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
-                 answers: Answers | None = None, exporting: bool = True) -> None:
+                 answers: Answers | None = None, mode: str = "exporting") -> None:
         if loss_fn is not None and not args:
             raise TraceError("with loss_fn the last positional argument is the target, and there is none; pass (x, target)")
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
         self.marks = marks
         self.args = args
         self.flat, self.in_spec = pytree.tree_flatten((args, kwargs))
-        self.whole, self.survey, self.alone, self.exporting = whole, survey, answers is not None, exporting
+        self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
         self.tape = Tape()
         self.recorder = _torch.Recorder(self.tape.on_op)
         if survey is not None:
             self.tape.on_problem = lambda text: survey.add(text, self.tape.module)
             answers = Answers(note=self._note_data)
-        self.recorder.answer = answers
+        self.recorder.answer = Constants(self.tape, answers)
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
         self.params = dict(model.named_parameters())
         self.buffers = {n: b for n, b in model.named_buffers() if b is not None}
@@ -142,7 +146,7 @@ class _Run:
 
     def traced(self) -> Traced:
         with (torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
-              _torch.functional_tracing(self.recorder, self.exporting), _torch.functional_collectives_run(STAND_INS)):
+              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS)):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
@@ -226,20 +230,8 @@ class _Run:
     def _cast_stored(self, twin: nn.Module) -> None:
         """Replace floating parameters and buffers by their casts to the compute dtype, one cast per tensor."""
         if self.precision is not None:
-            self._cast_modules(twin)
+            self.precision.cast(twin)
         self.placed = {name: twin.get_buffer(name) for name in self.buffers}
-
-    def _cast_modules(self, twin: nn.Module) -> None:
-        dtype, casts = self.precision.compute, {}
-        for module in twin.modules():
-            if isinstance(module, NORMS_IN_MASTER):
-                continue
-            for table in (module._parameters, module._buffers):
-                for key, t in table.items():
-                    if t is not None and t.dtype.is_floating_point and t.dtype != dtype:
-                        if id(t) not in casts:
-                            casts[id(t)] = t.to(dtype)
-                        table[key] = casts[id(t)]
 
     def _input_value(self, leaf: Any, inputs: list[torch.Tensor]) -> Any:
         """What the model gets: floating inputs in the compute dtype, but not the target of the loss."""

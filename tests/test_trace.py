@@ -452,11 +452,40 @@ def test_70b_traces_in_little_memory():
 def test_checks_of_data_are_not_part_of_the_graph():
     class Checked(nn.Module):
         def forward(self, x):
-            if torch.compiler.is_compiling():
-                torch._check_tensor_all(x > 0, lambda: "negative")
+            torch._check_tensor_all(x > 0, lambda: "negative")
             return x.relu()
 
     graph = trace(Checked(), (torch.ones(4),)).graph
     assert [str(op.target) for op in graph.of_kind("call")] == ["aten.gt.Scalar", "aten.relu.default"]
     with pytest.raises(RuntimeError):
         torch._check_tensor_all(torch.tensor([False]))
+
+
+class Strided(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.linear, self.body = nn.Linear(8, 8), body
+
+    def forward(self, x):
+        return self.body(self.linear(x))
+
+
+def test_as_strided_reads_a_copy_laid_out_as_in_the_model():
+    """The value may lie otherwise in memory where ranks have gathered it."""
+    model, x = Strided(lambda y: y.t().as_strided((3, 3, 8), (16, 8, 1))), torch.randn(8, 8)
+    traced = trace(model, (x,))
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    got, want = run(traced, state, (x,)), model(x)
+    want.sum().backward()
+    assert torch.equal(got.users[0], want)
+    assert torch.equal(got.grads["linear.weight"], model.linear.weight.grad)
+    for op in traced.graph.of_kind("call"):
+        if op.target is torch.ops.aten.as_strided.default:
+            read = traced.graph.op(op.refs[0].op)
+            assert read.target is torch.ops.aten.clone.default and dict(read.kwargs)["memory_format"] is torch.contiguous_format
+
+
+@pytest.mark.parametrize("part", [lambda y: y[2:6], lambda y: y[:, :2], lambda y: y[0].expand(4, 8)])
+def test_as_strided_of_a_part_is_refused(part):
+    with pytest.raises(TraceError, match=r"reads memory around it.*\.contiguous\(\)"):
+        trace(Strided(lambda y: part(y).as_strided((2, 2), (2, 1))), (torch.randn(8, 8),))

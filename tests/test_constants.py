@@ -1,0 +1,54 @@
+"""What a model asks of data that it made itself is answered; what is another model while it is compiled is traced as in eager mode."""
+import pytest
+import torch
+from torch import nn
+
+from autoshard.errors import TraceError
+from autoshard.interpret import run
+from autoshard.trace import trace
+
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.linear, self.body = nn.Linear(8, 8), body
+        self.register_buffer("scale", torch.ones(8))
+        self.steps = torch.tensor([1.0, 3.0])
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def mask_of_ones(m, x):
+    mask = torch.ones(x.shape[0], 8, dtype=torch.bool).tril()
+    return m.linear(x) if mask[-1].all() and not mask.all() else x
+
+
+def a_length(m, x):
+    return m.linear(x)[:, : int(torch.arange(4).max()) + 1] * float(m.steps.sum())
+
+
+def equal(m, x):
+    return m.linear(x) if torch.equal(torch.zeros(3), torch.full((3,), 0.0)) else x
+
+
+def asks(m, x):
+    return m.linear(x) * 3 if torch.compiler.is_compiling() else m.linear(x)
+
+
+@pytest.mark.parametrize("body", [mask_of_ones, a_length, equal, asks])
+def test_the_graph_is_the_model(body):
+    model, x = Body(body), torch.randn(8, 8)
+    traced = trace(model, (x,))
+    state = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    assert torch.equal(run(traced, state, (x,)).users[0], model(x))
+
+
+@pytest.mark.parametrize("data", [lambda m, x: x, lambda m, x: m.scale, lambda m, x: m.linear.weight, lambda m, x: torch.rand(4),
+                                  lambda m, x: torch.empty(4), lambda m, x: torch.ones(8) * x, lambda m, x: torch.ones(1 << 27)])
+def test_what_may_change_is_not_looked_at(data):
+    def body(m, x):
+        return m.linear(x) if float(data(m, x).detach().sum()) > 0 else x
+
+    with pytest.raises(TraceError, match="depends on the data of a tensor"):
+        trace(Body(body), (torch.ones(8, 8),))
