@@ -21,12 +21,16 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from by_hand_hybrid import average, deal_out_experts, deal_out_tables
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,20 @@ def fsdp2(model: nn.Module, kind: str, mesh: DeviceMesh, batch: tuple[Tensor, ..
     return Trained(model, _loss(model, shard(batch, mesh), loss), True)
 
 
+def hybrid(model: nn.Module, kind: str, mesh: DeviceMesh, batch: tuple[Tensor, ...], loss: Callable) -> Trained | None:
+    """Data parallel, with experts or embedding tables dealt out over the same ranks."""
+    if kind not in DEALT or not DEALT[kind](model, mesh):
+        return None
+    own = [name for name, _ in model.named_parameters() if ".experts." in name or name.startswith("tables.")]
+    average([model.get_parameter(name) for name in own])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    wrapped = DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    mine = shard(batch, mesh)
+    if kind == "dlrm":
+        mine = (mine[0], batch[1], mine[2])  # a table's rank looks the whole batch up
+    return Trained(wrapped, _loss(wrapped, mine, loss), True)
+
+
 def tp(model: nn.Module, kind: str, mesh: DeviceMesh, batch: tuple[Tensor, ...], loss: Callable) -> Trained | None:
     """Megatron: heads and hidden units split, the vocabulary too."""
     return _tensor_parallel(TENSOR.get(kind), model, kind, mesh, batch, loss)
@@ -96,7 +114,10 @@ def _tensor_parallel(styles: Callable[[], Mapping[str, Any]] | None, model: nn.M
 
 
 def _blocks(model: nn.Module, kind: str) -> list[nn.Module]:
-    """What fully_shard gathers at once: transformer or residual blocks; the layers of an MLP."""
+    """What fully_shard gathers at once: transformer or residual blocks; the layers of an MLP; DLRM's two MLPs (its tables go
+    with the rest, in one call)."""
+    if kind == "dlrm":
+        return [model.bottom, model.top]
     table = {"gpt": "h", "llama": "layers", "moe": "layers", "vit": "blocks", "resnet": "blocks", "mlp": "layers"}
     return list(getattr(model, table[kind]))
 
@@ -205,11 +226,46 @@ def _vit_tensor() -> dict[str, ParallelStyle]:
     return {**columns, "blocks.*.attention.output": RowwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
+def _moe_sequence() -> dict[str, ParallelStyle]:
+    """The router sees whole sequences: it fills slots in their order."""
+    return {**_moe_tensor(),
+            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            "layers.*.attention_norm": SequenceParallel(use_local_output=True),
+            "layers.*.moe_norm": SequenceParallel(use_local_output=True), "norm": SequenceParallel(use_local_output=True),
+            "layers.*.attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+            "layers.*.moe": PrepareModuleInputOutput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),),
+                                                     use_local_input=True, output_layouts=(Replicate(),),
+                                                     desired_output_layouts=(Shard(1),), use_local_output=True),
+            "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)}
+
+
+def _vit_sequence() -> dict[str, ParallelStyle]:
+    """The last norm and the mean over patches see whole sequences."""
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True)
+    return {**_vit_tensor(),
+            "patches": PrepareModuleOutput(output_layouts=(Replicate(),), desired_output_layouts=(Shard(1),), use_local_output=True),
+            "blocks.*.norm_1": SequenceParallel(use_local_output=True), "blocks.*.norm_2": SequenceParallel(use_local_output=True),
+            "blocks.*.attention": whole, "norm": whole,
+            "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+            "blocks.*.attention.output": RowwiseParallel(output_layouts=Shard(1)),
+            "blocks.*.down": RowwiseParallel(output_layouts=Shard(1))}
+
+
+def _dlrm_tensor() -> dict[str, ParallelStyle]:
+    """Tables by columns, whose gather moves half of what the sum of a split by rows moves; MLPs by columns and rows in turn."""
+    pairs = {f"{mlp}.layers.{i}": ColwiseParallel() if i % 2 == 0 else RowwiseParallel()
+             for mlp, count in (("bottom", 2), ("top", 4)) for i in range(count)}
+    return {"tables.*": ColwiseParallel(output_layouts=Replicate()), **pairs}
+
+
 def _mlp_tensor() -> dict[str, ParallelStyle]:
     """Columns and rows in turn."""
     return {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel(), "layers.2": ColwiseParallel(output_layouts=Replicate())}
 
 
-TENSOR = {"gpt": _gpt_tensor, "llama": _llama_tensor, "moe": _moe_tensor, "vit": _vit_tensor, "mlp": _mlp_tensor}
-SEQUENCE = {"gpt": _gpt_sequence, "llama": _llama_sequence}
-PLANS = {"one": alone, "independent": independent, "ddp": ddp, "fsdp2": fsdp2, "tp": tp, "tp+sp": tp_sp}
+TENSOR = {"gpt": _gpt_tensor, "llama": _llama_tensor, "moe": _moe_tensor, "vit": _vit_tensor, "mlp": _mlp_tensor, "dlrm": _dlrm_tensor}
+SEQUENCE = {"gpt": _gpt_sequence, "llama": _llama_sequence, "moe": _moe_sequence, "vit": _vit_sequence}
+DEALT = {"moe": deal_out_experts, "dlrm": deal_out_tables}
+PLANS = {"one": alone, "independent": independent, "ddp": ddp, "fsdp2": fsdp2, "tp": tp, "tp+sp": tp_sp, "hybrid": hybrid}

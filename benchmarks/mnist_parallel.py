@@ -27,6 +27,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
 
+from about import about, line, markdown  # noqa: E402
+
 import autoshard  # noqa: E402
 from models import mlp  # noqa: E402
 
@@ -131,11 +133,13 @@ def main() -> None:
 
 
 def show(found: list[Run], options: argparse.Namespace) -> None:
-    print(f"{'parallelism':22} {'minutes':>8} {'ms/step':>8} {'accuracy':>9}  loss of the last epoch   split")
-    for r in found:
-        print(f"{r.how:22} {r.minutes:8.2f} {r.ms_per_step:8.2f} {r.accuracy:9.1%}  {r.losses[-1]:22.6f}   {', '.join(r.split) or 'nothing'}")
+    facts = about()
+    rows = [(r.how, f"{r.minutes:.2f}", f"{r.ms_per_step:.2f}", f"{r.accuracy:.1%}", f"{r.losses[-1]:.6f}", ", ".join(r.split) or "nothing")
+            for r in found]
+    columns = ("parallelism", "minutes", "ms/step", "accuracy", "loss of the last epoch", "split")
+    print(f"{line(facts, f'{dist.get_world_size()} processes', f'{options.epochs} epochs')}\n\n{markdown(columns, rows)}")
     if options.json:
-        options.json.write_text(json.dumps([asdict(r) for r in found], indent=1) + "\n")
+        options.json.write_text(json.dumps({**facts, "runs": [asdict(r) for r in found]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import copy
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,8 @@ from torch import nn
 import autoshard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rounds import ratio  # noqa: E402
+from about import about, line, markdown  # noqa: E402
+from rounds import CLOCKS, ratio  # noqa: E402
 
 from models import gpt, llama, mlp, resnet, vit  # noqa: E402
 
@@ -40,7 +40,6 @@ CASES = {
 }
 LIMIT = 1.02
 """At most 2 % over the plain model."""
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,16 @@ def main() -> None:
         parser.error("--rounds must be 2 or more: a spread needs them")
     torch.set_num_threads(options.threads)
     results = []
-    print(f"{'case':14} {'plain ms':>9} {'lowered ms':>11} {'fixed us':>9} {'ratio':>7}   95 % interval  at most {LIMIT}")
     for case in options.cases or CASES:
-        r = measure(case, options.backend, options.rounds, CLOCKS[options.clock])
-        results.append(r)
-        print(f"{case:14} {r.plain_ms:9.3f} {r.lowered_ms:11.3f} {1e3 * (r.lowered_ms - r.plain_ms):9.0f} {r.ratio:7.3f}   "
-              f"{r.low:.3f} .. {r.high:.3f}   {'yes' if r.ratio <= LIMIT else 'no'}", flush=True)
+        results.append(measure(case, options.backend, options.rounds, CLOCKS[options.clock]))
+        print(f"{case}: {results[-1].ratio:.3f}", file=sys.stderr)
+    facts = about()
+    rows = [(r.case, f"{r.plain_ms:.3f}", f"{r.lowered_ms:.3f}", f"{1e3 * (r.lowered_ms - r.plain_ms):.0f}", f"{r.ratio:.3f}",
+             f"{r.low:.3f} .. {r.high:.3f}", "yes" if r.ratio <= LIMIT else "no") for r in results]
+    columns = (f"case, {options.backend}", "plain ms", "lowered ms", "fixed us", "ratio", "95 % interval", f"at most {LIMIT}")
+    print(f"{line(facts, f'{options.rounds} rounds of {options.clock} time')}\n\n{markdown(columns, rows)}")
     if options.json:
-        options.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+        options.json.write_text(json.dumps({**facts, "backend": options.backend, "results": [asdict(r) for r in results]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

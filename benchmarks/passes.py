@@ -10,7 +10,6 @@ Calls are the collectives of one step, "sent" is what one rank sends in them on 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -26,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
 
-from rounds import interleaved, ratio, spread  # noqa: E402
-from train import CLOCKS, SIZES, Contender, contender  # noqa: E402
+from about import about, line, markdown  # noqa: E402
+from contenders import SIZES, Contender, contender, subject  # noqa: E402
+from rounds import CLOCKS, interleaved, ratio, spread  # noqa: E402
 
 from autoshard.cost import redistribute  # noqa: E402
 from autoshard.cost.collectives import wire_bytes  # noqa: E402
@@ -62,14 +62,11 @@ def build(what: str, options: argparse.Namespace) -> Contender:
     """The planned model, run without `what`."""
     on = parse_mesh(options.mesh or f"d={dist.get_world_size()}")
     mesh = init_device_mesh("cpu", on.sizes, mesh_dim_names=on.names)
-    module = importlib.import_module(f"models.{options.model}")
-    name, sizes = SIZES[options.model][options.size]
-    torch.manual_seed(0)
-    model, batch = module.build(name, **sizes)
+    model, batch, loss = subject(options.model, options.size)
     with ExitStack() as patched:
         for target, replacement in WITHOUT[what].items():
             patched.enter_context(patch(target, replacement))
-        made = contender(options.plan, options.model, model, batch, module.loss, mesh, options)
+        made = contender(options.plan, options.model, model, batch, loss, mesh, options)
         made.train(1)
     return made
 
@@ -80,10 +77,23 @@ def sent(made: Contender) -> tuple[int, float]:
     return len(step.issues), sum(wire_bytes(i.kind, i.nbytes, mesh.ranks(mesh.axes(i.axis))) for i in step.issues)
 
 
+def report(made: dict[str, Contender], seconds: dict[str, list[float]], options: argparse.Namespace) -> None:
+    facts = {"model": options.model, "size": options.size, "plan": options.plan, "processes": dist.get_world_size(), **about()}
+    print(line(facts, f"{facts['processes']} processes", f"{options.rounds} rounds of {options.clock} time") + "\n")
+    rows = []
+    for what, times in seconds.items():
+        middle, low, high = ratio(times, seconds["everything on"])
+        calls, nbytes = sent(made[what])
+        rows.append((what, f"{1e3 * spread(times)[0]:.1f}", f"{middle:.3f} [{low:.3f}, {high:.3f}]", calls, f"{nbytes / 1e6:.1f}"))
+    print(markdown((f"{options.model} {options.size}, {options.plan}; without", "ms/step", "without / with", "calls", "MB sent"), rows))
+    if options.json:
+        options.json.write_text(json.dumps({**facts, "seconds": seconds}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="gpt")
-    parser.add_argument("--size", choices=("small", "large"), default="small")
+    parser.add_argument("--size", default="small")
     parser.add_argument("--plan", choices=("auto", "auto-dp"), default="auto")
     parser.add_argument("--mesh", help="dp=2,tp=2; default: one axis of all processes")
     parser.add_argument("--only", action="append", choices=[w for w in WITHOUT if WITHOUT[w]], help="this thing alone; may be repeated")
@@ -91,7 +101,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="steps per round")
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--cluster")
+    parser.add_argument("--cluster", help="profile to plan for")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
@@ -102,15 +112,7 @@ def main() -> None:
         made = {what: build(what, options) for what in WITHOUT if not WITHOUT[what] or what in (options.only or WITHOUT)}
         seconds = interleaved({what: c.step for what, c in made.items()}, options.rounds, repeat=options.repeat, clock=CLOCKS[options.clock])
         if dist.get_rank() == 0:
-            base = seconds["everything on"]
-            print(f"{options.model} {options.size}, {options.plan}, {dist.get_world_size()} processes")
-            for what, times in seconds.items():
-                middle, low, high = ratio(times, base)
-                calls, nbytes = sent(made[what])
-                print(f"{what:28} {1e3 * spread(times)[0]:9.2f} ms   without / with {middle:.3f} [{low:.3f}, {high:.3f}]   "
-                      f"{calls} calls, {nbytes / 1e6:.1f} MB sent")
-            if options.json:
-                options.json.write_text(json.dumps(seconds, indent=1) + "\n")
+            report(made, seconds, options)
     finally:
         dist.destroy_process_group()
 

@@ -38,6 +38,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
 
+from about import about, line  # noqa: E402
 from forced import data_parallel, fully_sharded, tensor_parallel  # noqa: E402
 from rounds import interleaved  # noqa: E402
 
@@ -150,6 +151,7 @@ def loss_of_choosing(rows: Sequence[Row]) -> float:
 
 
 def show(rows: Sequence[Row]) -> None:
+    print(f"\n{line(about())}")
     print(f"\n{'model':8} {'plan':16} {'predicted ms':>12} {'measured ms':>12} {'error':>7}   parts of the prediction, ms")
     for r in rows:
         parts = ", ".join(f"{k.removesuffix('_s')} {v * 1e3:.1f}" for k, v in r.parts.items() if v > 5e-5)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
 
 def interleaved(steps: Mapping[str, Callable[[], None]], rounds: int, *, solo: frozenset[str] = frozenset(),
                 repeat: int = 1, clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:

@@ -4,9 +4,9 @@
 
 Runs benchmarks/train.py under torchrun once per number of processes and kind of scaling. Strong: the batch stays, more
 processes share it. Weak: the batch grows with the processes. The speed-up is against one process with the whole
-batch in the same run; efficiency is speed-up / processes. "independent" has no communication: on a machine with fewer
-cores than processes it shows what the cores allow. Classic figures to stand beside: 77 % of linear weak scaling at
-8-way model parallelism, 74 % with data parallelism on top (arXiv 1909.08053, up to 512 GPUs).
+batch in the same run; efficiency is speed-up / processes. The ceiling is the speed-up of independent processes, which exchange
+nothing: with fewer cores than processes it shows what the cores allow. Classic figures to stand beside: 77 % of linear weak
+scaling at 8-way model parallelism, 74 % with data parallelism on top (arXiv 1909.08053, up to 512 GPUs).
 """
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from about import about, line, markdown
+from results import interval
 
 TRAIN = Path(__file__).with_name("train.py")
 
@@ -34,6 +37,16 @@ def measured(model: str, size: str, batch: int, processes: int, extra: list[str]
         return {row["plan"]: row for row in json.loads(out.read_text())["rows"]}
 
 
+COLUMNS = ("scaling", "processes", "batch", "one process ms", "chosen plan ms", "speed-up", "efficiency", "ceiling", "of ceiling")
+
+
+def cells(kind: str, run: dict[str, Any]) -> list[str]:
+    one, auto, ceiling = (run["rows"][plan] for plan in ("one", "auto", "independent"))
+    return [kind, str(run["processes"]), str(run["batch"]), f"{1e3 * one['seconds'][0]:.0f}", f"{1e3 * auto['seconds'][0]:.0f}",
+            interval(auto["speed_up"]), f"{auto['speed_up'][0] / run['processes']:.0%}", interval(ceiling["speed_up"]),
+            interval(auto["of_ceiling"])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt")
@@ -45,19 +58,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     extra = ["--rounds", str(options.rounds)] + (["--cluster", options.cluster] if options.cluster else [])
-    found = []
-    print(f"{'scaling':8} {'processes':>9} {'batch':>6} {'one ms':>8} {'auto ms':>8} {'speed-up':>9} {'efficiency':>11} {'ceiling':>8} {'of ceiling':>11}")
+    runs = {}  # one process is the same run for both kinds
     for kind in ("strong", "weak"):
         for n in map(int, options.processes.split(",")):
             batch = options.batch * (n if kind == "weak" else 1)
-            rows = measured(options.model, options.size, batch, n, extra)
-            one, auto = rows["one"], rows["auto"]
-            speed, ceiling = auto["speed_up"][0], rows["independent"]["speed_up"][0]
-            print(f"{kind:8} {n:9} {batch:6} {1e3 * one['seconds'][0]:8.1f} {1e3 * auto['seconds'][0]:8.1f} {speed:9.2f} {speed / n:11.0%} "
-                  f"{ceiling:8.2f} {speed / ceiling:11.0%}", flush=True)
-            found.append({"scaling": kind, "processes": n, "batch": batch, "rows": rows})
+            if (n, batch) not in runs:
+                runs[n, batch] = {"processes": n, "batch": batch, "rows": measured(options.model, options.size, batch, n, extra)}
+            runs[n, batch].setdefault("kinds", []).append(kind)
+            print(f"{kind}, {n} processes: done", file=sys.stderr)
+    facts, found = {"model": options.model, "size": options.size, **about()}, list(runs.values())
+    rows = [cells(kind, run) for kind in ("strong", "weak") for run in found if kind in run["kinds"]]
+    print(f"{options.model} {options.size}: {line(facts, f'{options.rounds} rounds')}\n\n{markdown(COLUMNS, rows)}")
+    many = [str(run["processes"]) for run in found if run["processes"] > (os.cpu_count() or 1)]
+    if many:
+        print(f"\nThere are {os.cpu_count()} cores: rows of {' and '.join(dict.fromkeys(many))} processes show what sharing them costs.")
     if options.json:
-        options.json.write_text(json.dumps({"model": options.model, "size": options.size, "runs": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**facts, "runs": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ solvers' (MIPs run in processes of their own), memory is the process's peak. A s
 that of a least-squares line through the logarithms: 1 is linear.
 
     layers   llama with 2 to 128 small layers on dp=8, training
-    axes     llama 1B, 16 layers, 64 ranks as one, two and three mesh axes
-    ranks    llama 8B on dp=N/8,tp=8 (tp=N below 8 ranks)
+    axes     llama of 4 layers as wide as 1B's, 64 ranks as one, two and three mesh axes
+    ranks    llama 8B on dp=N/8,tp=8 (tp=N up to 8 ranks)
+    meshes   llama 8B on 4,096 ranks: 512 x 8, 64 x 64, 8 x 8 x 64
 """
 from __future__ import annotations
 
@@ -24,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from about import about, line, markdown
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
 
-POINTS = {"layers": (2, 4, 8, 16, 32, 64, 128), "axes": (1, 2, 3), "ranks": (2, 8, 32, 128, 512, 4096)}
+POINTS = {"layers": (2, 4, 8, 16, 32, 64, 128), "axes": (1, 2, 3), "ranks": (2, 8, 32, 128, 512, 4096), "meshes": (1, 2, 3)}
+AXES = {1: "dp=64", 2: "dp=8,tp=8", 3: "pod=4,dp=4,tp=4"}
+MESHES = {1: "dp=512,tp=8", 2: "dp=64,tp=64", 3: "pod=8,dp=8,tp=64"}
 LIMIT = 60.0
 """CPU seconds for llama 8B on 4,096 ranks."""
 
@@ -37,8 +41,9 @@ def subject(sweep: str, n: int) -> tuple[dict[str, Any], str]:
     if sweep == "layers":
         return {"size": "tiny", "layers": n, "batch": 8}, "dp=8"
     if sweep == "axes":
-        return {"size": "1B", "batch": 64, "seq": 2048}, {1: "dp=64", 2: "dp=8,tp=8", 3: "pp=4,dp=4,tp=4"}[n]
-    return {"size": "8B", "batch": 512, "seq": 2048}, f"dp={n // 8},tp=8" if n > 8 else f"tp={n}"
+        return {"size": "1B", "layers": 4, "batch": 64, "seq": 2048}, AXES[n]
+    mesh = MESHES[n] if sweep == "meshes" else f"dp={n // 8},tp=8" if n > 8 else f"tp={n}"
+    return {"size": "8B", "batch": 512, "seq": 2048}, mesh
 
 
 def point(sweep: str, n: int) -> dict[str, Any]:
@@ -67,26 +72,34 @@ def slope(xs: list[float], ys: list[float]) -> float:
     return sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True)) / sum((x - mean_a) ** 2 for x in a)
 
 
-def show(sweep: str, found: list[dict[str, Any]]) -> None:
-    print(f"\n{sweep:>8} {'mesh':>14} {'ops':>6} {'strategies':>10} {'trace':>7} {'build':>7} {'search':>7} {'CPU s':>7} {'GiB':>6}  status")
-    for p in found:
-        phases = p["phases"]
-        build = sum(phases[k] for k in ("simplify", "strategies", "costs", "formulate", "assemble"))
-        print(f"{p['n']:8} {p['mesh']:>14} {p['ops']:6} {p['choices']:10} {phases['trace']:7.1f} {build:7.1f} {phases['search']:7.1f} "
-              f"{p['cpu_s']:7.1f} {p['gib']:6.2f}  {p['status']} ({p['gap']:.1%})")
-    if len(found) > 1:
-        ns = [p["n"] for p in found]
-        print(f"slope against {sweep}: CPU seconds {slope(ns, [p['cpu_s'] for p in found]):.2f}, memory {slope(ns, [p['gib'] for p in found]):.2f}")
-    last = found[-1]
-    if sweep == "ranks" and last["n"] == 4096:
-        print(f"llama 8B on 4,096 ranks: {last['cpu_s']:.0f} CPU s, wanted under {LIMIT:.0f}: {'yes' if last['cpu_s'] < LIMIT else 'no'}")
+COLUMNS = ("sweep", "point", "mesh", "ops", "strategies", "trace", "tables and formulation", "search", "CPU s in all", "GiB", "status")
 
 
-def by_strategies(found: list[dict[str, Any]]) -> None:
-    """All points together: what the number of strategies costs."""
+def cells(p: dict[str, Any]) -> list[str]:
+    phases = p["phases"]
+    build = sum(phases[k] for k in ("simplify", "strategies", "costs", "formulate", "assemble"))
+    return [p["sweep"], str(p["n"]), p["mesh"], f"{p['ops']:,}", f"{p['choices']:,}", f"{phases['trace']:.1f}", f"{build:.1f}",
+            f"{phases['search']:.1f}", f"{p['cpu_s']:.1f}", f"{p['gib']:.2f}", f"{p['status']} (gap {p['gap']:.1%})"]
+
+
+def slopes(found: list[dict[str, Any]]) -> list[str]:
+    """Per sweep, of CPU seconds and memory; over all points, against the number of strategies."""
+    lines = []
+    for sweep in ("layers", "axes", "ranks"):
+        mine = [p for p in found if p["sweep"] == sweep]
+        if len(mine) > 1:
+            ns = [p["n"] for p in mine]
+            lines.append(f"slope against {sweep}: CPU seconds {slope(ns, [p['cpu_s'] for p in mine]):.2f}, memory {slope(ns, [p['gib'] for p in mine]):.2f}")
     if len({p["choices"] for p in found}) > 2:
         choices, seconds = [p["choices"] for p in found], [p["cpu_s"] - p["phases"]["trace"] for p in found]
-        print(f"\nslope against strategies, over all points, without tracing: {slope(choices, seconds):.2f}")
+        lines.append(f"slope against strategies, over all points, without tracing: {slope(choices, seconds):.2f}")
+    return lines
+
+
+def limits(found: list[dict[str, Any]]) -> list[str]:
+    largest = {p["mesh"]: p for p in found if p["sweep"] == "meshes" or p["sweep"] == "ranks" and p["n"] == 4096}
+    return [f"llama 8B on 4,096 ranks, {mesh}: {p['cpu_s']:.0f} CPU s, wanted under {LIMIT:.0f}: {'yes' if p['cpu_s'] < LIMIT else 'no'}"
+            for mesh, p in largest.items()]
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:
@@ -95,9 +108,11 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
 
     figure = go.Figure(layout={"title": "CPU seconds to plan", "xaxis": {"type": "log", "title": "layers, axes or ranks"},
                                "yaxis": {"type": "log", "title": "CPU seconds"}})
-    for sweep in dict.fromkeys(p["sweep"] for p in found):
+    for sweep in ("layers", "axes", "ranks"):
         mine = [p for p in found if p["sweep"] == sweep]
-        figure.add_scatter(x=[p["n"] for p in mine], y=[p["cpu_s"] for p in mine], name=sweep, mode="lines+markers")
+        ns, seconds = [p["n"] for p in mine], [p["cpu_s"] for p in mine]
+        name = f"{sweep}, slope {slope(ns, seconds):.2f}" if len(mine) > 1 else sweep
+        figure.add_scatter(x=ns, y=seconds, name=name, mode="lines+markers")
     figure.write_html(path, include_plotlyjs=True)
 
 
@@ -118,20 +133,25 @@ def main() -> None:
         parser.error(f"no sweep {sorted(unknown)[0]!r}; choose from {', '.join(POINTS)}")
     found = []
     for sweep in options.sweeps or POINTS:
-        mine = []
         for n in map(int, options.points.split(",")) if options.points else POINTS[sweep]:
-            done = subprocess.run([sys.executable, __file__, "--one", f"{sweep}:{n}"], stdout=subprocess.PIPE, text=True,
-                                  env={**os.environ, "OMP_NUM_THREADS": "1"})
-            if done.returncode:
-                sys.exit(f"{sweep} {n} failed with exit code {done.returncode}")
-            mine.append(json.loads(done.stdout.splitlines()[-1]))
-        show(sweep, mine)
-        found += mine
-    by_strategies(found)
+            found.append(planned(sweep, n))
+            print(f"{sweep} {n}: {found[-1]['cpu_s']:.1f} CPU s", file=sys.stderr)
+    facts = about()
+    print(f"{line(facts)}\n\n{markdown(COLUMNS, map(cells, found))}\n")
+    print("\n".join([*slopes(found), *limits(found)]))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps({**facts, "points": found}, indent=1) + "\n")
     if options.plot:
         plot(found, options.plot)
+
+
+def planned(sweep: str, n: int) -> dict[str, Any]:
+    """`point` in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--one", f"{sweep}:{n}"], stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        sys.exit(f"{sweep} {n} failed with exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
