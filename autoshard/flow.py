@@ -1,6 +1,9 @@
 """Which values are a parameter, or a gradient, but for views and casts: their communication can overlap compute."""
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
+
 import torch
 
 from autoshard.graph import Graph, Op, Ref
@@ -42,6 +45,23 @@ def gradient_bound(graph: Graph) -> frozenset[Ref]:
             if users and all(u in ends or (Ref(u) in out and is_passing(graph.op(u))) for u, _ in users):
                 out.add(Ref(op.name, i))
     return frozenset(out)
+
+
+def gradients_at_once(graph: Graph) -> Graph:
+    """The graph in which views and casts on the way to a gradient output follow what they read. autograd runs the casts of a
+    precision policy when backward is through, and as their sums over ranks come after them, no gradient would be reduced
+    before: all would lie there whole."""
+    bound, waiting = gradient_bound(graph), defaultdict(list)
+    ops: list[Op] = []
+    for op in graph.ops:
+        if is_passing(op) and Ref(op.name) in bound and graph.op(op.refs[0].op).phase == op.phase:
+            waiting[op.refs[0].op].append(op)
+    for op in (op for op in graph.ops if op not in waiting[op.refs[0].op if op.refs else ""]):
+        todo = [op]
+        while todo:
+            ops.append(todo.pop())
+            todo += reversed(waiting[ops[-1].name])
+    return replace(graph, ops=tuple(ops)) if any(a is not b for a, b in zip(ops, graph.ops, strict=True)) else graph
 
 
 def reduction_dtypes(graph: Graph) -> dict[Ref, torch.dtype]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoshard.flow import gradients_at_once
 from autoshard.graph import Graph, Op, Ref, TensorMeta, map_args
 from autoshard.recorder import is_random
 
@@ -23,12 +24,12 @@ def stats(graph: Graph) -> dict[str, int]:
 
 
 def simplify(graph: Graph) -> Graph:
-    """An equal graph with fewer ops. Names, phases and source lines of the ops that stay are kept. Sharing equal ops
+    """An equal graph with fewer ops, the last of every gradient as soon as it can be. Names, phases and source lines of the ops that stay are kept. Sharing equal ops
     and dropping dead ones can free a view for a fold, so passes run until one finds nothing: simplifying twice must
     not give another graph, or a plan of the one would not fit the other."""
     while (smaller := _one_pass(graph)).ops != graph.ops:
         graph = smaller
-    return smaller
+    return gradients_at_once(smaller)
 
 
 def _one_pass(graph: Graph) -> Graph:

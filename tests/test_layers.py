@@ -7,6 +7,7 @@ from test_trace import Block, Stack
 from torch import nn
 
 from autoshard.layers import op_path, repeated_layers
+from autoshard.precision import Precision
 from autoshard.simplify import simplify
 from autoshard.trace import trace
 from models import bert, gpt, llama, moe, resnet, t5, vit
@@ -41,6 +42,16 @@ def test_inner_layers_are_tied(module):
     assert {op.phase for op in tied} == {"forward", "backward"}
     inner = [op for op in graph.of_kind("param") if any(p in "1234" for p in op_path(op) if p.isdigit())]
     assert {op.name for op in inner} <= {op.name for op in tied}, "every parameter of an inner layer is tied"
+
+
+def test_what_a_precision_policy_casts_is_tied_too():
+    with torch.device("meta"):
+        model, example = llama.build("tiny", layers=5)
+    graph = simplify(trace(model, example, loss_fn=llama.loss, precision=Precision()).graph)
+    casts = [op.name for op in graph.of_kind("call") if "_to_copy" in str(op.target) and not op.module]
+    parameters = len(graph.of_kind("param"))
+    tied = repeated_layers(graph).keys() & casts
+    assert len(tied) == 2 * 3 * (parameters - 3) // 5, "of three layers of five, for every parameter one forward and one of its gradient"
 
 
 def test_ties_are_consistent_with_wiring():

@@ -7,7 +7,10 @@ from test_trace import MODELS, Block, Stack, Weighted, float64, x48  # noqa: F40
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autoshard.calling import Traced
 from autoshard.graph import Ref
+from autoshard.interpret import run
+from autoshard.precision import Precision
 from autoshard.simplify import simplify, stats
 from autoshard.trace import trace
 
@@ -121,6 +124,20 @@ def test_a_second_simplification_finds_nothing():
     once = simplify(trace(Model(), (torch.randn(24),)).graph)
     assert [str(op.target) for op in once.of_kind("call")].count("aten.view.default") == 1
     assert simplify(once).ops == once.ops
+
+
+def test_gradients_are_cast_where_they_are_made():
+    """autograd would cast them all at the end, and only there could they be summed over ranks."""
+    model, example = MODELS["gpt"].build("tiny")
+    traced = trace(model, example, loss_fn=MODELS["gpt"].loss, precision=Precision())
+    graph = simplify(traced.graph)
+    casts = [graph.op(op.refs[0].op) for op in graph.of_kind("output") if str(op.target).startswith("grad:")]
+    assert len(casts) == len(graph.of_kind("param")) and all("_to_copy" in str(op.target) for op in casts)
+    assert all(graph.order[op.name] - graph.order[op.refs[0].op] <= 2 for op in casts)
+    assert simplify(graph).ops == graph.ops
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    one, two = (run(Traced(g, traced.calling), state, example).grads for g in (traced.graph, graph))
+    assert all(torch.equal(one[n], two[n]) for n in one | two)
 
 
 def test_backward_of_batch_norm_in_training_reads_no_running_statistics():
