@@ -33,6 +33,7 @@ from autoshard.rules.factors import factor_graph
 from autoshard.report.whole import whole_notes
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.pulse import JOIN
 from autoshard.search import guarded
 from autoshard.search.problem import Solution
 from autoshard.simplify import simplify
@@ -84,7 +85,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
             time_limit: float = 60.0, search: str = "auto", fallback: str = "error",
             plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
-            cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, progress: Progress | None = None) -> CompiledModule:
+            cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
+            progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -94,6 +96,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     plan           a Plan or its file, replayed instead of searched
     cache          keep plans on disk; True for the default folder, or a folder
     checkpoint     folder of a torch.distributed.checkpoint to fill a meta model from
+    join_timeout   seconds to wait for ranks that have not called this; then an AutoshardError names them
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
@@ -108,7 +111,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     return compile_model(model, mesh, planner, example_inputs=example_inputs, example_kwargs=example_kwargs,
                          loss_fn=loss_fn, training=training, precision=precision, inputs=inputs, outputs=outputs,
                          batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=repr(options),
-                         checkpoint=checkpoint, device=device, marks=options.marks, fallback=fallback)
+                         checkpoint=checkpoint, device=device, join_timeout=join_timeout, marks=options.marks, fallback=fallback)
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,

@@ -117,7 +117,7 @@ def _wait(store: Any, key: str, timeout: float, what: str, place: Place, rank: i
             log.info("waiting for %s (%.0f s)", what, waited)
             news += NEWS
         if waited - looked > 1.0:
-            trouble, looked = place.pulse.trouble(rank), waited
+            trouble, looked = place.pulse.trouble(rank, waited), waited
             if trouble and not _is_there(store, key, what):  # it may have answered just now
                 raise errors.AutoshardError(f"waiting for {what}: {trouble}")
         time.sleep(pause)

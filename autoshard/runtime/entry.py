@@ -16,6 +16,7 @@ from autoshard.runtime.compile import Planner, Settings
 from autoshard.runtime.inputs import Passing
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.place import locate
+from autoshard.runtime.pulse import JOIN
 
 
 def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inputs: Sequence[Any] | None = None,
@@ -23,7 +24,7 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
                   training: bool | None = None, precision: Precision | None = None, inputs: str = "global",
                   outputs: str = "replicate", batch_axes: Sequence[str] = (), plan: Plan | str | os.PathLike[str] | None = None,
                   backend: str = "eager", cache: bool | str | os.PathLike[str] = True, key: str = "",
-                  checkpoint: str | None = None, device: Any = None, timeout: float = 3600.0,
+                  checkpoint: str | None = None, device: Any = None, timeout: float = 3600.0, join_timeout: float = JOIN,
                   marks: Mapping[str, str] | None = None, fallback: str = "error") -> CompiledModule:
     """The model as a sharded module. Without `example_inputs` it is planned at its first call.
 
@@ -35,12 +36,13 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
     key           text of everything the planner was set to, part of the cache key
     checkpoint    folder of a torch.distributed.checkpoint to fill a meta model from
     timeout       seconds to wait for the leading rank
+    join_timeout  seconds to wait for ranks that have not called this
     marks         seeds on what leaves modules, as `trace` wants them; those of the given plan where there are none
     fallback      as `trace` wants it; that of the given plan where it is "error"
 
     Raises MeshError, UsageError, PlanError; with example_inputs also what tracing and planning raise."""
     backend_of(backend)
-    place = locate(mesh, device)
+    place = locate(mesh, device, join_timeout)
     for axis in batch_axes:
         place.mesh.index(axis)
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)

@@ -16,20 +16,22 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard import _torch
 from autoshard.errors import MeshError
 from autoshard.mesh import Mesh, parse_mesh
-from autoshard.runtime.pulse import Pulse
+from autoshard.runtime.pulse import JOIN, Pulse, meet
 from autoshard.spec import Spec
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
     """`device_mesh` is None on a mesh of size 1 without a process group; parameters are plain tensors there. `groups`: names of
-    process groups by mesh axis; axes that programs take as one join them, see `group`."""
+    process groups by mesh axis; axes that programs take as one join them, see `group`. `join_timeout`: seconds to wait for ranks
+    that have not come here."""
 
     mesh: Mesh
     device_mesh: DeviceMesh | None
     coordinates: tuple[int, ...]
     groups: dict[str, str]
     device: torch.device
+    join_timeout: float = JOIN
 
     @property
     def is_leader(self) -> bool:
@@ -60,7 +62,7 @@ class Place:
         """Of this rank; starts when it is first asked for. Ranks make their places in the same order."""
         store, rank = _torch.default_store(), dist.get_rank()
         name = "-".join(map(str, (self.ranks[0], self.ranks[-1], len(self.ranks), self.mesh)))
-        return Pulse(store, f"autoshard/pulse/{name}/{store.add(f'autoshard/places/{name}/{rank}', 1)}", rank)
+        return Pulse(store, f"autoshard/pulse/{name}/{store.add(f'autoshard/places/{name}/{rank}', 1)}", rank, self.ranks, self.join_timeout)
 
     def slice(self, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
         """This rank's piece of a tensor that every rank has whole: a view. Axes in mesh order, major first."""
@@ -106,14 +108,15 @@ def placements(spec: Spec) -> tuple[Any, ...]:
     return tuple(Shard(p) if p >= 0 else Replicate() for p in spec)
 
 
-def locate(mesh: Any, device: Any = None) -> Place:
+def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
     """From "dp=2,tp=4", a Mesh or a torch DeviceMesh. Text and Mesh span all ranks; the process group is started
-    from the environment of torchrun if nobody did. Raises MeshError when the mesh does not fit the world."""
+    from the environment of torchrun if nobody did. Raises MeshError when the mesh does not fit the world, AutoshardError when
+    others do not come for `join_timeout` seconds."""
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names
         if not names:
             raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=(\"dp\", \"tp\")")
-        return _placed(Mesh(tuple(names), tuple(mesh.shape)), mesh, device)
+        return _placed(Mesh(tuple(names), tuple(mesh.shape)), mesh, device, join_timeout)
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized() and "RANK" not in os.environ:
@@ -124,10 +127,13 @@ def locate(mesh: Any, device: Any = None) -> Place:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if world != mesh.size:
         raise MeshError(f"mesh {mesh} has {mesh.size} ranks, but {world} processes run; make them equal")
-    return _placed(mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names), device)
+    if dist.is_initialized() and mesh.ndim > 1:  # one axis takes the group that is there
+        store, rank = _torch.default_store(), dist.get_rank()
+        meet(store, f"autoshard/meet/{mesh}/{store.add(f'autoshard/meets/{mesh}/{rank}', 1)}", rank, range(world), join_timeout)
+    return _placed(mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names), device, join_timeout)
 
 
-def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any) -> Place:
+def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: float) -> Place:
     coordinates = device_mesh.get_coordinate()
     if coordinates is None:
         raise MeshError(f"rank {dist.get_rank()} is not part of the mesh; call compile on its ranks only")
@@ -135,4 +141,4 @@ def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any) -> Place:
         device = device_mesh.device_type
         if device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
-    return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), torch.device(device))
+    return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), torch.device(device), join_timeout)

@@ -10,15 +10,20 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from autoshard.errors import AutoshardError
 
 log = logging.getLogger("autoshard")
 BEAT = 1.0
 LOST = 60.0
 """Seconds. Long: a search may keep Python from switching threads for a while."""
+JOIN = 600.0
+"""Seconds that ranks wait for those that have not called `compile`."""
+LOOK = 0.05
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,10 @@ class Beat:
 
 class Pulse:
     """Of one rank and one model. `told` is what the thread writes: [calls entered, whether it prepares the last of
-    them with the others, what it does]; changing it is cheap enough for every call."""
+    them with the others, what it does]; changing it is cheap enough for every call. `ranks`: all of the mesh."""
 
-    def __init__(self, store: Any, prefix: str, rank: int) -> None:
-        self.store, self.prefix = store, prefix
+    def __init__(self, store: Any, prefix: str, rank: int, ranks: Sequence[int], join_timeout: float = JOIN) -> None:
+        self.store, self.prefix, self.ranks, self.join_timeout = store, prefix, ranks, join_timeout
         self.told: list[Any] = [0, False, "it has not called the model yet"]
         self._heard: dict[int, tuple[int, float]] = {}
         store.set(f"{prefix}/{rank}", f"0 0 0 {self.told[2]}")  # now: a rank killed before its thread runs was there
@@ -62,11 +67,11 @@ class Pulse:
             raise
         self.told[1:] = [False, f"it runs {what}, which it has prepared before"]
 
-    def trouble(self, rank: int) -> str:
-        """Why waiting for `rank` is in vain, or ""."""
+    def trouble(self, rank: int, waited: float) -> str:
+        """Why waiting for `rank`, which took `waited` seconds so far, is in vain, or ""."""
         key = f"{self.prefix}/{rank}"
         if not self.store.check([key]):
-            return ""
+            return missing(self.store, self.prefix, self.ranks, waited) if waited >= self.join_timeout else ""
         beat, now = Beat.read(self.store.get(key).decode()), time.monotonic()
         count, since = self._heard.get(rank, (-1, now))
         if beat.count != count:
@@ -78,6 +83,26 @@ class Pulse:
             return (f"rank {rank} does not prepare call {call} with the others: {beat.what}, and this rank has {what}; every rank "
                     "must call the same model in the same mode with inputs of the same shapes and dtypes")
         return ""
+
+
+def meet(store: Any, prefix: str, rank: int, ranks: Sequence[int], join_timeout: float = JOIN) -> None:
+    """Wait until all `ranks` are here: process groups are made together, and torch waits for those that never come as long as
+    for a collective. Raises AutoshardError, naming them, after `join_timeout` seconds."""
+    store.set(f"{prefix}/{rank}", "here")
+    start = time.monotonic()
+    while not store.check([f"{prefix}/{r}" for r in ranks]):
+        if time.monotonic() - start >= join_timeout:
+            raise AutoshardError(f"making process groups: {missing(store, prefix, ranks, join_timeout)}")
+        time.sleep(LOOK)
+
+
+def missing(store: Any, prefix: str, ranks: Sequence[int], waited: float) -> str:
+    """What to say of ranks that have not called `compile`; "" where all have."""
+    gone = [str(r) for r in ranks if not store.check([f"{prefix}/{r}"])]
+    if not gone:
+        return ""
+    return (f"rank{'s' if len(gone) > 1 else ''} {', '.join(gone)} did not call autoshard.compile for this mesh within {waited:.0f} s: killed before, "
+            "or on another way through the program; see their output. Where they only need longer, give compile(join_timeout=SECONDS)")
 
 
 def _beat(store: Any, key: str, told: list[Any], quiet: threading.Event) -> None:

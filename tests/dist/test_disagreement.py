@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import START, on_ranks  # noqa: E402
 from planners import random_planner  # noqa: E402
 
+import autoshard  # noqa: E402
 from autoshard.errors import AutoshardError, LoweringError  # noqa: E402
 from autoshard.runtime import pulse  # noqa: E402
 from autoshard.runtime.agree import share  # noqa: E402
@@ -101,16 +102,49 @@ def waits_for_the_dead(rank: int, folder: str, port: int) -> None:
     os._exit(0)
 
 
-def test_a_killed_rank_is_missed(tmp_path: Path) -> None:
+def start_ranks(target, n: int, folder: Path) -> None:
+    """Until all have ended, killed ones too."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    ranks = [START.Process(target=waits_for_the_dead, args=(r, str(tmp_path), port), daemon=True) for r in (0, 1)]
+    ranks = [START.Process(target=target, args=(r, str(folder), port), daemon=True) for r in range(n)]
     for p in ranks:
         p.start()
     for p in ranks:
         p.join(200)
         assert p.exitcode is not None, "a rank hangs"
+
+
+def test_a_killed_rank_is_missed(tmp_path: Path) -> None:
+    start_ranks(waits_for_the_dead, 2, tmp_path)
     seconds, _, message = (tmp_path / "said").read_text().partition(" ")
     assert "rank 1 has not been heard of" in message and "killed" in message
     assert float(seconds) < LOST + SOON
+
+
+# --- a rank killed before `compile` ---
+
+def compiles_alone(rank: int, folder: str, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=4)
+    if rank in (1, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    for mesh in ("dp=4", "dp=2,tp=2"):
+        start = time.monotonic()
+        try:
+            autoshard.compile(net(), mesh, (torch.ones(4, 8),), cluster="cpu-gloo", join_timeout=LOST)
+        except AutoshardError as e:
+            Path(folder, f"{mesh} {rank}").write_text(f"{time.monotonic() - start:.1f} {e}")
+    dist.distributed_c10d._get_default_store().set(f"done{rank}", "")
+    if rank == 0:  # it keeps the store
+        dist.distributed_c10d._get_default_store().wait(["done2"])
+    os._exit(0)
+
+
+def test_ranks_that_never_call_compile_are_named(tmp_path: Path) -> None:
+    """Both where process groups are made and where ranks only meet in the store."""
+    start_ranks(compiles_alone, 4, tmp_path)
+    for mesh in ("dp=4", "dp=2,tp=2"):
+        for rank in (0, 2):
+            seconds, _, message = (tmp_path / f"{mesh} {rank}").read_text().partition(" ")
+            assert "ranks 1, 3 did not call autoshard.compile" in message and "join_timeout" in message
+            assert float(seconds) < LOST + SOON
