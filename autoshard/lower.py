@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autoshard.attention_kernels import on_device
 from autoshard.emit import Emitter, Part
 from autoshard.errors import LoweringError
 from autoshard.graph import Call, Graph, Op, Ref, TensorMeta, map_args
@@ -318,7 +319,7 @@ def _as_lists(value: Any, top: bool = True) -> Any:
 def bind(local: LocalGraph, coordinates: Sequence[int], group: Callable[[str], str], mesh: Mesh,
          device: torch.device) -> tuple[torch.fx.GraphModule, tuple[Port, ...]]:
     """A module for one rank, and what it takes: coordinates become constants, mesh axes ("dp", or "dp+tp" taken as one) the
-    names of their process groups, which `group` says, and factories build on `device`."""
+    names of their process groups, which `group` says, factories build on `device`, and CPU kernels become its own."""
     graph = torch.fx.Graph()
     values: dict[torch.fx.Node, Any] = {}
     takes = []
@@ -344,7 +345,8 @@ def _bound(node: torch.fx.Node, graph: torch.fx.Graph, values: dict[torch.fx.Nod
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), lambda a: _named(a, group))
         if makes_tensor_from_nothing(node):
             kwargs = {**kwargs, "device": device}
-    new = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    target = on_device(node.target, device) if node.op == "call_function" else node.target
+    new = graph.create_node(node.op, target, args, kwargs, node.name)
     new.meta = dict(node.meta)
     return new
 

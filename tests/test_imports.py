@@ -36,7 +36,7 @@ LAYERS = (
     ("formulate",),
     ("incumbents", "options"),
     ("schedule",),
-    ("emit", "lower", "reprice"),
+    ("attention_kernels", "emit", "lower", "reprice"),
     ("memory",),
     ("assemble", "feasible"),
     ("wiring",),

@@ -108,6 +108,7 @@ class CompiledModule(nn.Module):
         return self._current
 
     def _build(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
+        alone(self.place, lambda: self._refuse_autocast(key[0][1]))
         if self._steps and not replan:
             log.info("new variant of the model (%s): tracing and planning it with the placements of the others",
                      "training" if torch.is_grad_enabled() else "inference")
@@ -124,6 +125,13 @@ class CompiledModule(nn.Module):
         self._recipes[key] = (stand_ins, tree)
         self._latest = (key, step)
         return step
+
+    def _refuse_autocast(self, dtype: Any) -> None:
+        """A trace sees CPU tensors, which another device's autocast leaves alone; that of CPUs casts other ops."""
+        device = self.place.device.type
+        if dtype and device != "cpu":
+            raise UsageError(f"torch.autocast({device!r}) around the call does not reach the trace, which is made with CPU tensors; "
+                             "compile with precision=autoshard.Precision(\"bf16\") instead")
 
     def _sync_modes(self) -> None:
         """train() and eval() reach the modules the user sees; tracing runs their twins."""
