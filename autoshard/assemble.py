@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
-from autoshard.formulate import Formulation, State
+from autoshard.copy_nodes import State
+from autoshard.formulate import Formulation
 from autoshard.graph import Op, Ref
 from autoshard.layouts import layouts
 from autoshard.memory.footprint import Footprints

@@ -1,13 +1,7 @@
 """CostTable -> Problem and back: the only bridge between the program and the search.
 
 Nodes are units of ops that decide together (see regions.py) and **copy nodes**. A value read in one spec by several consumers is
-redistributed once, so the redistribution is a node of its own: per (value, target spec), with states
-
-    absent         nobody reads the value in this spec
-    own            the producer made it in this spec
-    made           redistributed for the one window (forward or backward) that reads it
-    forward / backward / both   redistributed in that window, or once in each
-    kept           redistributed in forward and kept until backward
+redistributed once, so the redistribution is a node of its own: per (value, target spec), see copy_nodes.py.
 
 Where it is open what backward runs again (sources.py), backward reads a value through its source, and the copy nodes of the
 two are one: `kept` then needs the value not to run again, and what serves backward from the producer's spec needs its source.
@@ -29,6 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoshard.copy_nodes import ABSENT, CopyNode, State, copy_states, producer_table, reader_table, with_source
 from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
 from autoshard.cost_table import HEAVY, CostTable
 from autoshard.graph import Op, Ref
@@ -42,36 +37,6 @@ from autoshard.spec import NOWHERE, Spec
 from autoshard.strategies import SpecIndex
 
 MEMORY, FORWARD, BACKWARD = 0, 1, 2
-Serves = tuple[bool, bool]  # readable in the forward window, in the backward window
-
-
-@dataclass(frozen=True)
-class State:
-    """One state of a copy node. `times`: how often the redistribution runs; `price`: its seconds where the
-    state fixes them (overlap), else None and the producer edge carries them."""
-
-    name: str
-    serves: Serves
-    times: tuple[int, int]
-    price: float | None = None
-
-
-ABSENT = State("absent", (False, False), (0, 0))
-OWN = State("own", (True, True), (0, 0))
-MADE = {"forward": State("made", (True, True), (1, 0)), "backward": State("made", (True, True), (0, 1))}
-OWN_FORWARD = State("own", (True, False), (0, 0))
-BOTH_WINDOWS = (State("forward", (True, False), (1, 0)), State("backward", (False, True), (0, 1)),
-                State("both", (True, True), (1, 1)), State("kept", (True, True), (1, 0)))
-
-
-@dataclass(frozen=True)
-class CopyNode:
-    """Copy node of `value` in `spec`; `states[s]` is its strategy s. `readers` = (op, input index)."""
-
-    value: Ref
-    spec: Spec
-    states: tuple[State, ...]
-    readers: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,23 +272,23 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
     windows = {r.window for r in readers}
     in_source = source is not None and "backward" in windows
     states = b.shared(("states", id(seconds), len(windows), min(windows), priced, in_source),
-                      lambda: _states(src, spec, seconds[:, 0], windows, priced, in_source))
+                      lambda: copy_states(src, spec, seconds[:, 0], windows, priced, in_source))
     node = len(b.costs)
     copy = CopyNode(ref, spec, states, tuple((r.op, r.index) for r in readers))
     b.copies.append(copy)
     b.costs.append(b.shared(("copy cost", id(states)), lambda: np.array(
         [(s.price or 0.0) * sum(s.times) * b.kappa for s in states])))
     b.groups.append(_copy_group(b, copy, layers))
-    producer, index = b.shared(("producer", id(states)), lambda: _producer_table(src, spec, seconds[:, 0], states)), src.index
+    producer, index = b.shared(("producer", id(states)), lambda: producer_table(src, spec, seconds[:, 0], states)), src.index
     if in_source:
         there = b.shared(("there", source, id(src)), lambda: source_state(b.units, source))
-        producer = b.shared(("producer and source", id(producer)), lambda: _with_source(producer, states))
+        producer = b.shared(("producer and source", id(producer)), lambda: with_source(producer, states))
         index = b.shared(("producer and source", id(src), there.tobytes()), lambda: index * 3 + there)
     every = b.shared(("every", len(states)), lambda: np.arange(len(states)))
     b.edges.append(Edge(b.units.index(ref.op), node, producer, index, every))
     for r in readers:
         table = b.shared(("reader", id(states), r.specs.specs, r.window),
-                         lambda r=r: _reader_table(r.specs, spec, states, r.window == "backward"))
+                         lambda r=r: reader_table(r.specs, spec, states, r.window == "backward"))
         b.edges.append(Edge(node, r.node, table, every, r.specs.index))
     if priced:
         for row, window in ((FORWARD, 0), (BACKWARD, 1)):
@@ -331,45 +296,6 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
     if len(windows) == 2:
         extra = max(0.0, local_bytes(b.table, ref, spec) - (0.0 if in_source else _least_saved(b, ref)))
         b.add_items(node, MEMORY, np.array([extra if s.name == "kept" else 0.0 for s in states]))
-
-
-def _with_source(producer: np.ndarray, states: tuple[State, ...]) -> np.ndarray:
-    """[producer specs x state of the source, states]: what serves backward is the source's, which may be off; copies of
-    forward are kept of what does not run again."""
-    kept = np.array([s.name == "kept" for s in states])
-    needs = np.array([s.serves[1] and s is not ABSENT for s in states]) & ~kept
-    barred = np.stack([np.where(needs, np.inf, 0.0), np.zeros(len(states)), np.where(kept, np.inf, 0.0)])
-    return (producer[:, None, :] + barred[None]).reshape(-1, len(states))
-
-
-def _states(src: SpecIndex, spec: Spec, prices: np.ndarray, windows: set[Window], priced: bool,
-            in_source: bool) -> tuple[State, ...]:
-    possible = sorted({float(p) for s, p in zip(src.specs, prices, strict=True) if s != spec and np.isfinite(p)})
-    plain = BOTH_WINDOWS if len(windows) == 2 else (MADE[next(iter(windows))],)
-    made = [State(s.name, s.serves, s.times, p) for s in plain for p in possible] if priced else list(plain)
-    own = ([OWN_FORWARD] if in_source and len(windows) == 2 else []) + [OWN]
-    return (ABSENT, *(own if spec in src.specs else []), *(made if possible else []))
-
-
-def _producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple[State, ...]) -> np.ndarray:
-    """[producer specs, states]: inf where the state contradicts the producer's spec; else edge seconds."""
-    out = np.zeros((len(src.specs), len(states)))
-    for p, (source, price) in enumerate(zip(src.specs, prices, strict=True)):
-        for s, state in enumerate(states):
-            if state.name == "own":
-                out[p, s] = 0.0 if source == spec else np.inf
-            elif state is not ABSENT:
-                fits = source != spec and np.isfinite(price) and (state.price is None or state.price == price)
-                out[p, s] = np.inf if not fits else 0.0 if state.price is not None else price * sum(state.times)
-    return out
-
-
-def _reader_table(dst: SpecIndex, spec: Spec, states: tuple[State, ...], backward: bool) -> np.ndarray:
-    """[states, consumer specs]: inf where the consumer reads `spec` and the state does not serve its window."""
-    out = np.zeros((len(states), len(dst.specs)))
-    if spec in dst.specs:
-        out[[not s.serves[backward] for s in states], dst.specs.index(spec)] = np.inf
-    return out
 
 
 def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.flow import param_derived
-from autoshard.formulate import CopyNode, Formulation, State
+from autoshard.copy_nodes import CopyNode, State
+from autoshard.formulate import Formulation
 from autoshard.graph import Op, Ref
 from autoshard.spec import R, Spec
 from autoshard.regions import Unit

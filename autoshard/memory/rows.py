@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.copy_nodes import OWN, OWN_FORWARD, CopyNode, State
 from autoshard.cost.memory import stored_parts
 from autoshard.flow import param_derived
 from autoshard.cost_table import CostTable
-from autoshard.formulate import OWN, OWN_FORWARD, CopyNode, Formulation, State, local_bytes, storage_root
+from autoshard.formulate import Formulation, local_bytes, storage_root
 from autoshard.graph import Graph, Ref
 from autoshard.plan import AGAIN
 from autoshard.recompute import is_source
