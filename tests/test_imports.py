@@ -33,6 +33,7 @@ LAYERS = (
     ("cost_table",),
     ("regions", "pinned"),
     ("sources",),
+    ("copy_nodes",),
     ("formulate",),
     ("incumbents", "options"),
     ("schedule",),
