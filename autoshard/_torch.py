@@ -269,6 +269,10 @@ def process_group(name: str) -> Any:
     return torch._C._distributed_c10d._resolve_process_group(name)
 
 
+def timeout(group: Any) -> float:
+    """Seconds after which gloo gives a collective of this group up."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
 
 def storage_key(t: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too."""

@@ -42,6 +42,10 @@ def nothing(*args: Any) -> frozenset[Any]:
     return frozenset()
 
 
+def no_memory(*args: Any) -> None:
+    return None
+
+
 def alone(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple((axis,) for axis in range(len(sizes)))
 
@@ -53,7 +57,8 @@ WITHOUT: dict[str, dict[str, Callable]] = {
     "early issue, late wait": {"autoshard.schedule.param_derived": nothing, "autoshard.schedule.gradient_bound": nothing},
     "axes taken as one": {"autoshard.cost.redistribute.axis_sets": alone,
                           "autoshard.cost.redistribute.layout": redistribute.layout.__wrapped__},
-    "gloo collectives as messages": {"autoshard.runtime.backends.direct": nothing},
+    "collectives in shared memory": {"autoshard.runtime.place.share_memory": no_memory},
+    "nor as messages": {"autoshard.runtime.backends.carry": nothing},
     "kernels called directly": {"autoshard._torch.kernel": as_it_is},
 }
 

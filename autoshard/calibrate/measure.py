@@ -21,6 +21,7 @@ from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.sample import Sample
 from autoshard.cost.collectives import wire_bytes
 from autoshard.runtime import direct
+from autoshard.runtime.carriers import carries_all_reduce, start
 from autoshard.runtime.place import Place
 
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 25))
@@ -156,32 +157,20 @@ def collective_work(place: Place, link_of: Sequence[int]) -> Iterator[Work]:
 
 def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tensor, received: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, part, numel = buffer, buffer[:len(buffer) // n], len(buffer)
-    tag, start, wait = place.groups[name], _torch.COLLECTIVES, _torch.WAIT
-    rows, gloo = [numel // n] * n, place.gloo_groups.get(tag)
-    if gloo is not None:
-        yield from _messages(gloo, n, x, part)
-    else:
-        yield "all_gather", lambda: wait(start["all_gather"](part, n, tag))
-        yield "reduce_scatter", lambda: wait(start["reduce_scatter"](x, "sum", n, tag))
-        yield "all_to_all", lambda: wait(start["all_to_all"](x, rows, rows, tag))
-    if gloo is not None and direct.swaps(n, 4 * numel):
-        yield "all_reduce", lambda: direct.land(direct.all_reduce_(x, "sum", gloo))
-    else:
-        yield "all_reduce", lambda: wait(_torch.ALL_REDUCE_IN_PLACE(x, "sum", tag))  # wherever its input dies
+    tag, wait = place.groups[name], _torch.WAIT
+    library, carrier = {**_torch.COLLECTIVES, "all_reduce": _torch.ALL_REDUCE_IN_PLACE}, place.carriers().get(tag)  # in place where its input dies
+    rows = [numel // n] * n
+    for kind, args in (("all_gather", (part, n)), ("reduce_scatter", (x, "sum", n)), ("all_to_all", (x, rows, rows)), ("all_reduce", (x, "sum"))):
+        if carrier is not None and (kind != "all_reduce" or carries_all_reduce(carrier, 4 * numel)):
+            yield kind, lambda begin=start(kind, carrier), args=args: direct.land(begin(*args, carrier))
+        else:
+            yield kind, lambda call=library[kind], args=args: wait(call(*args, tag))
     if place.device_mesh is None:
         return
     group, me = place.device_mesh.get_group(axis), place.coordinates[axis]
     members = dist.get_process_group_ranks(group)
     yield "broadcast", lambda: dist.broadcast(x, members[0], group=group)
     yield "send_recv", lambda: _shift(x, received, members[(me + 1) % n], members[(me - 1) % n], group)
-
-
-def _messages(group: dist.ProcessGroup, n: int, x: torch.Tensor, part: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Collectives that the runtime makes of messages where gloo carries them."""
-    rows = [len(x) // n] * n
-    yield "all_gather", lambda: direct.land(direct.all_gather(part, n, group))
-    yield "reduce_scatter", lambda: direct.land(direct.reduce_scatter(x, "sum", n, group))
-    yield "all_to_all", lambda: direct.land(direct.all_to_all(x, rows, rows, group))
 
 
 def _shift(x: torch.Tensor, received: torch.Tensor, to: int, source: int, group: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from autoshard import _torch
 from autoshard.errors import UsageError
-from autoshard.runtime.direct import direct
+from autoshard.runtime.carriers import carry
 from autoshard.runtime.in_place import overwrite
 from autoshard.runtime.straight import straight
 from autoshard.seeded import seeded, seeded_op
@@ -18,7 +18,7 @@ from autoshard.whole import whole_of
 def eager(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Op by op, over memory that is free where possible. Values die at their last use, arguments too."""
     overwrite(module.graph)
-    direct(module.graph, module.meta.get("gloo", {}))
+    carry(module.graph, module.meta.get("carriers", {}))
     return straight(module.graph, name)
 
 

@@ -7,42 +7,19 @@ issue the same collectives in the same order, which is how messages find each ot
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.fx import Graph
-
-from autoshard import _torch
-from autoshard.memory.reuse import swaps
 
 TAG = 7919
 """Keeps these messages apart from a program's own."""
 NOTE: ContextVar[Callable[[str, str, torch.Tensor], None] | None] = ContextVar("note", default=None)
 """Told of every call made here (kind, group, buffer), for whoever records collectives."""
 COMBINE = {"sum": torch.Tensor.add_, "max": lambda a, b: torch.maximum(a, b, out=a), "min": lambda a, b: torch.minimum(a, b, out=a)}
-
-
-def direct(graph: Graph, groups: Mapping[str, ProcessGroup]) -> None:
-    """Replace collectives of `groups` (by name) and their waits. Needs fake values in `meta["val"]`; comes after
-    passes that look at collectives."""
-    for node in list(graph.nodes):
-        start, group = STARTS.get(node.target), groups.get(str(node.args[-1])) if node.args else None
-        if start is None or group is None or not _pays(node, group.size()):
-            continue
-        (wait,) = node.users
-        node.target, node.args = start, (*node.args[:-1], group)
-        wait.target = land
-
-
-def _pays(node: torch.fx.Node, ranks: int) -> bool:
-    if node.target is not _torch.ALL_REDUCE_IN_PLACE:
-        return True
-    value = node.meta["val"]
-    return node.args[1] in COMBINE and swaps(ranks, value.numel() * value.dtype.itemsize)
 
 
 @dataclass
@@ -102,20 +79,16 @@ def all_reduce_(x: torch.Tensor, op: str, group: ProcessGroup) -> Flight:
     return Flight(works, lambda: COMBINE[op](x, got), (x,))
 
 
+def note(kind: str, buffer: torch.Tensor, group: ProcessGroup) -> None:
+    told = NOTE.get()
+    if told is not None:
+        told(kind, group.group_name, buffer)
+
+
 def _exchange(kind: str, buffer: torch.Tensor, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor | None],
               group: ProcessGroup) -> list[Any]:
     """Start all messages to and from the other ranks, nearest first. `buffer`: whose bytes the call counts."""
-    note = NOTE.get()
-    if note is not None:
-        note(kind, group.group_name, buffer)
+    note(kind, buffer, group)
     me, n = group.rank(), group.size()
     works = [group.recv([receive[(me - k) % n]], (me - k) % n, TAG) for k in range(1, n)]
     return works + [group.send([send[(me + k) % n]], (me + k) % n, TAG) for k in range(1, n)]
-
-
-STARTS = {
-    _torch.COLLECTIVES["all_gather"]: all_gather,
-    _torch.COLLECTIVES["all_to_all"]: all_to_all,
-    _torch.COLLECTIVES["reduce_scatter"]: reduce_scatter,
-    _torch.ALL_REDUCE_IN_PLACE: all_reduce_,
-}

@@ -17,6 +17,7 @@ from autoshard import _torch
 from autoshard.errors import MeshError
 from autoshard.mesh import Mesh, parse_mesh
 from autoshard.runtime.pulse import JOIN, Pulse, meet
+from autoshard.runtime.shared import Shared, share_memory
 from autoshard.spec import Spec
 
 
@@ -56,6 +57,18 @@ class Place:
             return {}
         found = {name: _torch.process_group(name) for name in self.groups.values()}
         return {name: group for name, group in found.items() if dist.get_backend(group) == "gloo"}
+
+    def carriers(self) -> dict[str, "dist.ProcessGroup | Shared"]:
+        """What carries collectives of these groups, by name: memory where all ranks of a group are on this machine. All ranks ask in
+        the same order."""
+        for name, group in self.gloo_groups.items():
+            if name not in self._shared:
+                self._shared[name] = share_memory(group, _torch.timeout(group)) or group
+        return dict(self._shared)
+
+    @cached_property
+    def _shared(self) -> dict[str, "dist.ProcessGroup | Shared"]:
+        return {}
 
     @cached_property
     def pulse(self) -> Pulse:

@@ -60,7 +60,7 @@ class Function:
     @staticmethod
     def of(local: LocalGraph, place: Place, backend: Backend, name: str) -> "Function":
         module, takes = bind(local, place.coordinates, place.group, place.mesh, place.device)
-        module.meta["gloo"] = place.gloo_groups
+        module.meta["carriers"] = place.carriers()
         bucket_gradients(module.graph)
         issues = tuple(Issue.of(n, place) for n in module.graph.nodes if n.target in _torch.COLLECTIVE_KINDS)
         return Function(takes, local.gives, backend(module, name), issues)

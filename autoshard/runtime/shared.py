@@ -1,0 +1,203 @@
+"""Memory that the ranks of a process group on one machine share: what one posts, the others read where it lies.
+
+A message through the loopback is copied into the kernel and out of it, by a thread that first has to wake up: 2 MB take
+a millisecond, and 4 bytes on average half of one while both cores compute. Here they are written once, and a rank that waits looks
+at a counter.
+
+Every rank has one segment: two counters, then a ring of posts. All ranks issue the same collectives in the same order, and
+land them in the same order; so the counters "posted" and "landed", and the place of every post in its ring, need no messages.
+"""
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import secrets
+import select
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from autoshard.errors import AutoshardError
+
+RING = 64 << 20
+"""Bytes of posts in a segment: gradients on their way at once are at most this many (schedule.IN_FLIGHT), others wait one by one.
+Pages that were never written take no memory."""
+HEADER, LINE = 4096, 64
+"""Bytes before the ring; counters lie a cache line apart."""
+POSTED, LANDED, TOKEN, SIZES = 0, 8, 16, 64
+"""What is where in the header, in words of 8 bytes. Of the latest posts the sizes stand there, to notice ranks that run
+different programs."""
+KEPT, BITS = 256, 27
+"""Posts whose size is kept, as number << BITS | bytes."""
+SPIN, DOZE = 50e-6, 2e-3
+"""Seconds a rank that waits looks at the counter all the time, and then in turns with whoever else wants the core; afterwards it
+sleeps in between."""
+NAP, LOOK = 50e-6, 0.5
+"""Seconds of a sleep, and between looks at whether the others still live."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """The `number`-th post of every rank: `nbytes` at `start` of each ring."""
+
+    number: int
+    start: int
+    nbytes: int
+
+
+class Segment:
+    """One rank's memory, its own or another's, as this process sees it."""
+
+    def __init__(self, fd: int) -> None:
+        self.memory = mmap.mmap(fd, HEADER + RING)
+        self.counters = memoryview(self.memory)[:HEADER].cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + HEADER
+
+
+class Shared:
+    """The segments of a group's ranks. `pids`: their processes."""
+
+    def __init__(self, group: ProcessGroup, segments: list[Segment], pids: list[int], timeout: float) -> None:
+        self.group, self.segments, self.timeout = group, segments, timeout
+        self.me, self.n = group.rank(), group.size()
+        self.mine = segments[self.me]
+        self.others = [k % self.n for k in range(self.me + 1, self.me + self.n)]
+        self._alive = {rank: os.pidfd_open(pids[rank]) for rank in self.others}
+        weakref.finalize(self, _close, tuple(self._alive.values()))
+        self._posted = self._landed = self._next = 0
+        self._flying: dict[int, Post] = {}
+        self._old: list[tuple[Post, int]] = []  # landed, with how many had landed then
+
+    def post(self, x: torch.Tensor) -> Post | None:
+        """Let the others read contiguous `x`. None, on all ranks, where the ring has no room."""
+        start = self._next if self._next + x.nbytes <= RING else 0
+        post = Post(self._posted, start, x.nbytes)
+        if not 0 < x.nbytes <= RING or len(self._flying) >= KEPT // 2 or any(_overlap(post, p) for p in self._flying.values()):
+            return None
+        self._reclaim(post)
+        ctypes.memmove(self.mine.address + start, x.data_ptr(), x.nbytes)
+        self._flying[post.number] = post
+        self._posted += 1
+        self._next = start + -(-x.nbytes // LINE) * LINE
+        self.mine.counters[SIZES + post.number % KEPT] = post.number << BITS | post.nbytes
+        self.mine.counters[POSTED] = self._posted
+        return post
+
+    def wait(self, post: Post) -> None:
+        """Until everybody has posted it."""
+        for rank in self.others:
+            self._until(rank, POSTED, post.number + 1)
+            number, nbytes = divmod(self.segments[rank].counters[SIZES + post.number % KEPT], 1 << BITS)
+            if number == post.number and nbytes != post.nbytes:
+                raise AutoshardError(f"{self._name(rank)} exchanges {nbytes} bytes where this rank exchanges {post.nbytes}; the ranks "
+                                     "must run the same program: the same model in the same mode with inputs of the same shapes")
+
+    def read(self, post: Post, rank: int, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
+        """`count` elements from the `first` on of what `rank` posted, where they lie."""
+        return torch.frombuffer(self.segments[rank].memory, dtype=dtype, count=count, offset=HEADER + post.start + first * dtype.itemsize)
+
+    def copy(self, post: Post, rank: int, first: int, to: torch.Tensor) -> None:
+        """Bytes of a post, from the `first` on, into a contiguous tensor."""
+        ctypes.memmove(to.data_ptr(), self.segments[rank].address + post.start + first, to.nbytes)
+
+    def land(self, post: Post) -> None:
+        """This rank has read what it wants."""
+        self._landed += 1
+        self._old.append((self._flying.pop(post.number), self._landed))
+        self.mine.counters[LANDED] = self._landed
+
+    def _reclaim(self, post: Post) -> None:
+        """Wait until nobody reads what lay where `post` will lie."""
+        if len(self._old) > KEPT:
+            done = min(self.segments[rank].counters[LANDED] for rank in self.others)
+            self._old = [(old, landed) for old, landed in self._old if landed > done]
+        over = [landed for old, landed in self._old if _overlap(post, old)]
+        if over:
+            for rank in self.others:
+                self._until(rank, LANDED, max(over))
+            self._old = [(old, landed) for old, landed in self._old if not _overlap(post, old)]
+
+    def _until(self, rank: int, counter: int, wanted: int) -> None:
+        counters = self.segments[rank].counters
+        if counters[counter] >= wanted:
+            return
+        start = looked = time.monotonic()
+        while counters[counter] < wanted:
+            now = time.monotonic()
+            if now - start > DOZE:
+                time.sleep(NAP)
+            elif now - start > SPIN:
+                os.sched_yield()
+            if now - looked > LOOK:
+                looked, gone = now, self._gone(rank)
+                if gone and counters[counter] < wanted:  # not one that came and then ended
+                    raise AutoshardError(f"{self._name(rank)} ended while this rank waited for it in a collective; its own output says why")
+                if now - start > self.timeout:
+                    raise AutoshardError(f"{self._name(rank)} did not come to a collective for {now - start:.0f} s; the ranks must run the "
+                                         "same program")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {dist.get_global_rank(self.group, rank)}"
+
+    def _gone(self, rank: int) -> bool:
+        ended = select.poll()
+        ended.register(self._alive[rank], select.POLLIN)
+        return bool(ended.poll(0))
+
+
+def _overlap(a: Post, b: Post) -> bool:
+    return a.start < b.start + max(b.nbytes, 1) and b.start < a.start + max(a.nbytes, 1)
+
+
+def share_memory(group: ProcessGroup, timeout: float) -> Shared | None:
+    """Segments for a group whose ranks all run on one machine; None where they do not. All ranks of the group call this.
+    Counters need stores to be seen in order, as x86 does."""
+    token, fd = secrets.token_bytes(16), _make()
+    if fd is not None:
+        own = Segment(fd)
+        own.memory[8 * TOKEN:8 * TOKEN + 16] = token
+    known: list[Any] = [None] * group.size()
+    dist.all_gather_object(known, (os.getpid(), fd, token), group=group)
+    segments = [own if rank == group.rank() else _open(*known[rank]) for rank in range(group.size())] if fd is not None else [None]
+    agreed: list[Any] = [None] * group.size()
+    dist.all_gather_object(agreed, all(segments), group=group)  # after this nobody needs the file any more
+    if fd is not None:
+        os.close(fd)
+    return Shared(group, segments, [pid for pid, _, _ in known], timeout) if all(agreed) else None
+
+
+def _close(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _make() -> int | None:
+    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return None
+    fd = os.memfd_create("autoshard")  # gone with the last process that maps it
+    os.ftruncate(fd, HEADER + RING)
+    return fd
+
+
+def _open(pid: int, fd: int | None, token: bytes) -> Segment | None:
+    """Another rank's segment, if that process is of this machine and lets us."""
+    if fd is None:
+        return None
+    try:
+        here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if os.fstat(here).st_size != HEADER + RING:
+            return None
+        found = Segment(here)
+    finally:
+        os.close(here)
+    return found if found.memory[8 * TOKEN:8 * TOKEN + 16] == token else None

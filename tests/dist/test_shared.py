@@ -1,0 +1,112 @@
+"""Collectives over memory that ranks share: gloo's own results, when the ring is full too, and an end when a rank is gone."""
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+
+from autoshard import _torch
+from autoshard.errors import AutoshardError
+from autoshard.runtime import by_memory, direct
+from autoshard.runtime.shared import RING, Post, Shared, share_memory
+
+pytestmark = pytest.mark.dist
+DTYPES = (torch.float64, torch.bfloat16, torch.int64)
+
+
+def shared() -> Shared:
+    found = share_memory(dist.group.WORLD, 30.0)
+    if found is None:
+        pytest.skip("this machine lets no rank see the memory of another")
+    return found
+
+
+def same_as_gloo() -> int:
+    memory, n, name, count = shared(), dist.get_world_size(), dist.group.WORLD.group_name, 0
+    for dtype in DTYPES:
+        x = torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(dist.get_rank())).mul(9).to(dtype)
+        calls = [("all_gather", by_memory.all_gather, (n,)), ("all_to_all", by_memory.all_to_all, ([2] * n, [2] * n)),
+                 *(("reduce_scatter", by_memory.reduce_scatter, (op, n)) for op in ("sum", "max", "min"))]
+        pending = [(kind, run(x, *rest, memory), _torch.COLLECTIVES[kind](x, *rest, name)) for kind, run, rest in calls]  # all under way
+        for kind, flight, functional in pending[::-1]:  # landed in another order than issued
+            got, want = direct.land(flight), _torch.WAIT(functional)
+            assert not flight.works and got.dtype == want.dtype, kind
+            assert torch.allclose(got.double(), want.double(), rtol=1e-12, atol=0.25 if dtype is torch.bfloat16 else 0), f"{kind} {dtype}"
+            count += 1
+        for op in ("sum", "max"):
+            want = _torch.WAIT(_torch.COLLECTIVES["all_reduce"](x, op, name))
+            direct.land(by_memory.all_reduce_(x, op, memory))
+            assert torch.allclose(x.double(), want.double(), rtol=1e-12, atol=0.5 if dtype is torch.bfloat16 else 0), f"all_reduce {dtype}"
+            count += 1
+    return count
+
+
+def laps_of_the_ring() -> None:
+    """Posts of odd sizes until the ring has been used three times over, some of them under way for long."""
+    memory, rank, n = shared(), dist.get_rank(), dist.get_world_size()
+    sent, size, flying = 0, 0, []
+    while sent < 3 * RING:
+        size = (size * 7 + 5_000_011) % (RING // 12)
+        flying.append((size, by_memory.all_reduce_(torch.full((size,), float(rank + size % 11)), "sum", memory)))
+        sent += 4 * size
+        if len(flying) > 2:
+            size_then, flight = flying.pop(0)
+            assert (direct.land(flight) == n * (size_then % 11) + n * (n - 1) / 2).all()
+    for _, flight in flying:
+        direct.land(flight)
+
+
+def many_small_ones() -> None:
+    """Thousands of posts, and what is remembered of them stays little."""
+    memory = shared()
+    for _ in range(2000):
+        direct.land(by_memory.all_reduce_(torch.ones(1), "sum", memory))
+    assert len(memory._old) <= 600
+
+
+def full_ring() -> None:
+    memory = shared()
+    half, third = (torch.ones(RING // 4 // k) for k in (2, 3))
+    flights = [by_memory.all_reduce_(x, "sum", memory) for x in (half, third, half.clone())]
+    assert [len(memory._flying)] == [2], "the third had no room"
+    assert all((direct.land(f) == dist.get_world_size()).all() for f in flights)
+
+
+def another_program() -> None:
+    with pytest.raises(AutoshardError, match="exchanges .* bytes where this rank"):
+        direct.land(by_memory.all_reduce_(torch.ones(3 + dist.get_rank()), "sum", shared()))
+
+
+def everything() -> int:
+    laps_of_the_ring()
+    many_small_ones()
+    full_ring()
+    another_program()
+    return same_as_gloo()
+
+
+def one_is_gone() -> str:
+    memory = shared()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        memory.wait(Post(0, 0, 8))
+    except AutoshardError as e:
+        assert time.monotonic() - start < 10
+        os._exit(0 if "rank 1 ended" in str(e) else 3)
+    os._exit(4)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_same_as_gloo_however_full_the_ring(world: int) -> None:
+    assert on_ranks(world, everything) == [21] * world
+
+
+def test_a_rank_that_is_gone_ends_the_wait() -> None:
+    with pytest.raises(FileNotFoundError, match="result0"):  # both ended with 0 on their own, without a result
+        on_ranks(2, one_is_gone, timeout=60)
