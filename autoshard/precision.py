@@ -37,7 +37,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for role, name in (("param", self.param), ("master", self.master), ("reduce", self.reduce)):
-            if name not in DTYPES and not (role == "param" and name is None):
+            if not isinstance(name, str | None) or name not in DTYPES and not (role == "param" and name is None):
                 raise UsageError(f"precision {role}={name!r} is not a dtype; use one of bf16, fp16, fp32, fp64")
 
     @property

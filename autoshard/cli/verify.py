@@ -44,8 +44,6 @@ def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None,
     """Run plans of MODEL with real numbers and compare with the model on one device: outputs, loss, every gradient, buffers
     and updated weights. On a mismatch the first wrong op is named. A model too big for this machine is scaled down."""
     request.check()
-    if request.precision is not None:
-        raise UsageError("verify compares in float64, without a precision policy; leave --precision out")
     if plan is not None and plans is not None:
         raise UsageError("--plan and --plans were both given; give one of them")
     with progress_shown(not quiet) as progress, tempfile.TemporaryDirectory() as folder:
@@ -66,7 +64,7 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
     from dataclasses import replace
 
     from autoshard.mesh import parse_mesh
-    from autoshard.verify.check import DEFAULT_PLANS, verify
+    from autoshard.verify.check import DEFAULT_PLANS, precision_of, verify
     from autoshard.verify.plans import check_names
     from autoshard.verify.processes import Processes
     from autoshard.verify.small import Source, fitting
@@ -80,11 +78,12 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
     source, notes = fitting(source, mesh.size, folder, whole=plan is not None)
     spec = source.load()
     settings = request.settings
-    elsewhere = Processes(source, mesh, request.optimizer, inputs, request.fallback) if processes else None
+    precision = settings["precision"] or precision_of(plan)
+    elsewhere = Processes(source, mesh, request.optimizer, inputs, request.fallback, precision) if processes else None
     report = verify(spec.model, mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn, plan=plan, plans=names,
                     steps=steps, training=not request.inference, optimizer=request.optimizer, tolerance=tolerance,
                     memory_budget=request.memory, inputs=inputs, fallback=request.fallback, seeds=settings["seeds"],
-                    cluster=settings["cluster"], time_limit=settings["time_limit"], elsewhere=elsewhere, progress=progress)
+                    cluster=settings["cluster"], time_limit=settings["time_limit"], precision=precision, elsewhere=elsewhere, progress=progress)
     where = f"as {mesh.size} gloo processes" if processes else f"all {mesh.size} ranks in one process"
     return replace(report, notes=(*report.notes, *notes)), where
 
@@ -96,8 +95,6 @@ def _given(path: Path, source: Any) -> tuple[Any, Any]:
     from autoshard.plan import Plan
 
     plan = Plan.load(path)
-    if plan.settings.get("precision"):
-        raise PlanError(f"{path} was made under a precision policy, which verify does not run; verify a plan made without --precision")
     known = {k: plan.model.get(k) for k in ("batch", "seq", "dtype") if getattr(source, k) is None}
     for name, value in known.items():
         if not isinstance(value, (type(None), str if name == "dtype" else int)):

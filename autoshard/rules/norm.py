@@ -206,7 +206,10 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
                          mean: Any, invstd: Any, train: bool, eps: float, mask: Any, *reserve: Any) -> Any:
     """d x = w invstd (dy - avg(dy) - xhat avg(dy xhat)), averages over the whole batch. The op itself, asked for
     no d x, gives the sums of a rank in one pass; xhat times a number plus a number is a normalisation."""
-    axes = input_axes(ctx, 0, 0)
+    axes, names = input_axes(ctx, 0, 0), ("weight", "running_mean", "running_var")
+    if any(m is not None and m.dtype != ctx.call.inputs[0].dtype for m in (_meta(ctx.call, n) for n in names)):
+        # torch's kernels keep and want statistics in float32 then, though fake tensors, and so the split forward, have them narrow
+        mean, invstd = (v if v is None else aten._to_copy.default(v, dtype=torch.float32) for v in (mean, invstd))
     if not axes or not train:
         return ctx.call.target(grad, x, weight, running_mean, running_var, mean, invstd, train, eps, mask, *reserve)
     call, meta = ctx.call, ctx.call.inputs[1]

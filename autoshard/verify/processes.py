@@ -19,11 +19,12 @@ from autoshard import errors
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
-from autoshard.verify.check import SEED, Ran
+from autoshard.precision import Precision
 from autoshard.verify.copies import cast, default_dtype, own_copy
 from autoshard.verify.optimizers import optimizer_of
 from autoshard.verify.pieces import Joined
 from autoshard.verify.program import Outcome
+from autoshard.verify.run import SEED, Ran
 from autoshard.verify.small import Source
 
 
@@ -36,6 +37,7 @@ class Processes:
     optimizer: str = "momentum"
     inputs: str = "global"
     fallback: str = "error"
+    precision: Precision | None = None
     timeout: float = 600.0
     threads: int = field(default_factory=lambda: max(1, torch.get_num_threads() // 2))
 
@@ -125,7 +127,7 @@ def _train(task: _Task) -> dict[str, Any]:
     with default_dtype(dtype), torch.set_grad_enabled(task.training):
         compiled = api.compile(model, str(task.on.mesh), args, kwargs, loss_fn=spec.loss_fn, training=task.training,
                                plan=Path(task.folder, "plan.json"), cache=False, inputs=task.on.inputs,
-                               fallback=task.on.fallback)
+                               fallback=task.on.fallback, precision=task.on.precision)
         constants = {i for i in range(compiled._latest[1].n_users)} - {op.target for op in compiled._latest[1].graph.of_kind("tangent")}
         steps, optimizer = [], None
         for _ in range(task.steps):

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from autoshard.calling import Traced
 from autoshard.graph import Graph, Op
 from autoshard.interpret import results_of, values
 from autoshard.manual import alone
+from autoshard.precision import Precision
 from autoshard.recorder import is_random
 from autoshard.verify.program import MakeOptimizer
 
@@ -43,18 +45,22 @@ class Reference(Protocol):
 
 
 class Eager:
-    """The model itself, under torch's autograd."""
+    """The model itself, under torch's autograd. `precision`: casts where its values enter, as the policy says; `casting`: makes
+    the autocast context of the forward pass."""
 
-    def __init__(self, model: nn.Module, traced: Traced, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(self, model: nn.Module, traced: Traced, loss_fn: Callable[..., Any] | None, precision: Precision | None = None,
+                 casting: Callable[[], Any] = nullcontext) -> None:
         self.model, self.loss_fn, self.graph = copy.deepcopy(model), loss_fn, traced.graph
+        self.precision, self.casting = precision, casting
         self.tangents = [op.target for op in traced.graph.of_kind("tangent")]
         self._optimizer: torch.optim.Optimizer | None = None
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers = {}) -> Expected:  # noqa: B006
         self.model.zero_grad()
         args, kwargs = pytree.tree_map(_fresh, (args, dict(kwargs)))
-        with torch.set_grad_enabled(self.graph.training), alone():
-            out = self.model(*args, **kwargs) if self.loss_fn is None else self.loss_fn(self.model(*args[:-1], **kwargs), args[-1])
+        with torch.set_grad_enabled(self.graph.training), alone(), self._cast():  # backward may run parts of forward again
+            with self.casting():
+                out = self._call(args, kwargs)
             users = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
             if self.tangents:
                 torch.autograd.backward([users[i] for i in self.tangents], [torch.ones_like(users[i]) for i in self.tangents])
@@ -63,6 +69,36 @@ class Eager:
         grads |= {f"input:{i}": t.grad for i, t in enumerate(inputs) if t.grad is not None}
         buffers = {n: b.detach().clone() for n, b in self.model.named_buffers() if b is not None}
         return Expected(tuple(u.detach() for u in users), grads, buffers)
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.loss_fn is None:
+            return self.model(*self._entering(args), **self._entering(kwargs))
+        return self.loss_fn(self.model(*self._entering(args[:-1]), **self._entering(kwargs)), args[-1])
+
+    def _entering(self, tree: Any) -> Any:
+        """Floating inputs in the policy's dtype."""
+        return tree if self.precision is None else pytree.tree_map(
+            lambda v: v.to(self.precision.compute) if isinstance(v, torch.Tensor) and v.is_floating_point() else v, tree)
+
+    @contextmanager
+    def _cast(self) -> Iterator[None]:
+        """The model holds casts of its parameters and buffers meanwhile; buffers that it wrote are written back."""
+        if self.precision is None:
+            yield
+            return
+        kept = [(table, dict(table)) for m in self.model.modules() for table in (m._parameters, m._buffers)]
+        self.precision.cast(self.model)
+        entered = {id(t): (t, t._version) for table, _ in kept for t in table.values() if t is not None}
+        try:
+            yield
+        finally:
+            for table, stored in kept:
+                for key, t in stored.items():
+                    now = table[key]
+                    wrote = t is not None and now is not t and (id(now) not in entered or entered[id(now)][1] != now._version)
+                    if wrote and not isinstance(t, nn.Parameter):
+                        t.copy_(now.detach())
+                table.update(stored)
 
     def update(self, make: MakeOptimizer) -> None:
         if self._optimizer is None:

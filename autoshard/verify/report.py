@@ -7,13 +7,15 @@ from typing import Any, Literal
 
 from autoshard.plan import Plan
 
-Kind = Literal["output", "gradient", "buffer", "weight", "random"]
+Kind = Literal["output", "gradient", "buffer", "weight"]
+Run = Literal["sharded", "rounded", "trace"]
 
 
 @dataclass(frozen=True)
 class Check:
     """One tensor of one step (0: the first) against the unsharded model.
 
+    run     what was compared, see verify/run.py
     error   norm of the difference, or of the difference between ranks that should agree, whichever is larger
     limit   the largest error that passes;  size  norm of the expected tensor"""
 
@@ -23,6 +25,7 @@ class Check:
     error: float
     limit: float
     size: float
+    run: Run = "sharded"
 
     @property
     def ok(self) -> bool:
@@ -49,11 +52,12 @@ class FirstWrong:
     """Where the numbers first go wrong, in the order of execution.
 
     kind    "op": the op's inputs agree and its output does not; "redistribution": a value agrees and its copy in
-            another placement does not; "trace": on one device already the traced graph is not the model
+            another placement does not; "trace": on one device already the traced graph is not the model; "rounding": the plan
+            is right in float64, and off by more than rounding in the model's own dtypes
     rule    where the op's sharding rule comes from: own, dtensor (borrowed) or replicate (none)
     inputs, outputs   specs as text;  where  op, module path and the user's file:line"""
 
-    kind: Literal["op", "redistribution", "trace"]
+    kind: Literal["op", "redistribution", "trace", "rounding"]
     step: int
     op: str = ""
     target: str = ""
@@ -68,6 +72,9 @@ class FirstWrong:
             return ("the traced graph disagrees with the model on one device already: either the model takes another path while it is "
                     "traced or compiled (torch.compiler.is_compiling(), as in the attention masks of some transformers models), and "
                     "then torch.compile changes its numbers too, or the trace is wrong")
+        if self.kind == "rounding":
+            return (f"in float64 the plan computes what the model computes; in the model's own dtypes it is off in step {self.step} by more "
+                    "than rounding explains: a sum over ranks may be in a dtype too narrow (see --precision reduce=)")
         specs = f"{' | '.join(self.inputs)} -> {' | '.join(self.outputs)}"
         if self.kind == "op":
             names = {"own": "autoshard's own rule", "dtensor": "the rule borrowed from DTensor", "replicate": "no rule (runs whole)"}

@@ -60,6 +60,18 @@ def test_real_processes():
     assert max(m["error"] for m in data["plans"][0]["modules"].values()) > 0, "a comparison of a thing with itself"
 
 
+@pytest.mark.dist
+def test_real_processes_under_a_policy(tmp_path):
+    """The policy is that of the plan."""
+    path = str(tmp_path / "plan.json")
+    made = CliRunner().invoke(app, ["plan", "mlp:tiny", "--mesh", "tp=2", "--precision", "bf16", "--seed", "layers.0.weight=tp,-", "-o", path, "-q"])
+    assert made.exit_code == 0, made.output
+    for words in ((), ("--processes",)):
+        result = called("mlp:tiny", "--mesh", "tp=2", "--plan", path, "--json", "-q", *words)
+        data = json.loads(result.stdout)
+        assert result.exit_code == 0 and data["dtype"] == "float32 and float64", result.output
+
+
 def test_models_too_big_are_scaled_down_and_said_so(tmp_path):
     source, notes = fitting(Source("gpt:1.5b"), 4, str(tmp_path), budget=1e9)
     assert source.reference == "gpt:tiny" and any("gpt:tiny was run instead" in n for n in notes)

@@ -6,6 +6,7 @@ from torch import nn
 
 from autoshard.errors import UsageError
 from autoshard.graph import Call, Slot, TensorMeta
+from autoshard.precision import Precision
 from autoshard.rules import oracle
 from autoshard.rules.types import Row
 from autoshard.spec import R
@@ -56,7 +57,8 @@ def test_right_plans_pass_on_two_axes_over_three_steps():
 def test_dropout_is_compared_under_the_numbers_that_the_ranks_drew():
     report = verify(Net(0.3), "d=4", batch(), loss_fn=loss, plans=SPLITTING, steps=2)
     assert report.ok and all(p.random for p in report.plans), str(report)
-    assert {"random", "output", "gradient", "buffer", "weight"} == {c.kind for c in report.plans[0].checks}
+    assert {"output", "gradient", "buffer", "weight"} == {c.kind for c in report.plans[0].checks}
+    assert {"trace", "sharded"} == {c.run for c in report.plans[0].checks}
 
 
 def test_inference_and_the_model_stays_as_it_was():
@@ -129,3 +131,63 @@ def test_a_model_that_keeps_tensors_of_an_earlier_call():
     model.last = model(torch.randn(2, 4))
     with pytest.raises(UsageError, match="keeps tensors of an earlier call"):
         verify(model, "d=2", (torch.randn(2, 4),), plans=("split",))
+
+
+class Rms(nn.Module):
+    """A norm that computes in float32 whatever comes in, as many do."""
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def forms(case):
+    """A verification of one kind of program with floats of less than 64 bits."""
+    given = {"loss_fn": loss, "plans": ("fully_sharded", "random:1"), "steps": 2}
+    if case == "float32 inside":
+        return verify(nn.Sequential(Net(), Rms(), nn.Linear(32, 32)), "d=2", batch(), **given)
+    if case == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            return verify(Net(0.3), "d=2", batch(), **given)
+    return verify(Net(0.3), "d=2" if case == "fp32" else "dp=2,tp=2", batch(), **given, precision=Precision(reduce=case))
+
+
+@pytest.mark.parametrize(("case", "runs"), [("float32 inside", {"trace", "sharded"}), ("autocast", {"trace", "sharded", "rounded"}),
+                                            ("fp32", {"trace", "sharded", "rounded"}), ("bf16", {"trace", "sharded", "rounded"})])
+def test_floats_that_round_are_compared_in_float64_and_then_as_they_are(case, runs):
+    torch.manual_seed(0)
+    report = forms(case)
+    assert report.ok and not report.notes, str(report)
+    assert all({c.run for c in p.checks} == runs and p.split > 20 for p in report.plans)
+    sharp = [c for p in report.plans for c in p.checks if c.run == "sharded"]
+    assert 0 < max(c.error / c.size for c in sharp) < 1e-12 and all(c.limit <= 1e-9 * c.size for c in sharp)
+    rounded = [c for p in report.plans for c in p.checks if c.run == "rounded"]
+    assert not rounded or max(c.error for c in rounded) > 0 and max(c.badness for c in rounded) > 0.01, "a limit that nothing can reach"
+
+
+def test_a_broken_rule_is_named_under_a_policy(broken_rule):
+    model = nn.Sequential(nn.Linear(16, 64, bias=False), nn.ReLU(), nn.Linear(64, 16, bias=False))
+    with broken_rule(aten.mm.default, BROKEN_MM):
+        report = verify(model, "tp=2", (torch.randn(8, 16),), plans=("split",), precision=Precision())
+    wrong = report.plans[0].first_wrong
+    assert not report.ok and wrong.target == "aten.mm.default", str(report)
+    assert {c.run for c in report.plans[0].checks if not c.ok} == {"sharded", "rounded"}
+
+
+class Compiled(nn.Module):
+    """Another model while it is exported, and only there one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        if torch.compiler.is_exporting():
+            return self.linear(x) * 1.05
+        return self.linear(x) * (1.0 if x.sum() > -1e9 else 2.0)
+
+
+@pytest.mark.parametrize("precision", [None, Precision()])
+def test_a_trace_that_is_another_model_is_told(precision):
+    report = verify(Compiled(), "tp=2", (torch.randn(8, 16),), plans=("split",), precision=precision)
+    assert not report.ok and report.plans[0].first_wrong.kind == "trace", str(report)
