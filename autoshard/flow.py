@@ -73,3 +73,11 @@ def reduction_dtypes(graph: Graph) -> dict[Ref, torch.dtype]:
             out[op.refs[0]] = wanted
     bound = gradient_bound(graph)
     return {ref: dtype for ref, dtype in out.items() if ref in bound}
+
+
+def casts_after_sums(graph: Graph) -> frozenset[str]:
+    """Casts of gradients that a precision policy wants summed over ranks before, in the dtype they are made in."""
+    wanted = reduction_dtypes(graph)
+    return frozenset(r.op for r, dtype in wanted.items()
+                     if is_passing(op := graph.op(r.op)) and op.refs[0] in wanted
+                     and graph.meta(op.refs[0]).dtype == dtype != graph.meta(r).dtype)

@@ -19,6 +19,7 @@ from itertools import product
 
 import numpy as np
 
+from autoshard import flow
 from autoshard.annotate import was_given
 from autoshard.cost_table import CostTable
 from autoshard.graph import Graph, Op, Ref
@@ -97,7 +98,7 @@ def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> Unit:
 
 def find_units(table: CostTable) -> Units:
     """Group the ops as described above and enumerate every unit's strategies; equal units share their arrays."""
-    graph, walk, memo = table.graph, _Walk(table.graph), {}
+    graph, walk, memo = table.graph, _Walk(table.graph, flow.casts_after_sums(table.graph)), {}
     for op in graph.ops:
         walk.visit(op)
     units: list[Unit] = []
@@ -117,9 +118,11 @@ class _Walk:
 
     unit_of   op -> unit;  members, sources per unit (sources: what its ops read from outside, side inputs aside)
     joinable  sources -> the cheap unit on exactly these sources
-    partial   values that may be Partial;  passing: ops that may read Partial"""
+    partial   values that may be Partial;  passing: ops that may read Partial
+    after_sums  casts of gradients that are summed over ranks before: layouts change between units only, so they begin one"""
 
     graph: Graph
+    after_sums: frozenset[str] = frozenset()
     unit_of: dict[str, int] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
     sources: list[frozenset[Ref]] = field(default_factory=list)
@@ -157,6 +160,8 @@ class _Walk:
 
     def _home(self, op: Op, main: Sequence[Ref]) -> int | None:
         """The unit `op` joins, or None for one of its own."""
+        if op.name in self.after_sums:
+            return None
         blocked = [r for r in main if r in self.partial and not self._is_free(op)]
         if _is_view(op) and not _accepts_all(self.graph, op):
             blocked = list(main)

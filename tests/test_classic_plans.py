@@ -2,11 +2,17 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from autoshard.api import plan
+from autoshard.precision import Precision
+
+SLOW = Path(__file__).parent / "dist" / "slow-device.toml"
 
 LLAMA_COLUMN = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
 LLAMA_ROW = ("attention.wo", "feed_forward.w2")
@@ -74,3 +80,17 @@ def test_large_batch_and_small_weights_are_data_parallel():
     reduced = [c for c in found.collectives if c.phase == "backward" and c.kind in ("all_reduce", "reduce_scatter") and c.hideable]
     assert len(reduced) == len(found.placements), "one gradient reduction per parameter"
     assert len(weights) == 3
+
+
+def test_gradients_summed_in_half_precision_leave_activations_where_they_are():
+    """A norm's backward makes such a gradient beside that of its input: the cast behind it must not keep it from being summed."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    batch = torch.randn(64, 64), torch.randint(8, (64,))
+    prices = {}
+    for reduce, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+        found = plan(model, "dp=4", batch, loss_fn=F.cross_entropy, seeds={"input:*": "dp,..."}, cluster=str(SLOW),
+                     precision=Precision(param="bf16", reduce=reduce))
+        sums = [c for c in found.collectives if c.hideable and c.kind in ("all_reduce", "reduce_scatter")]
+        assert sums and {c.dtype for c in sums} == {dtype}
+        prices[reduce] = found.objective_s
+    assert prices["bf16"] <= prices["fp32"]
