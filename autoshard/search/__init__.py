@@ -15,6 +15,7 @@ from autoshard.search.board import Board, Progress
 from autoshard.search.brute import search_brute
 from autoshard.search.clock import Clock
 from autoshard.search.exact import search_auto, search_local, search_mip
+from autoshard.search.heap import settled_heap
 from autoshard.search.problem import Edge, Intervals, Items, Problem, Solution, Status, evaluate
 
 __all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "solve"]
@@ -42,11 +43,12 @@ def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, 
     board = board or Board(problem, Clock(time_limit, work_limit), progress)
     for choice in incumbents:
         board.offer(np.asarray(choice), "incumbent")
-    BACKENDS[backend](board, seed=seed, threads=threads)
-    if board.proven and board.integral and backend != "brute":
-        from autoshard.search.large.proof import confirm  # loads the compiled sweeps
+    with settled_heap():
+        BACKENDS[backend](board, seed=seed, threads=threads)
+        if board.proven and board.integral and backend != "brute":
+            from autoshard.search.large.proof import confirm  # loads the compiled sweeps
 
-        if confirm(board):
-            board.confirmed()
-        board.stats["exact"] = board.exact
+            if confirm(board):
+                board.confirmed()
+            board.stats["exact"] = board.exact
     return board.solution()

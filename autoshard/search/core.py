@@ -6,6 +6,7 @@ Nothing here needs a compiler: the Python work is a few microseconds a step and 
 """
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class Core:
         self.constant = 0.0
         self.undo: list[Undo] = []
         self.same: dict[bytes, np.ndarray] = {}  # equal index vectors are one object, like tables
+        self.intern = Interner()
         self._memo: dict[tuple, tuple] = {}
         self._settled: dict[tuple, tuple] = {}
 
@@ -77,7 +79,8 @@ class Core:
 
     def forget(self) -> None:
         """Drop what was kept to run each distinct operation once. Undoing needs none of it."""
-        self._memo, self._settled = {}, {}
+        self._memo, self._settled, self.intern = {}, {}, Interner()
+        gc.collect()  # a table and its transpose know each other
 
     def settle(self, v: int, rules: tuple) -> None:
         """Note that `rules` find nothing to do at a node that looks like v. Copies in other layers look the same."""
@@ -100,9 +103,15 @@ class Core:
         other.cost, other.items = list(self.cost), list(self.items)
         other.adj = [dict(a) for a in self.adj]
         other.base, other.constant = self.base.copy(), self.constant
-        other.undo, other.same, other._memo = list(self.undo), self.same, dict(self._memo) if own_memo else self._memo
-        other._settled = dict(self._settled) if own_memo else self._settled
+        other.undo = list(self.undo)
+        other.remember(self, own_memo)
         return other
+
+    def remember(self, other: "Core", own_memo: bool = False) -> None:
+        """Share what `other` keeps to run each distinct operation once; see `copy` for `own_memo`."""
+        self.same, self.intern = other.same, other.intern
+        self._memo = dict(other._memo) if own_memo else other._memo
+        self._settled = dict(other._settled) if own_memo else other._settled
 
     # -- small edits, all through shared immutable arrays ------------------------------------------------
     def add_cost(self, v: int, extra: np.ndarray) -> None:
@@ -220,15 +229,18 @@ def _split_constant(amount: np.ndarray) -> tuple[float, np.ndarray, bool]:
     return least, rest, not rest.any()
 
 
-def build(problem: Problem) -> tuple[Core, np.ndarray]:
-    """A Core of `problem` (an exact copy, nothing reduced), and the row of each of the problem's own rows.
+def build(problem: Problem, like: Core | None = None) -> tuple[Core, np.ndarray]:
+    """A Core of `problem` (an exact copy, nothing reduced), and the row of each of the problem's own rows. `like`: a core
+    of much the same arrays, whose memo it shares.
 
     Raises ProblemError for an edge to an unknown node or index vectors of the wrong length."""
     starts = _row_starts(problem)
     limit = np.concatenate([np.full(len(starts), problem.intervals.limit if problem.intervals else 0.0), problem.row_limit])
     price = np.concatenate([np.full(len(starts), np.inf), problem.row_price])
     core = Core(limit, price)
-    intern = Interner()
+    if like is not None:
+        core.remember(like)
+    intern = core.intern
     core.cost = [intern(np.asarray(c, dtype=np.float64)) for c in problem.node_costs]
     core.adj = [{} for _ in core.cost]
     core.items = [()] * problem.n

@@ -43,6 +43,11 @@ def solve_program(program: bytes, columns: int, *, solver: str, seconds: float, 
         return worker.ask(request, program)
 
 
+def start() -> None:
+    """Start a solver process, unless one is idle, while the caller still prepares what it is for."""
+    _workers().start()
+
+
 def cpu_seconds() -> float:
     """CPU time that this process's solver processes have used."""
     return _workers().cpu_seconds()
@@ -105,6 +110,10 @@ class Workers:
         self._started: list[Worker] = []
         self._lock = threading.Lock()
         self._owner = os.getpid()
+
+    def start(self) -> None:
+        with self.borrowed():
+            return
 
     @contextmanager
     def borrowed(self) -> Iterator[Worker]:

@@ -54,6 +54,16 @@ def test_infeasible_is_said():
     assert solve_program(knapsack(-1), 3, solver="milp", seconds=10, seed=0).reason.startswith("INFEASIBLE")
 
 
+def test_a_process_started_early_is_the_one_that_answers():
+    workers = guarded.Workers()
+    workers.start()
+    workers.start()
+    assert len(workers._started) == 1
+    with workers.borrowed() as worker:
+        assert worker is workers._started[0] and worker.alive
+    workers.close()
+
+
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """Puts another script in the place of the worker."""

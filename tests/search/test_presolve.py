@@ -15,12 +15,12 @@ from autoshard.search.core import Core, Table, build
 from autoshard.search.presolve import Infeasible, _sweep, reduce_core
 from autoshard.search.presolve.contraction import contract
 from autoshard.search.presolve.dead import drop_dead
-from autoshard.search.presolve.dominance import _undominated, dominate
+from autoshard.search.presolve.dominance import _undominated, distinct, dominate
 from autoshard.search.presolve.elimination import eliminate
 from autoshard.search.presolve.pairs import merge
 from autoshard.search.presolve.rows import drop_slack_rows, price_certain_rows
 from autoshard.search.presolve.separable import separate
-from autoshard.search.presolve.states import alike, merge_states
+from autoshard.search.presolve.states import _told_apart_by_one, alike, merge_states
 
 inf = np.inf
 
@@ -265,6 +265,18 @@ def test_dominance_among_many_strategies_is_that_among_few():
     left = worst[np.ix_(kept, kept)] + np.diag(np.full(len(kept), inf))
     assert (left > 0).all() and 0 < len(kept) < 300
     assert not any(t.facts for t in tables)
+
+
+def test_kinds_of_rows_are_numbered_in_order():
+    first, kind = distinct(np.array([[5.0, inf], [1.0, 2.0], [5.0, inf], [1.0, 3.0]]))
+    assert first.tolist() == [0, 1, 3] and kind.tolist() == [0, 1, 0, 2]
+
+
+def test_what_two_neighbours_tell_apart_is_not_merged():
+    each = Table(np.eye(3))
+    assert _told_apart_by_one(each, each) is None
+    assert _told_apart_by_one(each, Table(np.ones((3, 2))), np.array([0.0, 0.0, 1.0])) == 0
+    assert _told_apart_by_one(Table(np.ones((3, 2))), np.arange(3.0)) is None, "a row alone tells all apart, no table does"
 
 
 def test_rows_alike_differ_by_a_constant():

@@ -14,7 +14,7 @@ from autoshard.search.presolve import Infeasible
 ROUND = 50  # sweeps between looks at the clock
 GUESS = 0.02  # of the bound: how far above it a step aims while no cost is known
 SETTLED = 1e-3  # relative progress of a round below which the first messages count as settled
-SWEEPS, ROUNDS = 20, 100  # of `converge`
+FIRST_SWEEPS, SWEEPS, ROUNDS = 6, 20, 100  # of `converge`
 TIGHT, GAINED, STALL = 5e-10, 1e-7, 3  # relative: a bound that is reached; a gain that is none, and how often
 NEAR, SLOW = 0.05, 0.02  # once the gap is below 5 %, a round must gain 2 % of it
 FINER = 2.0 ** -6
@@ -125,8 +125,9 @@ class Dual:
         theta, choice = np.empty_like(p.cost), np.zeros(len(self.nodes), dtype=np.int64)
         constant, flat = self.core.constant, 0
         grid = _grid(p) * FINER  # nothing here sums whole numbers
-        for _ in range(ROUNDS):
-            for _ in range(SWEEPS):
+        for turn in range(ROUNDS):
+            sweeps = SWEEPS if turn else FIRST_SWEEPS
+            for _ in range(sweeps):
                 messages.sweep(p, p.cost, self.message, theta, False)
                 messages.sweep(p, p.cost, self.message, theta, True)
             messages.decode(p, p.cost, self.message, self.choice)
@@ -138,7 +139,7 @@ class Dual:
             now = float(messages.decouple(p, p.cost, self.proven, grid)) + constant
             flat = flat + 1 if now <= bound + _too_little(bound, value) else 0
             bound = max(bound, now)
-            phase.tick(SWEEPS)
+            phase.tick(sweeps)
             if value - bound <= max(TIGHT, enough) * abs(bound) or flat >= STALL or phase.over():
                 break
         self.state[1] = bound - constant

@@ -5,6 +5,8 @@ A move picks a random set of nodes that induces a tree, solves it exactly by dyn
 than the temperature allows. Prices steer; only true costs and true loads decide."""
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from autoshard.search.large.jit import compiled
@@ -192,46 +194,83 @@ def _apply_loads(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, n
     return over, excess
 
 
+class Workspace(NamedTuple):
+    """What the moves of one thread write to. A tree: `tree[i]` its nodes, `link`, `seen` and `count` as in `_grow`, `value` and
+    `place` as in `_solve_tree`, `new` the choice with the tree's part changed. `trial`: loads after the move; `priced`: costs
+    + prices x usage, `unit` being prices x usage."""
+
+    seen: np.ndarray
+    count: np.ndarray
+    tree: np.ndarray
+    link: np.ndarray
+    frontier: np.ndarray
+    place: np.ndarray
+    value: np.ndarray
+    trial: np.ndarray
+    new: np.ndarray
+    priced: np.ndarray
+    unit: np.ndarray
+
+
+@compiled
+def _workspace(p: Packed, choice: np.ndarray, rows: int, prices: np.ndarray) -> Workspace:
+    n = len(p.start) - 1
+    unit = np.empty(len(p.cost))
+    _usage_price(p, prices, unit)
+    return Workspace(np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64), np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64),
+                     np.empty(len(p.adj_node) + 1, dtype=np.int64), np.empty(n, dtype=np.int64),
+                     np.empty(p.start[n] + np.max(np.diff(p.start))), np.empty(rows + 1), choice.copy(), p.cost.copy(), unit)
+
+
 @compiled
 def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, tally: np.ndarray, prices: np.ndarray,
            rng: np.ndarray, moves: int, most: int, hot: float, cold: float, noise: float) -> None:
     """Make `moves` moves on `choice` (with its `load`), the temperature falling geometrically from `hot` to `cold`.
 
     tally = [cost with priced excess, violation, best cost, factor on the prices]; `best` is only replaced by choices that fit."""
-    n = len(p.start) - 1
-    seen, count = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    tree, link = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
-    frontier, place = np.empty(len(p.adj_node) + 1, dtype=np.int64), np.empty(n, dtype=np.int64)
-    value, trial = np.empty(p.start[n] + np.max(np.diff(p.start))), np.empty(len(load) + 1)
-    new, priced = choice.copy(), p.cost.copy()
-    unit = np.empty(len(p.cost))
-    _usage_price(p, prices, unit)
+    work = _workspace(p, choice, len(load), prices)
     soft, paid = np.any(p.price < np.inf), excess_cost(load, p)
     for move in range(moves):
         if move % 64 == 0:
-            for i in range(len(priced)):
-                priced[i] = p.cost[i] + tally[3] * unit[i]
+            for i in range(len(work.priced)):
+                work.priced[i] = p.cost[i] + tally[3] * work.unit[i]
         temperature = hot * (cold / hot) ** (move / moves) if hot > 0.0 else 0.0
-        size = int(np.exp(_random(rng) * np.log(most))) + 1
-        length = _grow(p, rng, min(size, n), move + 1, seen, count, tree, link, frontier)
-        spread = noise * temperature * _random(rng)
-        _solve_tree(p, rng, length, move + 1, seen, count, tree, link, priced, spread, value, place, choice, new)
-        if not _moves(length, tree, choice, new):
-            continue
-        change = _change(p, length, tree, choice, new)
-        allowed = -temperature * np.log(1.0 - _random(rng))
-        accept = change <= allowed or tally[1] > 0.0
-        over = excess = 0.0
-        if (accept or soft) and len(load) > 0:
-            over, excess = _apply_loads(p, length, tree, choice, new, load, trial)
-            change += excess - paid
-            accept = change <= allowed and over <= 0.0 if tally[1] <= 0.0 else over < tally[1]
-            tally[3] = tally[3] * 0.999 if over <= 0.0 else min(tally[3] * 1.002, 20.0)
-        _copy(length, tree, new, choice) if accept else _copy(length, tree, choice, new)
-        if accept:
-            load[:] = trial[:-1]
-            paid = excess
-            _note(choice, best, tally, change, over)
+        length = _propose(p, work, choice, rng, move + 1, most, noise * temperature)
+        if _moves(length, work.tree, choice, work.new):
+            paid = _decide(p, work, length, choice, best, load, tally, rng, temperature, soft, paid)
+
+
+@compiled
+def _propose(p: Packed, work: Workspace, choice: np.ndarray, rng: np.ndarray, stamp: int, most: int, noise: float) -> int:
+    """Solve a random tree of at most `most` nodes into `work.new`; returns its size."""
+    size = min(int(np.exp(_random(rng) * np.log(most))) + 1, len(p.start) - 1)
+    length = _grow(p, rng, size, stamp, work.seen, work.count, work.tree, work.link, work.frontier)
+    _solve_tree(p, rng, length, stamp, work.seen, work.count, work.tree, work.link, work.priced, noise * _random(rng), work.value,
+                work.place, choice, work.new)
+    return length
+
+
+@compiled
+def _decide(p: Packed, work: Workspace, length: int, choice: np.ndarray, best: np.ndarray, load: np.ndarray, tally: np.ndarray,
+            rng: np.ndarray, temperature: float, soft: bool, paid: float) -> float:
+    """Take the proposed move if it fits and costs no more than the temperature allows, or fits better than before. `paid` is
+    what priced rows cost before it; returns what they cost now."""
+    change = _change(p, length, work.tree, choice, work.new)
+    allowed = -temperature * np.log(1.0 - _random(rng))
+    accept = change <= allowed or tally[1] > 0.0
+    over = excess = 0.0
+    if (accept or soft) and len(load) > 0:
+        over, excess = _apply_loads(p, length, work.tree, choice, work.new, load, work.trial)
+        change += excess - paid
+        accept = change <= allowed and over <= 0.0 if tally[1] <= 0.0 else over < tally[1]
+        tally[3] = tally[3] * 0.999 if over <= 0.0 else min(tally[3] * 1.002, 20.0)
+    if not accept:
+        _copy(length, work.tree, choice, work.new)
+        return paid
+    _copy(length, work.tree, work.new, choice)
+    load[:] = work.trial[:-1]
+    _note(choice, best, tally, change, over)
+    return excess
 
 
 @compiled

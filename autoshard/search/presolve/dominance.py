@@ -27,10 +27,17 @@ def replacement(table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None] | Non
 
 
 def distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(first row of every kind, kind of every row)."""
-    whole = np.ascontiguousarray(table).view(np.dtype((np.void, table.itemsize * table.shape[1]))).ravel()
-    _, first, kind = np.unique(whole, return_index=True, return_inverse=True)
-    return first, kind.ravel()
+    """(first row of every kind, kind of every row), kinds in order of their first rows."""
+    raw, width = table.tobytes(), table.itemsize * table.shape[1]
+    seen: dict[bytes, int] = {}  # of rows as bytes: several times faster than sorting them
+    first, kind = [], []
+    for i in range(len(table)):
+        row = raw[i * width:(i + 1) * width]
+        if row not in seen:
+            seen[row] = len(first)
+            first.append(i)
+        kind.append(seen[row])
+    return np.array(first), np.array(kind)
 
 
 def _replacement(table: np.ndarray) -> np.ndarray | None:

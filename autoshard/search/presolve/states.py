@@ -40,11 +40,16 @@ def merge_states(core: Core, v: int) -> bool:
 
 def _told_apart_by_one(*parts) -> int | None:
     """The position of a table that alone tells some two strategies apart, all other tables and loads not; or None."""
-    looks = np.array([_kinds(part)[0] + 1 for part in parts], dtype=np.uint64)
-    looks *= (np.uint64(MIX) * np.arange(1, 2 * len(parts), 2, dtype=np.uint64))[:, None]  # whoever merges looks again
-    together = looks.sum(axis=0)
-    for which, part in enumerate(parts):
-        if not isinstance(part, np.ndarray) and len(np.unique(together - looks[which])) < len(together):
+    looks = [_kinds(part)[0] for part in parts]
+    k = len(looks[0])
+    full = [which for which, look in enumerate(looks) if look.max() == k - 1]  # tells all apart: it or none is alone
+    if len(full) > 1:
+        return None
+    together = np.array(looks, dtype=np.uint64) + np.uint64(1)
+    together *= (np.uint64(MIX) * np.arange(1, 2 * len(parts), 2, dtype=np.uint64))[:, None]  # whoever merges looks again
+    total = together.sum(axis=0)
+    for which in full or range(len(parts)):
+        if not isinstance(parts[which], np.ndarray) and len(set((total - together[which]).tolist())) < k:
             return which
     return None
 
@@ -79,8 +84,6 @@ def _merged(cost: np.ndarray, towards: Table, *parts) -> tuple | None:
     kept, group = distinct(np.stack([kind for kind, _ in kinds], axis=1)) if kinds else (np.zeros(1, dtype=np.int64), np.zeros(k, dtype=np.int64))
     if len(kept) == k:
         return None
-    order = np.argsort(kept)  # kinds are numbered by their first strategy
-    kept, group = kept[order], np.argsort(order)[group]
     offset = cost + sum(first - first[kept][group] for _, first in kinds)
     table = np.full((len(kept), towards.a.shape[1]), np.inf)
     best = np.zeros(table.shape, dtype=np.int64)

@@ -1,0 +1,26 @@
+"""The collector during a search: what was there is left alone, and everything is as before afterwards."""
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from autoshard.search.heap import settled_heap
+
+
+def test_what_existed_is_not_looked_through_during_a_search():
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), settled_heap():
+        assert gc.isenabled() and gc.get_freeze_count() > 1000
+        raise KeyError
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == before
+
+
+def test_objects_that_the_caller_froze_stay_frozen():
+    gc.freeze()
+    try:
+        with settled_heap():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
