@@ -25,10 +25,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,7 @@ from results import Row, plot, rows, show, verdict  # noqa: E402
 from rounds import CLOCKS, interleaved  # noqa: E402
 
 import autoshard  # noqa: E402
+from autoshard.runtime.shared import Shared  # noqa: E402
 
 DEFAULT = "one,independent,auto,ddp,fsdp2,tp,tp+sp,hybrid"
 
@@ -57,12 +60,12 @@ def profiled(step: Callable[[], None]) -> tuple[float, int]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    with profile(activities=activities, profile_memory=not on_gpu) as seen:
+    with profile(activities=activities, profile_memory=not on_gpu) as seen, _shared_memory_seen():
         step()
     events = seen.events()
     start, end = min(e.time_range.start for e in events), max(e.time_range.end for e in events)
     busy = _union((e.time_range.start, e.time_range.end) for e in events
-                  if e.name.startswith("gloo:") or "ncclDevKernel" in e.name)
+                  if e.name.startswith(("gloo:", "shared:")) or "ncclDevKernel" in e.name)
     if on_gpu:
         return busy / (end - start), torch.cuda.max_memory_allocated() - before
     held = peak = 0
@@ -70,6 +73,19 @@ def profiled(step: Callable[[], None]) -> tuple[float, int]:
         held += e.nbytes()
         peak = max(peak, held)
     return busy / (end - start), peak
+
+
+@contextmanager
+def _shared_memory_seen() -> Iterator[None]:
+    """Posts, waits and copies in shared memory, which the profiler knows nothing of, under names "shared:..."."""
+    def named(name: str) -> Callable:
+        method = getattr(Shared, name)
+        return lambda *args: torch.profiler.record_function(f"shared:{name}")(method)(*args)
+
+    with ExitStack() as patched:
+        for name in ("post", "wait", "copy"):
+            patched.enter_context(patch.object(Shared, name, named(name)))
+        yield
 
 
 def _union(intervals: Any) -> float:
@@ -152,7 +168,7 @@ def main() -> None:
 
 def report(found: list[Row], skipped: list[str], options: argparse.Namespace) -> None:
     facts = {"model": options.model, "size": options.size, "processes": dist.get_world_size(), "rounds": options.rounds, **about()}
-    title = f"{options.model} {options.size}: " + line(facts, f"{facts['processes']} processes", f"{options.rounds} rounds")
+    title = f"{options.model} {options.size}: " + line(facts, f"{facts['processes']} processes", f"{options.rounds} rounds of {options.clock} time")
     show(found, title, options.markdown)
     print("\n".join([*verdict(found), *skipped]))
     if options.json:
