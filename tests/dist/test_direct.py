@@ -1,12 +1,14 @@
 """Collectives made of messages give gloo's own results."""
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -43,3 +45,35 @@ def same_as_gloo() -> int:
 @pytest.mark.parametrize("world", [2, 3])
 def test_same_as_gloo(world: int) -> None:
     assert on_ranks(world, same_as_gloo) == [17] * world
+
+
+def in_any_order() -> int:
+    """Several calls under way on crossing groups, beside gloo's own, landed in another order than they were issued."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    draw, count = random.Random(0), 0
+    for _ in range(100):
+        pending = []
+        for _ in range(draw.randint(2, 6)):
+            group, rows = draw.choice((mesh.get_group("dp"), mesh.get_group("tp"), dist.group.WORLD)), draw.choice((1, 16, 5000))
+            n, me = group.size(), group.rank()
+            everyone = [torch.arange(n * rows, dtype=torch.float64) + 1e6 * r for r in range(n)]
+            kind = draw.choice(("all_gather", "all_to_all", "reduce_scatter", "gloo"))
+            if kind == "all_gather":
+                pending.append((direct.all_gather(everyone[me], n, group), torch.cat(everyone)))
+            elif kind == "all_to_all":
+                pending.append((direct.all_to_all(everyone[me], [rows] * n, [rows] * n, group), torch.cat([x.chunk(n)[me] for x in everyone])))
+            elif kind == "reduce_scatter":
+                pending.append((direct.reduce_scatter(everyone[me], "sum", n, group), sum(everyone).chunk(n)[me]))
+            else:
+                pending.append((_torch.COLLECTIVES["all_reduce"](everyone[me], "sum", group.group_name), sum(everyone)))
+        draw.shuffle(pending)
+        for flight, want in pending:
+            got = direct.land(flight) if isinstance(flight, direct.Flight) else _torch.WAIT(flight)
+            assert torch.equal(got, want)
+            count += 1
+    return count
+
+
+def test_calls_under_way_do_not_meet_each_other() -> None:
+    counts = on_ranks(4, in_any_order)
+    assert counts == counts[:1] * 4 and counts[0] > 200
