@@ -91,7 +91,9 @@ def _difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def _described(e: BaseException) -> str:
-    return f"error {type(e).__name__} {e}"
+    """A kind that only its own module knows is told as the public one it is of."""
+    name = next((kind.__name__ for kind in type(e).__mro__ if kind.__name__ in vars(errors)), type(e).__name__)
+    return f"error {name} {e}"
 
 
 def _value(text: str, rank: int, relayed: bool = False) -> str:
