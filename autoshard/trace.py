@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard import _torch
 from autoshard.annotate import annotate, marks_of, was_given
+from autoshard.caches import kept_clean
 from autoshard.calling import Calling, TensorLeaf, Traced, arguments
 from autoshard.constants import Constants
 from autoshard.errors import TraceError
@@ -145,7 +146,7 @@ class _Run:
         self.tape.forbidden = {id(t): n for n, t in (self.params | self.buffers).items()}
 
     def traced(self) -> Traced:
-        with (torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
+        with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS)):
             self._stored_values()
             inputs = self._inputs()

@@ -1,4 +1,6 @@
 """What a model asks of data that it made itself is answered; what is another model while it is compiled is traced as in eager mode."""
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -52,3 +54,32 @@ def test_what_may_change_is_not_looked_at(data):
 
     with pytest.raises(TraceError, match="depends on the data of a tensor"):
         trace(Body(body), (torch.ones(8, 8),))
+
+
+@functools.lru_cache(maxsize=4)
+def bounded(n):
+    return torch.arange(n) * 2.0, n
+
+
+@functools.lru_cache(maxsize=None)
+def unbounded(n):
+    return torch.arange(n) * 3.0
+
+
+def caches(m, x):
+    if torch.compiler.is_compiling():
+        return m.linear(x)
+    return m.linear(x) * bounded(8)[0] + unbounded(8)
+
+
+def test_tensors_of_a_trace_do_not_stay_in_caches():
+    """A library that is told it runs in eager mode may cache; the user's model must not get what the trace left there."""
+    bounded(3)
+    model, x = Body(caches), torch.randn(8, 8)
+    traced = trace(model, (x,))
+    want = model.linear(x) * torch.arange(8) * 2 + torch.arange(8) * 3
+    assert torch.allclose(model(x), want)
+    state = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    assert torch.equal(run(traced, state, (x,)).users[0], model(x))
+    assert torch.equal(run(trace(model, (x,)), state, (x,)).users[0], model(x)), "and what the model cached is a constant"
+    assert torch.compiler.is_compiling.__module__ == "torch.compiler"
