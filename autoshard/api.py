@@ -17,7 +17,7 @@ from autoshard.assemble import Plays, make_plan
 from autoshard.baselines import baselines
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
-from autoshard.feasible import explain_infeasible, fits_exactly, raised, search_ample, search_within
+from autoshard.feasible import cheapest_known, cpu_seconds, explain_infeasible, fits_exactly, search_ample, search_within, with_bound
 from autoshard.formulate import Formulation, formulate
 from autoshard.graph import Graph
 from autoshard.incumbents import known_plans
@@ -34,7 +34,6 @@ from autoshard.report.whole import whole_notes
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.pulse import JOIN
-from autoshard.search import guarded
 from autoshard.search.problem import Solution
 from autoshard.simplify import simplify
 from autoshard.sources import open_table, program_with
@@ -43,7 +42,6 @@ from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
 
 PROPAGATE = "propagate"
-CLOSE = 5e-3  # gap of a plan in tight memory above which it is looked for without second runs, too
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
@@ -188,28 +186,30 @@ def _asked(formulation: Formulation, settings: Mapping[str, Any]) -> _Asked:
 
 def _searched(asked: _Asked, options: Options, settings: Mapping[str, Any], clock: "Clock") -> tuple[_Asked, Solution]:
     """The problem searched in the end, and what was found. In training the first one has ample memory: where its best plan
-    fits, nothing else matters."""
+    fits, nothing else matters. Then it is open what backward runs again; only where no such plan is found, nothing is, or all."""
     table = asked.formulation.table
     limit, how = options.memory_limit(table.cluster), {"backend": options.search, "progress": clock.search}
     if not table.graph.training:
         return asked, search_within(asked.formulation, limit, measure=asked.played, incumbents=asked.known,
                                     time_limit=options.time_limit, **how)
-    start = time.monotonic()
+    start = cpu_seconds()
     free = search_ample(asked.formulation, incumbents=asked.known, time_limit=options.time_limit / 2, **how)
     if free.choice is None or fits_exactly(asked.formulation, asked.played(free.choice), limit):
         return asked, free
-    best = None
     programs = (lambda: _asked(formulated(open_table(table), options), settings), lambda: asked,
                 lambda: _asked(formulated(program_with(table, frozenset(candidates(table.graph))), options), settings))
-    for n, program in enumerate(programs):  # rows for moments miss plans now and then; where less is open there are fewer to miss
+    bound = free.bound
+    for program in programs:  # where less is open there is less to miss
         tried = program()
-        left = max(options.time_limit / 4, start + options.time_limit - time.monotonic())
+        left = max(options.time_limit / 4, start + options.time_limit - cpu_seconds())
         found = search_within(tried.formulation, limit, measure=tried.played, incumbents=tried.known, time_limit=left, **how)
-        if best is None or found.cost < best[1].cost:
-            best = tried, found if best is None else replace(found, bound=best[1].bound)
-        if best[1].choice is not None and (n > 0 or raised(found, free.bound).gap <= CLOSE):
+        bound = max(bound, found.bound) if tried.formulation.table.base else bound  # else it is one of a part of all programs
+        if found.choice is not None:
             break
-    return best[0], best[1] if best[1].choice is None else raised(best[1], free.bound)
+    by_hand = cheapest_known(asked.formulation, limit, asked.played, asked.known)
+    if by_hand.cost < found.cost:
+        tried, found = asked, by_hand
+    return tried, with_bound(found, bound)
 
 
 def _seed_notes(table: CostTable) -> tuple[str, ...]:
@@ -248,11 +248,6 @@ def optimizer_name(optimizer: Any) -> str:
     if isinstance(optimizer, str) or optimizer is None:
         return optimizer or "none"
     return getattr(optimizer, "__name__", type(optimizer).__name__).lower()
-
-
-def cpu_seconds() -> float:
-    """Of this process and of its solver processes."""
-    return time.process_time() + guarded.cpu_seconds()
 
 
 class Clock:

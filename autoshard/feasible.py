@@ -1,7 +1,8 @@
 """Plans that fit: the search's memory rows first, then what the timeline of the plan found says; or why nothing fits.
 
 The rows of the formulation count only what is surely there, so their bound holds for every plan. A plan found under them is
-played; where it is fuller than allowed, that moment gets a row, and the search goes on. What is returned fits exactly.
+played; where it is fuller than allowed, the rows are limited by as much less, and the search goes on; where that does not help,
+the moment gets a row of its own. What is returned fits exactly. Time is CPU time: a busy machine changes nothing.
 """
 from __future__ import annotations
 
@@ -20,16 +21,15 @@ from autoshard.formulate import Formulation, formulate, unreachable
 from autoshard.memory.rows import limited, with_row, without_idle
 from autoshard.memory.timeline import Timeline
 from autoshard.pinned import pinned, without_seeds
-from autoshard.search import solve
+from autoshard.search import Board, Clock, guarded, solve
+from autoshard.search.board import TIED, Progress
 from autoshard.search.problem import Edge, Problem, Solution, Status, evaluate, row_loads
 
 SECONDS = 30.0
-ROUNDS = 4
+ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 MOST_PLAYED = 6
-NEAR = 0.01  # relative distance from the bound above which leaner plans are tried as well
-LEANER = (0.9, 0.8, 0.7)  # of the memory
 NAMED = 3  # seeds in a message
 
 Measure = Callable[[np.ndarray], Timeline]
@@ -37,29 +37,36 @@ Measure = Callable[[np.ndarray], Timeline]
 
 
 def search_within(formulation: Formulation, limit: float, *, measure: Measure, time_limit: float, incumbents: Sequence[np.ndarray],
-                  progress: Callable | None = None, **options) -> Solution:
-    """The cheapest plan found whose timeline stays within `limit` bytes. Where no known plan fits even the rows, memory is
-    tight: then a plan that fits them is looked for first, in half the time."""
-    problem, start = formulation.problem, time.monotonic()
+                  **options) -> Solution:
+    """The cheapest plan found whose timeline stays within `limit` bytes. `time_limit` in CPU seconds."""
+    problem, end = formulation.problem, cpu_seconds() + time_limit
     incumbents = possible(problem, incumbents)
-    rows = np.array(list(formulation.memory_rows.values()))
-    fitted = None
-    if len(incumbents) and not any(fits(problem, rows, c) for c in incumbents):
-        fitted = fit_memory(formulation, NOTHING, time_limit=time_limit / 2, progress=progress, **options)
-        incumbents = (*incumbents, *([fitted.choice] if fitted.choice is not None else []))
-    left = max(1.0, time_limit - (time.monotonic() - start))
-    answer = solve(problem, time_limit=left, incumbents=incumbents, progress=progress, **options)
+    answer = solve(problem, time_limit=time_limit, incumbents=incumbents, now=cpu_seconds, **options)
+    if answer.choice is None and answer.status is not Status.INFEASIBLE:
+        answer = fit_memory(formulation, answer, time_limit=max(time_limit / 4, end - cpu_seconds()), **options)
     if answer.choice is None:
         return answer
-    if fitted is not None:
-        answer = replace(answer, bound=max(answer.bound, fitted.bound))
-    return _played(formulation, limit, answer, measure, incumbents, max(time_limit / 4, start + time_limit - time.monotonic()),
-                   progress=progress, **options)
+    return _played(formulation, limit, answer, measure, incumbents, max(time_limit / 4, end - cpu_seconds()), **options)
 
 
-def search_ample(formulation: Formulation, **options) -> Solution:
-    """The cheapest plan when memory is ample. Its bound holds whatever the memory, also where backward may run ops again."""
-    return solve(ample(formulation.problem), **options)
+def cpu_seconds() -> float:
+    """Of this process and of its solver processes."""
+    return time.process_time() + guarded.cpu_seconds()
+
+
+def search_ample(formulation: Formulation, *, time_limit: float, incumbents: Sequence[np.ndarray], progress: Progress | None = None,
+                 **options) -> Solution:
+    """The cheapest plan when memory is ample; or, where layers repeat, the cheapest that treats them alike, if that is too full for
+    certain. Its bound holds whatever the memory, also where backward may run ops again."""
+    problem, rows = formulation.problem, np.array(list(formulation.memory_rows.values()))
+
+    def watch(*facts: Any) -> None:
+        if progress:
+            progress(*facts)
+        board.clock.stop |= facts[-1] == TIED and not fits(problem, rows, board.choice)
+
+    board = Board(ample(problem), Clock(time_limit, now=cpu_seconds), watch)
+    return solve(board.problem, board=board, incumbents=incumbents, **options)
 
 
 def fits_exactly(formulation: Formulation, timeline: Timeline, limit: float) -> bool:
@@ -67,43 +74,57 @@ def fits_exactly(formulation: Formulation, timeline: Timeline, limit: float) -> 
     return timeline.peak * (1.0 + formulation.table.cluster.device.allocator_slack) <= limit
 
 
-def raised(solution: Solution, bound: float) -> Solution:
-    """The solution with another bound that holds too."""
-    return _settled(replace(solution, bound=bound), solution.choice, solution.cost) if bound > solution.bound else solution
+def with_bound(solution: Solution, bound: float) -> Solution:
+    """The solution with the bound that holds for it."""
+    return replace(solution, bound=bound) if solution.choice is None else _settled(replace(solution, bound=bound), solution.choice, solution.cost)
+
+
+def cheapest_known(formulation: Formulation, limit: float, measure: Measure, choices: Sequence[np.ndarray]) -> Solution:
+    """The cheapest of the choices whose timeline stays within `limit` bytes."""
+    aim = limit / (1.0 + formulation.table.cluster.device.allocator_slack)
+    best = _cheapest_fitting(formulation.problem, choices, measure, aim)
+    return _settled(NOTHING, *best) if best else NOTHING
 
 
 def _played(formulation: Formulation, limit: float, first: Solution, measure: Measure, incumbents: Sequence[np.ndarray],
             time_limit: float, **options) -> Solution:
-    """`first` if its timeline fits; else the best of further rounds with rows for the moments that are too full, and of the
-    plans known. The bound stays that of `first`: later rows are corrected by one plan and prove nothing."""
+    """`first` if its timeline fits; else the best of further rounds and of the plans known. The bound stays that of `first`: later
+    limits are corrected by one plan and prove nothing."""
     aim = limit / (1.0 + formulation.table.cluster.device.allocator_slack)
-    if measure(first.choice).peak <= aim:
-        return first
-    grown, found, choice = formulation, first, None
+    last, known, near, lowered, by_rows, end = first, list(incumbents), first.near, formulation, formulation, cpu_seconds() + time_limit
+    found, over = first, measure(first.choice).peak - aim
     for n in range(ROUNDS):
-        grown = _grown(grown, measure(found.choice), found.choice, aim * (1.0 - STEP * n))
-        found = solve(grown.problem, time_limit=time_limit / ROUNDS, incumbents=incumbents, **options)
-        if found.choice is None:
+        if over <= 0:
             break
-        if measure(found.choice).peak <= aim:
-            choice = found.choice
+        if n < LOWERED and found.choice is None:
+            continue
+        if n < LOWERED:
+            grown = lowered = _lowered(lowered, measure(last.choice), last.choice, aim)
+        else:
+            grown = by_rows = _grown(by_rows, measure(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
+        left = max(time_limit / ROUNDS, (end - cpu_seconds()) / (ROUNDS - n))
+        found = solve(grown.problem, time_limit=left, incumbents=incumbents, near=near, now=cpu_seconds, **options)
+        if found.choice is not None:
+            last, over, near = found, measure(found.choice).peak - aim, found.near or near
+            known.append(found.choice)
+        elif n >= LOWERED:
             break
-    known = [*incumbents, *([choice] if choice is not None else [])]
-    if choice is None or found.cost - first.bound > NEAR * abs(found.cost):
-        known += _leaner(formulation, incumbents, time_limit / ROUNDS, **options)
+    if last is first and over <= 0:
+        return first
     best = _cheapest_fitting(formulation.problem, known, measure, aim)
     return _settled(first, *best) if best else replace(first, choice=None, cost=np.inf, status=Status.UNKNOWN)
 
 
-def _leaner(formulation: Formulation, incumbents: Sequence[np.ndarray], time_limit: float, **options) -> list[np.ndarray]:
-    """The best plans under the rows alone for less memory than there is: some fit where rows for moments lead astray."""
-    problem, out = formulation.problem, []
-    for share in LEANER:
-        limits = problem.row_limit.copy()
-        limits[list(formulation.memory_rows.values())] *= share
-        found = solve(replace(problem, row_limit=limits), time_limit=time_limit, incumbents=incumbents, **options)
-        out += [found.choice] if found.choice is not None else []
-    return out
+def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
+    """Lower limits of the rows there are, by what the plan's timeline is over where they count: most moments are fuller than the
+    turn by as much in all plans near this one."""
+    total, loads = timeline.live.sum(axis=1), row_loads(formulation.problem, without_idle(formulation, choice))
+    for moment, row in formulation.memory_rows.items():
+        there = total[-1:] if moment == "update" else total[:-1] if len(total) > 1 else total
+        over = float(there.max()) - aim
+        if over > 0:
+            formulation = limited(formulation, moment, loads[row] - over)
+    return formulation
 
 
 def _cheapest_fitting(problem: Problem, choices: Sequence[np.ndarray], measure: Measure, aim: float) -> tuple[np.ndarray, float] | None:

@@ -10,6 +10,7 @@ import numpy as np
 from autoshard.search.clock import Clock
 from autoshard.search.problem import Problem, Solution, Status, evaluate
 
+TIED = "layers tied"  # said when the best choice that treats repeated layers alike is there
 MARGIN = 1e-9  # relative: costs and bounds closer than this are called equal, well above the rounding of the sums
 
 Progress = Callable[[float, float, float, float, str], None]
@@ -27,6 +28,7 @@ class Board:
         self.tied_proven = False  # the choice is proven optimal among those that treat repeated layers alike
         self.exact = False  # the choice is proven optimal without any rounding
         self.stats: dict = {}
+        self.near: list[np.ndarray] = []  # choices for prices of the rows to start from, then those met at prices
         self.integral = _is_integral(problem)
 
     def offer(self, choice: np.ndarray, message: str = "") -> float:
@@ -76,7 +78,7 @@ class Board:
             bound = self.cost if self.proven else min(self.bound, self.cost)
             if self.infeasible and self.choice is None:
                 bound = math.inf
-            return Solution(self.choice, self.cost, bound, self._status(), self.clock.seconds, self.stats)
+            return Solution(self.choice, self.cost, bound, self._status(), self.clock.seconds, self.stats, tuple(self.near))
 
     def _status(self) -> Status:
         if self.proven:

@@ -2,23 +2,30 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 
 @dataclass
 class Clock:
-    """`time_limit` in seconds from `start`; `work_limit` in steps (a MIP node, a local-search move), None = no limit."""
+    """`time_limit` in seconds from `start`, as `now` counts them; `work_limit` in steps (a MIP node, a local-search move), None =
+    no limit."""
 
     time_limit: float
     work_limit: int | None = None
-    start: float = field(default_factory=time.monotonic)
+    start: float | None = None
     stop: bool = False  # set from a signal handler or another thread
     work: int = 0
     cut: bool = False  # a share of the time ran out somewhere: a faster machine may find another choice
+    now: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        if self.start is None:
+            self.start = self.now()
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.start
+        return self.now() - self.start
 
     @property
     def left(self) -> float:

@@ -11,12 +11,12 @@ import math
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from autoshard.search.board import MARGIN, Board
+from autoshard.search.board import MARGIN, TIED, Board
 from autoshard.search.clock import Clock
 from autoshard.search.core import Core, build
 from autoshard.search.large.exact import table_entries
 from autoshard.search.presolve import Infeasible, reduce_core
-from autoshard.search.priced import TABLES, Priced, solve_left, solve_priced, tighten
+from autoshard.search.priced import MIP_NODES, TABLES, Priced, choice_value, solve_left, solve_priced, tighten
 from autoshard.search.problem import row_loads
 from autoshard.search.tie import tie
 
@@ -25,6 +25,9 @@ ROOMS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # assumed gaps, widened while nothing is
 UNLIKELY = 0.3  # of what a bound lacks at its own prices: the optimum is hardly nearer to it
 TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
+TIED_NODES = 200  # of a MIP's tree: what is best among tied choices helps, but proves nothing
+ROUGH = 1e-3  # relative gap within which the tied problem is not solved closer at prices that are not the best
+SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
 HUGE = 10_000_000  # table entries
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
@@ -36,28 +39,30 @@ cost + excess x change of prices."""
 def search_few_rows(board: Board, core: Core, seed: int) -> None:
     """Tied first, if layers repeat: its choices are incumbents, its planes a start. Then the problem itself."""
     _spare(core)
-    planes: list[Plane] = []
     pool: list[np.ndarray] = []
+    start, planes = None, _planes(board, core)
     quotient, lift = tie(board.problem)
     if quotient.n < board.problem.n:
-        tied = Board(quotient, Clock(TIED_SHARE * board.clock.left, board.clock.work_limit))
+        tied = Board(quotient, Clock(TIED_SHARE * board.clock.left, board.clock.work_limit, now=board.clock.now))
         try:
             tied_core = build(quotient)[0]
             reduce_core(tied_core, tied.clock.expired)
             _spare(tied_core)
-            best, planes, found = search_prices(tied, tied_core, planes, seed)
-            close(tied, tied_core, best, seed)
+            best, planes, found = search_prices(tied, tied_core, _planes(board, tied_core), seed, rough=ROUGH)
+            start = best and best.prices
+            close(tied, tied_core, best, seed, TIED_NODES)
             pool = [lift(choice) for choice in found]
         except Infeasible:
             board.report("no choice treats the layers alike")  # says nothing about untied ones
         board.clock.cut |= tied.clock.cut or tied.clock.expired()
         if tied.choice is not None:
-            board.offer(lift(tied.choice), "layers tied")
+            board.offer(lift(tied.choice), TIED)
         board.tied_proven = tied.proven and board.cost >= tied.cost - MARGIN * abs(tied.cost)
         board.stats["tied"] = {"cost": tied.cost, "bound": tied.bound, "seconds": tied.clock.seconds}
-    best, _, found = search_prices(board, core, planes, seed)
+    best, _, found = search_prices(board, core, planes, seed, start)
     close(board, core, best, seed)
     _mix(board, [*pool, *found], seed)
+    board.near = [*pool, *found]
 
 
 def _spare(core: Core) -> None:
@@ -65,19 +70,23 @@ def _spare(core: Core) -> None:
         core.forget()
 
 
-def search_prices(board: Board, core: Core, planes: list[Plane],
-                  seed: int) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
+def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, start: np.ndarray | None = None,
+                  rough: float = 0.0) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
-    its choices. Returns the best prices' answer, all planes and the choices found."""
+    its choices, and at the prices `start`. What costs most of an answer is left out where it is within `rough` without.
+    Returns the best prices' answer, all planes and the choices found."""
     best, planes, found = None, list(planes), []
+    asked = [at for at, *_ in planes]
     for _ in range(TRIALS):
         if board.done:
             break
         prices, promised = _next_prices(core, planes) if planes else (np.zeros(len(core.limit)), math.inf)
+        new = _not_asked(prices, best, asked) if best is not None and _promises_more(best, promised) else None
         if best is None:
-            priced = solve_priced(board, core, prices, seed, 0.0 if planes else FIRST)
-        elif promised > max(best.bound, best.value if best.choice is not None else -math.inf) + MARGIN * abs(best.bound):
-            priced = solve_priced(board, core, prices, seed, LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300))
+            priced = solve_priced(board, core, prices if start is None else start, seed, 0.0 if planes else FIRST, rough)
+        elif new is not None:
+            worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
+            priced = solve_priced(board, core, new, seed, worth, rough)
         elif best.loose:  # other prices may promise more than they can show: first see what these can
             priced = best = tighten(board, core, best, seed)
         else:
@@ -89,13 +98,28 @@ def search_prices(board: Board, core: Core, planes: list[Plane],
             break
         board.offer(priced.choice, "row prices")
         found.append(priced.choice)
-        planes.append((priced.prices, priced.value, _excess(board, core, priced.choice)))
+        asked.append(priced.prices)
+        planes.append(_plane(board, core, priced.prices, priced.choice))
     return best, planes, found
 
 
-def close(board: Board, core: Core, best: Priced | None, seed: int) -> None:
+def _promises_more(best: Priced, promised: float) -> bool:
+    return promised > max(best.bound, best.value if best.choice is not None else -math.inf) + MARGIN * abs(best.bound)
+
+
+def _not_asked(prices: np.ndarray, best: Priced, asked: list[np.ndarray]) -> np.ndarray | None:
+    """`prices`, or some between them and the best. A plane is what the choice found costs: where the bound stayed below it,
+    the same prices would seem the highest point for ever."""
+    for _ in range(HALVINGS):
+        if not any(np.allclose(prices, at, rtol=SAME, atol=0.0) for at in asked):
+            return prices
+        prices = (prices + best.prices) / 2
+    return None
+
+
+def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int = MIP_NODES) -> None:
     """Assume that the optimum is little above the bound: then few strategies are possible. The best of them is optimal
-    when it is as cheap as assumed; if there is none so cheap, the assumption is a bound."""
+    when it is as cheap as assumed; if there is none so cheap, the assumption is a bound. `nodes`: of a MIP's tree."""
     if best is None:
         return
     unit = abs(best.bound)
@@ -111,7 +135,7 @@ def close(board: Board, core: Core, best: Priced | None, seed: int) -> None:
             small = _narrowed(board, core, best, upper, seed)
             if table_entries(small) > TABLES:
                 return
-            answer = solve_left(board, small, seed)
+            answer = solve_left(board, small, seed, nodes)
         except Infeasible:
             board.raise_bound(upper * (1 - math.copysign(MARGIN, upper)), "nothing cheaper")
             continue
@@ -169,9 +193,14 @@ def _mix(board: Board, pool: list[np.ndarray], seed: int) -> None:
         return
 
 
-def _excess(board: Board, core: Core, choice: np.ndarray) -> np.ndarray:
+def _planes(board: Board, core: Core) -> list[Plane]:
+    """What choices near an optimum of a similar problem say about prices."""
+    return [_plane(board, core, np.zeros(len(core.limit)), choice) for choice in board.near]
+
+
+def _plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> Plane:
     excess = row_loads(board.problem, choice) - board.problem.row_limit
-    return np.where(core.price > 0, excess, 0.0)
+    return prices, choice_value(board, core, prices, choice), np.where(core.price > 0, excess, 0.0)
 
 
 def _next_prices(core: Core, planes: list[tuple[np.ndarray, float, np.ndarray]]) -> tuple[np.ndarray, float]:

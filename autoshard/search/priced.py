@@ -44,9 +44,9 @@ class Priced:
         return self.dual.core.widen(self.dual.possible(upper), upper - self.bound + MARGIN * abs(upper), self.since)
 
 
-def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0) -> Priced:
-    """The problem at `prices`, up to a relative gap of `enough`. Raises Infeasible when no choice is possible whatever the
-    rows."""
+def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0) -> Priced:
+    """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Raises
+    Infeasible when no choice is possible whatever the rows."""
     large = table_entries(core) > LARGE
     free = core.copy(own_memo=large)
     free.price_rows(prices)
@@ -55,7 +55,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     merge_pairs(free, LARGEST_PAIR_OF_MANY if many else LARGEST_PAIR, board.clock.expired)
     if large:
         free.forget()
-    return _answer(board, core, prices, Dual(free), len(core.undo), seed, enough)
+    return _answer(board, core, prices, Dual(free), len(core.undo), seed, enough, rough)
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
@@ -63,9 +63,10 @@ def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
     return _answer(board, core, priced.prices, priced.dual, priced.since, seed, 0.0)
 
 
-def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, enough: float) -> Priced:
+def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, enough: float,
+            rough: float = 0.0) -> Priced:
     bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
-    if value - bound > max(LOOSE, enough) * abs(bound) and table_entries(dual.core) <= LARGE:
+    if value - bound > max(LOOSE, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
         dual, bound, picked, value = _with_larger_pairs(board, dual, bound, enough)
     choice = None
     if math.isfinite(value):
@@ -73,12 +74,12 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         full[dual.nodes] = picked
         choice = dual.core.lift(full)
     loose = value - bound > MARGIN * abs(bound)
-    if value - bound > max(MARGIN, enough) * abs(bound) and table_entries(dual.core) <= LARGE:
+    if value - bound > max(MARGIN, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
         bound, choice = _widen(board, dual, bound, value, choice, seed)
         loose = False
     if choice is not None:
-        value = priced_cost(board.problem, choice, np.where(_always(board, core), board.problem.row_price, prices))
-    return Priced(prices, bound, value, choice, dual, since, loose and enough > 0.0)
+        value = choice_value(board, core, prices, choice)
+    return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0)
 
 
 def _with_larger_pairs(board: Board, dual: Dual, bound: float, enough: float) -> tuple[Dual, float, np.ndarray, float]:
@@ -89,6 +90,11 @@ def _with_larger_pairs(board: Board, dual: Dual, bound: float, enough: float) ->
     larger = Dual(core)
     proven, picked, value = larger.converge(Phase(board.clock, 0.5), enough)
     return larger, max(bound, proven), picked, value
+
+
+def choice_value(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> float:
+    """What a choice costs at `prices`."""
+    return priced_cost(board.problem, choice, np.where(_always(board, core), board.problem.row_price, prices))
 
 
 def _always(board: Board, core: Core) -> np.ndarray:
@@ -118,9 +124,9 @@ def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndar
     return bound, choice
 
 
-def solve_left(board: Board, core: Core, seed: int) -> MipAnswer:
+def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES) -> MipAnswer:
     """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
     time that is left is not enough for them."""
-    answer = solve_mip(core, 0.5 * board.clock.left, seed=seed, nodes=MIP_NODES)
+    answer = solve_mip(core, 0.5 * board.clock.left, seed=seed, nodes=nodes)
     board.clock.cut |= answer.timed
     return answer

@@ -166,7 +166,8 @@ class Status(Enum):
 class Solution:
     """One strategy per node, its exact cost, and a valid lower bound on the best cost.
 
-    `choice` is None when nothing feasible was found. `gap` = (cost - bound) / |cost|, 0 when proven."""
+    `choice` is None when nothing feasible was found. `gap` = (cost - bound) / |cost|, 0 when proven. `near`: choices met
+    at row prices near the best; they need not fit."""
 
     choice: np.ndarray | None
     cost: float
@@ -174,6 +175,7 @@ class Solution:
     status: Status
     seconds: float
     stats: dict = field(default_factory=dict)
+    near: tuple[np.ndarray, ...] = ()
 
     @property
     def gap(self) -> float:
