@@ -20,11 +20,14 @@ def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if virtual:
         raise UsageError(f"verify needs real weights, and {virtual[0]} is on the meta device ({len(virtual)} tensors in all); "
                          "build the model outside torch.device('meta')")
+    # what modules keep of an earlier call stays as a number: there is no way back through that call
+    kept = {id(t): t.detach().clone() for m in model.modules() for t in pytree.tree_leaves(list(vars(m).values()))
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None}
     try:
-        twin = copy.deepcopy(model)
-    except RuntimeError as e:  # of a tensor that autograd made, which a module keeps
-        raise UsageError(f"the model cannot be copied ({str(e).splitlines()[0][:120]}); it keeps tensors of an earlier call: build it anew, or "
-                         "detach what it keeps") from None
+        twin = copy.deepcopy(model, kept)
+    except Exception as e:
+        raise UsageError(f"the model cannot be copied ({type(e).__name__}: {str(e).strip()[:120]}); keep objects that cannot be copied out of "
+                         "module attributes") from None
     return twin if dtype is None else twin.to(dtype)
 
 

@@ -52,8 +52,8 @@ class FirstWrong:
     """Where the numbers first go wrong, in the order of execution.
 
     kind    "op": the op's inputs agree and its output does not; "redistribution": a value agrees and its copy in
-            another placement does not; "trace": on one device already the traced graph is not the model; "rounding": the plan
-            is right in float64, and off by more than rounding in the model's own dtypes
+            another placement does not; "trace": on one device already the traced graph is not the model; "rounding": every
+            op is right within the tolerance of a single one, and the results are off by more than rounding
     rule    where the op's sharding rule comes from: own, dtensor (borrowed) or replicate (none)
     inputs, outputs   specs as text;  where  op, module path and the user's file:line"""
 
@@ -73,8 +73,8 @@ class FirstWrong:
                     "traced or compiled (torch.compiler.is_compiling(), as in the attention masks of some transformers models), and "
                     "then torch.compile changes its numbers too, or the trace is wrong")
         if self.kind == "rounding":
-            return (f"in float64 the plan computes what the model computes; in the model's own dtypes it is off in step {self.step} by more "
-                    "than rounding explains: a sum over ranks may be in a dtype too narrow (see --precision reduce=)")
+            return (f"no op is wrong, and together they are off in step {self.step} by more than rounding explains: under a precision policy "
+                    "a sum over ranks may be in a dtype too narrow (see --precision reduce=); else please report it")
         specs = f"{' | '.join(self.inputs)} -> {' | '.join(self.outputs)}"
         if self.kind == "op":
             names = {"own": "autoshard's own rule", "dtensor": "the rule borrowed from DTensor", "replicate": "no rule (runs whole)"}
