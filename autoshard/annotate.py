@@ -348,11 +348,13 @@ def load_seeds(path: str) -> dict[str, Seed]:
             pairs = [(k, loader.construct_object(v, deep=True)) for k, v in root.value]
     except OSError as e:
         raise UsageError(f"cannot read seeds {path}: {e.strerror or e}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # such as the date 2026-13-45
         raise UsageError(f"{path} is not YAML: {' '.join(str(e).split())}") from None
     seeds: dict[str, Seed] = {}
     for key, value in pairs:
         where = f"{path}:{key.start_mark.line + 1}"
+        if not isinstance(key.value, str):
+            raise UsageError(f"{where}: the name of a seed must be text, such as layers.*.wq.weight")
         if key.value in seeds:
             raise UsageError(f"seed {key.value!r} is given twice, at {seeds[key.value].where} and {where}; keep one of them")
         try:

@@ -24,6 +24,7 @@ from autoshard.report.text import show
 from autoshard.report.what import to_json
 from autoshard.runtime.cache import cached
 from autoshard.runtime.fits import check_fits
+from autoshard.search.contest import read_problem
 from autoshard.verify.subject import Call
 
 JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=8),
@@ -118,6 +119,65 @@ def test_a_corrupt_cache_file_is_ignored_with_a_warning(tmp_path, plan, content,
 
 
 @FEW
+@given(st.data())
+def test_a_changed_cache_file_is_taken_or_replaced(tmp_path, plan, graph, data):
+    """Whatever stands there, what comes back fits the program, and so does what is then on disk."""
+    whole, path = json.loads(plan.to_json()), tmp_path / "key.json"
+    mutated = changed(whole, data.draw(st.sampled_from(list(places(whole)))), data.draw(JUNK))
+    path.write_text(json.dumps(mutated)[:data.draw(st.sampled_from([None, 7, 2000]))])
+    for _ in range(2):
+        found = cached(tmp_path, "key", lambda: plan, lambda found: check_fits(found, graph, plan.mesh))
+        check_fits(found, graph, plan.mesh)
+    assert Plan.load(path) == found
+
+
+PROFILE = (Path(autoshard.__file__).parent / "cost" / "clusters" / "cpu-gloo.toml").read_text().splitlines()
+VALUES = ["0", "-1", "1e308", "1e-308", "nan", "inf", '"x"', "true", "[]", "{}", '""', "[[1, 2], [1, 3]]", '"../../etc/passwd"', "9" * 400,
+          '{ value = 0, source = "x" }', '{ value = 1e300, source = "x" }', '{ value = -1.0, source = "x" }', '{ value = "x" }']
+
+
+@FEW
+@given(st.sampled_from([i for i, line in enumerate(PROFILE) if "=" in line]), st.sampled_from(VALUES) | st.none())
+def test_a_changed_profile_is_refused_or_plans(tmp_path, line, value):
+    """None: the line is left out."""
+    key = PROFILE[line].partition("=")[0]
+    (tmp_path / "p.toml").write_text("\n".join([*PROFILE[:line], *([] if value is None else [f"{key}= {value}"]), *PROFILE[line + 1:]]))
+    try:
+        made = autoshard.plan(MODEL, "d=2", BATCH, loss_fn=F.mse_loss, cluster=str(tmp_path / "p.toml"), time_limit=2.0)
+        assert made.objective_s >= 0
+    except AutoshardError as e:
+        assert str(e)
+
+
+@FEW
+@given(st.text(max_size=30) | st.dictionaries(st.text(max_size=4), JUNK, max_size=3).map(str) | st.sampled_from(
+    ["a: &a [*a]", "!!python/object/apply:os.system ['touch hacked']", "a: d,-\na: d,-", "? [1, 2]\n: 3", "a: 2026-01-01", "a: 2026-13-45", "? []", "[" * 5000, "- a", "0x1: d", "a:\n  b: c"]))
+def test_any_seeds_file_is_read_or_refused(tmp_path, text):
+    (tmp_path / "seeds.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+    try:
+        parse_seeds([], tmp_path / "seeds.yaml")
+    except AutoshardError as e:
+        assert str(e)
+    assert not Path("hacked").exists()
+
+
+CONTEST = {"problem": {"name": "x", "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1, 2], [3, 4]], "usages": [[1, 2], [3, 4]]},
+                       "edges": {"nodes": [[0, 1]], "costs": [[0, 1, 2, 3]]}, "usage_limit": 6}}
+
+
+@FEW
+@given(st.sampled_from(list(places(CONTEST))), JUNK)
+def test_a_changed_problem_is_solved_or_refused(tmp_path, path, value):
+    (tmp_path / "p.json").write_text(json.dumps(changed(CONTEST, path, value)))
+    try:
+        problem = read_problem(tmp_path / "p.json")
+    except AutoshardError as e:
+        assert str(e)
+        return
+    assert [len(costs) for costs in problem.node_costs] == [2, 2] or path[:3] == ("problem", "nodes", "costs")
+
+
+@FEW
 @given(st.text(max_size=20) | st.from_regex(r"[a-z]{0,3}=?-?[0-9]{0,9}([,x][a-z]{0,2}=?[0-9.]{0,4}){0,3}", fullmatch=True))
 def test_any_text_is_a_mesh_or_an_error(text):
     try:
@@ -155,7 +215,7 @@ OPTIONS = {"--mesh": ["d=2", "dp=2,tp=2", "0", "d=-1", "x", "", "d=2,d=2", "d=99
 
 
 @settings(FEW, max_examples=40)
-@given(st.sampled_from(["plan", "verify", "report", "clusters", "solve", "nonsense"]),
+@given(st.sampled_from(["plan", "verify", "report", "clusters", "solve", "compare", "explain", "diff", "memory", "calibrate", "nonsense"]),
        st.sampled_from([["mlp:tiny"], ["mlp:huge"], ["os:system"], ["json:loads"], ["../models/mlp"], ["/etc/passwd"], []]),
        st.lists(st.sampled_from(sorted(OPTIONS)).flatmap(lambda o: st.tuples(st.just(o), st.sampled_from(OPTIONS[o]))), max_size=3))
 def test_any_arguments_end_with_a_code_and_no_traceback(command, model, options):
