@@ -21,8 +21,14 @@ def show(report: Any, ran_as: str) -> None:
         if plan.first_wrong:
             console.print(section(f"Plan {plan.name}", Text(str(plan.first_wrong))))
     for note in (f"Ran {ran_as}, {report.steps} step{'s' if report.steps > 1 else ''}, in {report.dtype} on mesh {report.mesh}; "
-                 f"allowed: {report.tolerance:.0e}.", *report.notes):
+                 f"allowed: {report.tolerance:.0e}{_rounding(report)}.", *report.notes):
         console.print(Text(note[:1].upper() + note[1:]))
+
+
+def _rounding(report: Any) -> str:
+    """What else is allowed where the program has floats that round."""
+    rounds = any(c.run != "sharded" and c.limit > report.tolerance * c.size for p in report.plans for c in p.checks)
+    return " of layouts in float64, and the measured rounding where the program runs in its own dtypes" if rounds else ""
 
 
 def _verdicts(report: Any) -> Any:
