@@ -7,10 +7,12 @@ if that is within the gap it is the optimum. Equal layers are first tied: the sa
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt.python import mathopt
 
+from autoshard.search import guarded
 from autoshard.search.board import MARGIN, TIED, Board
 from autoshard.search.clock import Clock
 from autoshard.search.core import Core, build
@@ -18,10 +20,10 @@ from autoshard.search.large.exact import table_entries
 from autoshard.search.presolve import Infeasible, reduce_core
 from autoshard.search.priced import MIP_NODES, TABLES, Priced, choice_value, solve_left, solve_priced, tighten
 from autoshard.search.problem import row_loads
-from autoshard.search.tie import tie
+from autoshard.search.tie import Tied, tie
 
 TRIALS = 16
-ROOMS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # assumed gaps, widened while nothing is found
+ROOMS = (3e-5, 3e-4, 3e-3, 3e-2)  # assumed gaps, widened while nothing is found
 UNLIKELY = 0.3  # of what a bound lacks at its own prices: the optimum is hardly nearer to it
 TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
@@ -36,38 +38,87 @@ Plane = tuple[np.ndarray, float, np.ndarray]
 cost + excess x change of prices."""
 
 
+@dataclass(frozen=True, eq=False)
+class Quotient:
+    """The problem with its layers tied, after the best prices of its rows were looked for: `best` is their answer. Costs and
+    loads on `board` count per copy, see `tie.py`."""
+
+    tied: Tied
+    board: Board
+    core: Core
+    best: Priced | None
+
+
 def search_few_rows(board: Board, core: Core, seed: int) -> None:
-    """Tied first, if layers repeat: its choices are incumbents, its planes a start. Then the problem itself."""
-    _spare(core)
-    pool: list[np.ndarray] = []
-    start, planes = None, _planes(board, core)
-    quotient, lift = tie(board.problem)
-    if quotient.n < board.problem.n:
-        tied = Board(quotient, Clock(TIED_SHARE * board.clock.left, board.clock.work_limit, now=board.clock.now))
-        try:
-            tied_core = build(quotient)[0]
-            reduce_core(tied_core, tied.clock.expired)
-            _spare(tied_core)
-            best, planes, found = search_prices(tied, tied_core, _planes(board, tied_core), seed, rough=ROUGH)
-            start = best and best.prices
-            close(tied, tied_core, best, seed, TIED_NODES)
-            pool = [lift(choice) for choice in found]
-        except Infeasible:
-            board.report("no choice treats the layers alike")  # says nothing about untied ones
-        board.clock.cut |= tied.clock.cut or tied.clock.expired()
-        if tied.choice is not None:
-            board.offer(lift(tied.choice), TIED)
-        board.tied_proven = tied.proven and board.cost >= tied.cost - MARGIN * abs(tied.cost)
-        board.stats["tied"] = {"cost": tied.cost, "bound": tied.bound, "seconds": tied.clock.seconds}
-    best, _, found = search_prices(board, core, planes, seed, start)
+    """Tied first, if layers repeat: its choices are incumbents, its planes a start. Then the problem itself. Where the tied one
+    is solved at its best prices, layers only have to share a row: then the problem itself is likely to be proven without
+    the best tied choice."""
+    guarded.start()
+    quotient, planes, pool = _search_tied(board, core, seed)
+    tied_best = quotient.best if quotient is not None else None
+    likely = tied_best is not None and tied_best.exact and quotient.board.choice is not None
+    if likely:
+        board.offer(quotient.tied.lift(quotient.board.choice), TIED)
+    else:
+        _close_tied(board, quotient, seed)
+    best, _, found = search_prices(board, core, planes, seed, tied_best and tied_best.prices)
+    if likely:
+        close(board, core, best, seed, widest=ROOMS[0])
+        if not board.done:
+            _close_tied(board, quotient, seed)
     close(board, core, best, seed)
     _mix(board, [*pool, *found], seed)
     board.near = [*pool, *found]
 
 
-def _spare(core: Core) -> None:
+def _search_tied(board: Board, core: Core, seed: int) -> tuple[Quotient | None, list[Plane], list[np.ndarray]]:
+    """(None where no layers can be tied, planes, choices found) of the problem with its layers tied. Planes and choices are those
+    of the whole problem."""
+    tied = tie(board.problem)
+    if tied.problem.n == board.problem.n:
+        _spare(core)
+        return None, _planes(board, core), []
+    own = Board(tied.problem, _share(board))
+    tied_core = build(tied.problem, core)[0]
+    try:
+        reduce_core(tied_core, own.clock.expired)
+        _spare(core, tied_core)
+        known = _scaled(_planes(board, tied_core), 1 / tied.copies)
+        best, planes, found = search_prices(own, tied_core, known, seed, rough=ROUGH)
+    except Infeasible:
+        board.report("no choice treats the layers alike")  # says nothing about untied ones
+        return None, _planes(board, core), []
+    board.clock.cut |= own.clock.cut or own.clock.expired()
+    return Quotient(tied, own, tied_core, best), _scaled(planes, tied.copies), [tied.lift(choice) for choice in found]
+
+
+def _close_tied(board: Board, quotient: Quotient | None, seed: int) -> None:
+    """The best choice that treats the layers alike, in a share of the time that is left."""
+    if quotient is None:
+        return
+    own, copies = quotient.board, quotient.tied.copies
+    own.clock = _share(board)
+    close(own, quotient.core, quotient.best, seed, TIED_NODES)
+    board.clock.cut |= own.clock.cut or own.clock.expired()
+    if own.choice is not None:
+        board.offer(quotient.tied.lift(own.choice), TIED)
+    board.tied_proven = own.proven and board.cost >= copies * own.cost - MARGIN * abs(board.cost)
+    board.stats["tied"] = {"cost": copies * own.cost, "bound": copies * own.bound, "seconds": own.clock.seconds}
+
+
+def _share(board: Board) -> Clock:
+    return Clock(TIED_SHARE * board.clock.left, board.clock.work_limit, now=board.clock.now)
+
+
+def _scaled(planes: list[Plane], factor: float) -> list[Plane]:
+    """Planes of a problem whose costs and rows count `factor` times as much."""
+    return [(at, factor * value, factor * excess) for at, value, excess in planes]
+
+
+def _spare(core: Core, *others: Core) -> None:
     if table_entries(core) > HUGE:  # what reducing left in memory is worth less than the memory
-        core.forget()
+        for each in (core, *others):
+            each.forget()
 
 
 def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, start: np.ndarray | None = None,
@@ -117,15 +168,18 @@ def _not_asked(prices: np.ndarray, best: Priced, asked: list[np.ndarray]) -> np.
     return None
 
 
-def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int = MIP_NODES) -> None:
+def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int = MIP_NODES,
+          widest: float = ROOMS[-1]) -> None:
     """Assume that the optimum is little above the bound: then few strategies are possible. The best of them is optimal
     when it is as cheap as assumed; if there is none so cheap, the assumption is a bound. `nodes`: of a MIP's tree."""
     if best is None:
         return
     unit = abs(best.bound)
     for room in ROOMS:
-        if board.done:
+        if board.done or room > widest:
             return
+        if best.bound + room * unit <= board.bound:
+            continue  # nothing is there
         if room * unit < UNLIKELY * (best.value - best.bound) and room != ROOMS[-1]:
             continue  # the bound is that far from what it could be
         upper = best.bound + room * unit

@@ -39,6 +39,11 @@ class Priced:
     since: int
     loose: bool
 
+    @property
+    def exact(self) -> bool:
+        """Whether nothing could be cheaper at these prices than `choice`."""
+        return self.value - self.bound <= MARGIN * abs(self.bound)
+
     def possible(self, upper: float) -> dict[int, np.ndarray]:
         """Masks of the strategies of the core before pricing that a choice of cost at most `upper` may take."""
         return self.dual.core.widen(self.dual.possible(upper), upper - self.bound + MARGIN * abs(upper), self.since)

@@ -1,37 +1,74 @@
 """Tie the copies of repeated layers: one node for all nodes of a group.
 
-The quotient's choices are the choices of the whole problem that treat the copies alike, at the same cost, so its optimum
-is an incumbent. It is no bound: layers may differ at the optimum."""
+The quotient's choices are the choices of the whole problem that treat the copies alike, so its optimum is an incumbent.
+It is no bound: layers may differ at the optimum. All its costs, loads and limits are counted per layer (in parts of the
+most common number of copies): what lies inside a layer then looks exactly as it does in the whole problem, and what
+presolve found out about one holds for the other."""
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.search.problem import Edge, Intervals, Items, Problem
-
-Lift = Callable[[np.ndarray], np.ndarray]
+from autoshard.search.problem import Edge, Items, Problem
 
 
-def tie(problem: Problem) -> tuple[Problem, Lift]:
-    """(quotient, lift): `lift(choice of the quotient)` is a choice of `problem` of the same cost.
+@dataclass(frozen=True, eq=False)
+class Tied:
+    """`problem`'s choices, lifted, cost `copies` times as much and load rows `copies` times as much in the whole problem."""
 
-    A group whose members differ in their number of strategies is left free. Several items of one strategy on one row
-    add up; loads of copies add up too, so rows keep their limits."""
+    problem: Problem
+    copies: int
+    lift: Callable[[np.ndarray], np.ndarray]
+
+
+def tie(problem: Problem) -> Tied:
+    """The quotient of `problem`. A group whose members differ in their number of strategies is left free. Several items of
+    one strategy on one row add up; loads of copies add up too, so rows keep their limits."""
     node = _representatives(problem)
-    order, quotient = np.unique(node, return_inverse=True)
-    members = np.argsort(quotient, kind="stable")
-    splits = np.split(members, np.cumsum(np.bincount(quotient))[:-1]) if problem.n else []
-    costs = [np.sum([problem.node_costs[v] for v in group], axis=0) for group in splits]
-    edges = _edges(problem, quotient, costs)
-    items = replace(problem.items, node=quotient[problem.items.node]) if len(problem.items.node) else Items.empty()
+    order, quotient, sizes = np.unique(node, return_inverse=True, return_counts=True)
+    copies = Counter(sizes[sizes > 1].tolist()).most_common(1)[0][0] if problem.n > len(order) else 1
+    costs = _costs(problem, quotient, len(order), copies)
+    edges = _edges(problem, quotient, costs, copies)
     times = problem.intervals
-    tied = Problem(tuple(costs), edges, problem.row_limit, problem.row_price, items,
-                   None if times is None else Intervals(times.limit, quotient[times.node], times.strategy, times.lo, times.hi, times.amount),
+    tied = Problem(tuple(costs), edges, problem.row_limit / copies, problem.row_price, _items(problem, quotient, copies),
+                   None if times is None else replace(times, limit=times.limit / copies, node=quotient[times.node],
+                                                      amount=times.amount / copies),
                    names=tuple(problem.names[v] for v in order) if problem.names else ())
-    return tied, lambda choice: np.asarray(choice)[quotient]
+    return Tied(tied, copies, lambda choice: np.asarray(choice)[quotient])
+
+
+def _costs(problem: Problem, quotient: np.ndarray, count: int, copies: int) -> list[np.ndarray]:
+    """Per copy: the very array of a group's members where all of them have one and are as many as layers."""
+    kinds: list[dict[int, tuple[np.ndarray, int]]] = [{} for _ in range(count)]
+    for v, q in enumerate(quotient.tolist()):
+        cost = problem.node_costs[v]
+        kinds[q][id(cost)] = cost, kinds[q].get(id(cost), (cost, 0))[1] + 1
+    return [_scaled_sum(list(of.values()), copies) for of in kinds]
+
+
+def _scaled_sum(parts: list[tuple[np.ndarray, int]], copies: int) -> np.ndarray:
+    first, count = parts[0]
+    if len(parts) == 1 and count == copies:
+        return first
+    return sum(count / copies * part for part, count in parts)
+
+
+def _items(problem: Problem, quotient: np.ndarray, copies: int) -> Items:
+    """Items of one strategy on one row as one; where all copies load alike it is the load of one of them, unrounded."""
+    items = problem.items
+    if not len(items.node):
+        return items
+    node = quotient[items.node]
+    order = np.lexsort((items.row, items.strategy, node))
+    node, strategy, row, amount = node[order], items.strategy[order], items.row[order], items.amount[order]
+    new = np.flatnonzero(np.concatenate([[True], (np.diff(node) != 0) | (np.diff(strategy) != 0) | (np.diff(row) != 0)]))
+    count = np.diff(np.append(new, len(node)))
+    alike = np.minimum.reduceat(amount, new) == np.maximum.reduceat(amount, new)
+    total = np.where(alike, amount[new] * (count / copies), np.add.reduceat(amount, new) / copies)
+    return Items(node[new], strategy[new], row[new], total)
 
 
 def _representatives(problem: Problem) -> np.ndarray:
@@ -49,26 +86,27 @@ def _representatives(problem: Problem) -> np.ndarray:
     return out
 
 
-def _edges(problem: Problem, quotient: np.ndarray, costs: list[np.ndarray]) -> tuple[Edge, ...]:
+def _edges(problem: Problem, quotient: np.ndarray, costs: list[np.ndarray], copies: int) -> tuple[Edge, ...]:
     """Edges between the same two groups add up, equal ones by multiplication; one within a group is its diagonal."""
     counts: dict[tuple[int, int], Counter] = {}
     kinds: dict[tuple, Edge] = {}
+    scaled: dict[tuple[int, int], np.ndarray] = {}
+    place = quotient.tolist()
     for e in problem.edges:
-        u, v = int(quotient[e.u]), int(quotient[e.v])
+        u, v = place[e.u], place[e.v]
         kind = (id(e.table), id(e.rows), id(e.cols), u > v)
         kinds.setdefault(kind, e)
         counts.setdefault((min(u, v), max(u, v)), Counter())[kind] += 1
     out = []
     for (u, v), kinds_here in counts.items():
-        if u == v:
-            for kind, count in kinds_here.items():
-                costs[u] = costs[u] + count * np.diagonal(kinds[kind].dense())
-            continue
-        if len(kinds_here) == 1 and next(iter(kinds_here.values())) == 1:
-            (kind,) = kinds_here
-            e = kinds[kind]
-            out.append(Edge(v, u, e.table, e.rows, e.cols) if kind[3] else Edge(u, v, e.table, e.rows, e.cols))
-            continue
-        table = sum(count * (kinds[kind].dense().T if kind[3] else kinds[kind].dense()) for kind, count in kinds_here.items())
-        out.append(Edge(u, v, table, np.arange(len(costs[u])), np.arange(len(costs[v]))))
+        for kind, count in kinds_here.items():
+            e, table = kinds[kind], kinds[kind].table
+            if u == v:
+                costs[u] = costs[u] + count / copies * table[e.rows, e.cols]
+                continue
+            if count != copies:
+                if (id(table), count) not in scaled:
+                    scaled[id(table), count] = count / copies * table
+                table = scaled[id(table), count]
+            out.append(Edge(*((v, u) if kind[3] else (u, v)), table, e.rows, e.cols))
     return tuple(out)
