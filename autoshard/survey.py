@@ -153,7 +153,7 @@ def user_errors(phase: str, hint: Callable[[], str] = str) -> Iterator[None]:
     except AutoshardError:
         raise
     except Exception as e:
-        kind = ReadsData if isinstance(e, _torch.DATA_DEPENDENT) else TraceError
+        kind = ReadsData if _reads_data(e) else TraceError
         raise kind(explain(e, phase) + hint()) from None
 
 
@@ -163,13 +163,18 @@ def explain(e: BaseException, phase: str) -> str:
     at = f"\n  at {where}" if where else ""
     if isinstance(e, AutoshardError):
         return str(e)
-    if isinstance(e, _torch.DATA_DEPENDENT):
+    if _reads_data(e):
         return on_data(phase, where)
     if "c10d." in str(e):
         return f"the model calls a collective in place{at}\n  {ONLY_TAKEN}"
     if "use_reentrant=True" in str(e):
         return f"torch.utils.checkpoint is used with use_reentrant=True{at}\n  pass use_reentrant=False"
     return f"the model's {phase} pass raised {short(e)}{at}"
+
+
+def _reads_data(e: BaseException) -> bool:
+    """Also where C++ code reads it, as indexing by a list of numbers that are tensors does."""
+    return isinstance(e, _torch.DATA_DEPENDENT) or "its data is not allocated yet" in str(e)
 
 
 def on_data(phase: str, where: str) -> str:

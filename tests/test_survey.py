@@ -107,3 +107,13 @@ def test_the_loss_is_looked_at_too():
     with pytest.raises(TraceError, match="2 places") as error:
         trace(model, (torch.randn(4, 8), torch.randn(4, 8)), loss_fn=lambda out, t: (out - t).abs().max().item() * out.sum())
     assert "fallback" not in str(error.value), "the loss is no submodule"
+
+
+def test_data_read_below_python_is_told_as_such():
+    def body(m, x):
+        rows = tuple(x[:2, 0].long().abs() % 4)
+        out = m.linear(x).clone()
+        out[rows, (0, 1)] = 0.0
+        return out
+
+    assert "depends on the data of a tensor" in errors_of(body)
