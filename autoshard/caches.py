@@ -36,7 +36,7 @@ def kept_clean(mode: str) -> Iterator[None]:
     finally:
         torch.compiler.is_compiling = told
         if asked:
-            for cache in [o for o in gc.get_objects() if isinstance(o, functools._lru_cache_wrapper)]:
+            for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:  # isinstance asks a proxy's dead object
                 if _holds_a_trace(cache):
                     cache.cache_clear()
 
