@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m autoshard calibrate -o mycluster.toml
     torchrun --nproc-per-node 2 benchmarks/prediction.py --cluster mycluster.toml [--models gpt,mlp] [--json out.json]
 
-(`python -m torch.distributed.run` where there is no `torchrun`.) A step is zero_grad, forward, backward and a fused AdamW update; its
+(`python -m torch.distributed.run` where there is no `torchrun`.) A step is zero_grad, forward, backward and an AdamW update; its
 measured time is the lower quartile over rounds of the slowest rank, as in the calibration. Rounds go through all plans of a
 model in turn. The plans:
 
@@ -121,7 +121,7 @@ def as_executed(compiled: nn.Module) -> float:
 
 
 def _step(model: nn.Module, batch: tuple[Any, ...]) -> Callable[[], None]:
-    optimizer = autoshard.local_update(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    optimizer = autoshard.local_update(torch.optim.AdamW(model.parameters(), lr=1e-4))
 
     def run() -> None:
         optimizer.zero_grad()

@@ -192,25 +192,19 @@ def op_work(place: Place, dtypes: Sequence[torch.dtype]) -> Iterator[Work]:
 
 
 def optimizer_work(place: Place) -> Iterator[Work]:
-    """torch's fused AdamW on parameters as a compiled model holds them. A step updates TENSORS of them, and a sample is
-    one: what the step costs by itself is spread over them, as in a model."""
+    """AdamW as torch runs it by default, on each rank's own pieces (`autoshard.local_update`). A step updates TENSORS of them,
+    and a sample is one: what the step costs by itself is spread over them, as in a model."""
     from autoshard.cost.compute import OPTIMIZERS
 
     for numel in (*OPTIMIZER_SIZES, *HELD_OPTIMIZER_SIZES):
         params = [_parameter(place, numel) for _ in range(TENSORS)]
-        step = torch.optim.AdamW(params, fused=True).step
+        step = torch.optim.AdamW(params).step
         amount = 4.0 * numel * OPTIMIZERS["adamw"][1]
         sample = Sample("optimizer", "adamw", amount, 0.0, numel in HELD_OPTIMIZER_SIZES, dtype="float32", moved=amount)
         yield Work(sample, step, False, len(params))
 
 
 def _parameter(place: Place, numel: int) -> torch.nn.Parameter:
-    from torch.distributed.tensor import DTensor, Replicate
-
-    def held(x: torch.Tensor) -> torch.Tensor:
-        mesh = place.device_mesh
-        return x if mesh is None else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    out = torch.nn.Parameter(held(torch.randn(numel, device=place.device)))
-    out.grad = held(torch.randn(numel, device=place.device))
+    out = torch.nn.Parameter(torch.randn(numel, device=place.device))
+    out.grad = torch.randn(numel, device=place.device)
     return out

@@ -120,8 +120,9 @@ def compute_dtype(call: Call) -> torch.dtype:
 
 def optimizer_seconds(name: str, nbytes: Any, device: Device) -> Any:
     """Seconds of one fused update of a parameter of `nbytes` local bytes (may be an array): tensors read or written
-    x nbytes / (bandwidth x e_pointwise), or the profile's measured curve "optimizer" of the bytes moved; gradient and state being held in the parameter's own dtype. No overhead
-    per parameter: a fused or foreach update launches few kernels for the whole model.
+    x nbytes / (bandwidth x e_pointwise), gradient and state being held in the parameter's own dtype; no overhead per
+    parameter, as a fused update launches few kernels for the whole model. Where the profile has a measured curve
+    "optimizer", it is read at those bytes: the figure of one parameter in the form that was measured.
 
     Raises UsageError for an unknown optimizer.
     >>> optimizer_seconds("adamw", 4 * 8.03e9, h100)                # 7 x 4 x 8.03e9 / (3.35e12 x 0.85)
