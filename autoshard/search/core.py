@@ -167,10 +167,11 @@ class Core:
             del self.adj[u][v]
         self.cost[v], self.adj[v], self.items[v] = None, {}, ()
 
-    def lift(self, choice: np.ndarray) -> np.ndarray:
-        """Undo every reduction: from a choice on the nodes alive (others ignored) to one on all nodes."""
+    def lift(self, choice: np.ndarray, since: int = 0) -> np.ndarray:
+        """Undo every reduction from number `since` of `undo` on: from a choice on the nodes alive (others ignored) to one on
+        the nodes there were, by default on all."""
         full = np.array(choice, dtype=np.int64)
-        for step in reversed(self.undo):
+        for step in reversed(self.undo[since:]):
             step.lift(full)
         return full
 

@@ -24,6 +24,7 @@ from autoshard.search.tie import Tied, tie
 
 TRIALS = 16
 ROOMS = (3e-5, 3e-4, 3e-3, 3e-2)  # assumed gaps, widened while nothing is found
+LIKELY = 3e-4  # the widest of them before the best tied choice is known
 UNLIKELY = 0.3  # of what a bound lacks at its own prices: the optimum is hardly nearer to it
 TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
@@ -63,7 +64,7 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
         _close_tied(board, quotient, seed)
     best, _, found = search_prices(board, core, planes, seed, tied_best and tied_best.prices)
     if likely:
-        close(board, core, best, seed, widest=ROOMS[0])
+        close(board, core, best, seed, widest=LIKELY)
         if not board.done:
             _close_tied(board, quotient, seed)
     close(board, core, best, seed)

@@ -4,6 +4,9 @@ Variables x[v, s] in {0, 1} (one strategy per node) and y[u, s, v, t] >= 0 on th
 sum_t y = x[u, s] and sum_s y = x[v, t]. A hard row is added only once a solution violates it; a priced row has an
 excess variable with the row's price as cost. Costs are shifted (each table's least entry is zero, see `_tighten`)
 and scaled so that the solver's absolute tolerances stay far below the costs that matter.
+
+Nodes without neighbours that look the same are one set of whole numbers: how many of them take each strategy. Which of
+them does which makes no difference, and a solver that sees them one by one tries all orders.
 """
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from ortools.math_opt import model_pb2
 
 from autoshard.search.core import Core
 from autoshard.search.guarded import solve_program
+from autoshard.search.presolve.gather import look
 
 ROWS_PER_ROUND = 12
 SCALED_SUM = 1e6
@@ -39,20 +43,22 @@ class MipModel:
     """One core as arrays; `solve` may be called again after rows were added."""
 
     def __init__(self, core: Core):
-        self.core = core
-        self.nodes = core.alive
+        self.core, self.copies = core, _copies(core)
+        self.nodes = [same[0] for same in self.copies]
         sizes = [len(core.cost[v]) for v in self.nodes]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.start = dict(zip(self.nodes, starts[:-1].tolist(), strict=True))
         self.n_x = int(starts[-1])
         self.node_of = np.repeat(np.arange(len(self.nodes)), sizes)
+        count = np.array([len(same) for same in self.copies], dtype=np.float64)
         costs = np.concatenate([core.cost[v] for v in self.nodes]) if self.nodes else np.zeros(0)
         self.allowed = np.isfinite(costs)  # presolve removes the others, unless the clock cut it short
         self.objective = [np.where(self.allowed, costs, 0.0)]
         self.row_ids: list[np.ndarray] = [self.node_of]
         self.col_ids: list[np.ndarray] = [np.arange(self.n_x)]
         self.coefficients: list[np.ndarray] = [np.ones(self.n_x)]
-        self.lower, self.upper = [1.0] * len(self.nodes), [1.0] * len(self.nodes)
+        self.most = np.where(self.allowed, np.repeat(count, sizes), 0.0)
+        self.lower, self.upper = count.tolist(), count.tolist()
         self.n_columns = self.n_x
         self._add_edges()
         self._collect_items()
@@ -112,12 +118,12 @@ class MipModel:
     def _covering(self, row: int) -> np.ndarray:
         return np.flatnonzero((self.item_lo <= row) & (row < self.item_hi))
 
-    def overloads(self, x: np.ndarray) -> np.ndarray:
-        """Load minus limit of each hard row (others: -inf) for node choices x (per entry of `nodes`)."""
+    def overloads(self, taken: np.ndarray) -> np.ndarray:
+        """Load minus limit of each hard row (others: -inf); `taken`: how many nodes take each strategy."""
         core = self.core
         delta = np.zeros(len(core.limit) + 1)
         for lo, hi, column, amount in zip(self.item_lo, self.item_hi, self.item_column, self.item_amount, strict=True):
-            load = amount[x[self.node_of[column]]]
+            load = np.dot(amount, taken[column:column + len(amount)])
             delta[lo] += load
             delta[hi] -= load
         over = core.base + np.cumsum(delta)[:-1] - core.limit
@@ -130,7 +136,7 @@ class MipModel:
         n, m = len(objective), len(self.lower)
         model.variables.ids.extend(range(n))
         model.variables.lower_bounds.extend([0.0] * n)
-        model.variables.upper_bounds.extend([*self.allowed.astype(float).tolist(), *[np.inf] * (n - self.n_x)])
+        model.variables.upper_bounds.extend([*self.most.tolist(), *[np.inf] * (n - self.n_x)])
         model.variables.integers.extend([True] * self.n_x + [False] * (n - self.n_x))
         used = np.flatnonzero(objective)
         model.objective.linear_coefficients.ids.extend(used.tolist())
@@ -149,7 +155,7 @@ class MipModel:
         return model, scale
 
     def run(self, solver: str, seconds: float, seed: int, nodes: int | None) -> tuple[np.ndarray | None, float, bool, bool]:
-        """(node choices or None, bound, finished, infeasible) of the program with its present rows."""
+        """(how many nodes take each strategy, or None; bound, finished, infeasible) of the program with its present rows."""
         proto, scale = self.proto()
         answer = solve_program(proto.SerializeToString(), self.n_x, solver=solver, seconds=seconds, seed=seed, nodes=nodes)
         self.timed |= answer.reason == "KILLED" or answer.limit == "TIME"
@@ -158,10 +164,33 @@ class MipModel:
         bound, values = answer.bound / scale + self.core.constant, answer.values
         if values is None:
             return None, bound, False, False
-        order = np.lexsort((values, self.node_of))
-        last = np.append(np.flatnonzero(np.diff(self.node_of)), self.n_x - 1)
-        starts = np.array([self.start[v] for v in self.nodes])
-        return order[last] - starts, bound, answer.reason == "OPTIMAL", False
+        return self._whole(values), bound, answer.reason == "OPTIMAL", False
+
+    def _whole(self, values: np.ndarray) -> np.ndarray:
+        """Solvers leave whole numbers within their tolerance: what is missing goes where most was cut off."""
+        taken = np.floor(values + 1e-6).astype(np.int64)
+        for v, same in zip(self.nodes, self.copies, strict=True):
+            at, k = self.start[v], len(self.core.cost[v])
+            missing = len(same) - int(taken[at:at + k].sum())
+            if missing:
+                taken[at + np.argsort(taken[at:at + k] - values[at:at + k], kind="stable")[:missing]] += 1
+        return taken
+
+    def choice(self, taken: np.ndarray) -> np.ndarray:
+        """Per core node; nodes that are gone get 0."""
+        out = np.zeros(len(self.core.cost), dtype=np.int64)
+        for v, same in zip(self.nodes, self.copies, strict=True):
+            k = len(self.core.cost[v])
+            out[same] = np.repeat(np.arange(k), taken[self.start[v]:self.start[v] + k])
+        return out
+
+
+def _copies(core: Core) -> list[list[int]]:
+    """Nodes that look the same and have no neighbours, together; every other node alone."""
+    found: dict[object, list[int]] = {}
+    for v in core.alive:
+        found.setdefault(v if core.adj[v] else look(core, v), []).append(v)
+    return list(found.values())
 
 
 def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0, nodes: int | None = None) -> MipAnswer:
@@ -169,25 +198,23 @@ def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0
     solution is returned only when it fits. `nodes` of the search tree a run at most."""
     clock = datetime.datetime.now
     end = clock() + datetime.timedelta(seconds=seconds)
-    choice = np.zeros(len(core.cost), dtype=np.int64)
     if not core.alive:
         over = np.maximum(0.0, core.base - core.limit)
         hard = np.isinf(core.price)
         if (over[hard] > 1e-9 * np.maximum(1.0, np.abs(core.limit[hard]))).any():
             return MipAnswer(None, np.inf, True, True, 0)
-        return MipAnswer(choice, core.constant + float(np.dot(over[~hard], core.price[~hard])), True, False, 0)
+        return MipAnswer(np.zeros(len(core.cost), dtype=np.int64), core.constant + float(np.dot(over[~hard], core.price[~hard])), True, False, 0)
     model, bound = MipModel(core), -np.inf
     while True:
-        x, new_bound, finished, infeasible = model.run(solver, (end - clock()).total_seconds(), seed, nodes)
+        taken, new_bound, finished, infeasible = model.run(solver, (end - clock()).total_seconds(), seed, nodes)
         bound = max(bound, new_bound)
-        if infeasible or x is None:
+        if infeasible or taken is None:
             return MipAnswer(None, bound, finished, infeasible, len(model.rows), model.timed)
-        over = model.overloads(x)
+        over = model.overloads(taken)
         worst = _local_peaks(over, 1e-9 * np.maximum(1.0, np.abs(core.limit)), model.rows)
         if not worst:
-            choice[model.nodes] = x
             tight = over <= 1e-9 * np.maximum(1.0, np.abs(core.limit))
-            return MipAnswer(choice if tight.all() else None, bound, finished, False, len(model.rows), model.timed)
+            return MipAnswer(model.choice(taken) if tight.all() else None, bound, finished, False, len(model.rows), model.timed)
         if not finished and (end - clock()).total_seconds() <= 0:
             return MipAnswer(None, bound, False, False, len(model.rows), True)
         for row in worst:

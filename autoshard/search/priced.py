@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from autoshard.search.large.dual import Dual
 from autoshard.search.large.exact import SMALL_TABLES, shrink, table_entries
 from autoshard.search.milp import MipAnswer, solve_mip
 from autoshard.search.presolve import Infeasible, reduce_core
+from autoshard.search.presolve.gather import gather
 from autoshard.search.presolve.pairs import merge_pairs
 from autoshard.search.problem import priced_cost
 
@@ -132,6 +133,8 @@ def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndar
 def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES) -> MipAnswer:
     """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
     time that is left is not enough for them."""
-    answer = solve_mip(core, 0.5 * board.clock.left, seed=seed, nodes=nodes)
+    joined = core.copy()
+    gather(joined)
+    answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes)
     board.clock.cut |= answer.timed
-    return answer
+    return answer if answer.choice is None else replace(answer, choice=joined.lift(answer.choice, len(core.undo)))

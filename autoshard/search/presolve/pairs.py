@@ -62,7 +62,8 @@ def merge(core: Core, u: int, v: int) -> None:
         core.drop_edge(u, v)
     edges = [(w, core.memo_shaped(_repeated, sizes[1:], table)) for w, table in core.adj[u].items()]
     edges += [(w, core.memo_shaped(_tiled, sizes[:1], table)) for w, table in core.adj[v].items()]
-    items = [(i, np.repeat(i.amount, sizes[1])) for i in core.items[u]] + [(i, np.tile(i.amount, sizes[0])) for i in core.items[v]]
+    items = [(i, core.memo_shaped(_each_repeated, sizes[1:], i.amount)) for i in core.items[u]]
+    items += [(i, core.memo_shaped(_all_repeated, sizes[:1], i.amount)) for i in core.items[v]]
     cost = core.memo(_joint, core.cost[u], core.cost[v], *(() if between is None else (between,)))
     core.remove(v)
     core.remove(u)
@@ -76,6 +77,14 @@ def merge(core: Core, u: int, v: int) -> None:
 
 def _joint(a: np.ndarray, b: np.ndarray, *between: Table) -> np.ndarray:
     return (a[:, None] + b[None, :] + (between[0].a if between else 0.0)).ravel()
+
+
+def _each_repeated(shape: tuple, amount: np.ndarray) -> np.ndarray:
+    return np.repeat(amount, shape[0])
+
+
+def _all_repeated(shape: tuple, amount: np.ndarray) -> np.ndarray:
+    return np.tile(amount, shape[0])
 
 
 def _repeated(shape: tuple, table: Table) -> Table:
