@@ -6,37 +6,31 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from autoshard.annotate import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
-from autoshard.assemble import Plays, make_plan
-from autoshard.baselines import baselines
+from autoshard.assemble import make_plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
-from autoshard.feasible import cheapest_known, cpu_seconds, explain_infeasible, fits_exactly, search_ample, search_within, with_bound
-from autoshard.formulate import Formulation, formulate
+from autoshard.feasible import cpu_seconds
+from autoshard.formulate import Formulation
 from autoshard.graph import Graph
-from autoshard.incumbents import known_plans
-from autoshard.layers import repeated_layers
 from autoshard.mesh import Mesh, parse_mesh
 from autoshard.options import Options, Progress, parse_bytes
-from autoshard.plan import AGAIN, Plan
+from autoshard.plan import Plan
+from autoshard.programs import Programs, asked_of, formulated, searched
 from autoshard.propagate import propagate, taken
 from autoshard.precision import Precision
 from autoshard.reachable import reachable
-from autoshard.recompute import candidates
 from autoshard.rules.factors import factor_graph
 from autoshard.report.whole import whole_notes
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.pulse import JOIN
-from autoshard.search.problem import Solution
 from autoshard.simplify import simplify
-from autoshard.sources import open_table, program_with
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
@@ -136,11 +130,6 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None
         return replace(table, seeds=seeds)
 
 
-def formulated(table: CostTable, options: Options) -> Formulation:
-    """The search problem of a cost table, within the memory that `options` allow."""
-    return formulate(table, memory_limit=options.memory_limit(table.cluster), layers=repeated_layers(table.graph))
-
-
 def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
            model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None) -> Plan:
     """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
@@ -148,16 +137,17 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
     clock, limit = clock or Clock(None), options.memory_limit(table.cluster)
     settings = options.settings(table.graph.training, has_loss)
     with clock("formulate"):
-        asked = _asked(formulation or formulated(table, options), settings)
+        asked = asked_of(formulation or formulated(table, options), settings)
         spread = propagate(asked.formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
         asked.known.extend([spread.choice] if spread else [])
+        programs = Programs(asked, options, settings)
     with clock("search"):
         if options.search == PROPAGATE:
             solution = taken(asked.formulation, spread)
         else:
-            asked, solution = _searched(asked, options, settings, clock)
+            asked, solution = searched(programs, clock.search)
     if solution.choice is None:
-        raise explain_infeasible(asked.formulation, solution, limit, asked.played, asked.known)
+        raise programs.nothing_fits(solution, spread.choice if options.search == PROPAGATE else None)
     with clock("assemble"):
         found = make_plan(asked.formulation, solution, memory_limit=limit, model=model_info or {}, settings=settings,
                           seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table), played=asked.played)
@@ -167,49 +157,6 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
             logging.getLogger("autoshard.propagate").warning(warning)
         found = replace(found, status=spread.status, notes=(*found.notes, *spread.warnings))
     return replace(found, timings=dict(clock.seconds))
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """A search problem with the timelines of its choices, and choices known beforehand."""
-
-    formulation: Formulation
-    played: Plays
-    known: list[np.ndarray]
-
-
-def _asked(formulation: Formulation, settings: Mapping[str, Any]) -> _Asked:
-    again = any(op.name.endswith(AGAIN) for op in formulation.table.graph.ops)
-    by_hand = () if again else baselines(formulation)  # plans by hand run nothing again
-    return _Asked(formulation, Plays(formulation, settings), [choice for _, choice in (*known_plans(formulation), *by_hand)])
-
-
-def _searched(asked: _Asked, options: Options, settings: Mapping[str, Any], clock: "Clock") -> tuple[_Asked, Solution]:
-    """The problem searched in the end, and what was found. In training the first one has ample memory: where its best plan
-    fits, nothing else matters. Then it is open what backward runs again; only where no such plan is found, nothing is, or all."""
-    table = asked.formulation.table
-    limit, how = options.memory_limit(table.cluster), {"backend": options.search, "progress": clock.search}
-    if not table.graph.training:
-        return asked, search_within(asked.formulation, limit, measure=asked.played, incumbents=asked.known,
-                                    time_limit=options.time_limit, **how)
-    start = cpu_seconds()
-    free = search_ample(asked.formulation, incumbents=asked.known, time_limit=options.time_limit / 2, **how)
-    if free.choice is None or fits_exactly(asked.formulation, asked.played(free.choice), limit):
-        return asked, free
-    programs = (lambda: _asked(formulated(open_table(table), options), settings), lambda: asked,
-                lambda: _asked(formulated(program_with(table, frozenset(candidates(table.graph))), options), settings))
-    bound = free.bound
-    for program in programs:  # where less is open there is less to miss
-        tried = program()
-        left = max(options.time_limit / 4, start + options.time_limit - cpu_seconds())
-        found = search_within(tried.formulation, limit, measure=tried.played, incumbents=tried.known, time_limit=left, **how)
-        bound = max(bound, found.bound) if tried.formulation.table.base else bound  # else it is one of a part of all programs
-        if found.choice is not None:
-            break
-    by_hand = cheapest_known(asked.formulation, limit, asked.played, asked.known)
-    if by_hand.cost < found.cost:
-        tried, found = asked, by_hand
-    return tried, with_bound(found, bound)
 
 
 def _seed_notes(table: CostTable) -> tuple[str, ...]:

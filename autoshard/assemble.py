@@ -192,7 +192,7 @@ class Plays:
     def __call__(self, choice: np.ndarray) -> Timeline:
         key = np.asarray(choice, dtype=np.int64).tobytes()
         if key not in self._known:
-            self._footprints = self._footprints or Footprints(self.formulation.table.mesh)
+            self._footprints = self._footprints or Footprints(self.formulation.table.mesh, self.formulation.table.cluster)
             chosen = chosen_by(self.formulation, np.asarray(choice))
             self._known[key] = memory_of(chosen.table, bare_plan(chosen, self.settings), self._footprints)
         return self._known[key]

@@ -1,4 +1,4 @@
-"""Plans that fit: the search's memory rows first, then what the timeline of the plan found says; or why nothing fits.
+"""Plans that fit: the search's memory rows first, then what the timeline of the plan found says.
 
 The rows of the formulation count only what is surely there, so their bound holds for every plan. A plan found under them is
 played; where it is fuller than allowed, the rows are limited by as much less, and the search goes on; where that does not help,
@@ -7,33 +7,35 @@ the moment gets a row of its own. What is returned fits exactly. Time is CPU tim
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from autoshard.annotate import was_given
 from autoshard.assemble import Plays
-from autoshard.cost_table import CostTable
-from autoshard.errors import InfeasibleError
-from autoshard.formulate import Formulation, formulate, unreachable
+from autoshard.formulate import Formulation, unreachable
 from autoshard.memory.rows import limited, with_row, without_idle
 from autoshard.memory.timeline import Timeline
-from autoshard.pinned import pinned, without_seeds
 from autoshard.search import Board, Clock, guarded, solve
 from autoshard.search.board import TIED, Progress
 from autoshard.search.problem import Edge, Problem, Solution, Status, evaluate, row_loads
 
-SECONDS = 30.0
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
-MOST_PLAYED = 6
-NAMED = 3  # seeds in a message
 
 Measure = Callable[[np.ndarray], Timeline]
 """The timeline of a choice."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A search problem with the timelines of its choices, and choices known beforehand."""
+
+    formulation: Formulation
+    played: Plays
+    known: list[np.ndarray]
 
 
 def search_within(formulation: Formulation, limit: float, *, measure: Measure, time_limit: float, incumbents: Sequence[np.ndarray],
@@ -136,6 +138,17 @@ def _cheapest_fitting(problem: Problem, choices: Sequence[np.ndarray], measure: 
     return None
 
 
+def stored_is_too_much(formulation: Formulation) -> bool:
+    """Whether what is surely stored at the end of a step does not fit, in whatever layout and whatever backward runs again."""
+    row = formulation.memory_rows["update" if formulation.table.graph.training else "turn"]
+    return least_possible(formulation.problem, row) > formulation.problem.row_limit[row]
+
+
+def least_possible(problem: Problem, row: int) -> float:
+    """What is on a row whatever is chosen, were every node free to take its least. More than the limit: nothing fits."""
+    return float(sum(least.min() for least in _with_memory(problem, np.array([row]), 1.0, _free)))
+
+
 def possible(problem: Problem, choices: Iterable[np.ndarray]) -> list[np.ndarray]:
     """Those that some amount of memory would allow: where layouts are given, a plan by hand may be none of them."""
     enough = ample(problem)
@@ -168,59 +181,6 @@ def fits(problem: Problem, rows: np.ndarray, choice: np.ndarray) -> bool:
     return bool(np.all(row_loads(problem, choice)[rows] <= problem.row_limit[rows]))
 
 
-def explain_infeasible(formulation: Formulation, solution: Solution, limit: float, measure: Plays,
-                       incumbents: Iterable[np.ndarray] = ()) -> InfeasibleError:
-    """The error to raise: the peak of the leanest plan found, when it is and what is alive there, and a proven lower bound."""
-    problem = formulation.problem
-    rows, slack = formulation.memory_rows, 1.0 + formulation.table.cluster.device.allocator_slack
-    always = sum(op.outputs[0].nbytes for op in formulation.table.graph.of_kind("buffer"))
-    leasts = [solve(least_memory(problem, [row]), time_limit=SECONDS / len(rows)) for row in rows.values()]
-    if any(least.choice is None for least in leasts):
-        given = " and the collectives that the model calls itself" if any(map(was_given, formulation.table.graph.ops)) else ""
-        return InfeasibleError(f"no choice of strategies satisfies all seeds{given}, whatever the memory; "
-                               "take seeds away until a plan exists, or leave dims open with ...")
-    bound = slack * (always + max(least.bound for least in leasts))
-    tried = [measure(np.asarray(c)) for c in (*(least.choice for least in leasts), *possible(problem, incumbents)[:MOST_PLAYED])]
-    leanest = min(tried, key=lambda t: t.peak)
-    certain = "" if bound > limit else f" (not proven: the search stopped, {solution.status.value})"
-    return InfeasibleError(
-        f"no plan fits in {_text(limit)} per rank{certain}: no plan needs less than {_text(bound)} (proven), and the least found "
-        f"needs {_text(slack * leanest.peak)}. {_when(leanest)}. Raise the memory budget, use more ranks or a smaller batch"
-        f"{_seeds_in_the_way(formulation.table, limit, measure.settings)}")
-
-
-def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any]) -> str:
-    """Whether a plan would fit without the user's seeds, and which of them hold most. Empty where there are none."""
-    if not table.seeds.matches:
-        return ""
-    free = formulate(without_seeds(table.base or table, settings.get("outputs", "replicate")), memory_limit=limit)
-    played = Plays(free, settings)
-    found = search_within(free, limit, measure=played, time_limit=SECONDS, incumbents=())
-    if found.choice is None:
-        return f", or take seeds away, though without all {len(table.seeds.matches)} of them none was found that fits either"
-    needs = _text(played(found.choice).peak * (1.0 + table.cluster.device.allocator_slack))
-    most = ", ".join(f"{p.seed} {_text(p.nbytes)}" for p in pinned(table)[:NAMED])
-    return f". Without the seeds a plan fits: one that needs {needs} was found. Most bytes per rank are held by {most}"
-
-
-def _when(timeline: Timeline) -> str:
-    """The peak of a plan in words."""
-    peak = max(timeline.moments(), key=lambda m: m.total)
-    place = f" ({', '.join(x for x in (peak.module, peak.source) if x)})" if peak.module or peak.source else ""
-    parts = sorted(((n, c) for c, n in peak.by_category.items() if n), reverse=True)
-    alive = ", ".join(f"{a.name} {_text(a.nbytes)}" for a in timeline.largest()[:4])
-    return (f"Its peak is in {peak.window} at {peak.op}{place}: {', '.join(f'{c} {_text(n)}' for n, c in parts[:4])}; "
-            f"the largest tensors there: {alive}")
-
-
-def _text(nbytes: float) -> str:
-    """Bytes for a message, in the largest unit that leaves a number above 1."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.4g} {unit}"
-    return f"{nbytes:.0f} bytes"
-
-
 def fit_memory(formulation: Formulation, first: Solution, *, time_limit: float, progress: Callable | None = None,
                **options) -> Solution:
     """Where the search found nothing that fits: price the memory rows, and close in on the price at which plans fit.
@@ -230,13 +190,13 @@ def fit_memory(formulation: Formulation, first: Solution, *, time_limit: float, 
     when nothing fits."""
     problem, share = formulation.problem, time_limit / (ROUNDS + 2)
     rows = np.array(list(formulation.memory_rows.values()))
-    least = solve(least_memory(problem, rows), time_limit=share, **options)
+    least = solve(least_memory(problem, rows), time_limit=share, now=cpu_seconds, **options)
     if least.choice is None or not fits(problem, rows, least.choice):
         return first
     best = _Point.of(problem, rows, least.choice)
     price, over, bound = 0.0, None, first.bound
     for _ in range(ROUNDS + 1):
-        answer = solve(memory_priced(problem, rows, price), time_limit=share, incumbents=(best.choice,), **options)
+        answer = solve(memory_priced(problem, rows, price), time_limit=share, incumbents=(best.choice,), now=cpu_seconds, **options)
         bound = max(bound, answer.bound - price * float(problem.row_limit[rows].sum()))
         point = _Point.of(problem, rows, answer.choice)
         if point.excess <= 0 and point.seconds < best.seconds:
@@ -287,10 +247,15 @@ def least_memory(problem: Problem, rows: Iterable[int]) -> Problem:
     edges = []
     for e in problem.edges:
         if id(e.table) not in tables:
-            tables[id(e.table)] = np.where(np.isfinite(e.table), 0.0, np.inf)
+            tables[id(e.table)] = _free(e.table)
         edges.append(Edge(e.u, e.v, tables[id(e.table)], e.rows, e.cols))
-    costs = _with_memory(problem, np.array(list(rows)), 1.0, lambda c: np.where(np.isfinite(c), 0.0, np.inf))
+    costs = _with_memory(problem, np.array(list(rows)), 1.0, _free)
     return Problem(costs, tuple(edges), groups=problem.groups)
+
+
+def _free(costs: np.ndarray) -> np.ndarray:
+    """Costs of nothing, but where they forbid."""
+    return np.where(np.isfinite(costs), 0.0, np.inf)
 
 
 def _with_memory(problem: Problem, rows: np.ndarray, price: float, base: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, ...]:

@@ -24,6 +24,8 @@ WORKSPACE = {
 """Temporaries of an update by optimizer, in sizes of a parameter: most at a time for one parameter, how many of those live on
 while the next one is updated, and most of each where all are updated together. Others work in place.
 Source: torch/optim, compared as it runs in tests/cost/test_optimizers.py."""
+SCALARS = {"nadam": 2, "none": 0, "sgd": 0, "momentum": 0, "adam8bit": 0, "adamw8bit": 0}
+"""Float32 scalars in the state of each parameter; one, the count of steps, where an optimizer is not named here."""
 
 
 def value_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh) -> int:
@@ -48,7 +50,7 @@ def state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> i
 
     Adafactor keeps sums over the last dim and over the one before (all of a vector); 8-bit optimizers keep two bytes an
     element and a float32 scale per block of 256 for each moment, and float32 moments of parameters below 4096 elements.
-    Step counters, scalars, are left out.
+    Scalars are left out, see `scalar_bytes`.
     Sources: torch/optim/_adafactor.py; Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks
     and `min_8bit_size`: bitsandbytes/optim/optimizer.py, 0.44 and later).
 
@@ -61,6 +63,11 @@ def state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> i
     if optimizer in EIGHT_BIT:
         return 2 * (n + 4 * -(-n // BLOCK) if n >= SMALLEST else 4 * n)
     return n * optimizer_state_bytes(optimizer, dtype)
+
+
+def scalar_bytes(optimizer: str, parameters: int) -> int:
+    """Bytes of the scalars that an optimizer keeps for a number of parameters. AdamW, 100 parameters: 400."""
+    return 4 * SCALARS.get(optimizer, 1) * parameters
 
 
 def stored_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh, optimizer: str | None) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 
 from autoshard import _torch
+from autoshard.cost.cluster import Cluster
 from autoshard.emit import Emitter, Part
 from autoshard.graph import Call, Op, TensorMeta
 from autoshard.lower import emit_op, local_tensor_shape
@@ -62,10 +64,17 @@ class Footprint:
 
 @dataclass(eq=False)
 class Footprints:
-    """The footprints of one mesh, made on first use."""
+    """The footprints of one mesh on a cluster, made on first use."""
 
     mesh: Mesh
+    cluster: Cluster
     _known: dict[Any, Footprint] = field(default_factory=dict)
+
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """Mesh axes whose ranks are on several machines, taken to be what the innermost link joins: between them CPUs send messages."""
+        return frozenset(name for name, link in zip(self.mesh.names, self.cluster.links_for(self.mesh), strict=True)
+                         if any(level is not self.cluster.links[0] for level, _ in link.levels))
 
     def of_op(self, op: Op, call: Call, chosen: OpPlan, strides: Sequence[Strides]) -> Footprint:
         """Raises what lowering the op raises."""
@@ -89,7 +98,7 @@ class Footprints:
         with emit.part(Part("compute", op.name, op.phase)):
             results = emit_op(emit, op, call, chosen, inputs)[1]
         kept = [None if meta is None else r for meta, r in zip(call.outputs, results, strict=True)]
-        return _read(emit, inputs, kept, None)
+        return _read(emit, inputs, kept, None, self.apart)
 
     def _move(self, meta: TensorMeta, own: Any, steps: Sequence[Any], strides: Strides) -> Footprint:
         emit = Emitter(self.mesh)
@@ -98,10 +107,11 @@ class Footprints:
             pending = emit.redistribute(x, meta, shard_counts(meta.ndim, own, self.mesh.sizes), steps)
             started = pending.started.node
             result = emit.complete(pending)
-        return _read(emit, [x], [result], started)
+        return _read(emit, [x], [result], started, self.apart)
 
 
-def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started: torch.fx.Node | None) -> Footprint:
+def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started: torch.fx.Node | None,
+          apart: frozenset[str]) -> Footprint:
     """The footprint of a finished local graph. A variable lives until the last call that reads it, a buffer as long as
     some variable looks at it: that is how the generated code runs."""
     graph = emit.finish([r for r in results if r is not None])
@@ -118,7 +128,7 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
             if _storage(tensor) not in storages:
                 storages[_storage(tensor)] = first + len(made)
                 made.append(tensor.untyped_storage().nbytes())
-        if _is_swap(node, emit.mesh):
+        if _is_swap(node, emit.mesh, apart):
             last[first + 1] = _until(next(iter(node.users)), at)
             made.append(made[0])
         if (whole := whole_of(node)) is not None:
@@ -134,7 +144,7 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
     for i, node in enumerate(nodes):
         drops = tuple(b for b, end in last.items() if end == i)
         over = tuple(b for b in _over(node, storages) if b in drops) if makes[i] else ()
-        pieces.append(Piece(makes[i], drops, over, _is_swap(node, emit.mesh)))
+        pieces.append(Piece(makes[i], drops, over, _is_swap(node, emit.mesh, apart)))
     outputs = tuple(None if r is None else Output(storages[_storage(emit.value(r))], emit.value(r).stride()) for r in results)
     return Footprint(tuple(pieces), outputs, len(nodes) if started is None else at.get(started, -1) + 1)
 
@@ -149,12 +159,12 @@ def _over(node: torch.fx.Node, storages: dict[int, int]) -> Iterator[int]:
             yield mine
 
 
-def _is_swap(node: torch.fx.Node, mesh: Mesh) -> bool:
+def _is_swap(node: torch.fx.Node, mesh: Mesh, apart: frozenset[str]) -> bool:
     """Whether an all-reduce, made in place, takes a second buffer until it is waited for."""
     if node.target is not ALL_REDUCE:
         return False
     axes = str(node.args[-1]).removeprefix("axis:").split("+")
-    return swaps(prod(mesh.sizes[mesh.index(a)] for a in axes), node.meta["val"].untyped_storage().nbytes())
+    return not apart.isdisjoint(axes) and swaps(prod(mesh.sizes[mesh.index(a)] for a in axes), node.meta["val"].untyped_storage().nbytes())
 
 
 def _until(user: torch.fx.Node, at: dict[torch.fx.Node, int]) -> int:

@@ -60,8 +60,9 @@ def play(graph: Graph, plan: Plan, schedule: Schedule, footprints: Footprints) -
     player.enter(schedule)
     player.window("forward", schedule)
     if graph.training:
-        player.turn(schedule)
+        tangents = player.turn(schedule)
         player.window("backward", schedule)
+        player.leave(tangents)
     return Played(tuple(player.buffers), tuple(player.times))
 
 
@@ -95,8 +96,8 @@ class _Player:
         cut = [d for d, (n, m) in enumerate(zip(shape, local, strict=True)) if n != m]
         return all(n == 1 for n in local[:max(cut, default=0)])
 
-    def turn(self, schedule: Schedule) -> None:
-        """Between the windows: what backward does not need goes, tangents come. Saved values are arguments there,
+    def turn(self, schedule: Schedule) -> list[Buffer]:
+        """Between the windows: what backward does not need goes, tangents come and are returned. Saved values are arguments there,
         which lowering takes for contiguous."""
         for op in self.graph.of_kind("output"):
             if str(op.target).startswith("mutation:") and op.name in schedule.outputs:
@@ -106,15 +107,20 @@ class _Player:
         for buffer in self.buffers:
             buffer.reads = 0
         self.times.append(("backward", None))
-        for op in self.graph.of_kind("tangent"):
-            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), "temporaries")
+        tangents = [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("tangent")]
+        return [self._given(held, "temporaries") for held in tangents]
+
+    def leave(self, tangents: list[Buffer]) -> None:
+        """After backward: until then autograd holds what it called backward with."""
+        for buffer in tangents:
+            self._let_go(buffer)
 
     def _stored(self) -> list[Held]:
         return [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("param", "buffer")]
 
     def _given(self, held: Held, category: str) -> Buffer:
         buffer = self._make(value_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, category)
-        buffer.holders = 2 if category in ("parameters", "buffers", "inputs") else 1  # the user holds them too
+        buffer.holders = 2  # the user, or autograd, holds them too
         self.env[held] = buffer, self._contiguous(held)
         return buffer
 

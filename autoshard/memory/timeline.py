@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.cost.memory import stored_parts, update_workspace
+from autoshard.cost.memory import scalar_bytes, stored_parts, update_workspace
 from autoshard.graph import Graph, Op
 from autoshard.memory.footprint import Footprints
 from autoshard.memory.play import Buffer, Played, play
@@ -125,5 +125,6 @@ def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, opt
     updates all parameters in one call. Raises PlanError for a plan that does not fit the graph."""
     played = play(graph, plan, schedule(graph, plan, plan.mesh, route), footprints)
     local = [stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained]
-    return Timeline(graph, played, {"optimizer": sum(p["optimizer"] for p in local)},
+    optimizer_bytes = sum(p["optimizer"] for p in local) + scalar_bytes(optimizer, len(trained))
+    return Timeline(graph, played, {"optimizer": optimizer_bytes},
                     update_workspace(optimizer, [p["parameters"] for p in local], together))

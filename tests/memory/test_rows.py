@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +13,11 @@ from autoshard.assemble import Plays
 from autoshard.baselines import baselines
 from autoshard.cost_table import CostTable
 from autoshard.errors import InfeasibleError
-from autoshard.feasible import least_memory
+from autoshard.feasible import least_memory, least_possible
 from autoshard.incumbents import known_plans
 from autoshard.memory.rows import limited, with_row
 from autoshard.mesh import parse_mesh
-from autoshard.options import Options
+from autoshard.options import Options, parse_bytes
 from autoshard.plan import Plan
 from autoshard.search import solve
 from autoshard.search.problem import row_loads
@@ -41,6 +43,7 @@ def test_rows_never_count_more_than_the_peak(name: str) -> None:
     for choice in choices:
         loads = row_loads(problem, np.asarray(choice))
         assert max(loads[row] for row in formulation.memory_rows.values()) <= played(choice).peak
+        assert all(least_possible(problem, row) <= loads[row] for row in formulation.memory_rows.values())
 
 
 def test_a_row_for_a_moment_is_exact_for_the_plan_it_was_corrected_by() -> None:
@@ -77,3 +80,16 @@ def test_plans_shard_more_as_the_budget_shrinks_and_fit(mesh: str) -> None:
 def test_nothing_fits_says_when_and_what() -> None:
     with pytest.raises(InfeasibleError, match=r"proven.*least found needs .* peak is in (backward|update|forward) at .*largest tensors"):
         decide(table_of("mlp", "dp=4"), Options(**{**vars(OPTIONS), "memory_budget": 6000.0}))
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", "dp=4"), ("mlp", "dp=2,tp=2")])
+def test_the_budget_that_the_error_names_is_enough(name: str, mesh: str) -> None:
+    table = table_of(name, mesh)
+    with pytest.raises(InfeasibleError) as caught:
+        decide(table, replace(OPTIONS, memory_budget=6000.0))
+    amount = r"([\d.]+ \wiB)"
+    named = re.search(rf"less than {amount} \(proven\), and the least found needs {amount}\..* Raise the memory budget to {amount}",
+                      str(caught.value))
+    bound, needs, raised = map(parse_bytes, named.groups())
+    found = decide(table, replace(OPTIONS, memory_budget=raised))
+    assert bound <= found.memory["total"] <= needs == raised
