@@ -145,7 +145,7 @@ class Core:
         for item in self.items[v]:
             self.base[item.lo:item.hi] += item.amount[s]
         self.constant += float(self.cost[v][s])
-        self.undo.append(Fixed(v, s, np.where(np.arange(len(self.cost[v])) == s, 0.0, np.inf)))
+        self.undo.append(Fixed(v, s, self.memo_shaped(_only, (len(self.cost[v]), s))))
         self.remove(v)
 
     def add_item(self, v: int, lo: int, hi: int, amount: np.ndarray) -> None:
@@ -210,6 +210,11 @@ class Core:
 def charge(shape: tuple, cost: np.ndarray, amount: np.ndarray) -> np.ndarray:
     """cost + price x amount, the price being `shape[0]` (for `Core.memo_shaped`)."""
     return cost + shape[0] * amount
+
+
+def _only(shape: tuple) -> np.ndarray:
+    """What each of `shape[0]` strategies costs more than number `shape[1]`, which is the only one there is."""
+    return np.where(np.arange(shape[0]) == shape[1], 0.0, np.inf)
 
 
 def _add_row(shape: tuple, cost: np.ndarray, table: Table) -> np.ndarray:

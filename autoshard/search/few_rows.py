@@ -215,7 +215,7 @@ def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -
 
 
 def _keep_possible(core: Core, masks: dict[int, np.ndarray]) -> None:
-    left = {v: np.flatnonzero(mask) for v, mask in masks.items() if core.cost[v] is not None and not mask.all()}
+    left = {v: kept for v, mask in masks.items() if core.cost[v] is not None and (kept := core.memo(_kept, mask)) is not None}
     for v, kept in left.items():
         if not len(kept):
             raise Infeasible(v)
@@ -224,6 +224,11 @@ def _keep_possible(core: Core, masks: dict[int, np.ndarray]) -> None:
     for v, kept in left.items():
         if core.cost[v] is not None:
             core.keep(v, kept)
+
+
+def _kept(mask: np.ndarray) -> np.ndarray | None:
+    """None where all strategies are."""
+    return None if mask.all() else np.flatnonzero(mask)
 
 
 def _mix(board: Board, pool: list[np.ndarray], seed: int) -> None:

@@ -19,9 +19,8 @@ from autoshard.search.problem import priced_cost
 
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
 TABLES = 2 * SMALL_TABLES
-LARGEST_PAIR = 100  # joint strategies; larger pairs cost more to reduce than their bound is worth
-MANY, LARGEST_PAIR_OF_MANY = 64, 729  # strategies of the largest node; on three axes a weight has 27 layouts
-LOOSE, LARGEST_PAIR_IF_LOOSE = 1e-4, 400  # relative gap of the bound above which larger pairs are tried
+LARGEST_PAIR = 200  # joint strategies; larger pairs cost more to reduce than their bound is worth
+LOOSE, LARGER_PAIRS = 1e-4, (400, 729)  # relative gap of the bound above which they are tried; on three axes a weight has 27 layouts
 LARGE = 4_000_000  # table entries; above, what one price computed is not kept for the next, and no MIP follows
 MIP_NODES = 2000
 
@@ -57,8 +56,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     free = core.copy(own_memo=large)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
-    many = max((len(free.cost[v]) for v in free.alive), default=0) >= MANY
-    merge_pairs(free, LARGEST_PAIR_OF_MANY if many else LARGEST_PAIR, board.clock.expired)
+    merge_pairs(free, LARGEST_PAIR, board.clock.expired)
     if large:
         free.forget()
     return _answer(board, core, prices, Dual(free), len(core.undo), seed, enough, rough)
@@ -72,8 +70,9 @@ def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
 def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, enough: float,
             rough: float = 0.0) -> Priced:
     bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
-    if value - bound > max(LOOSE, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
-        dual, bound, picked, value = _with_larger_pairs(board, dual, bound, enough)
+    for largest in LARGER_PAIRS:
+        if value - bound > max(LOOSE, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
+            dual, bound, picked, value = _with_larger_pairs(board, dual, largest, bound, enough)
     choice = None
     if math.isfinite(value):
         full = np.zeros(len(core.cost), dtype=np.int64)
@@ -88,11 +87,11 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0)
 
 
-def _with_larger_pairs(board: Board, dual: Dual, bound: float, enough: float) -> tuple[Dual, float, np.ndarray, float]:
+def _with_larger_pairs(board: Board, dual: Dual, largest: int, bound: float, enough: float) -> tuple[Dual, float, np.ndarray, float]:
     """Where layouts compete, pairs of activations that both windows read, of 16 layouts each, are worth their size. Example:
     llama 70B in bf16 with fp32 masters, 4 % too low without."""
     core = dual.core.copy()
-    merge_pairs(core, LARGEST_PAIR_IF_LOOSE, board.clock.expired)
+    merge_pairs(core, largest, board.clock.expired)
     larger = Dual(core)
     proven, picked, value = larger.converge(Phase(board.clock, 0.5), enough)
     return larger, max(bound, proven), picked, value

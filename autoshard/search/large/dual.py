@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 
@@ -37,8 +38,17 @@ class Dual:
         self.average = np.zeros(len(self.rows))
         self.choice = np.zeros(len(self.nodes), dtype=np.int64)
         self.best_choice = self.choice.copy()
-        self.ceiling = _ceiling(core, p)
         self.state = np.array([0.1, -np.inf, 0.0, 0.0, np.inf])
+
+    @cached_property
+    def ceiling(self) -> float:
+        """Far above what any choice costs: a bound beyond it says that no choice fits, with room for rounding."""
+        core, p = self.core, self.packed
+        most = sum(float(np.abs(core.cost[v]).max()) for v in core.alive)
+        most += sum(float(np.abs(t.a[np.isfinite(t.a)]).max(initial=0.0)) for v in core.alive for t in core.adj[v].values())
+        capped = np.isfinite(p.price)
+        most += float(np.dot(p.price[capped], p.scale[capped] + np.abs(p.slack[capped])))
+        return 2.0 * most + 1e-300
 
     @property
     def bound(self) -> float:
@@ -212,15 +222,6 @@ def _too_little(bound: float, value: float) -> float:
         return 0.0
     gap = value - bound
     return max(GAINED * abs(bound), SLOW * gap if gap < NEAR * abs(bound) else 0.0)
-
-
-def _ceiling(core: Core, p: Packed) -> float:
-    """Far above what any choice costs: a bound beyond it says that no choice fits, with room for rounding."""
-    most = sum(float(np.abs(core.cost[v]).max()) for v in core.alive)
-    most += sum(float(np.abs(t.a[np.isfinite(t.a)]).max(initial=0.0)) for v in core.alive for t in core.adj[v].values())
-    capped = np.isfinite(p.price)
-    most += float(np.dot(p.price[capped], p.scale[capped] + np.abs(p.slack[capped])))
-    return 2.0 * most + 1e-300
 
 
 def _adapt(guess: float, gained: float, aimed: float) -> float:
