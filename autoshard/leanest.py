@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from autoshard.feasible import Asked, ample, cpu_seconds, least_memory, memory_priced, possible
+from autoshard.feasible import Asked, ample, cpu_seconds, least_memory, memory_priced, possible, search_within
 from autoshard.formulate import Formulation
 from autoshard.memory.rows import with_row
 from autoshard.memory.timeline import Timeline
@@ -16,6 +17,7 @@ from autoshard.search.problem import evaluate, row_loads
 
 ROUNDS = 6
 DEAR = 1000.0  # steps that all memory together costs: a thousandth of it is worth one
+LESS = 0.97  # of what the plan found needs: worth another search
 MOST_PLAYED = 6
 
 Lean = tuple[np.ndarray, Timeline]
@@ -23,9 +25,19 @@ Lean = tuple[np.ndarray, Timeline]
 
 
 def leanest(asked: Asked, time_limit: float) -> Lean | None:
-    """The choice of least peak found in `time_limit` CPU seconds; None where no choice was found at all.
+    """The choice of least peak found in `time_limit` CPU seconds; None where no choice was found at all."""
+    end = cpu_seconds() + time_limit
+    found = _priced(asked, time_limit / 2)
+    while found is not None and cpu_seconds() < end:
+        less = _within(asked, LESS * found[1].peak, (end - cpu_seconds()) / 2)
+        if less is None:
+            break
+        found = less
+    return found
 
-    Memory is priced, first at the moments that have rows, then also where the plan found is fullest. Seconds count a little:
+
+def _priced(asked: Asked, time_limit: float) -> Lean | None:
+    """Memory is priced, first at the moments that have rows, then also where the plan found is fullest. Seconds count a little:
     of plans alike to the rows the faster one splits what they do not see."""
     formulation, end, met = asked.formulation, cpu_seconds() + time_limit, possible(asked.formulation.problem, asked.known)
     played = [(choice, asked.played(choice)) for choice in met[:MOST_PLAYED]]
@@ -55,3 +67,14 @@ def _least(formulation: Formulation, met: Sequence[np.ndarray], seconds: float) 
 
     board = Board(memory_priced(problem, rows, price), Clock(seconds, now=cpu_seconds), watch)
     return solve(board.problem, board=board, incumbents=(*met, start)).choice
+
+
+def _within(asked: Asked, peak: float, seconds: float) -> Lean | None:
+    """A choice of at most this peak, in bytes."""
+    formulation = asked.formulation
+    table, limits = formulation.table, formulation.problem.row_limit.copy()
+    limits[list(formulation.memory_rows.values())] = peak - sum(op.outputs[0].nbytes for op in table.graph.of_kind("buffer"))
+    lower = replace(formulation, problem=replace(formulation.problem, row_limit=limits))
+    limit = peak * (1.0 + table.cluster.device.allocator_slack)
+    found = search_within(lower, limit, measure=asked.played, time_limit=seconds, incumbents=())
+    return None if found.choice is None else (found.choice, asked.played(found.choice))

@@ -100,7 +100,7 @@ def form(plan: Plan) -> str:
 
 def line(point: Point, ample: float, trained: Trained | None) -> str:
     if point.plan is None:
-        return f"| {point.budget / 1e6:.1f} | | | | | {point.why.partition('.')[0][:160]} | |"
+        return f"| {point.budget / 1e6:.1f} | | | | | {point.why.partition('. ')[0]} | |"
     p = point.plan
     kept = "within" if trained.measured <= point.budget else "**over**"
     return (f"| {point.budget / 1e6:.1f} | {p.memory['total'] / 1e6:.1f} | {trained.measured / 1e6:.1f} ({kept}) | "
