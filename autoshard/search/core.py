@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.errors import ProblemError
-from autoshard.search.problem import Problem
+from autoshard.search.problem import Edge, Problem
 from autoshard.search.undo import Fixed, Keep, Masks, Undo
 
 
@@ -30,9 +30,11 @@ class Table:
         self.T: Table = transpose if transpose is not None else Table(np.ascontiguousarray(a.T), self)
 
     def fact(self, compute: Callable[[np.ndarray], object]):
-        if compute not in self.facts:
-            self.facts[compute] = compute(self.a)
-        return self.facts[compute]
+        try:
+            return self.facts[compute]
+        except KeyError:
+            found = self.facts[compute] = compute(self.a)
+            return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +66,22 @@ class Core:
     def memo(self, compute: Callable, *args):
         """`compute(*args)`, run once for each distinct identity of the arguments (kept alive by the memo)."""
         key = (compute, *map(id, args))
-        found = self._memo.get(key)
-        if found is None:
-            found = self._memo[key] = (compute(*args), args)
-        return found[0]
+        try:
+            return self._memo[key][0]
+        except KeyError:
+            found = compute(*args)
+            self._memo[key] = found, args
+            return found
 
     def memo_shaped(self, compute: Callable, shape: tuple, *args):
         """`memo` for `compute(shape, *args)`, where `shape` is compared by value."""
         key = (compute, shape, *map(id, args))
-        found = self._memo.get(key)
-        if found is None:
-            found = self._memo[key] = (compute(shape, *args), args)
-        return found[0]
+        try:
+            return self._memo[key][0]
+        except KeyError:
+            found = compute(shape, *args)
+            self._memo[key] = found, args
+            return found
 
     def forget(self) -> None:
         """Drop what was kept to run each distinct operation once. Undoing needs none of it."""
@@ -314,13 +320,21 @@ def _add_edges(core: Core, problem: Problem, intern: Interner) -> None:
         if kept is not None:
             index[v] = kept
             core.keep(v, kept)
+    made: dict[tuple, Table] = {}
     for edge in problem.edges:
-        rows, cols = intern(edge.rows), intern(edge.cols)
-        if edge.u in index:
-            rows = core.memo(np.take, rows, index[edge.u])
-        if edge.v in index:
-            cols = core.memo(np.take, cols, index[edge.v])
-        core.add_edge(edge.u, edge.v, core.memo(_dense, intern(edge.table), rows, cols))
+        kept = index.get(edge.u), index.get(edge.v)
+        key = (id(edge.table), id(edge.rows), id(edge.cols), id(kept[0]), id(kept[1]))
+        if key not in made:
+            made[key] = _restricted(core, edge, *kept)
+        core.add_edge(edge.u, edge.v, made[key])
+
+
+def _restricted(core: Core, edge: Edge, u_kept: np.ndarray | None, v_kept: np.ndarray | None) -> Table:
+    """The edge's dense table, of the strategies that its ends kept."""
+    rows, cols = core.intern(edge.rows), core.intern(edge.cols)
+    rows = rows if u_kept is None else core.memo(np.take, rows, u_kept)
+    cols = cols if v_kept is None else core.memo(np.take, cols, v_kept)
+    return core.memo(_dense, core.intern(edge.table), rows, cols)
 
 
 def _check_edge(edge, core: Core) -> None:

@@ -7,6 +7,7 @@ from autoshard.search.board import Board
 from autoshard.search.core import Core, build
 from autoshard.search.milp import solve_mip
 from autoshard.search.presolve import Infeasible, reduce_core
+from autoshard.search.tie import tied_core
 
 SMALL_FREE = 100_000  # table entries; above, even the problem without rows is not left to a MIP
 
@@ -18,12 +19,14 @@ def search_auto(board: Board, seed: int, threads: int) -> None:
     """Rows forgotten first; then the exact route by prices, when the core is small; then the large route."""
     try:
         core, _ = build(board.problem)
-        reduce_core(core, board.clock.expired)
-        board.stats["core"] = _size(core)
+        layers = tied_core(board.problem, core, board.clock.expired) if board.problem.intervals is None else None
+        if layers is None or layers[0].copies * _entries(layers[1]) <= SMALL_MIP:
+            reduce_core(core, board.clock.expired)
+            board.stats["core"] = _size(core)
         if board.problem.intervals is None and _entries(core) > SMALL_MIP:
             from autoshard.search.few_rows import search_few_rows  # loads the compiled sweeps
 
-            search_few_rows(board, core, seed)
+            search_few_rows(board, core, seed, layers)
             return
         if not _without_rows(board, core, seed) and not board.done:
             _with_rows(board, core, seed, threads)

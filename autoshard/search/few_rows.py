@@ -18,9 +18,11 @@ from autoshard.search.clock import Clock
 from autoshard.search.core import Core, build
 from autoshard.search.large.exact import table_entries
 from autoshard.search.presolve import Infeasible, reduce_core
-from autoshard.search.priced import MIP_NODES, TABLES, Priced, choice_value, solve_left, solve_priced, tighten
+from autoshard.search.presolve.rows import price_certain_rows
+from autoshard.search.priced import (LARGEST_PAIR, MIP_NODES, STORED, TABLES, Priced, choice_value, solve_left, solve_priced, stored_entries,
+                                     tighten)
 from autoshard.search.problem import row_loads
-from autoshard.search.tie import Tied, tie
+from autoshard.search.tie import Tied
 
 TRIALS = 16
 ROOMS = (3e-5, 3e-4, 3e-3, 3e-2)  # assumed gaps, widened while nothing is found
@@ -31,7 +33,6 @@ FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; o
 TIED_NODES = 200  # of a MIP's tree: what is best among tied choices helps, but proves nothing
 ROUGH = 1e-3  # relative gap within which the tied problem is not solved closer at prices that are not the best
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
-HUGE = 10_000_000  # table entries
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 Plane = tuple[np.ndarray, float, np.ndarray]
@@ -50,19 +51,22 @@ class Quotient:
     best: Priced | None
 
 
-def search_few_rows(board: Board, core: Core, seed: int) -> None:
-    """Tied first, if layers repeat: its choices are incumbents, its planes a start. Then the problem itself. Where the tied one
-    is solved at its best prices, layers only have to share a row: then the problem itself is likely to be proven without
-    the best tied choice."""
+def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Core] | None = None) -> None:
+    """`layers`: the problem with its layers tied (`tied_core`), which goes first: its choices are incumbents, its planes a start.
+    Then the problem itself. Where the tied one is solved at its best prices, layers only have to share a row: then the problem
+    itself is likely to be proven without the best tied choice, and at one price, for which `core` need not be reduced before."""
     guarded.start()
-    quotient, planes, pool = _search_tied(board, core, seed)
+    price_certain_rows(core)
+    quotient, planes, pool = _search_tied(board, core, layers, seed)
     tied_best = quotient.best if quotient is not None else None
     likely = tied_best is not None and tied_best.exact and quotient.board.choice is not None
     if likely:
         board.offer(quotient.tied.lift(quotient.board.choice), TIED)
     else:
         _close_tied(board, quotient, seed)
-    best, _, found = search_prices(board, core, planes, seed, tied_best and tied_best.prices)
+    if not likely or stored_entries(core) > STORED or (quotient.core.price == 0)[core.price > 0].any():
+        reduce_core(core, board.clock.expired)
+    best, _, found = search_prices(board, core, planes, seed, tied_best)
     if likely:
         close(board, core, best, seed, widest=LIKELY)
         if not board.done:
@@ -72,25 +76,24 @@ def search_few_rows(board: Board, core: Core, seed: int) -> None:
     board.near = [*pool, *found]
 
 
-def _search_tied(board: Board, core: Core, seed: int) -> tuple[Quotient | None, list[Plane], list[np.ndarray]]:
+def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
+                 seed: int) -> tuple[Quotient | None, list[Plane], list[np.ndarray]]:
     """(None where no layers can be tied, planes, choices found) of the problem with its layers tied. Planes and choices are those
     of the whole problem."""
-    tied = tie(board.problem)
-    if tied.problem.n == board.problem.n:
+    if layers is None:
         _spare(core)
         return None, _planes(board, core), []
+    tied, quotient = layers
     own = Board(tied.problem, _share(board))
-    tied_core = build(tied.problem, core)[0]
     try:
-        reduce_core(tied_core, own.clock.expired)
-        _spare(core, tied_core)
-        known = _scaled(_planes(board, tied_core), 1 / tied.copies)
-        best, planes, found = search_prices(own, tied_core, known, seed, rough=ROUGH)
+        _spare(core, quotient)
+        known = _scaled(_planes(board, quotient), 1 / tied.copies)
+        best, planes, found = search_prices(own, quotient, known, seed, rough=ROUGH)
     except Infeasible:
         board.report("no choice treats the layers alike")  # says nothing about untied ones
         return None, _planes(board, core), []
     board.clock.cut |= own.clock.cut or own.clock.expired()
-    return Quotient(tied, own, tied_core, best), _scaled(planes, tied.copies), [tied.lift(choice) for choice in found]
+    return Quotient(tied, own, quotient, best), _scaled(planes, tied.copies), [tied.lift(choice) for choice in found]
 
 
 def _close_tied(board: Board, quotient: Quotient | None, seed: int) -> None:
@@ -117,32 +120,33 @@ def _scaled(planes: list[Plane], factor: float) -> list[Plane]:
 
 
 def _spare(core: Core, *others: Core) -> None:
-    if table_entries(core) > HUGE:  # what reducing left in memory is worth less than the memory
+    if stored_entries(core) > STORED:  # what reducing left in memory is worth less than the memory
         for each in (core, *others):
             each.forget()
 
 
-def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, start: np.ndarray | None = None,
+def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like: Priced | None = None,
                   rough: float = 0.0) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
-    its choices, and at the prices `start`. What costs most of an answer is left out where it is within `rough` without.
+    its choices, and at the prices of `like`. What costs most of an answer is left out where it is within `rough` without.
     Returns the best prices' answer, all planes and the choices found."""
-    best, planes, found = None, list(planes), []
+    best, planes, found, largest = None, list(planes), [], like.largest if like else LARGEST_PAIR
     asked = [at for at, *_ in planes]
     for _ in range(TRIALS):
         if board.done:
             break
-        prices, promised = _next_prices(core, planes) if planes else (np.zeros(len(core.limit)), math.inf)
+        prices, promised = _next_prices(core, planes) if planes else (_first_prices(core), math.inf)
         new = _not_asked(prices, best, asked) if best is not None and _promises_more(best, promised) else None
         if best is None:
-            priced = solve_priced(board, core, prices if start is None else start, seed, 0.0 if planes else FIRST, rough)
+            priced = solve_priced(board, core, like.prices if like else prices, seed, 0.0 if planes else FIRST, rough, largest)
         elif new is not None:
             worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
-            priced = solve_priced(board, core, new, seed, worth, rough)
+            priced = solve_priced(board, core, new, seed, worth, rough, largest)
         elif best.loose:  # other prices may promise more than they can show: first see what these can
             priced = best = tighten(board, core, best, seed)
         else:
             break
+        largest = priced.largest
         board.raise_bound(priced.bound, "row prices")
         if best is None or priced.bound > best.bound:
             best = priced
@@ -153,6 +157,11 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, star
         asked.append(priced.prices)
         planes.append(_plane(board, core, priced.prices, priced.choice))
     return best, planes, found
+
+
+def _first_prices(core: Core) -> np.ndarray:
+    """Half of what excess costs; nothing for hard rows, which often do not bind."""
+    return np.where(np.isfinite(core.price), core.price / 2, 0.0)
 
 
 def _promises_more(best: Priced, promised: float) -> bool:
@@ -211,7 +220,7 @@ def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -
         left = table_entries(small)
         if not left or left > ENOUGH * table_entries(core) or board.clock.expired():
             return small
-        core, best = small, solve_priced(board, small, best.prices, seed)
+        core, best = small, solve_priced(board, small, best.prices, seed, largest=best.largest)
 
 
 def _keep_possible(core: Core, masks: dict[int, np.ndarray]) -> None:

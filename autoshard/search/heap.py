@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-OBJECTS = 20_000  # made between two looks of the collector
+OBJECTS = 100_000  # made between two looks of the collector
 
 
 @contextmanager

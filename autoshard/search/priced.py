@@ -11,6 +11,7 @@ from autoshard.search.clock import Phase
 from autoshard.search.core import Core
 from autoshard.search.large.dual import Dual
 from autoshard.search.large.exact import SMALL_TABLES, shrink, table_entries
+from autoshard.search.large.packed import along
 from autoshard.search.milp import MipAnswer, solve_mip
 from autoshard.search.presolve import Infeasible, reduce_core
 from autoshard.search.presolve.gather import gather
@@ -20,8 +21,9 @@ from autoshard.search.problem import priced_cost
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
 TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 200  # joint strategies; larger pairs cost more to reduce than their bound is worth
-LOOSE, LARGER_PAIRS = 1e-4, (400, 729)  # relative gap of the bound above which they are tried; on three axes a weight has 27 layouts
-LARGE = 4_000_000  # table entries; above, what one price computed is not kept for the next, and no MIP follows
+LOOSE, LARGER_PAIRS = 1e-4, (400, 729)  # relative gap of the bound above which they are tried; see `_answer`
+LARGE = 4_000_000  # table entries; above, no MIP follows
+STORED = 2_000_000  # of distinct tables; above, what one price computed is not kept for the next
 MIP_NODES = 2000
 
 
@@ -29,7 +31,7 @@ MIP_NODES = 2000
 class Priced:
     """What the problem at `prices` gave: a `bound` that holds for the problem with rows, and the best choice found, or
     None. `value` is what that choice costs at these prices: the bound, where it is tight. `loose`: more could be had at
-    these prices, see `tighten`."""
+    these prices, see `tighten`. `largest`: pairs that the bound needed; near these prices it will need them again."""
 
     prices: np.ndarray
     bound: float
@@ -38,6 +40,7 @@ class Priced:
     dual: Dual
     since: int
     loose: bool
+    largest: int
 
     @property
     def exact(self) -> bool:
@@ -49,30 +52,43 @@ class Priced:
         return self.dual.core.widen(self.dual.possible(upper), upper - self.bound + MARGIN * abs(upper), self.since)
 
 
-def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0) -> Priced:
-    """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Raises
-    Infeasible when no choice is possible whatever the rows."""
-    large = table_entries(core) > LARGE
+def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
+                 largest: int = LARGEST_PAIR) -> Priced:
+    """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
+    up to `largest` joint strategies are made at once. Raises Infeasible when no choice is possible whatever the rows."""
+    large = stored_entries(core) > STORED
     free = core.copy(own_memo=large)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
-    merge_pairs(free, LARGEST_PAIR, board.clock.expired)
+    merge_pairs(free, largest, board.clock.expired)
     if large:
         free.forget()
-    return _answer(board, core, prices, Dual(free), len(core.undo), seed, enough, rough)
+    return _answer(board, core, prices, Dual(free, nodes=along(free)), len(core.undo), seed, largest, enough, rough)
+
+
+def stored_entries(core: Core) -> int:
+    """Entries of all tables, those that many edges share once."""
+    return sum({id(t): t.a.size for tables in core.adj for t in tables.values()}.values()) // 2  # and once as transposed
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
     """Go on where `solve_priced(..., enough)` stopped."""
-    return _answer(board, core, priced.prices, priced.dual, priced.since, seed, 0.0)
+    return _answer(board, core, priced.prices, priced.dual, priced.since, seed, priced.largest, 0.0)
 
 
-def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, enough: float,
-            rough: float = 0.0) -> Priced:
+def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, largest: int,
+            enough: float, rough: float = 0.0) -> Priced:
+    """Where layouts compete, larger pairs are worth their size: those of activations that both windows read, of 16 layouts each
+    (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27."""
     bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
-    for largest in LARGER_PAIRS:
-        if value - bound > max(LOOSE, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
-            dual, bound, picked, value = _with_larger_pairs(board, dual, largest, bound, enough)
+    for larger in LARGER_PAIRS:
+        if larger > largest and value - bound > max(LOOSE, enough, rough) * abs(bound) and stored_entries(dual.core) <= LARGE:
+            joined = dual.core.copy()
+            merge_pairs(joined, larger, board.clock.expired)
+            if len(joined.undo) > len(dual.core.undo):  # some were made
+                largest, dual = larger, Dual(joined, nodes=along(joined))
+                proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
+                bound = max(bound, proven)
     choice = None
     if math.isfinite(value):
         full = np.zeros(len(core.cost), dtype=np.int64)
@@ -84,17 +100,7 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         loose = False
     if choice is not None:
         value = choice_value(board, core, prices, choice)
-    return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0)
-
-
-def _with_larger_pairs(board: Board, dual: Dual, largest: int, bound: float, enough: float) -> tuple[Dual, float, np.ndarray, float]:
-    """Where layouts compete, pairs of activations that both windows read, of 16 layouts each, are worth their size. Example:
-    llama 70B in bf16 with fp32 masters, 4 % too low without."""
-    core = dual.core.copy()
-    merge_pairs(core, largest, board.clock.expired)
-    larger = Dual(core)
-    proven, picked, value = larger.converge(Phase(board.clock, 0.5), enough)
-    return larger, max(bound, proven), picked, value
+    return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
 
 
 def choice_value(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> float:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.search.core import Core, build
+from autoshard.search.presolve import Infeasible, reduce_core
 from autoshard.search.problem import Edge, Items, Problem
 
 
@@ -38,6 +41,19 @@ def tie(problem: Problem) -> Tied:
                                                       amount=times.amount / copies),
                    names=tuple(problem.names[v] for v in order) if problem.names else ())
     return Tied(tied, copies, lambda choice: np.asarray(choice)[quotient])
+
+
+def tied_core(problem: Problem, core: Core, expired: Callable[[], bool] = lambda: False) -> tuple[Tied, Core] | None:
+    """The quotient of `problem`, reduced, sharing the memo of the problem's own `core`. None where no layers can be tied, or no
+    choice treats them alike, which says nothing about those that do not."""
+    tied = tie(problem)
+    if tied.problem.n == problem.n:
+        return None
+    quotient = build(tied.problem, core)[0]
+    with suppress(Infeasible):
+        reduce_core(quotient, expired)
+        return tied, quotient
+    return None
 
 
 def _costs(problem: Problem, quotient: np.ndarray, count: int, copies: int) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from autoshard.search.core import build
 from autoshard.search.few_rows import search_few_rows
 from autoshard.search.large.exact import search_small
 from autoshard.search.presolve import Infeasible, reduce_core
+from autoshard.search.tie import tied_core
 
 EXACT = ("auto", "milp", "cp_sat")  # these decide every small problem
 WORK = 1500  # steps of the local search
@@ -105,9 +106,12 @@ def _forced(problem: Problem, route: str) -> Solution:
     board = Board(problem, Clock(20.0))
     try:
         core = build(problem)[0]
+        if route == "few rows" and problem.intervals is None and problem.groups is not None:  # as plans are
+            search_few_rows(board, core, 0, tied_core(problem, core))
+            return board.solution()
         reduce_core(core)
         if core.alive:
-            rows_only = route == "few rows" and problem.intervals is None  # as plans are
+            rows_only = route == "few rows" and problem.intervals is None
             search_few_rows(board, core, 0) if rows_only else search_small(board, core, 0)
         else:
             return solve(problem, backend="milp")

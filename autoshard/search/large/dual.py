@@ -25,11 +25,11 @@ SETTLE = 10  # more sweeps at the best prices, before a bound is read off
 class Dual:
     """Lagrangian prices on the rows and messages on the edges of one core.
 
-    `bound` is what the sweeps claim (constant included); `certify` returns what the messages prove."""
+    `nodes`: the order of sweeps. `bound` is what the sweeps claim (constant included); `certify` returns what the messages prove."""
 
-    def __init__(self, core: Core, row_prices: np.ndarray | None = None):
+    def __init__(self, core: Core, row_prices: np.ndarray | None = None, nodes: list[int] | None = None):
         self.core = core
-        self.packed, self.nodes, self.rows = pack(core)
+        self.packed, self.nodes, self.rows = pack(core, nodes)
         p = self.packed
         sizes = np.diff(p.start)
         self.message = np.zeros(int(np.repeat(sizes, np.diff(p.adj_ptr)).sum()))

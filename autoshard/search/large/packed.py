@@ -9,6 +9,9 @@ from autoshard.search.core import Core, Table
 from autoshard.search.presolve.rows import most_load
 
 
+ENDS = 3  # walks, each from where the last one ended: then it starts at an end
+
+
 class Packed(NamedTuple):
     """Nodes 0..n-1 are the core's alive nodes in order. For adjacency entry a of node v: `adj_node[a]` the neighbour,
     `table[adj_table[a]:]` the costs, v-major, `adj_message[a]` where the message into v starts, `adj_back[a]` the
@@ -33,10 +36,36 @@ class Packed(NamedTuple):
     scale: np.ndarray
 
 
-def pack(core: Core) -> tuple[Packed, np.ndarray, np.ndarray]:
+def along(core: Core) -> list[int]:
+    """The nodes by how far they are from one at an end: sweeps in this order carry what they know through all layers. In half
+    as many sweeps as in the order of ops, whose copies come last, the untied 8B problem at its best prices is exact."""
+    alive = core.alive
+    order = alive
+    for _ in range(ENDS if alive else 0):
+        order = _by_distance(core, [order[-1], *alive])
+    return order
+
+
+def _by_distance(core: Core, starts: list[int]) -> list[int]:
+    """Breadth first from the first start, then from what it did not reach."""
+    seen: set[int] = set()
+    order: list[int] = []
+    for start in starts:
+        if start not in seen:
+            seen.add(start)
+            reached = [start]
+            for v in reached:  # grows while it is walked
+                new = [u for u in core.adj[v] if u not in seen]
+                seen.update(new)
+                reached += new
+            order += reached
+    return order
+
+
+def pack(core: Core, nodes: list[int] | None = None) -> tuple[Packed, np.ndarray, np.ndarray]:
     """(arrays, core node of each packed node, core row of each packed row). Of the rows that see the same items, and
-    of neighbours of which one is always at least as full, only the tightest is kept."""
-    nodes = core.alive
+    of neighbours of which one is always at least as full, only the tightest is kept. `nodes`: those alive in the order of sweeps."""
+    nodes = core.alive if nodes is None else nodes
     number = {v: i for i, v in enumerate(nodes)}
     start = np.concatenate([[0], np.cumsum([len(core.cost[v]) for v in nodes])]).astype(np.int64)
     kept = _needed_rows(core, nodes)
