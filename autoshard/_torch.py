@@ -264,6 +264,12 @@ def kernel(op: Any) -> Callable[..., Any]:
     """The C++ entry of an OpOverload, without the Python method around it."""
     return op._op
 
+
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without the hooks around it."""
+    type(optimizer).step.__wrapped__(optimizer)
+
+
 def process_group(name: str) -> Any:
     """The process group that functional collectives know by `name`."""
     return torch._C._distributed_c10d._resolve_process_group(name)

@@ -42,8 +42,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
          outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
-         time_limit: float = 60.0, search: str = "auto", fallback: str = "error", progress: Progress | None = None,
-         model_info: Mapping[str, Any] | None = None) -> Plan:
+         time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
+         progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
     mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh
@@ -57,16 +57,21 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     search         backend of the search: auto, milp, cp_sat, local, brute; or propagate: spread the seeds, search nothing
     fallback       "replicate": submodules that cannot be traced run whole on every rank, and the report says what that costs;
                    "error": a TraceError lists all places that cannot be traced
+    offload        "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
+                   host_link; step with `autoshard.local_update(optimizer)` then
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
-                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback)
+                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
     mesh, clock = as_mesh(mesh), Clock(progress)
-    load_cluster(options.cluster).links_for(mesh)  # a bad cluster or mesh is reported before the long work
+    profile = load_cluster(options.cluster)
+    profile.links_for(mesh)  # a bad cluster or mesh is reported before the long work
+    options.check_offload(profile, training is not False)
     with clock("trace"):
         traced = trace(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn=loss_fn,
                        training=training, precision=precision, marks=options.marks, fallback=fallback)
+    options.check_offload(profile, traced.graph.training)
     return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
 
 
@@ -75,7 +80,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
-            time_limit: float = 60.0, search: str = "auto", fallback: str = "error",
+            time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
             plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
             cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
             progress: Progress | None = None) -> CompiledModule:
@@ -93,8 +98,10 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
-                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback)
-    load_cluster(options.cluster).links_for(as_mesh(mesh))
+                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
+    profile = load_cluster(options.cluster)
+    profile.links_for(as_mesh(mesh))
+    options.check_offload(profile, True)  # variants for inference have no state, and need none
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
         return plan_traced(traced, mesh, options, clock=Clock(progress), has_loss=loss_fn is not None,
@@ -126,7 +133,8 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None
     with clock("strategies"):
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.outputs))
     with clock("costs"):
-        table = build_cost_table(graph, mesh, profile, strategies, Training(options.optimizer, graph.training))
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer")
+        table = build_cost_table(graph, mesh, profile, strategies, step)
         return replace(table, seeds=seeds)
 
 

@@ -37,6 +37,12 @@ class Chosen:
     def in_spec(self, op: str, index: int) -> Spec:
         return tuple(self.table.strategies[op].inputs[self.strategies[op], index].tolist())
 
+    @property
+    def on_host(self) -> tuple[Op, ...]:
+        """Parameters whose optimizer state lies on the host."""
+        sets = self.table.strategies
+        return tuple(op for op in self.table.graph.of_kind("param") if not sets[op.name].on_device[self.strategies[op.name]])
+
 
 def choose(formulation: Formulation, solution: Solution) -> Chosen:
     """Read a solution: which strategy, and for every (value, window, spec) read how it comes about."""
@@ -71,7 +77,8 @@ def _is_kept(states: Mapping[tuple[Ref, Spec], State], key: tuple[Ref, Window, S
 def price(chosen: Chosen) -> dict[str, float]:
     """Predicted seconds of one step by the one objective (see docs/costs.md), from the chosen specs.
 
-    Keys: compute_s, blocking_s, hideable_s, hidden_s, exposed_s, optimizer_s, step_s."""
+    Keys: compute_s, blocking_s, hideable_s, hidden_s, exposed_s, optimizer_s, step_s; host_s, the part of optimizer_s for state
+    on the host, where there is some."""
     table, overlap = chosen.table, chosen.table.cluster.overlap
     compute = blocking = update = 0.0
     heavy, hide = dict.fromkeys(WINDOWS, 0.0), dict.fromkeys(WINDOWS, 0.0)
@@ -92,8 +99,10 @@ def price(chosen: Chosen) -> dict[str, float]:
     exposed = sum(max(0.0, hide[w] - overlap.eta * heavy[w]) for w in WINDOWS)
     hideable = sum(hide.values())
     paid = overlap.interference * hideable + (1.0 - overlap.interference) * exposed
+    host = sum(float(table.ops[op.name].update[chosen.strategies[op.name]]) for op in chosen.on_host)
     return {"compute_s": compute, "blocking_s": blocking, "hideable_s": hideable, "hidden_s": hideable - exposed,
-            "exposed_s": exposed, "optimizer_s": update, "step_s": compute + blocking + update + paid}
+            "exposed_s": exposed, "optimizer_s": update, "step_s": compute + blocking + update + paid,
+            **({"host_s": host} if host else {})}
 
 
 def collectives(chosen: Chosen) -> tuple[Collective, ...]:
@@ -159,14 +168,24 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     predicted = price(chosen)
     objective = predicted["step_s"]
     bound = min(float(solution.bound), objective)
-    memory = (played or Plays(formulation, settings))(solution.choice)
+    step = (played or Plays(formulation, settings))(solution.choice)
+    memory = step.summary(table.cluster.device.allocator_slack, memory_limit)
     bare = bare_plan(chosen, settings)
     return replace(
         bare, model=dict(model), layouts=layouts(graph, bare.ops, bare.placements), collectives=collectives(chosen),
-        fallbacks=fallbacks(chosen), predicted=predicted,
-        memory=memory.summary(table.cluster.device.allocator_slack, memory_limit), timeline=memory.moments(),
-        largest=memory.largest(), objective_s=objective, bound_s=bound, gap=max(0.0, objective - bound) / max(objective, 1e-30),
-        status=solution.status.value, seeds=dict(seeds), notes=notes, search=_search_facts(formulation, solution))
+        fallbacks=fallbacks(chosen), predicted=predicted, memory=memory, timeline=step.moments(), largest=step.largest(),
+        objective_s=objective, bound_s=bound, gap=max(0.0, objective - bound) / max(objective, 1e-30),
+        status=solution.status.value, seeds=dict(seeds), notes=(*notes, *_host_notes(bare, predicted, memory)),
+        search=_search_facts(formulation, solution))
+
+
+def _host_notes(plan: Plan, predicted: Mapping[str, float], memory: Mapping[str, float | None]) -> tuple[str, ...]:
+    """What lies on the host, and what that takes."""
+    if not plan.offload:
+        return ()
+    n = len(plan.offload)
+    return (f"optimizer state of {n} parameter{'s' if n > 1 else ''}, {memory['host'] / 2**20:,.4g} MiB a rank, lies on the host: updating "
+            f"from there takes {1e3 * predicted['host_s']:,.4g} ms a step and needs autoshard.local_update(optimizer)",)
 
 
 def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
@@ -177,7 +196,7 @@ def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
         graph_hash=graph.hash, mesh=table.mesh, cluster=table.cluster.snapshot(), model={}, settings=dict(settings), ops=ops,
         placements={op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")},
         copies=tuple(c for _, _, c in chosen.copies), collectives=(), fallbacks=(), predicted={}, memory={}, objective_s=0.0,
-        bound_s=0.0, gap=0.0, status="")
+        bound_s=0.0, gap=0.0, status="", offload=tuple(op.target for op in chosen.on_host))
 
 
 @dataclass(eq=False)

@@ -23,16 +23,18 @@ from autoshard.graph import Graph, Op, Ref, TensorMeta
 from autoshard.mesh import Mesh
 from autoshard.rules.types import InnerCollective
 from autoshard.spec import NOWHERE, Spec, local_shape
-from autoshard.strategies import SpecIndex, Strategies, StrategySet, local_shape_array
+from autoshard.strategies import SpecIndex, Strategies, StrategySet, local_shape_array, with_host
 
 
 @dataclass(frozen=True)
 class Training:
-    """What one step does besides the graph: its optimizer, and whether gradients stay unreduced until backward is through."""
+    """What one step does besides the graph: its optimizer, whether gradients stay unreduced until backward is through, and whether
+    optimizer state may lie on the host."""
 
     optimizer: str = "adamw"
     training: bool = True
     reduces_at_the_end: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,9 +129,12 @@ def trained_params(graph: Graph) -> frozenset[str]:
 
 def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Strategies,
                      training: Training) -> CostTable:
-    """Price every strategy of every op; tables of redistributions are made on first use and shared."""
+    """Price every strategy of every op; tables of redistributions are made on first use and shared. Where state may lie on the
+    host, parameters get strategies for that (numbers without dims, whose state is as small as counters, do not)."""
     links = cluster.links_for(mesh)
     trained = trained_params(graph)
+    if training.offload:
+        strategies = with_host(strategies, [n for n in trained if graph.op(n).outputs[0].shape])
     chains = fused(graph) if cluster.device.fuses else {}
     cache: dict[tuple[int, bool, Fused | None], OpCost] = {}
     ops: dict[str, OpCost] = {}
@@ -154,7 +159,10 @@ def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, tr
         meta = op.outputs[0]
         local = np.array([prod(local_shape(meta.logical_shape, s, mesh.sizes)) * meta.dtype.itemsize
                           for s in found.output_specs[0].specs], dtype=float)[found.output_specs[0].index]
-        return OpCost(zero, zero, np.asarray(compute.optimizer_seconds(training.optimizer, local, cluster.device)))
+        update = np.asarray(compute.optimizer_seconds(training.optimizer, local, cluster.device))
+        if found.on_host is not None:
+            update = np.where(found.on_host, compute.host_seconds(training.optimizer, local, cluster.device), update)
+        return OpCost(zero, zero, update)
     return OpCost(zero, zero, zero)
 
 

@@ -72,6 +72,8 @@ def _settings(a: Plan, b: Plan):
     for group in ("model", "settings", "seeds"):
         ours, theirs = getattr(a, group), getattr(b, group)
         pairs |= {f"{group}: {k}": (ours.get(k), theirs.get(k)) for k in dict.fromkeys((*ours, *theirs))}
+    away = set(a.offload), set(b.offload)
+    pairs |= {f"optimizer state of {name}": tuple("host" if name in names else "device" for names in away) for name in sorted(away[0] ^ away[1])}
     return (Change("setting", name, x, y) for name, (x, y) in pairs.items() if x != y)
 
 

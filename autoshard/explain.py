@@ -201,8 +201,9 @@ def _op_row(chosen: Chosen, op: Op, s: int, moved: float, base: float) -> OpRow:
     metas = [m for m in op.outputs if m is not None]
     made = [(Ref(op.name, i), spec) for i, spec in enumerate(outputs) if op.outputs[i] is not None]
     cost, is_chosen = table.ops[op.name], s == chosen.strategies[op.name]
+    away = () if table.strategies[op.name].on_device[s] else ("optimizer state on the host",)
     return OpRow(tuple(text(x, table.graph.meta(r), table.mesh) for x, r in zip(inputs, op.refs, strict=True)),
-                 tuple(text(x, m, table.mesh) for (_, x), m in zip(made, metas, strict=True)),
+                 (*(text(x, m, table.mesh) for (_, x), m in zip(made, metas, strict=True)), *away),
                  float(cost.compute[s]), float(cost.inner[s]), float(cost.update[s]), moved if isfinite(moved) else None,
                  sum(local_bytes(table, ref, x) for ref, x in made), is_chosen,
                  0.0 if is_chosen else _regret(chosen, op, s, base))
@@ -251,9 +252,10 @@ def chosen_by(plan: Plan, table: CostTable) -> Chosen:
     if plan.recompute:
         table = program_with(table, frozenset(plan.recompute))
     strategies: dict[str, int] = {}
+    away = frozenset(plan.offload)
     for op in table.graph.ops:
         found, wanted = table.strategies[op.name], plan.ops[op.name]
-        same = np.ones(len(found), bool)
+        same = found.on_device != (op.target in away)
         for placed, specs in ((found.inputs, wanted.inputs), (found.outputs, wanted.outputs)):
             if specs:
                 same &= np.all(placed == np.array(specs, dtype=placed.dtype), axis=(1, 2))

@@ -162,17 +162,23 @@ def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
 
 
 def _add_stored(b: _Builder, node: int, op: Op, picked: np.ndarray) -> None:
-    """At the turn there are no gradients yet, at the update all of them, and what the update itself needs."""
+    """At the turn there are no gradients yet, at the update all of them, and what the update itself needs. Of state on the host
+    one parameter's at a time comes here, before the others are updated: no byte of it is surely there."""
     t, meta = b.table, op.outputs[0]
-    index = t.strategies[op.name].output_specs[0]
-    trained = op.name in t.trained
-    parts = [stored_parts(meta, s, t.mesh, t.training.optimizer if trained else None) for s in index.specs]
-    turn = np.array([p["parameters"] + p["optimizer"] for p in parts], dtype=float)
-    b.add_items(node, MEMORY, turn[index.index][picked])
+    found, trained = t.strategies[op.name], op.name in t.trained
+    index, optimizer = found.output_specs[0], t.training.optimizer
+    together = t.cluster.device.updates_together and trained
+    parts = [stored_parts(meta, s, t.mesh, optimizer if trained else None) for s in index.specs]
+
+    def amounts(always: list[int], unless_on_host: list[int]) -> np.ndarray:
+        a, u = (np.array(x, dtype=float)[index.index] for x in (always, unless_on_host))
+        return (a + u * found.on_device)[picked]
+
+    b.add_items(node, MEMORY, amounts([p["parameters"] for p in parts], [p["optimizer"] for p in parts]))
     if t.graph.training:
-        together = t.cluster.device.updates_together and trained
-        update = [sum(p.values()) + (update_workspace(t.training.optimizer, [p["parameters"]], True) if together else 0) for p in parts]
-        b.add_items(node, b.update_row, np.array(update, dtype=float)[index.index][picked])
+        work = [update_workspace(optimizer, [p["parameters"]], True) if together else 0 for p in parts]
+        b.add_items(node, b.update_row, amounts([p["parameters"] + p["gradients"] for p in parts],
+                                                [p["optimizer"] + w for p, w in zip(parts, work, strict=True)]))
 
 
 def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.annotate import was_given
 from autoshard.assemble import Plays
+from autoshard.cost.compute import OPTIMIZERS
 from autoshard.cost_table import CostTable
 from autoshard.errors import InfeasibleError
 from autoshard.feasible import cpu_seconds, least_memory, least_possible, search_within
@@ -37,7 +38,13 @@ def explain_infeasible(formulation: Formulation, solution: Solution, limit: floa
     return InfeasibleError(
         f"no plan fits in {_text(limit)} per rank{certain}: no plan needs less than {_text(bound, floor)} (proven), and the least found "
         f"needs {_text(needs, ceil)}. {_when(lean[1])}. Raise the memory budget to {_text(needs, ceil)}, use more ranks or a smaller batch"
-        f"{_seeds_in_the_way(table, limit, settings, time_limit)}")
+        f"{_offload(table)}{_seeds_in_the_way(table, limit, settings, time_limit)}")
+
+
+def _offload(table: CostTable) -> str:
+    """That optimizer state could lie on the host, where it could and was not asked for."""
+    could = table.graph.training and not table.training.offload and table.cluster.device.host_link is not None
+    return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer][0] else ""
 
 
 def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any], time_limit: float) -> str:

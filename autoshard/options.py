@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 MODES = {"inputs": ("global", "local"), "outputs": ("replicate", "dtensor", "local"),
-         "fallback": ("error", "replicate")}
+         "fallback": ("error", "replicate"), "offload": ("none", "optimizer")}
 
 Progress = Callable[[str, str], None]
 
@@ -34,6 +34,7 @@ class Options:
     time_limit: float = 60.0
     search: str = "auto"
     fallback: str = "error"
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         for name, allowed in MODES.items():
@@ -55,10 +56,21 @@ class Options:
         """Bytes a rank may use: the budget, else what the device has."""
         return self.memory_budget or cluster.device.memory_capacity
 
+    def check_offload(self, cluster: Cluster, training: bool) -> None:
+        """Raises UsageError where optimizer state is to lie on the host, and there is none, or no link to the host."""
+        if self.offload == "none":
+            return
+        if not training:
+            raise UsageError("offload='optimizer': inference has no optimizer state; leave offload out")
+        from autoshard.cost.compute import host_link
+
+        host_link(self.optimizer, cluster.device)
+
     def settings(self, training: bool, has_loss: bool) -> dict[str, Any]:
         """The part that belongs to a plan."""
         p = self.precision
         return {**({"fallback": self.fallback} if self.fallback != "error" else {}),
+                **({"offload": self.offload} if training and self.offload != "none" else {}),
                 "optimizer": self.optimizer if training else "none", "training": training, "loss_in_graph": has_loss,
                 "inputs": self.inputs, "outputs": self.outputs,
                 "precision": None if p is None else {"param": p.param, "master": p.master, "reduce": p.reduce}}

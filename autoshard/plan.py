@@ -138,11 +138,13 @@ class Plan:
     """See the field names; seconds and bytes are per rank and step.
 
     predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
-                optimizer_s; step_s == objective_s
-    memory      at the peak: bytes per category of `CATEGORIES`, slack (of the allocator), total, limit (or null)
+                optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it
+    memory      at the peak: bytes per category of `CATEGORIES`, slack (of the allocator), total, limit (or null); with
+                `offload` host: bytes of it in the host's memory
     timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
     largest     the largest tensors alive at the peak
     recompute   forward ops that backward runs again (see recompute.py); `ops` and `copies` name the second run too
+    offload     parameters whose optimizer state lies on the host (see runtime/host_state.py)
     model       reference, batch, seq, dtype ... as the user gave them
     settings    optimizer, precision, inputs, outputs, training, loss
     placements  stored spec per parameter and buffer
@@ -171,6 +173,7 @@ class Plan:
     timeline: tuple[Moment, ...] = ()
     largest: tuple[Alive, ...] = ()
     recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[Mapping[str, Any], ...] = ({"index": 0},)
     format: int = FORMAT
@@ -312,6 +315,7 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
     out["timeline"] = tuple(Moment(**{**m, "live": tuple(m["live"])}) for m in data.get("timeline", ()))
     out["largest"] = tuple(Alive(**a) for a in data.get("largest", ()))
     out["recompute"] = tuple(data.get("recompute", ()))
+    out["offload"] = tuple(data.get("offload", ()))
     out["stages"] = tuple(data["stages"])
     plan = Plan(**out)
     check_types(plan)

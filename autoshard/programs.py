@@ -19,6 +19,7 @@ from autoshard.incumbents import known_plans
 from autoshard.layers import repeated_layers
 from autoshard.leanest import Lean, leanest
 from autoshard.nothing_fits import explain_infeasible
+from autoshard.offloading import made_to_fit, search_offloading
 from autoshard.options import Options
 from autoshard.plan import AGAIN
 from autoshard.recompute import candidates
@@ -90,6 +91,8 @@ def searched(programs: Programs, progress: Progress) -> tuple[Asked, Solution]:
     free = search_ample(asked.formulation, incumbents=asked.known, time_limit=time_limit / 2, **how)
     if free.choice is None or fits_exactly(asked.formulation, asked.played(free.choice), limit):
         return asked, free
+    if asked.formulation.table.training.offload:
+        asked.known.extend(made_to_fit(asked.formulation, [free.choice], asked.played, limit))
     tried, found = _tight(programs, end, how)
     return tried, with_bound(found, max(free.bound, found.bound))
 
@@ -98,10 +101,11 @@ def _tight(programs: Programs, end: float, how: Mapping[str, Any]) -> tuple[Aske
     """It is open what backward runs again; only where no such plan is found, nothing is, or all: where less is open there is less
     to miss. The bound is that of the open program, of which the others are a part."""
     limit, time_limit = programs.limit, programs.options.time_limit
+    search = search_offloading if programs.plain.formulation.table.training.offload else search_within
 
     def within(asked: Asked) -> Solution:
         left = max(time_limit / 4, end - cpu_seconds())
-        return search_within(asked.formulation, limit, measure=asked.played, incumbents=asked.known, time_limit=left, **how)
+        return search(asked.formulation, limit, measure=asked.played, incumbents=asked.known, time_limit=left, **how)
 
     first = within(programs.open)
     if first.status is Status.INFEASIBLE:

@@ -6,7 +6,7 @@ search table, no strategy and no planned collective is looked at. Equal to `plan
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
@@ -16,7 +16,7 @@ import torch
 from autoshard import _torch
 from autoshard.cost import collectives
 from autoshard.cost.cluster import Cluster
-from autoshard.cost.compute import call_seconds, op_seconds, optimizer_seconds
+from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.emit import VIEWS, Part
 from autoshard.errors import LoweringError
 from autoshard.fusion import Fused, fused
@@ -56,13 +56,14 @@ def seen_at(node: torch.fx.Node) -> Seen:
                 part.hideable, part.kind == "compute")
 
 
-def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str) -> float:
+def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str] = ()) -> float:
     """Seconds of one step: compute + optimizer + blocking collectives + what stays of those that can hide.
 
-    `graph` only says what each op is (target, arguments) and which parameters are trained."""
+    `graph` only says what each op is (target, arguments) and which parameters are trained; `offload`: those whose optimizer state
+    lies on the host."""
     compute = blocking = 0.0
     chains = fused(graph) if cluster.device.fuses else {}
-    overlap, total = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer)
+    overlap, total = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
     for local in (g for g in (lowered.forward, lowered.backward) if g is not None):
         heavy = 0.0
         for called in local.calls:
@@ -158,7 +159,7 @@ def _bytes(node: torch.fx.Node) -> int:
     return node.meta["val"].numel() * node.meta["val"].dtype.itemsize
 
 
-def _update_seconds(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str) -> float:
+def _update_seconds(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str]) -> float:
     """The optimizer's update of every parameter whose gradient the backward hands out."""
     if lowered.backward is None:
         return 0.0
@@ -167,5 +168,6 @@ def _update_seconds(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer:
     out = next(n for n in lowered.backward.graph.nodes if n.op == "output")
     for port, node in zip(lowered.backward.gives, out.args[0], strict=True):
         if port.name in params:
-            total += optimizer_seconds(optimizer, _bytes(node), cluster.device)
+            price = host_seconds if port.name in offload else optimizer_seconds
+            total += price(optimizer, _bytes(node), cluster.device)
     return total

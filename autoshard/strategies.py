@@ -4,8 +4,8 @@ Equal calls share one `StrategySet` object, so all later work (costs, tables) is
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -39,7 +39,8 @@ class SpecIndex:
 class StrategySet:
     """Strategies of one op as arrays [strategies, tensors, axes] of placements.
 
-    `rows[a]`: the one-axis rows of mesh axis a and `picked[s, a]` which of them strategy s uses (calls only)."""
+    `rows[a]`: the one-axis rows of mesh axis a and `picked[s, a]` which of them strategy s uses (calls only). `on_host`: of a
+    parameter whose optimizer state may lie in the host's memory, where each strategy has it; None: on the device."""
 
     inputs: np.ndarray
     outputs: np.ndarray
@@ -48,6 +49,7 @@ class StrategySet:
     call: Call | None = None
     rows: tuple[Row, ...] = ()
     picked: np.ndarray | None = None
+    on_host: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -64,10 +66,15 @@ class StrategySet:
         """Specs of the inputs and outputs of strategy `s`."""
         return (tuple(tuple(r) for r in self.inputs[s].tolist()), tuple(tuple(r) for r in self.outputs[s].tolist()))
 
+    @cached_property
+    def on_device(self) -> np.ndarray:
+        """Per strategy, whether optimizer state lies on the device: a factor for its bytes there."""
+        return np.ones(len(self), bool) if self.on_host is None else ~self.on_host
+
     def keep(self, mask: np.ndarray) -> "StrategySet":
-        picked = None if self.picked is None else self.picked[mask]
+        picked, on_host = (None if of is None else of[mask] for of in (self.picked, self.on_host))
         return StrategySet(self.inputs[mask], self.outputs[mask], self.input_metas, self.output_metas,
-                           self.call, self.rows, picked)
+                           self.call, self.rows, picked, on_host)
 
 
 Strategies = Mapping[str, StrategySet]
@@ -145,6 +152,20 @@ def _placeholder_set(op: Op, meta: TensorMeta, specs: Sequence[Spec], mesh: Mesh
     if op.kind == "output":
         return StrategySet(array, np.zeros((len(specs), 0, mesh.ndim), np.int8), (meta,), ())
     return StrategySet(np.zeros((len(specs), 0, mesh.ndim), np.int8), array, (), (meta,))
+
+
+def with_host(strategies: Strategies, names: Iterable[str]) -> Strategies:
+    """Strategies in which the parameters `names` may keep their optimizer state on the host too: those there are, which keep it on
+    the device, then the same again with it on the host. Equal sets stay one object; nothing to do for a set that has both."""
+    out, made = dict(strategies), {}
+    for name in names:
+        found = strategies[name]
+        if found.on_host is None:
+            if id(found) not in made:
+                made[id(found)] = replace(found, inputs=np.concatenate([found.inputs] * 2), outputs=np.concatenate([found.outputs] * 2),
+                                          on_host=np.repeat([False, True], len(found)))
+            out[name] = made[id(found)]
+    return out
 
 
 def call_strategies(call: Call, mesh: Mesh) -> StrategySet:

@@ -130,3 +130,17 @@ def test_logs(run, quiet_again):  # noqa: F811
     assert_refused(run("--logs", "everything", "plan", *MLP, "-q"), "'everything'", "search")
     with pytest.raises(UsageError, match="no phase"):
         configure("+bogus")
+
+
+def test_offload(run, tmp_path):  # noqa: F811
+    """A budget that is too small without; and what refuses it."""
+    asked, path = ["mlp", "--mesh", "d=2", "--memory", "17e3", "--offload", "optimizer"], tmp_path / "plan.json"
+    code, out, err = run("plan", *asked, "-o", path)
+    assert code == 0 and "offload optimizer" in out and "lies on the host" in out, err
+    plan = Plan.load(path)
+    code, out, err = run("explain", path, "--op", f"param:{plan.offload[0]}", "--json", "-q")
+    assert code == 0 and "optimizer state on the host" in json.loads(out)["rows"][0]["outputs"], err
+    assert_refused(run("plan", *asked, "--cluster", "cpu-gloo"), "no link to its host", "device.host_link")
+    assert_refused(run("memory", *asked, "--inference"), "inference has no optimizer state")
+    assert_refused(run("compare", *asked, "--optimizer", "sgd"), "sgd keeps no state")
+    assert_refused(run("verify", *asked), "numbers are the same wherever state lies")

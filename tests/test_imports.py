@@ -39,7 +39,7 @@ LAYERS = (
     ("schedule",),
     ("attention_kernels", "emit", "lower", "reprice"),
     ("memory",),
-    ("assemble", "feasible", "leanest", "nothing_fits"),
+    ("assemble", "feasible", "leanest", "nothing_fits", "offloading"),
     ("wiring",),
     ("baselines", "propagate"),
     ("programs",),

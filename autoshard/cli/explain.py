@@ -75,6 +75,7 @@ def as_planned(request: Request, plan: Any) -> Request:
                    cluster=request.cluster if request.cluster != Request.cluster else plan.cluster["name"],
                    optimizer=settings["optimizer"], inference=not settings["training"],
                    precision=",".join(f"{k}={v}" for k, v in precision.items()) if precision else None,
+                   offload=settings.get("offload", "none"),
                    seed=[f"{k}={v}" for k, v in plan.seeds.items()], seeds=None)
 
 

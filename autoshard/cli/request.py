@@ -54,6 +54,8 @@ class Request:
     search: Annotated[str, typer.Option(help="Search backend; auto picks one.")] = "auto"
     fallback: Annotated[str, typer.Option(
         help="What to do with submodules that cannot be traced: error, or replicate (run them whole on every rank).")] = "error"
+    offload: Annotated[str, typer.Option(
+        help="none, or optimizer: its state may lie in the host's memory where that pays (the cluster needs a host_link).")] = "none"
 
     @property
     def what(self) -> str:
@@ -64,16 +66,18 @@ class Request:
         """Keyword arguments of `autoshard.plan`. Raises UsageError."""
         return {"cluster": self.cluster, "memory_budget": self.memory, "optimizer": self.optimizer,
                 "seeds": parse_seeds(self.seed or [], self.seeds), "precision": parse_precision(self.precision),
-                "time_limit": self.time_limit, "search": self.search, "fallback": self.fallback}
+                "time_limit": self.time_limit, "search": self.search, "fallback": self.fallback, "offload": self.offload}
 
     def check(self) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
         from autoshard.cost.cluster import load_cluster
         from autoshard.mesh import parse_mesh
-        from autoshard.options import parse_bytes
+        from autoshard.options import Options, parse_bytes
 
-        load_cluster(self.cluster).links_for(parse_mesh(self.mesh))
+        cluster = load_cluster(self.cluster)
+        cluster.links_for(parse_mesh(self.mesh))
         parse_bytes(self.memory)
+        Options(optimizer=self.optimizer, offload=self.offload).check_offload(cluster, not self.inference)
 
     def load(self, fake: bool = True) -> ModelSpec:
         """The model with example inputs, on the meta device unless `fake` is False. Raises ModelError, UsageError."""

@@ -46,6 +46,8 @@ def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None,
     request.check()
     if plan is not None and plans is not None:
         raise UsageError("--plan and --plans were both given; give one of them")
+    if request.offload != "none":
+        raise UsageError("--offload: numbers are the same wherever state lies; leave it out, or give a plan that offloads with --plan, and --processes")
     with progress_shown(not quiet) as progress, tempfile.TemporaryDirectory() as folder:
         report, ran_as = _verified(request, plan, plans, steps, processes, inputs, tolerance, folder, progress)
     if as_json:

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import resources
-from math import inf, isfinite, prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autoshard.cost.curve import Curve, problem
+from autoshard.cost.curve import Curve
+from autoshard.cost.reader import Reader
 from autoshard.errors import ClusterError
 from autoshard.mesh import Mesh
 
@@ -27,6 +28,14 @@ OPTIMIZER = "optimizer"
 HEAVY = ("matmul", "attention", "conv")
 """Op families that count FLOPs. Their time can hide communication; the others are too short or memory-bound."""
 FAMILIES = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "gather", "random", "copy")
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """The way between a device and its host's memory: `latency` s per copy, `bandwidth` bytes/s each way from and to pinned memory."""
+
+    latency: float
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Device:
     fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
     allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
     updates_together  whether the optimizer updates all parameters in one call (foreach), or one by one
+    host_link         to the host's memory; None: nothing can be offloaded
     """
 
     name: str
@@ -52,6 +62,7 @@ class Device:
     fuses: bool = False
     allocator_slack: float = 0.0
     updates_together: bool = True
+    host_link: HostLink | None = None
 
     @cached_property
     def _measured(self) -> dict[str, Curve]:
@@ -217,7 +228,7 @@ def _plain(item: Any, *pairs: str) -> dict[str, Any]:
     """Fields of a dataclass as JSON has them: fields named in `pairs` become tables, what is at its default is left out."""
     out = {f.name: getattr(item, f.name) for f in fields(item) if getattr(item, f.name) != f.default}
     out |= {k: {name: v.points if isinstance(v, Curve) else v for name, v in out[k]} for k in pairs if k in out}
-    return {k: _plain(v) if isinstance(v, InNetwork) else v for k, v in out.items() if v != inf}
+    return {k: _plain(v) if isinstance(v, (InNetwork, HostLink)) else v for k, v in out.items() if v != inf}
 
 
 def available() -> tuple[str, ...]:
@@ -270,7 +281,7 @@ def _strip_sources(value: Any, path: str, sources: list[tuple[str, str]], origin
 
 
 def _build(data: Any, origin: str, sources: Any) -> Cluster:
-    top = _Reader(data, origin, "")
+    top = Reader(data, origin, "")
     if top.take("version", object) != VERSION:
         raise ClusterError(f"{origin}: version is not {VERSION}, the format this autoshard reads")
     links = top.take("links", list)
@@ -278,7 +289,7 @@ def _build(data: Any, origin: str, sources: Any) -> Cluster:
         raise ClusterError(f"{origin}: links is empty; give at least one [[links]]")
     cluster = Cluster(
         name=top.take("name", str), device=_device(top.table("device")),
-        links=tuple(_link(_Reader(link, origin, f"links[{i}]")) for i, link in enumerate(links)),
+        links=tuple(_link(Reader(link, origin, f"links[{i}]")) for i, link in enumerate(links)),
         overlap=_overlap(top.table("overlap")), description=top.take("description", str, ""), sources=tuple(sources))
     top.finish()
     for inner, outer in zip(cluster.links, cluster.links[1:], strict=False):
@@ -288,14 +299,15 @@ def _build(data: Any, origin: str, sources: Any) -> Cluster:
     return cluster
 
 
-def _device(r: "_Reader") -> Device:
+def _device(r: Reader) -> Device:
     peak, efficiency = r.table("peak"), r.table("efficiency")
     rates = tuple((k, peak.number(k)) for k in sorted(peak.keys() | {"float32"}))
     fractions = tuple((k, efficiency.fraction(k, above_zero=True)) for k in FAMILIES)
     efficiency.finish()
     out = Device(r.take("name", str), rates, r.number("memory_bandwidth"), r.number("memory_capacity"),
                  r.number("kernel_overhead"), fractions, r.curves("measured"), r.take("fuses", bool, False),
-                 r.fraction("allocator_slack") if "allocator_slack" in r.keys() else 0.0, r.take("updates_together", bool, True))
+                 r.fraction("allocator_slack") if "allocator_slack" in r.keys() else 0.0, r.take("updates_together", bool, True),
+                 _host_link(r))
     r.finish()
     for key, _ in out.measured:
         if "::" not in key and key.partition("/")[0] not in (*FAMILIES, OPTIMIZER):
@@ -304,7 +316,16 @@ def _device(r: "_Reader") -> Device:
     return out
 
 
-def _link(r: "_Reader") -> Link:
+def _host_link(r: Reader) -> HostLink | None:
+    if r.take("host_link", object, False) is False:
+        return None
+    inner = r.table("host_link")
+    out = HostLink(inner.number("latency"), inner.number("bandwidth"))
+    inner.finish()
+    return out
+
+
+def _link(r: Reader) -> Link:
     out = Link(r.take("name", str), r.number("devices", inf), r.number("latency"), r.number("overhead"),
                r.number("bandwidth"), r.fraction("efficiency", above_zero=True), r.number("oversubscription", 1.0),
                _in_network(r), r.curves("measured", COLLECTIVES))
@@ -317,7 +338,7 @@ def _link(r: "_Reader") -> Link:
     return out
 
 
-def _in_network(r: "_Reader") -> InNetwork | None:
+def _in_network(r: Reader) -> InNetwork | None:
     if r.take("in_network", object, False) is False:
         return None
     inner = r.table("in_network")
@@ -326,75 +347,7 @@ def _in_network(r: "_Reader") -> InNetwork | None:
     return out
 
 
-def _overlap(r: "_Reader") -> Overlap:
+def _overlap(r: Reader) -> Overlap:
     out = Overlap(r.fraction("eta"), r.fraction("interference"))
     r.finish()
     return out
-
-
-class _Reader:
-    """One table of a profile; knows its path for messages and refuses keys nobody asked for."""
-
-    def __init__(self, data: Any, origin: str, path: str):
-        if not isinstance(data, Mapping):
-            raise ClusterError(f"{origin}: {path or 'the profile'} is {data!r}, a table is needed")
-        self.data, self.origin, self.path, self.seen = data, origin, path, set()
-
-    def where(self, key: str) -> str:
-        return f"{self.origin}: {self.path}.{key}" if self.path else f"{self.origin}: {key}"
-
-    def keys(self) -> set[str]:
-        return set(self.data)
-
-    def take(self, key: str, kind: type, default: Any = None) -> Any:
-        self.seen.add(key)
-        value = self.data.get(key, default)
-        if value is None:
-            raise ClusterError(f"{self.where(key)} is missing")
-        if not isinstance(value, kind):
-            raise ClusterError(f"{self.where(key)} is {value!r}, a {kind.__name__} is needed")
-        return value
-
-    def table(self, key: str) -> "_Reader":
-        return _Reader(self.take(key, Mapping), self.origin, f"{self.path}.{key}".lstrip("."))
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
-        if key not in self.data and default is not None:
-            self.seen.add(key)
-            return default
-        value = self.take(key, object)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
-            raise ClusterError(f"{self.where(key)} is {value!r}; a positive number is needed")
-        return float(value)
-
-    def curves(self, key: str, names: tuple[str, ...] = ()) -> tuple[tuple[str, Curve], ...]:
-        """A table of measured curves; an absent one is empty. `names`: what may be in it, anything if not given."""
-        if key not in self.data:
-            self.seen.add(key)
-            return ()
-        inner = self.table(key)
-        out = tuple((k, inner.curve(k)) for k in sorted(inner.keys() & set(names) if names else inner.keys()))
-        inner.seen |= set(names)
-        inner.finish()
-        return out
-
-    def curve(self, key: str) -> Curve:
-        points = self.take(key, object)
-        if what := problem(points):
-            raise ClusterError(f"{self.where(key)}: {what}")
-        return Curve(tuple(float(a) for a, _ in points), tuple(float(s) for _, s in points))
-
-    def fraction(self, key: str, above_zero: bool = False) -> float:
-        value = self.take(key, object)
-        ok = not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value <= 1
-        if not ok or (above_zero and value == 0):
-            raise ClusterError(f"{self.where(key)} is {value!r}; a fraction between 0 and 1 is needed")
-        return float(value)
-
-    def finish(self) -> None:
-        extra = sorted(self.keys() - self.seen)
-        if extra:
-            near = difflib.get_close_matches(extra[0], self.seen, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; remove it"
-            raise ClusterError(f"{self.where(extra[0])} is not a key of a profile{hint}")

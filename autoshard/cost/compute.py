@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.cost.cluster import HEAVY, OPTIMIZER, Device
+from autoshard.cost.cluster import HEAVY, OPTIMIZER, Device, HostLink
 from autoshard.errors import UsageError
 from autoshard.graph import Call
 from autoshard.rules.registry import rule_of
@@ -135,6 +135,36 @@ def optimizer_seconds(name: str, nbytes: Any, device: Device) -> Any:
     else:
         out = np.asarray(curve(out))
     return out if out.ndim else float(out)
+
+
+def host_seconds(name: str, nbytes: Any, device: Device) -> Any:
+    """Seconds of the update of one parameter of `nbytes` local bytes (may be an array) whose k tensors of state lie on the host:
+
+        2 x k x (latency + nbytes / bandwidth) + max(update, tensors read or written x kernel overhead)
+
+    The state comes down the host link, the update runs, the state goes up: one after the other (runtime/host_state.py), so the
+    link's two directions are not used at once. A parameter that is updated alone also starts kernels of its own, some eight for
+    Adam (torch/optim/adam.py), of which the seven tensors that its fused update reads or writes are taken as the number.
+
+    Raises UsageError for an optimizer without such state, and where the device has no host link.
+    >>> host_seconds("adamw", 4 * 4096**2, h100)           # 2 x 2 x (10e-6 + 67.1e6 / 56.7e9) + 165e-6
+    0.00493...
+    """
+    link, (kept, moved) = host_link(name, device), _optimizer(name)
+    alone = np.maximum(optimizer_seconds(name, nbytes, device), moved * device.kernel_overhead)
+    out = 2 * kept * (link.latency + np.asarray(nbytes, np.float64) / link.bandwidth) + alone
+    return out if out.ndim else float(out)
+
+
+def host_link(name: str, device: Device) -> HostLink:
+    """The link over which state of optimizer `name` may move. Raises UsageError where there is no such state, or no link."""
+    if not _optimizer(name)[0]:
+        able = ", ".join(sorted(n for n, (kept, _) in OPTIMIZERS.items() if kept))
+        raise UsageError(f"offload='optimizer': {name} keeps no state that autoshard.local_update could move; use one of {able}, or no offload")
+    if device.host_link is None:
+        raise UsageError(f"offload='optimizer': the cluster profile gives {device.name} no link to its host; add [device.host_link] with "
+                         "latency and bandwidth (docs/add-a-cluster.md), or leave offload out")
+    return device.host_link
 
 
 def optimizer_state_bytes(name: str, dtype: torch.dtype) -> int:

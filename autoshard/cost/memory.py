@@ -6,7 +6,7 @@ graph, counted where they live, not here.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -83,3 +83,10 @@ def update_workspace(optimizer: str, parameters: Sequence[int], together: bool) 
     if together:
         return each * sum(parameters)
     return max((own * n + carried * before for before, n in zip((0, *parameters), parameters)), default=0)
+
+
+def host_workspace(optimizer: str, parts: Sequence[Mapping[str, int]], together: bool) -> int:
+    """Bytes that updates of parameters whose state lies on the host need beside parameters and gradients: of the one that takes
+    most, its state while it is here and the temporaries of its update alone. `parts`: `stored_parts` of each; `together`: as in
+    `update_workspace`, for how one parameter's temporaries are made."""
+    return max((p["optimizer"] + update_workspace(optimizer, [p["parameters"]], together) for p in parts), default=0)

@@ -86,10 +86,12 @@ def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
     final = {str(op.target).removeprefix("grad:"): table.graph.order[op.refs[0].op] for op in table.graph.of_kind("output") if op.refs}
     for op in table.graph.of_kind("param"):
         optimizer = table.training.optimizer if op.name in table.trained else None
-        counted = ("parameters", "optimizer", *(["gradients"] if final.get(op.target, now + 1) <= now else []))
+        counted = ("parameters", *(["gradients"] if final.get(op.target, now + 1) <= now else []))
         specs = units.outputs(Ref(op.name))
         parts = [stored_parts(op.outputs[0], s, table.mesh, optimizer) for s in specs.specs]
-        yield units.index(op.name), np.array([sum(p[c] for c in counted) for p in parts], dtype=float)[specs.index]
+        always = np.array([sum(p[c] for c in counted) for p in parts], dtype=float)[specs.index]
+        state = np.array([p["optimizer"] for p in parts], dtype=float)[specs.index]
+        yield units.index(op.name), always + state * table.strategies[op.name].on_device[units.picked(op.name)]
 
 
 def _values(formulation: Formulation, now: int) -> Iterator[Amounts]:

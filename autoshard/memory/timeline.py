@@ -1,6 +1,6 @@
 """The memory of a plan over one step: live bytes by category, the peak, and what is alive there.
 
-    parameters, buffers, optimizer   all the time
+    parameters, buffers, optimizer   all the time; optimizer state on the host is not counted, but for its update
     gradients                        from when they are final to the end of the step: `zero_grad()` lets go of them
     inputs, outputs                  as long as the user holds them: the whole step
     saved                            from forward until backward has read them
@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.cost.memory import scalar_bytes, stored_parts, update_workspace
+from autoshard.cost.memory import host_workspace, scalar_bytes, stored_parts, update_workspace
 from autoshard.graph import Graph, Op
 from autoshard.memory.footprint import Footprints
 from autoshard.memory.play import Buffer, Played, play
@@ -28,12 +28,14 @@ MOST_TENSORS = 12
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """`live[t, c]`: bytes of category c at time t (see memory/play.py), including what `constant` says is there always."""
+    """`live[t, c]`: bytes of category c at time t (see memory/play.py), including what `constant` says is there always. `update`:
+    what the optimizer needs for a moment; `host`: bytes of its state in the host's memory."""
 
     graph: Graph
     played: Played
     constant: Mapping[str, int]
     update: int
+    host: int = 0
 
     @cached_property
     def live(self) -> np.ndarray:
@@ -103,10 +105,10 @@ class Timeline:
         return Alive(name, buffer.category, buffer.nbytes, op.module, op.source)
 
     def summary(self, slack: float, limit: float | None) -> dict[str, float | None]:
-        """Bytes per category at the peak, what the allocator wastes (`slack`, a fraction), total and limit."""
+        """Bytes per category at the peak, what the allocator wastes (`slack`, a fraction), total and limit; and on the host, if any."""
         at = dict(zip(CATEGORIES, map(float, self.live[self.peak_time]), strict=True))
         at["slack"] = slack * sum(at.values())
-        return {**at, "total": sum(at.values()), "limit": limit}
+        return {**at, "total": sum(at.values()), "limit": limit, **({"host": float(self.host)} if self.host else {})}
 
 
 def _what(graph: Graph, instruction: Instruction | None, window: Window) -> tuple[str, str, Op | None]:
@@ -124,7 +126,10 @@ def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, opt
     """Play one step of `plan`. `trained`: names of the parameter ops with a gradient; `together`: whether the optimizer
     updates all parameters in one call. Raises PlanError for a plan that does not fit the graph."""
     played = play(graph, plan, schedule(graph, plan, plan.mesh, route), footprints)
-    local = [stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained]
-    optimizer_bytes = sum(p["optimizer"] for p in local) + scalar_bytes(optimizer, len(trained))
-    return Timeline(graph, played, {"optimizer": optimizer_bytes},
-                    update_workspace(optimizer, [p["parameters"] for p in local], together))
+    parts = {n: stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained}
+    away = frozenset(plan.offload)
+    host = [p for n, p in parts.items() if graph.op(n).target in away]
+    here = [p for n, p in parts.items() if graph.op(n).target not in away]
+    update = max(host_workspace(optimizer, host, together), update_workspace(optimizer, [p["parameters"] for p in here], together))
+    state = sum(p["optimizer"] for p in here) + scalar_bytes(optimizer, len(trained))  # scalars stay where they are
+    return Timeline(graph, played, {"optimizer": state}, update, sum(p["optimizer"] for p in host))

@@ -102,10 +102,10 @@ def step_time(plan: Plan) -> tuple[Amount, ...]:
 
 
 def memory(plan: Plan) -> tuple[Amount, ...]:
-    """Bytes per category and rank; categories this report has no words for keep the plan's name."""
+    """Bytes per category and rank of the device; categories this report has no words for keep the plan's name."""
     known = [Amount(label, plan.memory[key] or 0.0) for key, label in MEMORY_LABELS.items() if key in plan.memory]
     other = [Amount(key, value or 0.0) for key, value in plan.memory.items()
-             if key not in MEMORY_LABELS and key not in ("total", "limit")]
+             if key not in MEMORY_LABELS and key not in ("total", "limit", "host")]
     return tuple(known + other)
 
 

@@ -18,6 +18,7 @@ from autoshard.runtime.agree import alone, share
 from autoshard.runtime.backends import backend_of
 from autoshard.runtime.cache import cached, key_of
 from autoshard.runtime.fits import check_fits
+from autoshard.runtime.host_state import keep_on_host
 from autoshard.runtime.inputs import Passing
 from autoshard.runtime.place import Place
 from autoshard.runtime.route import route_of
@@ -77,6 +78,8 @@ def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixe
     share(place, "lowered", lambda: "", settings.timeout)  # from here on ranks may meet in collectives
     if not stored.specs:
         stored.settle(plan.placements, seed, settings.checkpoint)
+    if graph.training:
+        keep_on_host(stored.params, plan.offload, afresh=replan)
     return Step(with_recompute(graph, plan.recompute), traced.calling, plan, program, place, stored, backend_of(settings.backend), settings.passing.outputs)
 
 

@@ -32,6 +32,8 @@ def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
         if known[key]:
             raise PlanError(f"the plan's strategy for {op.where} {known[key]}; {AGAIN}")
     _check_storage(plan, graph)
+    if unknown := sorted(set(plan.offload) - {op.target for op in graph.of_kind("param")}):
+        raise PlanError(f"the plan keeps the optimizer state of {unknown[0]} on the host, which is no parameter; {AGAIN}")
 
 
 def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh) -> str:

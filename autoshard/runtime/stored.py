@@ -137,7 +137,8 @@ class Stored:
             state = optimizer.state.get(t, {}) if optimizer is not None else {}
             for moved in (t, t.grad, *state.values()) if self.place.device_mesh is not None else ():
                 if isinstance(moved, type(t.data)) and hasattr(moved, "_spec") and moved.shape == t.shape:
-                    _torch.swap(moved, moved.detach().redistribute(placements=placements(spec)).to_local(), placements(spec))
+                    here = _torch.dtensor_like(moved.to_local().detach().to(self.place.device), moved)  # it may lie on the host
+                    _torch.swap(moved, here.redistribute(placements=placements(spec)).to_local(), placements(spec))
             self.specs[name] = spec
 
     def write(self, name: str, value: torch.Tensor) -> None:

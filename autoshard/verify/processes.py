@@ -20,6 +20,7 @@ from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 from autoshard.precision import Precision
+from autoshard.runtime.update import local_update
 from autoshard.verify.copies import cast, default_dtype, own_copy
 from autoshard.verify.optimizers import optimizer_of
 from autoshard.verify.pieces import Joined
@@ -135,12 +136,17 @@ def _train(task: _Task) -> dict[str, Any]:
             if task.training:
                 wanted = [i for i in range(len(users)) if i not in constants]
                 torch.autograd.backward([users[i] for i in wanted], [torch.ones_like(users[i]) for i in wanted])
-                optimizer = optimizer or optimizer_of(task.on.optimizer)([p for p in compiled.parameters() if p.requires_grad])
+                optimizer = optimizer or _optimizer(task, compiled)
             steps.append(_results(compiled, users, pytree.tree_leaves((args, dict(sorted(kwargs.items()))))))
             if task.training:
                 optimizer.step()
                 optimizer.zero_grad()
     return {"steps": steps, "weights": {n: _whole(p) for n, p in compiled.named_parameters()} if task.training else {}}
+
+
+def _optimizer(task: _Task, compiled: Any) -> torch.optim.Optimizer:
+    made = optimizer_of(task.on.optimizer)([p for p in compiled.parameters() if p.requires_grad])
+    return local_update(made) if compiled.plan.offload else made
 
 
 def _own_piece(t: Any, mesh: Mesh) -> Any:

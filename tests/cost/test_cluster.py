@@ -38,7 +38,7 @@ def test_profile_is_sane_and_survives_a_snapshot(name):
         assert inner.bus_bandwidth > outer.bus_bandwidth and inner.latency <= outer.latency
         assert inner.overhead <= outer.overhead
     optional = sum((l.devices < 1e18) + (l.oversubscription != 1) + 2 * (l.in_network is not None) + len(l.measured)
-                   for l in c.links) + len(c.device.measured)
+                   for l in c.links) + len(c.device.measured) + 2 * (c.device.host_link is not None)
     assert len(c.sources) == len(c.device.peak) + len(FAMILIES) + 3 + 4 * len(c.links) + 2 + optional and all(len(s) > 8 for _, s in c.sources)
     snapshot = json.loads(json.dumps(c.snapshot()))
     assert Cluster.from_snapshot(snapshot) == c
@@ -50,6 +50,8 @@ def test_h100_numbers_are_those_of_the_data_sheet():
     assert c.device.peak_flops(torch.bfloat16) == 989.4e12
     assert c.device.memory_bandwidth == 3.35e12
     assert [(l.name, l.bandwidth) for l in c.links] == [("nvlink", 450e9), ("infiniband", 50e9)]
+    assert c.device.host_link.bandwidth < 63e9, "PCIe 5.0 x16"
+    assert load_cluster("cpu-gloo").device.host_link is None
 
 
 def test_own_profile_by_path(tmp_path):
@@ -88,6 +90,8 @@ BROKEN = [
     ("[links.in_network]", "[links.in_netwrk]", "did you mean in_network"),
     ("[links.in_network]", "[links.measured]", "measured.bandwidth is not a key"),
     ("value = 275e9", "value = 480e9", "in_network.bandwidth is above the link's bandwidth"),
+    ("value = 56.7e9", "value = 0.0", "device.host_link.bandwidth is 0"),
+    ("[device.host_link]", "[device.host_lnk]", "device.host_lnk is not a key of a profile; did you mean host_link"),
     ("version = 1\n", "version = 1\nextra = true\n", "extra is not a key of a profile; remove it"),
     ("[[links]]", "[[link]]", "a list is needed"),
     ("[overlap]", "[overlop]", "overlap is missing"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autoshard.cost.cluster import FAMILIES, available, load_cluster
-from autoshard.cost.compute import (OPTIMIZERS, call_bytes, call_seconds, compute_dtype, op_seconds, optimizer_seconds,
+from autoshard.cost.compute import (OPTIMIZERS, call_bytes, call_seconds, compute_dtype, host_seconds, op_seconds, optimizer_seconds,
                                     optimizer_state_bytes)
 from autoshard.cost.memory import stored_bytes, stored_parts, value_bytes
 from autoshard.errors import ClusterError, UsageError
@@ -105,6 +105,18 @@ def test_worked_optimizer_update():
     assert optimizer_seconds("sgd", 4 * 8.03e9, H100) == pytest.approx(78.96e-3 * 3 / 7, rel=1e-4)
     assert optimizer_seconds("none", 1e9, H100) == 0
     assert optimizer_seconds("adam", np.array([0.0, 1e9, 2e9]), H100).tolist() == [0, *(optimizer_seconds("adam", n, H100) for n in (1e9, 2e9))]
+
+
+def test_worked_update_from_the_host():
+    nbytes = 4 * 4096**2
+    assert host_seconds("adamw", nbytes, H100) == pytest.approx(4 * (10e-6 + nbytes / 56.7e9) + 7 * nbytes / (3.35e12 * 0.85), rel=1e-9)
+    assert host_seconds("momentum", 4.0, H100) == pytest.approx(2 * (10e-6 + 4 / 56.7e9) + 5 * 4e-6, rel=1e-9), "kernels of its own"
+    sizes = np.array([4.0, 1e6, 1e9])
+    assert np.all(host_seconds("adam", sizes, H100) > optimizer_seconds("adam", sizes, H100))
+    with pytest.raises(UsageError, match="sgd keeps no state.*use one of adagrad, adam, "):
+        host_seconds("sgd", 4.0, H100)
+    with pytest.raises(UsageError, match=r"no link to its host.*device.host_link"):
+        host_seconds("adam", 4.0, load_cluster("cpu-gloo").device)
 
 
 def test_optimizer_state():

@@ -25,6 +25,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.ranks, self.watch = ranks, watch
+        self._elsewhere: dict[int, Any] = {}
         self._known: dict[int, weakref.ref[Any]] = {}
         self._sent: dict[int, Any] = {}
 
@@ -49,9 +50,13 @@ class LiveBytes(TorchDispatchMode):
                 self._track(_storage(t))
         self.peak = max(self.peak, self.live)
 
+    def ignore(self, *values: Any) -> None:
+        """These do not count, whoever returns them: they stand for memory of another place."""
+        self._elsewhere.update((_storage(t)._cdata, _storage(t)) for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor))
+
     def _track(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._known or key in self._elsewhere:
             return
         self.live += nbytes
 
