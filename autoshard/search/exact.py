@@ -12,6 +12,7 @@ from autoshard.search.tie import tied_core
 SMALL_FREE = 100_000  # table entries; above, even the problem without rows is not left to a MIP
 
 LARGEST_FREE = 600_000  # of the core with rows; above, forgetting them is not even tried
+SURELY_LARGE = 5_000_000  # of equal layers; above, what is left when they are reduced is no small MIP either
 SMALL_MIP = 10_000  # table entries up to which the MIP takes the rows too, with no prices first
 
 
@@ -19,8 +20,8 @@ def search_auto(board: Board, seed: int, threads: int) -> None:
     """Rows forgotten first; then the exact route by prices, when the core is small; then the large route."""
     try:
         core, _ = build(board.problem)
-        layers = tied_core(board.problem, core, board.clock.expired) if board.problem.intervals is None else None
-        if layers is None or layers[0].copies * _entries(layers[1]) <= SMALL_MIP:
+        layers = tied_core(board.problem, core) if board.problem.intervals is None else None
+        if layers is None or _entries(core) <= SURELY_LARGE:
             reduce_core(core, board.clock.expired)
             board.stats["core"] = _size(core)
         if board.problem.intervals is None and _entries(core) > SMALL_MIP:
@@ -77,7 +78,7 @@ def _without_rows(board: Board, core: Core, seed: int) -> bool:
 
 
 def _entries(core: Core) -> int:
-    return sum(t.a.size for v in core.alive for t in core.adj[v].values()) // 2
+    return sum(t.a.size for tables in core.adj for t in tables.values()) // 2
 
 
 def _size(core: Core) -> dict:

@@ -17,8 +17,7 @@ from autoshard.search.board import MARGIN, TIED, Board
 from autoshard.search.clock import Clock
 from autoshard.search.core import Core, build
 from autoshard.search.large.exact import table_entries
-from autoshard.search.presolve import Infeasible, reduce_core
-from autoshard.search.presolve.rows import price_certain_rows
+from autoshard.search.presolve import Infeasible, reduce_core, settle_rows
 from autoshard.search.priced import (LARGEST_PAIR, MIP_NODES, STORED, TABLES, Priced, choice_value, solve_left, solve_priced, stored_entries,
                                      tighten)
 from autoshard.search.problem import row_loads
@@ -54,9 +53,10 @@ class Quotient:
 def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Core] | None = None) -> None:
     """`layers`: the problem with its layers tied (`tied_core`), which goes first: its choices are incumbents, its planes a start.
     Then the problem itself. Where the tied one is solved at its best prices, layers only have to share a row: then the problem
-    itself is likely to be proven without the best tied choice, and at one price, for which `core` need not be reduced before."""
+    itself is likely to be proven without the best tied choice, and at one price. A core of which one price is asked, or a few of
+    one that is small, need not be reduced before: without rows it reduces further."""
     guarded.start()
-    price_certain_rows(core)
+    settle_rows(core)
     quotient, planes, pool = _search_tied(board, core, layers, seed)
     tied_best = quotient.best if quotient is not None else None
     likely = tied_best is not None and tied_best.exact and quotient.board.choice is not None
@@ -86,6 +86,9 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
     tied, quotient = layers
     own = Board(tied.problem, _share(board))
     try:
+        settle_rows(quotient)
+        if stored_entries(quotient) > STORED:
+            reduce_core(quotient, own.clock.expired)
         _spare(core, quotient)
         known = _scaled(_planes(board, quotient), 1 / tied.copies)
         best, planes, found = search_prices(own, quotient, known, seed, rough=ROUGH)

@@ -22,6 +22,7 @@ GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened
 TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 200  # joint strategies; larger pairs cost more to reduce than their bound is worth
 LOOSE, LARGER_PAIRS = 1e-4, (400, 729)  # relative gap of the bound above which they are tried; see `_answer`
+MANY = 100  # strategies of the largest node, from which on the largest pairs are made at once: on three axes a weight has 27 layouts
 LARGE = 4_000_000  # table entries; above, no MIP follows
 STORED = 2_000_000  # of distinct tables; above, what one price computed is not kept for the next
 MIP_NODES = 2000
@@ -60,6 +61,8 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     free = core.copy(own_memo=large)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
+    if max((len(free.cost[v]) for v in free.alive), default=0) >= MANY:
+        largest = LARGER_PAIRS[-1]
     merge_pairs(free, largest, board.clock.expired)
     if large:
         free.forget()

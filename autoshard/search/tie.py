@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.search.core import Core, build
-from autoshard.search.presolve import Infeasible, reduce_core
 from autoshard.search.problem import Edge, Items, Problem
 
 
@@ -43,17 +41,10 @@ def tie(problem: Problem) -> Tied:
     return Tied(tied, copies, lambda choice: np.asarray(choice)[quotient])
 
 
-def tied_core(problem: Problem, core: Core, expired: Callable[[], bool] = lambda: False) -> tuple[Tied, Core] | None:
-    """The quotient of `problem`, reduced, sharing the memo of the problem's own `core`. None where no layers can be tied, or no
-    choice treats them alike, which says nothing about those that do not."""
+def tied_core(problem: Problem, core: Core) -> tuple[Tied, Core] | None:
+    """The quotient of `problem`, not reduced, sharing the memo of the problem's own `core`. None where no layers can be tied."""
     tied = tie(problem)
-    if tied.problem.n == problem.n:
-        return None
-    quotient = build(tied.problem, core)[0]
-    with suppress(Infeasible):
-        reduce_core(quotient, expired)
-        return tied, quotient
-    return None
+    return (tied, build(tied.problem, core)[0]) if tied.problem.n < problem.n else None
 
 
 def _costs(problem: Problem, quotient: np.ndarray, count: int, copies: int) -> list[np.ndarray]:

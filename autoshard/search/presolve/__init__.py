@@ -17,7 +17,7 @@ from autoshard.search.presolve.rows import drop_slack_rows, price_certain_rows
 from autoshard.search.presolve.separable import separate
 from autoshard.search.presolve.states import merge_states
 
-__all__ = ["Infeasible", "reduce_core"]
+__all__ = ["Infeasible", "reduce_core", "settle_rows"]
 
 CHEAP = (drop_dead, eliminate, contract, separate)
 ALL = (*CHEAP, dominate, merge_states)
@@ -37,6 +37,12 @@ def reduce_core(core: Core, expired: Callable[[], bool] = lambda: False, changed
             _check_rows(core)
             _sweep(core, dirty, ALL, expired)
             dirty = sorted({v for v in drop_slack_rows(core) + price_certain_rows(core) if core.cost[v] is not None})
+
+
+def settle_rows(core: Core) -> None:
+    """Price rows that are surely over their limit. Raises Infeasible where a hard one is."""
+    price_certain_rows(core)
+    _check_rows(core)
 
 
 def _check_rows(core: Core) -> None:
