@@ -34,8 +34,8 @@ from autoshard.sweep import Point, sweep  # noqa: E402
 from autoshard.trace import trace  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
-    "gpt": {"layers": 4, "width": 256, "heads": 8, "vocab": 1024, "context": 64, "batch": 16},
-    "llama": {"layers": 4, "width": 256, "heads": 8, "kv_heads": 4, "hidden": 512, "vocab": 1024, "context": 64, "batch": 16},
+    "gpt": {"layers": 4, "width": 256, "heads": 8, "vocab": 1024, "context": 64},
+    "llama": {"layers": 4, "width": 256, "heads": 8, "kv_heads": 4, "hidden": 512, "vocab": 1024, "context": 64},
 }
 STEPS = 3
 TOLERANCE = 1e-9
@@ -49,28 +49,28 @@ class Trained:
     failure: str
 
 
-def build(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    return importlib.import_module(f"models.{name}").build(**SIZES[name])
+def build(name: str, batch: int) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    return importlib.import_module(f"models.{name}").build(**{**SIZES[name], "batch": batch})
 
 
 def planned(options: argparse.Namespace) -> tuple[Point, ...]:
-    model, _, batch = twins(lambda: build(options.model), torch.float64)
+    model, _, batch = twins(lambda: build(options.model, options.batch), torch.float64)
     loss = importlib.import_module(f"models.{options.model}").loss
     settings = Options(cluster=options.cluster, time_limit=options.time_limit)
     table = prices(trace(model, batch, loss_fn=loss), parse_mesh(options.mesh), settings)
     return sweep(table, settings, steps=options.steps, has_loss=True, say=lambda text: print(text, file=sys.stderr, flush=True))
 
 
-def train(name: str, cluster: str, plans: Sequence[Plan]) -> list[Trained]:
+def train(name: str, batch: int, cluster: str, plans: Sequence[Plan]) -> list[Trained]:
     """On every rank."""
-    return [_train(name, cluster, plan) for plan in plans]
+    return [_train(name, batch, cluster, plan) for plan in plans]
 
 
-def _train(name: str, cluster: str, plan: Plan) -> Trained:
+def _train(name: str, size: int, cluster: str, plan: Plan) -> Trained:
     from torch.distributed.device_mesh import init_device_mesh
 
     loss = importlib.import_module(f"models.{name}").loss
-    model, reference, batch = twins(lambda: build(name), torch.float64)
+    model, reference, batch = twins(lambda: build(name, size), torch.float64)
     mesh = init_device_mesh("cpu", plan.mesh.sizes, mesh_dim_names=plan.mesh.names)
     compiled = autoshard.compile(model, mesh, batch, loss_fn=loss, training=True, plan=plan, cluster=cluster, cache=False)
     failure = ""
@@ -110,6 +110,7 @@ def line(point: Point, ample: float, trained: Trained | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plans for less and less memory, trained within their budgets.")
     parser.add_argument("--model", choices=list(SIZES), default="gpt")
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--mesh", default="dp=2")
     parser.add_argument("--cluster", default="h100-dgx", help="profile that prices plans")
     parser.add_argument("--steps", type=int, default=8, help="budgets, from what the fastest plan takes to an eighth of it")
@@ -117,7 +118,7 @@ def main() -> int:
     options = parser.parse_args()
     points = planned(options)
     plans = list({id(p.plan): p.plan for p in points if p.plan is not None}.values())
-    results = on_ranks(parse_mesh(options.mesh).size, train, options.model, options.cluster, plans, timeout=300.0 * len(plans))[0]
+    results = on_ranks(parse_mesh(options.mesh).size, train, options.model, options.batch, options.cluster, plans, timeout=300.0 * len(plans))[0]
     by_plan = {id(plan): trained for plan, trained in zip(plans, results, strict=True)}
     print("| budget MB | predicted MB | measured MB | step time | gap | plan | three steps |\n" + "|---" * 7 + "|")
     for point in points:
