@@ -117,6 +117,6 @@ def measured(model: nn.Module, optimizer: torch.optim.Optimizer, found: autoshar
 def test_offloading_plans_train_alike_within_the_budget(tmp_path: Path) -> None:
     free = plan(None, "none")
     lean = plan(0.4 * free.memory["total"], "optimizer")
-    assert 0 < len(lean.offload) < len(lean.placements), "some state is here, some on the host"
+    assert lean.offload, "split over two ranks, all state is more than the budget"
     for peak in on_ranks(2, train, lean, free, str(tmp_path)):
         assert 0.95 * lean.memory["total"] <= peak <= 1.001 * lean.memory["total"] <= 1.001 * lean.memory["limit"]
