@@ -9,7 +9,7 @@ from autoshard.search.core import Core, Table
 from autoshard.search.presolve.rows import most_load
 
 
-ENDS = 3  # walks, each from where the last one ended: then it starts at an end
+WALKS = 3  # each from where the last one ended: then it starts at an end
 
 
 class Packed(NamedTuple):
@@ -39,27 +39,26 @@ class Packed(NamedTuple):
 def along(core: Core) -> list[int]:
     """The nodes by how far they are from one at an end: sweeps in this order carry what they know through all layers. In half
     as many sweeps as in the order of ops, whose copies come last, the untied 8B problem at its best prices is exact."""
-    alive = core.alive
-    order = alive
-    for _ in range(ENDS if alive else 0):
-        order = _by_distance(core, [order[-1], *alive])
-    return order
-
-
-def _by_distance(core: Core, starts: list[int]) -> list[int]:
-    """Breadth first from the first start, then from what it did not reach."""
-    seen: set[int] = set()
     order: list[int] = []
-    for start in starts:
+    seen: set[int] = set()
+    for start in core.alive:
         if start not in seen:
-            seen.add(start)
-            reached = [start]
-            for v in reached:  # grows while it is walked
-                new = [u for u in core.adj[v] if u not in seen]
-                seen.update(new)
-                reached += new
+            reached = _by_distance(core, start)
+            for _ in range(1, WALKS):
+                reached = _by_distance(core, reached[-1])
+            seen.update(reached)
             order += reached
     return order
+
+
+def _by_distance(core: Core, start: int) -> list[int]:
+    """The nodes that edges connect with `start`, nearest first."""
+    seen, reached = {start}, [start]
+    for v in reached:  # grows while it is walked
+        new = [u for u in core.adj[v] if u not in seen]
+        seen.update(new)
+        reached += new
+    return reached
 
 
 def pack(core: Core, nodes: list[int] | None = None) -> tuple[Packed, np.ndarray, np.ndarray]:
