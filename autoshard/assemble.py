@@ -183,9 +183,9 @@ def _host_notes(plan: Plan, predicted: Mapping[str, float], memory: Mapping[str,
     """What lies on the host, and what that takes."""
     if not plan.offload:
         return ()
-    n = len(plan.offload)
-    return (f"optimizer state of {n} parameter{'s' if n > 1 else ''}, {memory['host'] / 2**20:,.4g} MiB a rank, lies on the host: updating "
-            f"from there takes {1e3 * predicted['host_s']:,.4g} ms a step and needs autoshard.local_update(optimizer)",)
+    n, (unit, size) = len(plan.offload), ("GiB", 2**30) if memory["host"] >= 2**30 else ("MiB", 2**20)
+    return (f"optimizer state of {n} parameter{'s' if n > 1 else ''}, {memory['host'] / size:.3g} {unit} a rank, lies on the host: updating from "
+            f"there takes {predicted['host_s']:.3g} s a step and needs autoshard.local_update(optimizer)",)
 
 
 def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
