@@ -57,6 +57,9 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     one that is small, need not be reduced before: without rows it reduces further."""
     guarded.start()
     settle_rows(core)
+    large = stored_entries(core) > STORED  # and what reducing finds out about it, for both problems, is forgotten
+    if large:
+        reduce_core(core, board.clock.expired)
     quotient, planes, pool = _search_tied(board, core, layers, seed)
     tied_best = quotient.best if quotient is not None else None
     likely = tied_best is not None and tied_best.exact and quotient.board.choice is not None
@@ -64,7 +67,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         board.offer(quotient.tied.lift(quotient.board.choice), TIED)
     else:
         _close_tied(board, quotient, seed)
-    if not likely or stored_entries(core) > STORED or (quotient.core.price == 0)[core.price > 0].any():
+    if not large and (not likely or (quotient.core.price == 0)[core.price > 0].any()):
         reduce_core(core, board.clock.expired)
     best, _, found = search_prices(board, core, planes, seed, tied_best)
     if likely:
