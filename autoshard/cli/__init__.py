@@ -57,7 +57,7 @@ def options(
 def main() -> None:
     """Entry point: a user's mistake is one message on standard error and exit code 2, never a traceback."""
     try:
-        app()
+        app(prog_name="autoshard")  # however it was started
     except AutoshardError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:
