@@ -13,7 +13,7 @@ from autoshard.search.large.dual import Dual
 from autoshard.search.large.exact import SMALL_TABLES, shrink, table_entries
 from autoshard.search.large.packed import along
 from autoshard.search.milp import MipAnswer, solve_mip
-from autoshard.search.presolve import Infeasible, reduce_core
+from autoshard.search.presolve import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.presolve.gather import gather
 from autoshard.search.presolve.pairs import merge_pairs
 from autoshard.search.problem import priced_cost
@@ -64,6 +64,8 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     if max((len(free.cost[v]) for v in free.alive), default=0) >= MANY:
         largest = LARGER_PAIRS[-1]
     merge_pairs(free, largest, board.clock.expired)
+    if board.clock.expired():
+        drop_forbidden(free)
     if large:
         free.forget()
     return _answer(board, core, prices, Dual(free, nodes=along(free)), len(core.undo), seed, largest, enough, rough)
@@ -88,6 +90,8 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         if larger > largest and value - bound > max(LOOSE, enough, rough) * abs(bound) and stored_entries(dual.core) <= LARGE:
             joined = dual.core.copy()
             merge_pairs(joined, larger, board.clock.expired)
+            if board.clock.expired():
+                drop_forbidden(joined)
             if len(joined.undo) > len(dual.core.undo):  # some were made
                 largest, dual = larger, Dual(joined, nodes=along(joined))
                 proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)

@@ -3,18 +3,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from random_problems import random_problem
 
 from autoshard.search import Board, Clock, Edge, Problem, evaluate, solve
 from autoshard.search.core import build
+from autoshard.search.few_rows import search_few_rows
 from autoshard.search.presolve import Infeasible, reduce_core
 from autoshard.search.presolve.pairs import merge_pairs
 from autoshard.search.priced import solve_priced
 from autoshard.search.problem import priced_cost
+from autoshard.search.tie import tied_core
 
 many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -85,3 +91,16 @@ def test_a_pair_lets_its_copies_go():
     merge_pairs(core, 9)
     assert not core.alive and abs(core.constant - least) <= 1e-12
     assert evaluate(problem, core.lift(np.zeros(problem.n, dtype=np.int64))) == least
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_time_may_be_up_at_any_moment(seed: int):
+    """Reductions then stop where they are, with forbidden strategies left in place."""
+    problem = random_problem(seed, nodes=6)
+    for looks in (1, 2, 3, 5, 8, 13, 21, 34, 55):
+        clock = count()
+        board = Board(replace(problem, intervals=None), Clock(float(looks), start=0.0, now=lambda clock=clock: float(next(clock))))
+        core = build(board.problem)[0]
+        with suppress(Infeasible):
+            search_few_rows(board, core, 0, tied_core(board.problem, core))
+        assert board.choice is None or board.bound <= board.cost + 1e-9 * abs(board.cost)

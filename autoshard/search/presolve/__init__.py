@@ -17,7 +17,7 @@ from autoshard.search.presolve.rows import drop_slack_rows, price_certain_rows
 from autoshard.search.presolve.separable import separate
 from autoshard.search.presolve.states import merge_states
 
-__all__ = ["Infeasible", "reduce_core", "settle_rows"]
+__all__ = ["Infeasible", "drop_forbidden", "reduce_core", "settle_rows"]
 
 CHEAP = (drop_dead, eliminate, contract, separate)
 ALL = (*CHEAP, dominate, merge_states)
@@ -37,6 +37,11 @@ def reduce_core(core: Core, expired: Callable[[], bool] = lambda: False, changed
             _check_rows(core)
             _sweep(core, dirty, ALL, expired)
             dirty = sorted({v for v in drop_slack_rows(core) + price_certain_rows(core) if core.cost[v] is not None})
+
+
+def drop_forbidden(core: Core) -> None:
+    """What has to be done also when the time is up, for messages need finite costs. Raises Infeasible."""
+    _sweep(core, core.alive, (drop_dead,), lambda: False)
 
 
 def settle_rows(core: Core) -> None:
