@@ -104,7 +104,8 @@ def _played(formulation: Formulation, limit: float, first: Solution, measure: Me
             grown = lowered = _lowered(lowered, measure(last.choice), last.choice, aim)
         else:
             grown = by_rows = _grown(by_rows, measure(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
-        left = max(time_limit / ROUNDS, (end - cpu_seconds()) / (ROUNDS - n))
+        rest = end - cpu_seconds()  # a search that is cut short is worth little: most end long before, and few rounds are needed
+        left = max(time_limit / ROUNDS, min(rest, 2 * rest / (ROUNDS - n)))
         found = solve(grown.problem, time_limit=left, incumbents=incumbents, near=near, now=cpu_seconds, **options)
         if found.choice is not None:
             last, over, near = found, measure(found.choice).peak - aim, found.near or near
