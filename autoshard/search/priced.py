@@ -68,7 +68,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
         drop_forbidden(free)
     if large:
         free.forget()
-    return _answer(board, core, prices, Dual(free, nodes=along(free)), len(core.undo), seed, largest, enough, rough)
+    return _answer(board, core, prices, Dual(free, nodes=None if large else along(free)), len(core.undo), seed, largest, enough, rough)
 
 
 def stored_entries(core: Core) -> int:
