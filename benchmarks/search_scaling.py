@@ -34,6 +34,8 @@ AXES = {1: "dp=64", 2: "dp=8,tp=8", 3: "pod=4,dp=4,tp=4"}
 MESHES = {1: "dp=512,tp=8", 2: "dp=64,tp=64", 3: "pod=8,dp=8,tp=64"}
 LIMIT = 60.0
 """CPU seconds for llama 8B on 4,096 ranks."""
+AMPLE = 1e15
+"""Bytes per rank: the batch of 4,096 ranks fits no two devices, and every point should ask the same question."""
 
 
 def subject(sweep: str, n: int) -> tuple[dict[str, Any], str]:
@@ -59,7 +61,7 @@ def point(sweep: str, n: int) -> dict[str, Any]:
     clock, start = Clock(None), cpu_seconds()
     with clock("trace"):
         traced = trace(model, inputs, {}, loss_fn=llama.loss)
-    plan = plan_traced(traced, as_mesh(mesh), Options(time_limit=600.0), clock=clock, has_loss=True)
+    plan = plan_traced(traced, as_mesh(mesh), Options(time_limit=600.0, memory_budget=AMPLE), clock=clock, has_loss=True)
     return {"sweep": sweep, "n": n, "mesh": mesh, "ops": len(traced.graph.ops), "choices": plan.search["choices"],
             "cpu_s": cpu_seconds() - start, "phases": clock.cpu_seconds,
             "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "status": plan.status, "gap": plan.gap}
