@@ -71,6 +71,11 @@ def search_ample(formulation: Formulation, *, time_limit: float, incumbents: Seq
     return solve(board.problem, board=board, incumbents=incumbents, **options)
 
 
+def without_slack(formulation: Formulation, limit: float) -> float:
+    """What a timeline may reach in `limit` bytes: the allocator takes some on top."""
+    return limit / (1.0 + formulation.table.cluster.device.allocator_slack)
+
+
 def fits_exactly(formulation: Formulation, timeline: Timeline, limit: float) -> bool:
     """Whether a plan's timeline, with the allocator's slack, stays within `limit` bytes."""
     return timeline.peak * (1.0 + formulation.table.cluster.device.allocator_slack) <= limit
@@ -83,7 +88,7 @@ def with_bound(solution: Solution, bound: float) -> Solution:
 
 def cheapest_known(formulation: Formulation, limit: float, measure: Measure, choices: Sequence[np.ndarray]) -> Solution:
     """The cheapest of the choices whose timeline stays within `limit` bytes."""
-    aim = limit / (1.0 + formulation.table.cluster.device.allocator_slack)
+    aim = without_slack(formulation, limit)
     best = _cheapest_fitting(formulation.problem, choices, measure, aim)
     return _settled(NOTHING, *best) if best else NOTHING
 
@@ -92,7 +97,7 @@ def _played(formulation: Formulation, limit: float, first: Solution, measure: Me
             time_limit: float, **options) -> Solution:
     """`first` if its timeline fits; else the best of further rounds and of the plans known. The bound stays that of `first`: later
     limits are corrected by one plan and prove nothing."""
-    aim = limit / (1.0 + formulation.table.cluster.device.allocator_slack)
+    aim = without_slack(formulation, limit)
     last, known, near, lowered, by_rows, end = first, list(incumbents), first.near, formulation, formulation, cpu_seconds() + time_limit
     found, over = first, measure(first.choice).peak - aim
     for n in range(ROUNDS):

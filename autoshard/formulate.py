@@ -129,7 +129,12 @@ def default_units(table: CostTable) -> Units:
 
 def _left(table: CostTable, limit: float) -> float:
     """Bytes for what the rows count: without the allocator's slack, and buffers, which no choice changes."""
-    return limit / (1.0 + table.cluster.device.allocator_slack) - sum(op.outputs[0].nbytes for op in table.graph.of_kind("buffer"))
+    return limit / (1.0 + table.cluster.device.allocator_slack) - buffer_bytes(table)
+
+
+def buffer_bytes(table: CostTable) -> int:
+    """Bytes of buffers, which every rank has whole."""
+    return sum(op.outputs[0].nbytes for op in table.graph.of_kind("buffer"))
 
 
 def unreachable(items: Items, row: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.feasible import Asked, ample, cpu_seconds, least_memory, memory_priced, possible, search_within
-from autoshard.formulate import Formulation
+from autoshard.formulate import Formulation, buffer_bytes
 from autoshard.memory.rows import with_row
 from autoshard.memory.timeline import Timeline
 from autoshard.search import Board, Clock, solve
@@ -73,7 +73,7 @@ def _within(asked: Asked, peak: float, seconds: float) -> Lean | None:
     """A choice of at most this peak, in bytes."""
     formulation = asked.formulation
     table, limits = formulation.table, formulation.problem.row_limit.copy()
-    limits[list(formulation.memory_rows.values())] = peak - sum(op.outputs[0].nbytes for op in table.graph.of_kind("buffer"))
+    limits[list(formulation.memory_rows.values())] = peak - buffer_bytes(table)
     lower = replace(formulation, problem=replace(formulation.problem, row_limit=limits))
     limit = peak * (1.0 + table.cluster.device.allocator_slack)
     found = search_within(lower, limit, measure=asked.played, time_limit=seconds, incumbents=())

@@ -11,7 +11,7 @@ from autoshard.cost.compute import OPTIMIZERS
 from autoshard.cost_table import CostTable
 from autoshard.errors import InfeasibleError
 from autoshard.feasible import cpu_seconds, least_memory, least_possible, search_within
-from autoshard.formulate import Formulation, formulate
+from autoshard.formulate import Formulation, buffer_bytes, formulate
 from autoshard.leanest import Lean
 from autoshard.memory.timeline import Timeline
 from autoshard.pinned import pinned, without_seeds
@@ -32,8 +32,8 @@ def explain_infeasible(formulation: Formulation, solution: Solution, limit: floa
         given = " and the collectives that the model calls itself" if any(map(was_given, table.graph.ops)) else ""
         return InfeasibleError(f"no choice of strategies satisfies all seeds{given}, whatever the memory; "
                                "take seeds away until a plan exists, or leave dims open with ...")
-    slack, always = 1.0 + table.cluster.device.allocator_slack, sum(op.outputs[0].nbytes for op in table.graph.of_kind("buffer"))
-    bound = slack * (always + max(max(least.bound, least_possible(problem, row)) for least, row in zip(leasts, rows, strict=True)))
+    slack = 1.0 + table.cluster.device.allocator_slack
+    bound = slack * (buffer_bytes(table) + max(max(least.bound, least_possible(problem, row)) for least, row in zip(leasts, rows, strict=True)))
     needs, certain = slack * lean[1].peak, "" if bound > limit else f" (not proven: the search stopped, {solution.status.value})"
     return InfeasibleError(
         f"no plan fits in {_text(limit)} per rank{certain}: no plan needs less than {_text(bound, floor)} (proven), and the least found "

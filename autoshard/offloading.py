@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.cost.memory import stored_parts
-from autoshard.feasible import Measure, cpu_seconds, search_within
+from autoshard.feasible import Measure, cpu_seconds, search_within, without_slack
 from autoshard.formulate import Formulation
 from autoshard.graph import Ref
 from autoshard.search.problem import Solution
@@ -45,7 +45,7 @@ def on_device(formulation: Formulation) -> Formulation:
 
 def made_to_fit(formulation: Formulation, choices: Iterable[np.ndarray], measure: Measure, limit: float) -> list[np.ndarray]:
     """Those of the choices that some state on the host makes fit into `limit` bytes, with that state there."""
-    aim = limit / (1.0 + formulation.table.cluster.device.allocator_slack)
+    aim = without_slack(formulation, limit)
     return [c for c in (until_it_fits(formulation, np.asarray(c), measure, aim) for c in choices) if c is not None]
 
 

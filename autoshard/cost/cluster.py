@@ -307,7 +307,7 @@ def _device(r: Reader) -> Device:
     out = Device(r.take("name", str), rates, r.number("memory_bandwidth"), r.number("memory_capacity"),
                  r.number("kernel_overhead"), fractions, r.curves("measured"), r.take("fuses", bool, False),
                  r.fraction("allocator_slack") if "allocator_slack" in r.keys() else 0.0, r.take("updates_together", bool, True),
-                 _host_link(r))
+                 r.numbers("host_link", HostLink))
     r.finish()
     for key, _ in out.measured:
         if "::" not in key and key.partition("/")[0] not in (*FAMILIES, OPTIMIZER):
@@ -316,34 +316,16 @@ def _device(r: Reader) -> Device:
     return out
 
 
-def _host_link(r: Reader) -> HostLink | None:
-    if r.take("host_link", object, False) is False:
-        return None
-    inner = r.table("host_link")
-    out = HostLink(inner.number("latency"), inner.number("bandwidth"))
-    inner.finish()
-    return out
-
-
 def _link(r: Reader) -> Link:
     out = Link(r.take("name", str), r.number("devices", inf), r.number("latency"), r.number("overhead"),
                r.number("bandwidth"), r.fraction("efficiency", above_zero=True), r.number("oversubscription", 1.0),
-               _in_network(r), r.curves("measured", COLLECTIVES))
+               r.numbers("in_network", InNetwork), r.curves("measured", COLLECTIVES))
     r.finish()
     if out.oversubscription < 1:
         raise ClusterError(f"{r.where('oversubscription')} is {out.oversubscription:g}; it is 1 (none) or more")
     if out.in_network is not None and out.in_network.bandwidth > out.bandwidth:
         raise ClusterError(f"{r.where('in_network.bandwidth')} is above the link's bandwidth; give the bytes/s of the "
                            "reduced buffer (algorithm bandwidth of nccl-tests), not the bus bandwidth")
-    return out
-
-
-def _in_network(r: Reader) -> InNetwork | None:
-    if r.take("in_network", object, False) is False:
-        return None
-    inner = r.table("in_network")
-    out = InNetwork(inner.number("overhead"), inner.number("bandwidth"))
-    inner.finish()
     return out
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import fields
 from math import isfinite
 from typing import Any
 
@@ -45,6 +46,15 @@ class Reader:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
             raise ClusterError(f"{self.where(key)} is {value!r}; a positive number is needed")
         return float(value)
+
+    def numbers(self, key: str, kind: type) -> Any:
+        """A table whose keys are the fields of dataclass `kind`, all positive numbers, as one; None where there is none."""
+        if self.take(key, object, False) is False:
+            return None
+        inner = self.table(key)
+        out = kind(*(inner.number(f.name) for f in fields(kind)))
+        inner.finish()
+        return out
 
     def curves(self, key: str, names: tuple[str, ...] = ()) -> tuple[tuple[str, Curve], ...]:
         """A table of measured curves; an absent one is empty. `names`: what may be in it, anything if not given."""

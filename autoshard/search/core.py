@@ -337,6 +337,26 @@ def _restricted(core: Core, edge: Edge, u_kept: np.ndarray | None, v_kept: np.nd
     return core.memo(_dense, core.intern(edge.table), rows, cols)
 
 
+def table_entries(core: Core) -> int:
+    """Entries of all tables."""
+    return sum(t.a.size for tables in core.adj for t in tables.values()) // 2
+
+
+def stored_entries(core: Core) -> int:
+    """Entries of all tables, those that many edges share once."""
+    return sum({id(t): t.a.size for tables in core.adj for t in tables.values()}.values()) // 2  # and once as transposed
+
+
+def connected(core: Core, start: int) -> list[int]:
+    """The nodes that edges connect with `start`, nearest first."""
+    seen, reached = {start}, [start]
+    for v in reached:  # grows while it is walked
+        new = [u for u in core.adj[v] if u not in seen]
+        seen.update(new)
+        reached += new
+    return reached
+
+
 def _check_edge(edge, core: Core) -> None:
     u, v, n = edge.u, edge.v, len(core.cost)
     if not (0 <= u < n and 0 <= v < n) or u == v:

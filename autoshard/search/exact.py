@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search.board import Board
-from autoshard.search.core import Core, build
+from autoshard.search.core import Core, build, table_entries
 from autoshard.search.milp import solve_mip
 from autoshard.search.presolve import Infeasible, reduce_core
 from autoshard.search.tie import tied_core
@@ -21,10 +21,10 @@ def search_auto(board: Board, seed: int, threads: int) -> None:
     try:
         core, _ = build(board.problem)
         layers = tied_core(board.problem, core) if board.problem.intervals is None else None
-        if layers is None or _entries(core) <= SURELY_LARGE:
+        if layers is None or table_entries(core) <= SURELY_LARGE:
             reduce_core(core, board.clock.expired)
             board.stats["core"] = _size(core)
-        if board.problem.intervals is None and _entries(core) > SMALL_MIP:
+        if board.problem.intervals is None and table_entries(core) > SMALL_MIP:
             from autoshard.search.few_rows import search_few_rows  # loads the compiled sweeps
 
             search_few_rows(board, core, seed, layers)
@@ -52,13 +52,13 @@ def search_local(board: Board, seed: int, threads: int) -> None:
 
 
 def _with_rows(board: Board, core: Core, seed: int, threads: int) -> None:
-    if _entries(core) <= SMALL_MIP:
+    if table_entries(core) <= SMALL_MIP:
         _finish(board, core, "milp", seed, "with rows")
         return
     from autoshard.search.large.anneal import search_large  # loads the compiler: small problems never get here
     from autoshard.search.large.exact import search_small
 
-    if _entries(core) <= SMALL_FREE:
+    if table_entries(core) <= SMALL_FREE:
         search_small(board, core, seed)
     if not board.done:
         search_large(board, core, seed, threads)
@@ -66,24 +66,20 @@ def _with_rows(board: Board, core: Core, seed: int, threads: int) -> None:
 
 def _without_rows(board: Board, core: Core, seed: int) -> bool:
     """Solve the relaxation without rows. True when that settled everything."""
-    if _entries(core) > LARGEST_FREE:
+    if table_entries(core) > LARGEST_FREE:
         return False
     free = core.copy()
     free.price_rows(np.zeros(len(core.limit)))
     reduce_core(free, board.clock.expired)
-    if _entries(free) > SMALL_FREE:
+    if table_entries(free) > SMALL_FREE:
         return False
     _finish(board, free, "milp", seed, "without rows")
     return board.done
 
 
-def _entries(core: Core) -> int:
-    return sum(t.a.size for tables in core.adj for t in tables.values()) // 2
-
-
 def _size(core: Core) -> dict:
     nodes = core.alive
-    return {"nodes": len(nodes), "edges": sum(len(core.adj[v]) for v in nodes) // 2, "entries": _entries(core)}
+    return {"nodes": len(nodes), "edges": sum(len(core.adj[v]) for v in nodes) // 2, "entries": table_entries(core)}
 
 
 def search_mip(board: Board, *, solver: str = "milp", seed: int = 0) -> None:

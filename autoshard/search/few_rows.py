@@ -15,8 +15,7 @@ from ortools.math_opt.python import mathopt
 from autoshard.search import guarded
 from autoshard.search.board import MARGIN, TIED, Board
 from autoshard.search.clock import Clock
-from autoshard.search.core import Core, build
-from autoshard.search.large.exact import table_entries
+from autoshard.search.core import Core, build, stored_entries, table_entries
 from autoshard.search.presolve import Infeasible, reduce_core, settle_rows
 from autoshard.search.priced import (LARGEST_PAIR, MIP_NODES, STORED, TABLES, Priced, choice_value, solve_left, solve_priced, stored_entries,
                                      tighten)

@@ -8,9 +8,9 @@ import numpy as np
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Phase
-from autoshard.search.core import Core
+from autoshard.search.core import Core, stored_entries, table_entries
 from autoshard.search.large.dual import Dual
-from autoshard.search.large.exact import SMALL_TABLES, shrink, table_entries
+from autoshard.search.large.exact import SMALL_TABLES, shrink
 from autoshard.search.large.packed import along
 from autoshard.search.milp import MipAnswer, solve_mip
 from autoshard.search.presolve import Infeasible, drop_forbidden, reduce_core
@@ -69,11 +69,6 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     if large:
         free.forget()
     return _answer(board, core, prices, Dual(free, nodes=None if large else along(free)), len(core.undo), seed, largest, enough, rough)
-
-
-def stored_entries(core: Core) -> int:
-    """Entries of all tables, those that many edges share once."""
-    return sum({id(t): t.a.size for tables in core.adj for t in tables.values()}.values()) // 2  # and once as transposed
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:

@@ -12,10 +12,10 @@ import numpy as np
 
 from autoshard.search.board import Board
 from autoshard.search.clock import Phase
-from autoshard.search.core import Core
+from autoshard.search.core import Core, table_entries
 from autoshard.search.large import messages, moves
 from autoshard.search.large.dual import Dual
-from autoshard.search.large.exact import search_small, shrink, table_entries
+from autoshard.search.large.exact import search_small, shrink
 from autoshard.search.presolve import Infeasible
 
 STEPS = (0.1, 0.3, 0.05, 0.03)

@@ -8,7 +8,7 @@ import math
 
 from autoshard.search.board import Board
 from autoshard.search.clock import Phase
-from autoshard.search.core import Core
+from autoshard.search.core import Core, table_entries
 from autoshard.search.large.dual import Dual
 from autoshard.search.milp import solve_mip
 from autoshard.search.presolve import Infeasible, reduce_core
@@ -65,10 +65,6 @@ def shrink(board: Board, dual: Dual, upper: float) -> Core:
         core, _ = again.reduce(upper)
     reduce_core(core, board.clock.expired)
     return core
-
-
-def table_entries(core: Core) -> int:
-    return sum(t.a.size for v in core.alive for t in core.adj[v].values()) // 2
 
 
 def _finite(x: float) -> float | None:

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.search.core import Core, Table
+from autoshard.search.core import Core, Table, connected
 from autoshard.search.presolve.rows import most_load
-
 
 WALKS = 3  # each from where the last one ended: then it starts at an end
 
@@ -43,22 +42,12 @@ def along(core: Core) -> list[int]:
     seen: set[int] = set()
     for start in core.alive:
         if start not in seen:
-            reached = _by_distance(core, start)
+            reached = connected(core, start)
             for _ in range(1, WALKS):
-                reached = _by_distance(core, reached[-1])
+                reached = connected(core, reached[-1])
             seen.update(reached)
             order += reached
     return order
-
-
-def _by_distance(core: Core, start: int) -> list[int]:
-    """The nodes that edges connect with `start`, nearest first."""
-    seen, reached = {start}, [start]
-    for v in reached:  # grows while it is walked
-        new = [u for u in core.adj[v] if u not in seen]
-        seen.update(new)
-        reached += new
-    return reached
 
 
 def pack(core: Core, nodes: list[int] | None = None) -> tuple[Packed, np.ndarray, np.ndarray]:

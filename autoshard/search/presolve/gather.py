@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from autoshard.search.core import Core
+from autoshard.search.core import Core, connected
 from autoshard.search.presolve.dead import drop_dead
 from autoshard.search.presolve.dominance import dominate
 from autoshard.search.presolve.pairs import merge
@@ -36,12 +36,8 @@ def components(core: Core) -> list[list[int]]:
     found = []
     for first in core.alive:
         if first not in seen:
-            seen.add(first)
-            group = [first]
-            for v in group:  # grows while it is walked
-                new = [u for u in core.adj[v] if u not in seen]
-                seen.update(new)
-                group += new
+            group = connected(core, first)
+            seen.update(group)
             found.append(sorted(group))
     return found
 
