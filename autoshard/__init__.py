@@ -10,21 +10,20 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 _HOMES = {
-    "annotate": "autoshard.annotate",
+    "annotate": "autoshard.seeds.seeds",
     "compile": "autoshard.api",
     "plan": "autoshard.api",
-    "local_update": "autoshard.runtime.update",
+    "local_update": "autoshard.runtime.params.update",
     "shard_batch": "autoshard.runtime.inputs",
-    "verify": "autoshard.verify.check",
+    "verify": "autoshard.verification.check",
     "AutoshardError": "autoshard.errors",
-    "Mesh": "autoshard.mesh",
-    "Plan": "autoshard.plan",
-    "Precision": "autoshard.precision",
-    "ShardingSpec": "autoshard.spec",
+    "Mesh": "autoshard.base.mesh",
+    "Plan": "autoshard.base.plan",
+    "Precision": "autoshard.base.precision",
+    "ShardingSpec": "autoshard.base.spec",
 }
 __all__ = sorted(_HOMES)
 
@@ -41,17 +40,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Package(ModuleType):
-    """Keeps `autoshard.plan` the function: importing the submodule of that name would bind the module."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
 if os.environ.get("AUTOSHARD_LOGS") and not sys.argv[0].endswith("autoshard"):
-    from autoshard.logs import configure
+    from autoshard.base.logs import configure
 
     configure(os.environ["AUTOSHARD_LOGS"])

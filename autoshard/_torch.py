@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils import _pytree as pytree  # noqa: F401  (used by everyone else from here)
 
 from autoshard.errors import TraceError
 

@@ -11,29 +11,29 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.annotate import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
-from autoshard.assemble import make_plan
+from autoshard.seeds.seeds import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
+from autoshard.decide.make_plan import make_plan
 from autoshard.cost.cluster import load_cluster
-from autoshard.cost_table import CostTable, Training, build_cost_table
-from autoshard.feasible import cpu_seconds
-from autoshard.formulate import Formulation
-from autoshard.graph import Graph
-from autoshard.mesh import Mesh, parse_mesh
-from autoshard.options import Options, Progress, parse_bytes
-from autoshard.plan import Plan
-from autoshard.programs import Programs, asked_of, formulated, searched
-from autoshard.propagate import propagate, taken
-from autoshard.precision import Precision
-from autoshard.reachable import reachable
+from autoshard.space.cost_table import CostTable, Training, build_cost_table
+from autoshard.decide.fit import cpu_seconds
+from autoshard.formulate.problem_of import Formulation
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.decide.options import Options, Progress, parse_bytes
+from autoshard.base.plan import Plan
+from autoshard.decide.attempts import Programs, asked_of, formulated, searched
+from autoshard.decide.walks.propagate import propagate, taken
+from autoshard.base.precision import Precision
+from autoshard.space.reachable import reachable
 from autoshard.rules.factors import factor_graph
-from autoshard.report.whole import whole_notes
+from autoshard.decide.opaque_notes import whole_notes
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
-from autoshard.runtime.pulse import JOIN
-from autoshard.simplify import simplify
-from autoshard.spec import Spec
-from autoshard.strategies import enumerate_strategies
-from autoshard.trace import Traced, trace
+from autoshard.runtime.ranks.heartbeat import JOIN
+from autoshard.program.simplify import simplify
+from autoshard.base.spec import Spec
+from autoshard.space.strategies import enumerate_strategies
+from autoshard.program.trace import Traced, trace
 
 PROPAGATE = "propagate"
 
@@ -51,7 +51,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    target and the graph computes loss_fn(model(*inputs[:-1]), target)
     training       None: with gradients when grad mode is on and some parameter is trainable
     optimizer      "adamw", "adam", "sgd", "momentum", "none", or a torch.optim class
-    seeds          see annotate.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
+    seeds          see seeds/seeds.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
     time_limit     seconds the search may take; the best plan so far is returned with its gap
     search         backend of the search: auto, milp, cp_sat, local, brute; or propagate: spread the seeds, search nothing

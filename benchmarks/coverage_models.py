@@ -39,8 +39,8 @@ from zoo.families import Candidate, candidates, families  # noqa: E402
 from zoo.page import write  # noqa: E402
 
 from autoshard.errors import AutoshardError  # noqa: E402
-from autoshard.simplify import simplify  # noqa: E402
-from autoshard.verify.check import verify  # noqa: E402
+from autoshard.program.simplify import simplify  # noqa: E402
+from autoshard.verification.check import verify  # noqa: E402
 
 MESHES = ("d=4", "dp=2,tp=2")
 PLANS = ("split",)

@@ -31,8 +31,8 @@ from harness import on_ranks  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 
 import autoshard  # noqa: E402
-from autoshard.mesh import parse_mesh  # noqa: E402
-from autoshard.plan import Plan  # noqa: E402
+from autoshard.base.mesh import parse_mesh  # noqa: E402
+from autoshard.base.plan import Plan  # noqa: E402
 
 MESHES = ("dp=2", "dp=2,tp=2")
 SIZES: dict[str, dict[str, Any]] = {  # 25 to 35 million parameters: above 100 MB a rank where all is split over four

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.calibrate.overlap import fitted, timing
-from autoshard.runtime.place import locate
+from autoshard.runtime.ranks.place import locate
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SHARES = (0.5, 1.0, 2.0)

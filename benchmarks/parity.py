@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
 from harness import on_ranks  # noqa: E402
 from parity_cases import MODELS, Case, Result, cases, run_cases  # noqa: E402
 
-from autoshard.mesh import parse_mesh  # noqa: E402
+from autoshard.base.mesh import parse_mesh  # noqa: E402
 
 MESHES = ("dp=2", "dp=2,tp=2", "dp=4")
 

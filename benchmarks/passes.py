@@ -31,7 +31,7 @@ from rounds import CLOCKS, interleaved, ratio, spread  # noqa: E402
 
 from autoshard.cost import redistribute  # noqa: E402
 from autoshard.cost.collectives import wire_bytes  # noqa: E402
-from autoshard.mesh import parse_mesh  # noqa: E402
+from autoshard.base.mesh import parse_mesh  # noqa: E402
 
 
 def as_it_is(op: Any) -> Any:
@@ -52,13 +52,13 @@ def alone(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 WITHOUT: dict[str, dict[str, Callable]] = {
     "everything on": {},
-    "memory reused in place": {"autoshard.runtime.backends.overwrite": nothing},
+    "memory reused in place": {"autoshard.runtime.execute.backends.overwrite": nothing},
     "small gradients in buckets": {"autoshard.runtime.step.bucket_gradients": nothing},
-    "early issue, late wait": {"autoshard.schedule.param_derived": nothing, "autoshard.schedule.gradient_bound": nothing},
+    "early issue, late wait": {"autoshard.lower.schedule.param_derived": nothing, "autoshard.lower.schedule.gradient_bound": nothing},
     "axes taken as one": {"autoshard.cost.redistribute.axis_sets": alone,
                           "autoshard.cost.redistribute.layout": redistribute.layout.__wrapped__},
-    "collectives in shared memory": {"autoshard.runtime.place.share_memory": no_memory},
-    "nor as messages": {"autoshard.runtime.backends.carry": nothing},
+    "collectives in shared memory": {"autoshard.runtime.ranks.place.share_memory": no_memory},
+    "nor as messages": {"autoshard.runtime.execute.backends.carry": nothing},
     "kernels called directly": {"autoshard._torch.kernel": as_it_is},
 }
 

@@ -51,8 +51,8 @@ def subject(sweep: str, n: int) -> tuple[dict[str, Any], str]:
 def point(sweep: str, n: int) -> dict[str, Any]:
     """Plan one point in this process and measure it."""
     from autoshard.api import Clock, as_mesh, cpu_seconds, plan_traced
-    from autoshard.options import Options
-    from autoshard.trace import trace
+    from autoshard.decide.options import Options
+    from autoshard.program.trace import trace
     from models import llama
 
     options, mesh = subject(sweep, n)

@@ -31,8 +31,8 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 1
 def run_case(name: str) -> dict:
     """Plan one case in this process and measure it."""
     from autoshard.api import Clock, Options, as_mesh, cpu_seconds, plan_traced
-    from autoshard.model_ref import load_model
-    from autoshard.trace import trace
+    from autoshard.program.load import load_model
+    from autoshard.program.trace import trace
 
     reference, mesh, batch, seq, _ = CASES[name]
     with tempfile.TemporaryDirectory() as folder:

@@ -46,7 +46,7 @@ from results import Row, plot, rows, show, verdict  # noqa: E402
 from rounds import CLOCKS, interleaved  # noqa: E402
 
 import autoshard  # noqa: E402
-from autoshard.runtime.shared import Shared  # noqa: E402
+from autoshard.runtime.carriers.shared_memory import Shared  # noqa: E402
 
 DEFAULT = "one,independent,auto,ddp,fsdp2,tp,tp+sp,hybrid"
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard.api import plan
-from autoshard.precision import Precision
+from autoshard.base.precision import Precision
 
 SLOW = Path(__file__).parent / "dist" / "slow-device.toml"
 

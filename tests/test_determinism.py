@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import autoshard
-from autoshard.model_ref import load_model
+from autoshard.program.load import load_model
 
 SLOW = str(Path(__file__).parent / "dist" / "slow-device.toml")
 MODEL, MESH = "gpt:tiny", "dp=2,tp=2"

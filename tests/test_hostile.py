@@ -18,14 +18,14 @@ from autoshard.cli import app
 from autoshard.cli.read import parse_seeds
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.errors import AutoshardError, PlanError
-from autoshard.mesh import parse_mesh
-from autoshard.plan import Plan
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import Plan
 from autoshard.report.text import show
 from autoshard.report.what import to_json
 from autoshard.runtime.cache import cached
-from autoshard.runtime.fits import check_fits
-from autoshard.search.contest import read_problem
-from autoshard.verify.subject import Call
+from autoshard.runtime.check_plan import check_fits
+from autoshard.search.contest.read import read_problem
+from autoshard.verification.subject import Call
 
 JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=8),
                  st.sampled_from(["../../etc/passwd", "S9", "S0,S0", "R", "__import__('os').system('touch hacked')", "d=2", "[1, 2"]),

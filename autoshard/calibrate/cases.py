@@ -14,7 +14,7 @@ import torch
 
 from autoshard.cost.cluster import HEAVY
 from autoshard.cost.compute import call_bytes, compute_dtype, op_name
-from autoshard.graph import Call, Slot, TensorMeta
+from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.rules.registry import rule_of
 
 aten = torch.ops.aten

@@ -20,9 +20,9 @@ from autoshard import _torch
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.sample import Sample
 from autoshard.cost.collectives import wire_bytes
-from autoshard.runtime import direct
-from autoshard.runtime.carriers import carries_all_reduce, start
-from autoshard.runtime.place import Place
+from autoshard.runtime.carriers import gloo_messages
+from autoshard.runtime.carriers.choose import carries_all_reduce, start
+from autoshard.runtime.ranks.place import Place
 
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 25))
 HELD_SIZES = (2**11, 2**15, 3 * 2**16, 3 * 2**19, 3 * 2**21, 3 * 2**22)
@@ -162,7 +162,7 @@ def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tenso
     rows = [numel // n] * n
     for kind, args in (("all_gather", (part, n)), ("reduce_scatter", (x, "sum", n)), ("all_to_all", (x, rows, rows)), ("all_reduce", (x, "sum"))):
         if carrier is not None and (kind != "all_reduce" or carries_all_reduce(carrier, 4 * numel)):
-            yield kind, lambda begin=start(kind, carrier), args=args: direct.land(begin(*args, carrier))
+            yield kind, lambda begin=start(kind, carrier), args=args: gloo_messages.land(begin(*args, carrier))
         else:
             yield kind, lambda call=library[kind], args=args: wait(call(*args, tag))
     if place.device_mesh is None:

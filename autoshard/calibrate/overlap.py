@@ -18,9 +18,9 @@ import torch
 from autoshard import _torch
 from autoshard.calibrate.measure import Stopwatch
 from autoshard.cost.cluster import Overlap
-from autoshard.runtime import direct
-from autoshard.runtime.carriers import carries_all_reduce, start
-from autoshard.runtime.place import Place
+from autoshard.runtime.carriers import gloo_messages
+from autoshard.runtime.carriers.choose import carries_all_reduce, start
+from autoshard.runtime.ranks.place import Place
 
 SIDE = 512
 TARGET = 0.03
@@ -91,7 +91,7 @@ def _collective(place: Place, kind: str, axis: int, nbytes: int) -> tuple[Callab
     carrier = place.carriers().get(tag)
     if carrier is not None and (kind != "all_reduce" or carries_all_reduce(carrier, 4 * numel)):
         begin = start(kind, carrier)
-        return lambda: begin(x, *rest, carrier), direct.land
+        return lambda: begin(x, *rest, carrier), gloo_messages.land
     return lambda: _torch.COLLECTIVES[kind](x, *rest, tag), _torch.WAIT
 
 

@@ -17,8 +17,8 @@ from autoshard.calibrate.overlap import Timing, fitted, measure_overlap
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.cost.cluster import Cluster, Overlap
 from autoshard.errors import ClusterError, MeshError
-from autoshard.mesh import Mesh, parse_mesh
-from autoshard.runtime.place import Place, locate
+from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.runtime.ranks.place import Place, locate
 
 PEER_WORDS = ("gloo", "nccl", "connection", "peer", "timed out", "timeout")
 """What the text of a plain RuntimeError has in it when a collective failed; gloo has no error type of its own."""

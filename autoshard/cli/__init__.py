@@ -49,7 +49,7 @@ def options(
     logs: Annotated[Optional[str], typer.Option(envvar="AUTOSHARD_LOGS", help="Phases to log: all, or +search,trace.")] = None,
 ) -> None:
     if verbose or logs:
-        from autoshard.logs import configure
+        from autoshard.base.logs import configure
 
         configure(logs or "all")
 

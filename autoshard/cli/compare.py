@@ -28,7 +28,7 @@ def compare(request: Request,
             save_dir: Annotated[Optional[Path], typer.Option(help="Save every plan as JSON in this folder.")] = None,
             html: HtmlOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Price DDP, ZeRO, FSDP and tensor parallelism beside the plan that the search chooses for MODEL."""
-    from autoshard.plan import check_folder, check_writable
+    from autoshard.base.plan import check_folder, check_writable
 
     if save_dir is not None:
         check_folder(save_dir)
@@ -37,7 +37,7 @@ def compare(request: Request,
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)
         from autoshard.api import Clock
-        from autoshard.compare import comparison, save
+        from autoshard.study.compare import comparison, save
 
         found = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss,
                            clock=Clock(progress))

@@ -58,7 +58,7 @@ def _asked(request: Request, progress: Callable) -> tuple[Asked, Any]:
         if not request.mesh:
             raise UsageError("--mesh is missing; write for example --mesh dp=2,tp=4, or give a plan file")
         return request.traced(progress), None
-    from autoshard.plan import Plan
+    from autoshard.base.plan import Plan
 
     plan = Plan.load(Path(request.model))
     return as_planned(request, plan).traced(progress), plan
@@ -82,7 +82,7 @@ def as_planned(request: Request, plan: Any) -> Request:
 def _chosen(asked: Asked, plan: Any, progress: Callable) -> Any:
     """What the plan chose, on today's tables; searched first where there is no plan."""
     from autoshard import api
-    from autoshard.explain import chosen_by
+    from autoshard.study.explain import chosen_by
 
     table = api.prices(asked.traced, asked.mesh, asked.options, clock=api.Clock(progress))
     plan = plan or api.decide(table, asked.options, clock=api.Clock(progress), has_loss=asked.has_loss)
@@ -91,9 +91,9 @@ def _chosen(asked: Asked, plan: Any, progress: Callable) -> Any:
 
 def _edge(asked: Asked, plan: Any, text: str, source: str | None, rows: int, progress: Callable) -> Any:
     from autoshard import api
-    from autoshard.annotate import specs_of
-    from autoshard.explain import edge_table
-    from autoshard.naming import find_edge
+    from autoshard.seeds.seeds import specs_of
+    from autoshard.study.explain import edge_table
+    from autoshard.seeds.names import find_edge
 
     if source is None:
         chosen = _chosen(asked, plan, progress)
@@ -105,8 +105,8 @@ def _edge(asked: Asked, plan: Any, text: str, source: str | None, rows: int, pro
 
 
 def _op(asked: Asked, plan: Any, name: str, rows: int, progress: Callable) -> Any:
-    from autoshard.explain import op_table
-    from autoshard.naming import find_op
+    from autoshard.study.explain import op_table
+    from autoshard.seeds.names import find_op
 
     chosen = _chosen(asked, plan, progress)
     progress("regrets", name)
@@ -114,7 +114,7 @@ def _op(asked: Asked, plan: Any, name: str, rows: int, progress: Callable) -> An
 
 
 def _why_not(asked: Asked, plan: Any, text: str, progress: Callable) -> Any:
-    from autoshard.whynot import why_not
+    from autoshard.study.why_not import why_not
 
     name, _, layout = text.rpartition("=")
     if not name or not layout:

@@ -26,13 +26,13 @@ def memory(request: Request,
            steps: Annotated[int, typer.Option(min=2, max=50, help="How many budgets, where none is given.")] = 6,
            as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """What less memory costs: the best plan for MODEL within each of several budgets."""
-    from autoshard.options import parse_bytes
+    from autoshard.decide.options import parse_bytes
 
     wanted = [parse_bytes(text) for text in budget or []]
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)
         from autoshard.api import Clock, prices
-        from autoshard.sweep import sweep
+        from autoshard.study.sweep import sweep
 
         table = prices(asked.traced, asked.mesh, asked.options, clock=Clock(progress))
         points = sweep(table, asked.options, wanted, steps=steps, has_loss=asked.has_loss, model=asked.model,

@@ -37,7 +37,7 @@ def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
              "--with-baselines", help="With --html: plans made by hand (DDP, FSDP, tensor parallel ...) beside the chosen one.")] = False,
          as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Search the cheapest plan for MODEL on a mesh, and print what was chosen and why it costs what it costs."""
-    from autoshard.plan import check_writable
+    from autoshard.base.plan import check_writable
 
     if with_baselines and html is None:
         raise UsageError("--with-baselines is a part of the HTML report; give --html report.html too, or use `autoshard compare`")
@@ -62,7 +62,7 @@ def report(
     quiet: QuietOption = False,
 ) -> None:
     """Show a saved plan again: in the terminal, as JSON, or as an HTML file."""
-    from autoshard.plan import Plan
+    from autoshard.base.plan import Plan
 
     found = Plan.load(path)
     if html is not None:
@@ -89,9 +89,9 @@ def print_plan(plan: Any, as_json: bool) -> None:
 def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress: Callable[[str, str], None]) -> Any:
     """The plan, with its page written: what is known beyond the plan while the model is at hand is in it too."""
     from autoshard import api
-    from autoshard.compare import comparison
-    from autoshard.explain import chosen_by
-    from autoshard.report.alternatives import alternatives
+    from autoshard.study.compare import comparison
+    from autoshard.study.explain import chosen_by
+    from autoshard.study.alternatives import alternatives
     from autoshard.report.html import write
 
     clock = api.Clock(progress)

@@ -12,7 +12,7 @@ def parse_seeds(texts: list[str], file: Path | None = None) -> dict[str, Any]:
     Raises UsageError, also for a key that is given twice."""
     seeds: dict[str, Any] = {}
     if texts or file:
-        from autoshard.annotate import Seed, load_seeds
+        from autoshard.seeds.seeds import Seed, load_seeds
 
         seeds |= load_seeds(str(file)) if file else {}
     for text in texts:
@@ -29,7 +29,7 @@ def parse_precision(text: str | None) -> Any:
     """`"bf16"` or `"param=bf16,master=fp32,reduce=fp32"` -> Precision. Raises UsageError."""
     if text is None:
         return None
-    from autoshard.precision import Precision
+    from autoshard.base.precision import Precision
 
     pairs = [part.partition("=") for part in text.split(",")] if "=" in text else [("param", "=", text)]
     roles = {role.strip(): name.strip() for role, _, name in pairs}

@@ -12,11 +12,11 @@ import typer
 from autoshard.cli.read import parse_precision, parse_seeds
 
 if TYPE_CHECKING:
-    from autoshard.calling import Traced
-    from autoshard.mesh import Mesh
-    from autoshard.model_ref import ModelSpec
-    from autoshard.options import Options
-    from autoshard.plan import Plan
+    from autoshard.base.calling import Traced
+    from autoshard.base.mesh import Mesh
+    from autoshard.program.load import ModelSpec
+    from autoshard.decide.options import Options
+    from autoshard.base.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +71,8 @@ class Request:
     def check(self) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
         from autoshard.cost.cluster import load_cluster
-        from autoshard.mesh import parse_mesh
-        from autoshard.options import Options, parse_bytes
+        from autoshard.base.mesh import parse_mesh
+        from autoshard.decide.options import Options, parse_bytes
 
         cluster = load_cluster(self.cluster)
         cluster.links_for(parse_mesh(self.mesh))
@@ -81,7 +81,7 @@ class Request:
 
     def load(self, fake: bool = True) -> ModelSpec:
         """The model with example inputs, on the meta device unless `fake` is False. Raises ModelError, UsageError."""
-        from autoshard.model_ref import load_model
+        from autoshard.program.load import load_model
 
         spec = load_model(self.model, batch=self.batch, seq=self.seq, dtype=self.dtype, hf=self.hf, fake=fake)
         if self.inference:
@@ -94,9 +94,9 @@ class Request:
         settings = self.settings
         progress("load", self.what)
         self.check()
-        from autoshard.mesh import parse_mesh
-        from autoshard.options import Options, parse_bytes
-        from autoshard.trace import trace
+        from autoshard.base.mesh import parse_mesh
+        from autoshard.decide.options import Options, parse_bytes
+        from autoshard.program.trace import trace
 
         spec = self.load()
         options = Options(**{**settings, "memory_budget": parse_bytes(self.memory)})

@@ -29,7 +29,7 @@ def solve(
     quiet: QuietOption = False,
 ) -> None:
     """Solve a bare search problem (format of the ASPLOS 2025 contest on intra-operator parallelism); Ctrl-C keeps the best so far."""
-    from autoshard.search.command import solve_command
+    from autoshard.search.contest.command import solve_command
 
     raise typer.Exit(solve_command(str(problem), time_limit, threads, seed, None if output is None else str(output),
                                    as_json, quiet, start=STARTED))

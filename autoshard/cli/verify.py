@@ -65,11 +65,11 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
     progress("load", request.what)
     from dataclasses import replace
 
-    from autoshard.mesh import parse_mesh
-    from autoshard.verify.check import DEFAULT_PLANS, precision_of, verify
-    from autoshard.verify.plans import check_names
-    from autoshard.verify.processes import Processes
-    from autoshard.verify.small import Source, fitting
+    from autoshard.base.mesh import parse_mesh
+    from autoshard.verification.check import DEFAULT_PLANS, precision_of, verify
+    from autoshard.verification.plans import check_names
+    from autoshard.verification.processes import Processes
+    from autoshard.verification.small import Source, fitting
 
     mesh, plan = parse_mesh(request.mesh), None
     names = DEFAULT_PLANS if plans is None else check_names(p.strip() for p in plans.split(",") if p.strip())
@@ -94,7 +94,7 @@ def _given(path: Path, source: Any) -> tuple[Any, Any]:
     """The plan, and the model as it was planned where the user does not say otherwise."""
     from dataclasses import replace
 
-    from autoshard.plan import Plan
+    from autoshard.base.plan import Plan
 
     plan = Plan.load(path)
     known = {k: plan.model.get(k) for k in ("batch", "seq", "dtype") if getattr(source, k) is None}

@@ -20,7 +20,7 @@ import torch
 from autoshard.cost.curve import Curve
 from autoshard.cost.reader import Reader
 from autoshard.errors import ClusterError
-from autoshard.mesh import Mesh
+from autoshard.base.mesh import Mesh
 
 VERSION = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv")

@@ -12,9 +12,9 @@ from math import prod
 import torch
 
 from autoshard.cost.compute import optimizer_state_bytes
-from autoshard.graph import TensorMeta
-from autoshard.mesh import Mesh
-from autoshard.spec import Spec, local_shape
+from autoshard.base.graph import TensorMeta
+from autoshard.base.mesh import Mesh
+from autoshard.base.spec import Spec, local_shape
 
 EIGHT_BIT, BLOCK, SMALLEST = ("adamw8bit", "adam8bit"), 256, 4096
 WORKSPACE = {

@@ -42,8 +42,8 @@ from autoshard.cost import collectives
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import LoweringError
-from autoshard.mesh import Mesh
-from autoshard.spec import REDUCE_OPS, R, Spec, format_spec, is_partial, is_shard
+from autoshard.base.mesh import Mesh
+from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_partial, is_shard
 
 StepKind = Literal["slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
 KINDS: tuple[StepKind, ...] = ("slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoshard.cost.cluster import Cluster, available, load_cluster
-from autoshard.report import units
+from autoshard.base import quantities
 from autoshard.report.tables import report_console, section, table
 
 HEADINGS = ("name", "version", "description")
@@ -25,9 +25,9 @@ def show_all(console: Console | None = None) -> None:
 
 def summary(cluster: Cluster) -> tuple[str, str, str, str]:
     """(name, device, memory, links) as the list shows them."""
-    links = ", ".join(f"{x.name} {units.rate(x.bandwidth)}" + (f" x {x.devices:g}" if x.devices != inf else "")
+    links = ", ".join(f"{x.name} {quantities.rate(x.bandwidth)}" + (f" x {x.devices:g}" if x.devices != inf else "")
                       for x in cluster.links)
-    return cluster.name, cluster.device.name, units.size(cluster.device.memory_capacity), links
+    return cluster.name, cluster.device.name, quantities.size(cluster.device.memory_capacity), links
 
 
 def show_one(name: str, console: Console | None = None) -> None:

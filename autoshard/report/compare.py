@@ -5,7 +5,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.text import Text
 
-from autoshard.report import units
+from autoshard.base import quantities
 from autoshard.report.tables import report_console, section, table
 
 
@@ -20,12 +20,12 @@ def show(comparison, console: Console | None = None) -> None:
             grid.add_row(escape(row.name), escape(row.axes), "-", "", "", "", "", "", style="dim")
             continue
         ratio = f"{plan.objective_s / base:.2f}" if base else ""
-        grid.add_row(escape(row.name), escape(row.axes), units.seconds(plan.objective_s), ratio, units.seconds(row.exposed_s),
-                     units.size(row.moved_bytes), units.size(row.memory_bytes), "yes" if row.fits else "no",
+        grid.add_row(escape(row.name), escape(row.axes), quantities.seconds(plan.objective_s), ratio, quantities.seconds(row.exposed_s),
+                     quantities.size(row.moved_bytes), quantities.size(row.memory_bytes), "yes" if row.fits else "no",
                      style="bold" if i == 0 else None)
         if i == 0:
             grid.add_section()
-    console.print(section(f"Plans for {comparison.mesh} on {comparison.cluster}, {units.size(comparison.limit_bytes)} a rank",
+    console.print(section(f"Plans for {comparison.mesh} on {comparison.cluster}, {quantities.size(comparison.limit_bytes)} a rank",
                           Group(grid, *(Text(line, style="dim") for line in _lines(comparison)))))
 
 
@@ -37,6 +37,6 @@ def _lines(comparison) -> list[str]:
     best, chosen = comparison.best_baseline, comparison.chosen.plan
     if best is not None and chosen is not None:
         saved = best.plan.objective_s - chosen.objective_s
-        lines.append(f"The chosen plan is {units.seconds(saved)} ({units.share(saved, best.plan.objective_s) or '0 %'}) faster "
+        lines.append(f"The chosen plan is {quantities.seconds(saved)} ({quantities.share(saved, best.plan.objective_s) or '0 %'}) faster "
                      f"a step than the best baseline that fits, {best.name}.")
     return lines + list(comparison.notes)

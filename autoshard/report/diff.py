@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autoshard.report import units
+from autoshard.base import quantities
 from autoshard.report.collapse import collapse
 from autoshard.report.tables import report_console, section, table
 
@@ -37,7 +37,7 @@ def parts(found: Any, names: tuple[str, str]) -> Iterator[RenderableType]:
         yield section("Collectives, per rank and step", _collectives(found, a, b))
     if found.placements:
         folded = collapse((_name(c), (c.kind, c.before, c.after)) for c in found.placements)
-        rows = [(f"{row.name.removesuffix('.(layer)')} {units.times(row.copies)}".strip(), _text(row.payload[1]), _text(row.payload[2]))
+        rows = [(f"{row.name.removesuffix('.(layer)')} {quantities.times(row.copies)}".strip(), _text(row.payload[1]), _text(row.payload[2]))
                 for row in folded]
         yield section("Placements", _pairs(rows[:MOST], a, b))
         if len(rows) > MOST:
@@ -60,7 +60,7 @@ def _pairs(rows: list[tuple[str, str, str]], a: str, b: str) -> RenderableType:
 def _collectives(found: Any, a: str, b: str) -> RenderableType:
     grid = table("!collective", "!axis", "!pass", f">{escape(a)}", f">{escape(b)}")
     for c in found.collectives:
-        cells = [f"{n} x, {units.size(size)}, {units.seconds(s)}" if n else "-" for n, size, s in (c.before, c.after)]
+        cells = [f"{n} x, {quantities.size(size)}, {quantities.seconds(s)}" if n else "-" for n, size, s in (c.before, c.after)]
         grid.add_row(c.kind, c.axis, c.phase, *cells)
     return grid
 
@@ -68,7 +68,7 @@ def _collectives(found: Any, a: str, b: str) -> RenderableType:
 def _number(kind: str, value: Any) -> str:
     if value is None:
         return "-"
-    return units.seconds(value) if kind == "predicted" else units.size(value)
+    return quantities.seconds(value) if kind == "predicted" else quantities.size(value)
 
 
 def _text(value: Any) -> str:

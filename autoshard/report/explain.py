@@ -8,9 +8,9 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autoshard.explain import EdgeTable, OpTable, WhyNot
+from autoshard.study.explain import EdgeTable, OpTable, WhyNot
 from autoshard.report import diff as diff_report
-from autoshard.report import units
+from autoshard.base import quantities
 from autoshard.report.tables import report_console, section, table
 
 CHOSEN = "chosen"
@@ -32,10 +32,10 @@ def _parts(found: Any) -> tuple[RenderableType, ...]:
 def _(found: EdgeTable) -> tuple[RenderableType, ...]:
     grid = table("source", "target", "redistribution", ">bytes", ">cost", ">op", "!")
     for row in found.rows:
-        grid.add_row(escape(row.source), escape(", ".join(row.targets)), row.words, units.size(row.nbytes) if row.nbytes else "0",
-                     units.seconds(row.seconds), units.seconds(row.compute_s), CHOSEN if row.chosen else "",
+        grid.add_row(escape(row.source), escape(", ".join(row.targets)), row.words, quantities.size(row.nbytes) if row.nbytes else "0",
+                     quantities.seconds(row.seconds), quantities.seconds(row.compute_s), CHOSEN if row.chosen else "",
                      style="bold" if row.chosen else None)
-    lines = [f"{found.value} is {units.shape(found.shape)} {units.dtype(found.dtype)}, made by {found.maker}",
+    lines = [f"{found.value} is {quantities.shape(found.shape)} {quantities.dtype(found.dtype)}, made by {found.maker}",
              f"input {found.input} of {found.reader}"]
     tail = ["source: the layout it is made in; target: the layouts of all inputs of the reader under one of its strategies;",
             "cost: seconds of the cheapest redistribution; op: the reader's own seconds under that strategy."]
@@ -47,9 +47,9 @@ def _(found: EdgeTable) -> tuple[RenderableType, ...]:
 def _(found: OpTable) -> tuple[RenderableType, ...]:
     grid = table("inputs", "outputs", ">op", ">inside", ">moving inputs", ">output", ">regret", "!")
     for row in found.rows:
-        regret = "impossible" if row.regret_s is None else units.seconds(row.regret_s)
-        grid.add_row(escape(", ".join(row.inputs)) or "-", escape(", ".join(row.outputs)) or "-", units.seconds(row.compute_s + row.update_s),
-                     units.seconds(row.inner_s), "-" if row.moved_s is None else units.seconds(row.moved_s), units.size(row.nbytes), regret,
+        regret = "impossible" if row.regret_s is None else quantities.seconds(row.regret_s)
+        grid.add_row(escape(", ".join(row.inputs)) or "-", escape(", ".join(row.outputs)) or "-", quantities.seconds(row.compute_s + row.update_s),
+                     quantities.seconds(row.inner_s), "-" if row.moved_s is None else quantities.seconds(row.moved_s), quantities.size(row.nbytes), regret,
                      CHOSEN if row.chosen else "", style="bold" if row.chosen else None)
     tail = ["op: seconds on local shapes (optimizer's update for a parameter); inside: collectives of its implementation;",
             "regret: how much longer a step takes if only this op changes. With its neighbours free to follow (--why-not) it is less."]
@@ -59,9 +59,9 @@ def _(found: OpTable) -> tuple[RenderableType, ...]:
 @_parts.register
 def _(found: WhyNot) -> tuple[RenderableType, ...]:
     word = "slower" if found.regret_s >= 0 else "faster"
-    share = units.share(abs(found.regret_s), found.before_s)
-    line = (f"With {found.key}={found.layout} a step takes {units.seconds(found.after_s)} instead of {units.seconds(found.before_s)}: "
-            f"{units.seconds(abs(found.regret_s))} ({share or '0 %'}) {word}.")
+    share = quantities.share(abs(found.regret_s), found.before_s)
+    line = (f"With {found.key}={found.layout} a step takes {quantities.seconds(found.after_s)} instead of {quantities.seconds(found.before_s)}: "
+            f"{quantities.seconds(abs(found.regret_s))} ({share or '0 %'}) {word}.")
     proof = f"free: {found.statuses[0]}; forced: {found.statuses[1]}"
     return (section("Why not?", Group(Text(line), Text(proof, style="dim"))), *diff_report.parts(found.difference, ("free", "forced")))
 

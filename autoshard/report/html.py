@@ -17,7 +17,7 @@ from math import isfinite
 from string import Template
 from typing import Any
 
-from autoshard.plan import CATEGORIES, Plan, write_atomically
+from autoshard.base.plan import CATEGORIES, Plan, write_atomically
 from autoshard.report import text, what
 from autoshard.report.page_tables import price_tables, tables
 from autoshard.report.tree import tree

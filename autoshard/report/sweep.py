@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.text import Text
 
-from autoshard.report import units
+from autoshard.base import quantities
 from autoshard.report.tables import report_console, section, table
 
 WIDTH = 14
@@ -21,12 +21,12 @@ def show(points: Sequence[Any], console: Console | None = None) -> None:
     grid = table(">budget", ">step", "!", ">peak", ">split", ">saved", ">gap", "peak at")
     for p in points:
         if p.plan is None:
-            grid.add_row(units.size(p.budget), "-", "does not fit", style="dim")
+            grid.add_row(quantities.size(p.budget), "-", "does not fit", style="dim")
             continue
         bar = "#" * max(1, round(WIDTH * p.plan.objective_s / slowest))
         peak = p.plan.peak
-        grid.add_row(units.size(p.budget), units.seconds(p.plan.objective_s), bar, units.size(p.plan.memory["total"]),
-                     f"{100 * p.split:.0f} %", units.size(p.plan.memory["saved"]), "0 %" if p.plan.gap < 1e-9 else f"{100 * p.plan.gap:.2g} %",
+        grid.add_row(quantities.size(p.budget), quantities.seconds(p.plan.objective_s), bar, quantities.size(p.plan.memory["total"]),
+                     f"{100 * p.split:.0f} %", quantities.size(p.plan.memory["saved"]), "0 %" if p.plan.gap < 1e-9 else f"{100 * p.plan.gap:.2g} %",
                      escape(peak.module or peak.op))
     lines = [Text("split: share of the weights that are stored split.", style="dim")]
     lines += [Text(p.why) for p in points if p.plan is None][:1]

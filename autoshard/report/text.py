@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Plan
-from autoshard.report import units, what
+from autoshard.base.plan import Plan
+from autoshard.base import quantities
+from autoshard.report import what
 from autoshard.report.tables import report_console, section, table
 
 MOST_COLLECTIVES = 24
@@ -63,10 +64,10 @@ def _header(plan: Plan) -> RenderableType:
 
 def status(plan: Plan) -> str:
     if plan.bound_s <= 0:
-        return f"{plan.status}: {units.seconds(plan.objective_s)} a step (nothing is proven about it)"
+        return f"{plan.status}: {quantities.seconds(plan.objective_s)} a step (nothing is proven about it)"
     gap = f"within {100 * plan.gap:.2g} % of the best possible"
     certainty = gap if plan.gap > PROVEN else "equal layers treated alike" if _tied(plan) else "proven"
-    return f"{plan.status}: {units.seconds(plan.objective_s)} a step ({certainty})"
+    return f"{plan.status}: {quantities.seconds(plan.objective_s)} a step ({certainty})"
 
 
 def _tied(plan: Plan) -> bool:
@@ -78,11 +79,11 @@ def _step_time(plan: Plan) -> RenderableType:
     grid = table("per step", ">time", ">share")
     rows, total = what.step_time(plan), plan.predicted.get("step_s", plan.objective_s)
     for row in (r for r in rows if r.counts):
-        grid.add_row(row.label, units.seconds(row.value), units.share(row.value, total))
+        grid.add_row(row.label, quantities.seconds(row.value), quantities.share(row.value, total))
     grid.add_section()
-    grid.add_row("step", units.seconds(total), units.share(total, total), style="bold")
+    grid.add_row("step", quantities.seconds(total), quantities.share(total, total), style="bold")
     for row in (r for r in rows if not r.counts):
-        grid.add_row(row.label, units.seconds(row.value), "not added", style="dim")
+        grid.add_row(row.label, quantities.seconds(row.value), "not added", style="dim")
     return section("Predicted step time", grid)
 
 
@@ -90,11 +91,11 @@ def _memory(plan: Plan) -> RenderableType:
     grid = table("per rank", ">memory", ">share")
     total, limit = plan.memory.get("total") or 0.0, plan.memory.get("limit")
     for row in (r for r in what.memory(plan) if r.value):
-        grid.add_row(escape(row.label), units.size(row.value), units.share(row.value, total))
+        grid.add_row(escape(row.label), quantities.size(row.value), quantities.share(row.value, total))
     grid.add_section()
-    grid.add_row("total", units.size(total), units.share(total, total), style="bold")
+    grid.add_row("total", quantities.size(total), quantities.share(total, total), style="bold")
     if limit is not None:
-        grid.add_row("limit", units.size(limit), f"{units.share(total, limit)} used", style="dim")
+        grid.add_row("limit", quantities.size(limit), f"{quantities.share(total, limit)} used", style="dim")
     return section("Memory at its peak", Group(grid, *(Text(line, style="dim") for line in what.peak(plan))))
 
 
@@ -106,8 +107,8 @@ def _layers(plan: Plan) -> RenderableType:
             grid.add_row(Text(group.name, style="bold"))
         indent = "  " if group.name else ""
         for row in group.rows:
-            grid.add_row(escape(indent + row.name), KIND_WORDS[row.kind], units.shape(row.shape), units.dtype(row.dtype),
-                          Text(row.placement, style="cyan"), units.times(row.copies))
+            grid.add_row(escape(indent + row.name), KIND_WORDS[row.kind], quantities.shape(row.shape), quantities.dtype(row.dtype),
+                          Text(row.placement, style="cyan"), quantities.times(row.copies))
     whole, axis = what.whole_buffers(plan), plan.mesh.names[-1]
     lines = [Text(f"[{axis}, -] reads: dim 0 is split over mesh axis {axis}, dim 1 is whole.", style="dim")]
     if whole:
@@ -124,7 +125,7 @@ def _collectives(plan: Plan) -> RenderableType:
     for row in shown:
         where = escape(row.where) + (" *" if row.hideable else "")
         grid.add_row(escape(row.kind), row.axis, where, PASS_WORDS[row.phase], str(row.count),
-                     units.size(row.nbytes), units.size(row.total_bytes), units.seconds(row.seconds))
+                     quantities.size(row.nbytes), quantities.size(row.total_bytes), quantities.seconds(row.seconds))
     if len(shown) < len(rows):
         grid.add_row(*_totals_row(f"{len(rows) - len(shown)} smaller rows", rows[len(shown):]), style="dim")
     grid.add_section()
@@ -137,7 +138,7 @@ def _collectives(plan: Plan) -> RenderableType:
 
 def _totals_row(label: str, rows: tuple[what.CollectiveRow, ...]) -> tuple[str, ...]:
     count, nbytes, seconds = what.communication_totals(rows)
-    return label, "", "", "", str(count), "", units.size(nbytes), units.seconds(seconds)
+    return label, "", "", "", str(count), "", quantities.size(nbytes), quantities.seconds(seconds)
 
 
 def _fallbacks(plan: Plan) -> RenderableType:
@@ -146,7 +147,7 @@ def _fallbacks(plan: Plan) -> RenderableType:
         return section("Ops without a sharding rule", Text("none"))
     grid = table("op", "module", "source", ">count", ">time")
     for row in rows:
-        grid.add_row(*map(escape, (row.target, row.where, row.source)), str(row.count), units.seconds(row.seconds))
+        grid.add_row(*map(escape, (row.target, row.where, row.source)), str(row.count), quantities.seconds(row.seconds))
     line = Text("These run whole on every rank, at the price shown; docs/add-an-op-rule.md says how to do better.",
                 style="dim")
     return section("Ops without a sharding rule", Group(grid, line))
@@ -154,8 +155,8 @@ def _fallbacks(plan: Plan) -> RenderableType:
 
 def _search(plan: Plan) -> RenderableType:
     grid = table("search", ">")
-    grid.add_row("objective", units.seconds(plan.objective_s))
-    grid.add_row("lower bound of all plans" if _tied(plan) else "proven lower bound", units.seconds(plan.bound_s))
+    grid.add_row("objective", quantities.seconds(plan.objective_s))
+    grid.add_row("lower bound of all plans" if _tied(plan) else "proven lower bound", quantities.seconds(plan.bound_s))
     grid.add_row("gap", "0 %" if plan.gap <= PROVEN else f"{100 * plan.gap:.3g} %")
     for label, text in what.search_facts(plan):
         grid.add_row(escape(label), escape(text))

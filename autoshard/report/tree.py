@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.plan import Plan
-from autoshard.report import units
+from autoshard.base.plan import Plan
+from autoshard.base import quantities
 from autoshard.report.collapse import Folded, is_folded
 from autoshard.report.what import TensorRow, tensor_row, tensors
 
@@ -55,5 +55,5 @@ def _listed(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensor(row: TensorRow) -> dict[str, Any]:
-    return {"name": row.name, "kind": row.kind, "shape": row.shape, "dtype": units.dtype(row.dtype), "spec": row.spec,
+    return {"name": row.name, "kind": row.kind, "shape": row.shape, "dtype": quantities.dtype(row.dtype), "spec": row.spec,
             "placement": row.placement, "copies": row.copies}

@@ -5,10 +5,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autoshard.plan import Collective, Layout, Plan
-from autoshard.report import units
+from autoshard.base.plan import Collective, Layout, Plan
+from autoshard.base import quantities
 from autoshard.report.collapse import Folded, collapse
-from autoshard.spec import R, ShardingSpec, Spec
+from autoshard.base.spec import R, ShardingSpec, Spec
 
 MEMORY_LABELS = {
     "parameters": "parameters",
@@ -121,7 +121,7 @@ def peak(plan: Plan) -> tuple[str, ...]:
         groups.setdefault((tensor.module.rpartition(".")[2] or tensor.name, tensor.category), []).append(tensor.nbytes)
     for (name, category), sizes in sorted(groups.items(), key=lambda g: -sum(g[1]))[:4]:
         times = f"{len(sizes)} x " if len(sizes) > 1 else ""
-        lines.append(f"{name}, {category}: {times}{units.size(max(sizes))}")
+        lines.append(f"{name}, {category}: {times}{quantities.size(max(sizes))}")
     return tuple(lines)
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from autoshard import _torch
-from autoshard.graph import Call, Slot, TensorMeta
+from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.rules.types import LocalContext, Row, Rule
-from autoshard.spec import PMAX, PMIN, PSUM, R, Placement, local_shape
+from autoshard.base.spec import PMAX, PMIN, PSUM, R, Placement, local_shape
 
 REFUSED = frozenset({"aten.index_reduce.default"})
 """Found wrong on torch's own samples: index_reduce's CPU kernel fails on pieces that are one entry wide."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.graph import Call, Graph, Op, Ref, Slot, TensorMeta, map_args
+from autoshard.base.graph import Call, Graph, Op, Ref, Slot, TensorMeta, map_args
 from autoshard.rules import registry
 
 

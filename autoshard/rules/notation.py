@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import torch
 
-from autoshard.graph import Call, Slot, TensorMeta
+from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.rules.types import LocalImpl, Row, Rule
-from autoshard.spec import PMAX, PMIN, PSUM, R, Placement
+from autoshard.base.spec import PMAX, PMIN, PSUM, R, Placement
 
 Passes = Literal["each", "all", "none"]
 REDUCE = {"sum": PSUM, "max": PMAX, "min": PMIN}

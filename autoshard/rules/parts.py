@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from autoshard.graph import Call, TensorMeta
+from autoshard.base.graph import Call, TensorMeta
 from autoshard.rules.types import LocalContext, Row, Rule
-from autoshard.spec import Spec, is_partial, is_shard
+from autoshard.base.spec import Spec, is_partial, is_shard
 
 aten = torch.ops.aten
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from autoshard.graph import Call
-from autoshard.spec import Placement, Spec
+from autoshard.base.graph import Call
+from autoshard.base.spec import Placement, Spec
 
 Origin = Literal["own", "dtensor", "replicate"]
 

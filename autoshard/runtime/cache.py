@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import AutoshardError, UsageError
-from autoshard.plan import Plan, write_atomically
+from autoshard.base.plan import Plan, write_atomically
 
 log = logging.getLogger("autoshard")
 

@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from autoshard.graph import Graph
-from autoshard.lower import Lowered, lower
-from autoshard.mesh import Mesh
-from autoshard.plan import Plan
-from autoshard.precision import Precision
-from autoshard.recompute import with_recompute
+from autoshard.base.graph import Graph
+from autoshard.lower.lower import Lowered, lower
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Plan
+from autoshard.base.precision import Precision
+from autoshard.recompute.rewrite import with_recompute
 from autoshard.rules.factors import factor_graph
-from autoshard.runtime.agree import alone, share
-from autoshard.runtime.backends import backend_of
+from autoshard.runtime.ranks.agree import alone, share
+from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.cache import cached, key_of
-from autoshard.runtime.fits import check_fits
-from autoshard.runtime.host_state import keep_on_host
+from autoshard.runtime.check_plan import check_fits
+from autoshard.runtime.params.host_state import keep_on_host
 from autoshard.runtime.inputs import Passing
-from autoshard.runtime.place import Place
+from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 from autoshard.runtime.step import Step
-from autoshard.runtime.stored import Stored
-from autoshard.simplify import simplify
-from autoshard.spec import Spec
-from autoshard.calling import Traced
+from autoshard.runtime.params.stored import Stored
+from autoshard.program.simplify import simplify
+from autoshard.base.spec import Spec
+from autoshard.base.calling import Traced
 
 log = logging.getLogger("autoshard")
 

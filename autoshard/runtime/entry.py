@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.plan import Plan
-from autoshard.precision import Precision
-from autoshard.runtime.backends import backend_of
+from autoshard.base.plan import Plan
+from autoshard.base.precision import Precision
+from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.cache import cache_folder
 from autoshard.runtime.compile import Planner, Settings
 from autoshard.runtime.inputs import Passing
 from autoshard.runtime.module import CompiledModule
-from autoshard.runtime.place import locate
-from autoshard.runtime.pulse import JOIN
+from autoshard.runtime.ranks.place import locate
+from autoshard.runtime.ranks.heartbeat import JOIN
 
 
 def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inputs: Sequence[Any] | None = None,

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils import _pytree as pytree
+from autoshard._torch import pytree
 
 from autoshard import _torch
 from autoshard.errors import MeshError, UsageError
-from autoshard.runtime.place import Place, placements
-from autoshard.spec import R, Spec, format_spec
+from autoshard.runtime.ranks.place import Place, placements
+from autoshard.base.spec import R, Spec, format_spec
 
 IN_MODES, OUT_MODES = ("global", "local"), ("replicate", "dtensor", "local")
 

@@ -9,20 +9,20 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
+from autoshard._torch import pytree
 
 from autoshard.errors import UsageError
-from autoshard.plan import Plan
-from autoshard.runtime.agree import alone, share
+from autoshard.base.plan import Plan
+from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.compile import Settings, build
-from autoshard.runtime.facts import call_facts
+from autoshard.runtime.ranks.agreement_facts import call_facts
 from autoshard.runtime.inputs import as_global, flatten_call, wrap_output
-from autoshard.runtime.place import Place
-from autoshard.runtime.shells import shell
+from autoshard.runtime.ranks.place import Place
+from autoshard.runtime.params.module_shells import shell
 from autoshard.runtime.step import Function, Step
-from autoshard.runtime.stored import Stored
-from autoshard.seeded import mix
-from autoshard.trace import trace
+from autoshard.runtime.params.stored import Stored
+from autoshard.base.random import mix
+from autoshard.program.trace import trace
 
 log = logging.getLogger("autoshard")
 

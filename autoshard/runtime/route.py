@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.plan import Plan
-from autoshard.schedule import Route
+from autoshard.base.plan import Plan
+from autoshard.lower.schedule import Route
 
 
 def route_of(plan: Plan) -> Route:

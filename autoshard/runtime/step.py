@@ -12,16 +12,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.graph import Graph
-from autoshard.lower import LocalGraph, Lowered, Port, bind, lower_deferred
-from autoshard.plan import Plan
-from autoshard.runtime.buckets import bucket_gradients
+from autoshard.base.graph import Graph
+from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, lower_deferred
+from autoshard.base.plan import Plan
+from autoshard.lower.passes.bucket import bucket_gradients
 from autoshard.runtime.inputs import localize
-from autoshard.runtime.place import Place, placements
+from autoshard.runtime.ranks.place import Place, placements
 from autoshard.runtime.route import route_of
-from autoshard.runtime.stored import Stored
-from autoshard.calling import Calling
-from autoshard.spec import Spec
+from autoshard.runtime.params.stored import Stored
+from autoshard.base.calling import Calling
+from autoshard.base.spec import Spec
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
-from autoshard.runtime.direct import NOTE
-from autoshard.runtime.place import axes_of_ranks
+from autoshard.runtime.carriers.gloo_messages import NOTE
+from autoshard.runtime.ranks.place import axes_of_ranks
 
 
 @dataclass(frozen=True)

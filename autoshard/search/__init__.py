@@ -13,9 +13,9 @@ import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.search.board import Board, Progress
-from autoshard.search.brute import search_brute
+from autoshard.search.routes.brute import search_brute
 from autoshard.search.clock import Clock
-from autoshard.search.exact import search_auto, search_local, search_mip
+from autoshard.search.routes.auto import search_auto, search_local, search_mip
 from autoshard.search.heap import settled_heap
 from autoshard.search.problem import Edge, Intervals, Items, Problem, Solution, Status, evaluate
 
@@ -49,7 +49,7 @@ def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, 
     with settled_heap():
         BACKENDS[backend](board, seed=seed, threads=threads)
         if board.proven and board.integral and backend != "brute":
-            from autoshard.search.large.proof import confirm  # loads the compiled sweeps
+            from autoshard.search.dual.proof import confirm  # loads the compiled sweeps
 
             if confirm(board):
                 board.confirmed()

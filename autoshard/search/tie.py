@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.search.core import Core, build
+from autoshard.search.reductions.core import Core, build
 from autoshard.search.problem import Edge, Items, Problem
 
 

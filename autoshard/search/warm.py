@@ -10,9 +10,9 @@ import numpy as np
 
 from autoshard.search.board import Board
 from autoshard.search.clock import Clock
-from autoshard.search.core import build
-from autoshard.search.few_rows import search_few_rows
-from autoshard.search.large.anneal import search_large
+from autoshard.search.reductions.core import build
+from autoshard.search.routes.plans import search_few_rows
+from autoshard.search.routes.anneal import search_large
 from autoshard.search.problem import Edge, Items, Problem
 
 NODES, STRATEGIES = 8, 3

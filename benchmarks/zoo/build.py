@@ -15,9 +15,9 @@ from zoo.families import Candidate
 from zoo.inputs import labels, proposals
 from zoo.shrink import SCHEMES, small_config
 
-from autoshard.calling import Traced
+from autoshard.base.calling import Traced
 from autoshard.errors import AutoshardError
-from autoshard.trace import trace
+from autoshard.program.trace import trace
 
 MOST_PARAMETERS = 60_000_000
 UNCLEAR = "not an error of autoshard:"

@@ -20,7 +20,7 @@ from autoshard.cost import collectives
 from autoshard.cost.cluster import COLLECTIVES, AxisLink, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import UsageError
-from autoshard.runtime.place import locate
+from autoshard.runtime.ranks.place import locate
 
 TRUTH = load_cluster("cpu-gloo")
 MACHINE = Machine("mine", "a made-up core", "gloo", 2, 8e9, ("loopback",), (2,), "2026-01-01")

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.cost.cluster import FAMILIES, Cluster, available, load_cluster
 from autoshard.errors import ClusterError
-from autoshard.mesh import parse_mesh
+from autoshard.base.mesh import parse_mesh
 
 
 def text_of(name):

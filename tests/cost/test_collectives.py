@@ -12,7 +12,7 @@ from autoshard.cost.cluster import COLLECTIVES, AxisLink, available, load_cluste
 from autoshard.cost.collectives import FORMULAS, ring_steps, seconds, wire_bytes
 from autoshard.cost.curve import Curve
 from autoshard.errors import ClusterError
-from autoshard.mesh import Mesh
+from autoshard.base.mesh import Mesh
 
 
 

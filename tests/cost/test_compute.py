@@ -8,9 +8,9 @@ from autoshard.cost.compute import (OPTIMIZERS, call_bytes, call_seconds, comput
                                     optimizer_state_bytes)
 from autoshard.cost.memory import stored_bytes, stored_parts, value_bytes
 from autoshard.errors import ClusterError, UsageError
-from autoshard.graph import Call, Slot, TensorMeta
-from autoshard.mesh import parse_mesh
-from autoshard.spec import R
+from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.spec import R
 
 aten = torch.ops.aten
 H100 = load_cluster("h100-dgx").device

@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.annotate import resolve_seeds
+from autoshard.seeds.seeds import resolve_seeds
 from autoshard.api import plan_traced
 from autoshard.cost.cluster import load_cluster
-from autoshard.cost_table import Training, build_cost_table
-from autoshard.fusion import fused
-from autoshard.graph import Ref
-from autoshard.lower import lower
-from autoshard.mesh import parse_mesh
-from autoshard.options import Options
-from autoshard.reprice import reprice
+from autoshard.space.cost_table import Training, build_cost_table
+from autoshard.cost.fusion import fused
+from autoshard.base.graph import Ref
+from autoshard.lower.lower import lower
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.options import Options
+from autoshard.verification.reprice import reprice
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.route import route_of
-from autoshard.simplify import simplify
-from autoshard.strategies import enumerate_strategies
-from autoshard.trace import trace
+from autoshard.program.simplify import simplify
+from autoshard.space.strategies import enumerate_strategies
+from autoshard.program.trace import trace
 from models import llama
 
 N = 4096

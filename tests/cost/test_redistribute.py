@@ -11,8 +11,8 @@ from autoshard.cost.cluster import available, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.redistribute import Redistribution, Step, layout, step_seconds
 from autoshard.errors import LoweringError
-from autoshard.mesh import Mesh, parse_mesh
-from autoshard.spec import PMAX, PSUM, R, REDUCE_OPS, divides, is_partial, local_shape, shard_offset
+from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.base.spec import PMAX, PSUM, R, REDUCE_OPS, divides, is_partial, local_shape, shard_offset
 
 H100 = load_cluster("h100-dgx")
 MESH = parse_mesh("2x4")

@@ -1,8 +1,8 @@
 """Plans of several meshes and clusters in one process are those of each alone: nothing is remembered across."""
 from autoshard.api import plan_traced
-from autoshard.mesh import parse_mesh
-from autoshard.options import Options
-from autoshard.trace import trace
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.options import Options
+from autoshard.program.trace import trace
 from models import mlp
 
 WANTED = (("dp=4", "h100-dgx"), ("dp=2,tp=2", "h100-dgx"), ("dp=4", "cpu-gloo"), ("tp=2,dp=2", "l40s-ethernet-25g"))

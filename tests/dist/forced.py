@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.mesh import Mesh
+from autoshard.base.mesh import Mesh
 
 VALUE = tuple[Any, ...]
 COLUMN = {"c_attn", "c_fc", "wq", "wk", "wv", "w1", "w3", "query", "key", "value", "up", "q", "k", "v", "wi",

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import _torch
-from autoshard.memory.reuse import swaps
+from autoshard.lower.overwrite_table import swaps
 
 SENDS = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
 

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard.cost.cluster import Cluster
-from autoshard.mesh import Mesh, parse_mesh
-from autoshard.plan import Plan
-from autoshard.reprice import collectives_in, reprice
+from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.base.plan import Plan
+from autoshard.verification.reprice import collectives_in, reprice
 from autoshard.runtime.trace_collectives import recorded_collectives
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
 

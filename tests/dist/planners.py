@@ -8,9 +8,9 @@ from random_plans import random_plan
 
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.plan import Plan
+from autoshard.base.plan import Plan
 from autoshard.rules.factors import factor_graph
-from autoshard.simplify import simplify
+from autoshard.program.simplify import simplify
 
 
 def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]:

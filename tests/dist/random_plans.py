@@ -5,11 +5,11 @@ import random
 from collections.abc import Callable, Mapping
 
 from autoshard.errors import LoweringError
-from autoshard.graph import Graph, Op, Ref
-from autoshard.mesh import Mesh
-from autoshard.plan import Copy, OpPlan, Plan
+from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Copy, OpPlan, Plan
 from autoshard.rules import registry
-from autoshard.spec import PSUM, R, Spec, divides, is_partial, replicated
+from autoshard.base.spec import PSUM, R, Spec, divides, is_partial, replicated
 
 Pick = Callable[[Op, list[OpPlan]], OpPlan]
 

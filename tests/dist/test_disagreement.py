@@ -20,11 +20,11 @@ from planners import random_planner  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.errors import AutoshardError, LoweringError  # noqa: E402
-from autoshard.runtime import pulse  # noqa: E402
-from autoshard.runtime.agree import share  # noqa: E402
+from autoshard.runtime.ranks import heartbeat  # noqa: E402
+from autoshard.runtime.ranks.agree import share  # noqa: E402
 from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.place import locate  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist
 MESH, SOON, LOST = "dp=2", 20.0, 3.0
@@ -87,7 +87,7 @@ def test_disagreements_are_named() -> None:
 # --- a killed rank ---
 
 def waits_for_the_dead(rank: int, folder: str, port: int) -> None:
-    pulse.LOST = LOST
+    heartbeat.LOST = LOST
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
     place = locate(MESH)
     share(place, "same", lambda: "both are there")

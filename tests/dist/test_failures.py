@@ -17,10 +17,10 @@ from harness import on_ranks, whole  # noqa: E402
 from planners import random_planner  # noqa: E402
 
 from autoshard.errors import AutoshardError, LoweringError, ModelError, TraceError  # noqa: E402
-from autoshard.runtime.agree import alone, share  # noqa: E402
+from autoshard.runtime.ranks.agree import alone, share  # noqa: E402
 from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.place import locate  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist
 MESH, SOON = "dp=2", 10.0

@@ -24,7 +24,7 @@ from autoshard.runtime.cache import cache_folder  # noqa: E402
 from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.inputs import Passing, shard_batch  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.place import locate  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
 from autoshard.runtime.trace_collectives import recorded_collectives  # noqa: E402
 
 pytestmark = pytest.mark.dist
@@ -315,7 +315,7 @@ def ranks_differ() -> None:
 def intercepted() -> None:
     from collections import Counter
 
-    from autoshard.reprice import collectives_in
+    from autoshard.verification.reprice import collectives_in
     for seed in range(3):
         fast = compiled(net(), seed, mesh="dp=2")
         fast.prepare(data()[0])

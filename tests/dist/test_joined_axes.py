@@ -15,9 +15,9 @@ from harness import on_ranks  # noqa: E402
 from parity_cases import Case, run_cases  # noqa: E402
 
 from autoshard import _torch  # noqa: E402
-from autoshard.plan import Plan  # noqa: E402
-from autoshard.runtime import direct  # noqa: E402
-from autoshard.runtime.place import axes_of_ranks, joined_group, locate  # noqa: E402
+from autoshard.base.plan import Plan  # noqa: E402
+from autoshard.runtime.carriers import gloo_messages  # noqa: E402
+from autoshard.runtime.ranks.place import axes_of_ranks, joined_group, locate  # noqa: E402
 from autoshard.runtime.trace_collectives import recorded_collectives  # noqa: E402
 
 pytestmark = pytest.mark.dist
@@ -27,7 +27,7 @@ CASES = [Case("mlp", "dp=2,tp=2", "data parallel"), Case("mlp", "dp=2,tp=2", "fu
 def gathered(group: dist.ProcessGroup) -> list[int]:
     """Ranks in the order in which a gather puts them, by messages and by gloo's own collective."""
     mine, n = torch.tensor([dist.get_rank()]), group.size()
-    messages = direct.land(direct.all_gather(mine, n, group)).tolist()
+    messages = gloo_messages.land(gloo_messages.all_gather(mine, n, group)).tolist()
     assert _torch.WAIT(_torch.COLLECTIVES["all_gather"](mine, n, group.group_name)).tolist() == messages
     return messages
 

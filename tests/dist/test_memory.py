@@ -8,8 +8,8 @@ from live_bytes import step_peak
 
 import autoshard
 from autoshard.rules.factors import factor_graph
-from autoshard.simplify import simplify
-from autoshard.trace import trace
+from autoshard.program.simplify import simplify
+from autoshard.program.trace import trace
 from models import llama
 
 MESH = "d=2"

@@ -15,7 +15,7 @@ from planners import random_planner  # noqa: E402
 from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.inputs import Passing  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.place import locate  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit  # noqa: E402
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import on_ranks  # noqa: E402
 from parity_cases import MODELS, Case, cases, run_cases  # noqa: E402
 
-from autoshard.mesh import parse_mesh  # noqa: E402
+from autoshard.base.mesh import parse_mesh  # noqa: E402
 
 pytestmark = pytest.mark.dist
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import assert_near, on_ranks, whole  # noqa: E402
 
 import autoshard  # noqa: E402
-from autoshard.precision import Precision  # noqa: E402
+from autoshard.base.precision import Precision  # noqa: E402
 
 pytestmark = pytest.mark.dist
 BF16 = 2e-2
@@ -154,7 +154,7 @@ def counted_in_c10d() -> None:
     from torch.profiler import ProfilerActivity, profile
     for seeds in (DATA_PARALLEL, {"one.weight": [Shard(0)], "two.weight": [Shard(1)]},
                   {"input:0": [Shard(0)], "*": [Shard(0)]}):
-        with patch("autoshard.runtime.place.share_memory", return_value=None):  # c10d does not see what shared memory carries
+        with patch("autoshard.runtime.ranks.place.share_memory", return_value=None):  # c10d does not see what shared memory carries
             fast = autoshard.compile(net(), "dp=2", data()[:1], seeds=seeds, cluster="cpu-gloo", cache=False)
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as seen:

@@ -11,8 +11,8 @@ from harness import on_ranks
 
 from autoshard import _torch
 from autoshard.errors import AutoshardError
-from autoshard.runtime import by_memory, direct
-from autoshard.runtime.shared import RING, Post, Shared, share_memory
+from autoshard.runtime.carriers import gloo_messages, over_shared_memory
+from autoshard.runtime.carriers.shared_memory import RING, Post, Shared, share_memory
 
 pytestmark = pytest.mark.dist
 DTYPES = (torch.float64, torch.bfloat16, torch.int64)
@@ -29,17 +29,17 @@ def same_as_gloo() -> int:
     memory, n, name, count = shared(), dist.get_world_size(), dist.group.WORLD.group_name, 0
     for dtype in DTYPES:
         x = torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(dist.get_rank())).mul(9).to(dtype)
-        calls = [("all_gather", by_memory.all_gather, (n,)), ("all_to_all", by_memory.all_to_all, ([2] * n, [2] * n)),
-                 *(("reduce_scatter", by_memory.reduce_scatter, (op, n)) for op in ("sum", "max", "min"))]
+        calls = [("all_gather", over_shared_memory.all_gather, (n,)), ("all_to_all", over_shared_memory.all_to_all, ([2] * n, [2] * n)),
+                 *(("reduce_scatter", over_shared_memory.reduce_scatter, (op, n)) for op in ("sum", "max", "min"))]
         pending = [(kind, run(x, *rest, memory), _torch.COLLECTIVES[kind](x, *rest, name)) for kind, run, rest in calls]  # all under way
         for kind, flight, functional in pending[::-1]:  # landed in another order than issued
-            got, want = direct.land(flight), _torch.WAIT(functional)
+            got, want = gloo_messages.land(flight), _torch.WAIT(functional)
             assert not flight.works and got.dtype == want.dtype, kind
             assert torch.allclose(got.double(), want.double(), rtol=1e-12, atol=0.25 if dtype is torch.bfloat16 else 0), f"{kind} {dtype}"
             count += 1
         for op in ("sum", "max"):
             want = _torch.WAIT(_torch.COLLECTIVES["all_reduce"](x, op, name))
-            direct.land(by_memory.all_reduce_(x, op, memory))
+            gloo_messages.land(over_shared_memory.all_reduce_(x, op, memory))
             assert torch.allclose(x.double(), want.double(), rtol=1e-12, atol=0.5 if dtype is torch.bfloat16 else 0), f"all_reduce {dtype}"
             count += 1
     return count
@@ -51,34 +51,34 @@ def laps_of_the_ring() -> None:
     sent, size, flying = 0, 0, []
     while sent < 3 * RING:
         size = (size * 7 + 5_000_011) % (RING // 12)
-        flying.append((size, by_memory.all_reduce_(torch.full((size,), float(rank + size % 11)), "sum", memory)))
+        flying.append((size, over_shared_memory.all_reduce_(torch.full((size,), float(rank + size % 11)), "sum", memory)))
         sent += 4 * size
         if len(flying) > 2:
             size_then, flight = flying.pop(0)
-            assert (direct.land(flight) == n * (size_then % 11) + n * (n - 1) / 2).all()
+            assert (gloo_messages.land(flight) == n * (size_then % 11) + n * (n - 1) / 2).all()
     for _, flight in flying:
-        direct.land(flight)
+        gloo_messages.land(flight)
 
 
 def many_small_ones() -> None:
     """Thousands of posts, and what is remembered of them stays little."""
     memory = shared()
     for _ in range(2000):
-        direct.land(by_memory.all_reduce_(torch.ones(1), "sum", memory))
+        gloo_messages.land(over_shared_memory.all_reduce_(torch.ones(1), "sum", memory))
     assert len(memory._old) <= 600
 
 
 def full_ring() -> None:
     memory = shared()
     half, third = (torch.ones(RING // 4 // k) for k in (2, 3))
-    flights = [by_memory.all_reduce_(x, "sum", memory) for x in (half, third, half.clone())]
+    flights = [over_shared_memory.all_reduce_(x, "sum", memory) for x in (half, third, half.clone())]
     assert [len(memory._flying)] == [2], "the third had no room"
-    assert all((direct.land(f) == dist.get_world_size()).all() for f in flights)
+    assert all((gloo_messages.land(f) == dist.get_world_size()).all() for f in flights)
 
 
 def another_program() -> None:
     with pytest.raises(AutoshardError, match="exchanges .* bytes where this rank"):
-        direct.land(by_memory.all_reduce_(torch.ones(3 + dist.get_rank()), "sum", shared()))
+        gloo_messages.land(over_shared_memory.all_reduce_(torch.ones(3 + dist.get_rank()), "sum", shared()))
 
 
 def everything() -> int:

@@ -21,8 +21,8 @@ from planners import random_planner  # noqa: E402
 
 from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.place import locate  # noqa: E402
-from autoshard.runtime.update import local_update  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
+from autoshard.runtime.params.update import local_update  # noqa: E402
 
 pytestmark = pytest.mark.dist
 SEEDS = (0, 3)

@@ -4,8 +4,8 @@ import torch
 
 from autoshard.rules import registry
 from autoshard.rules.borrowed import borrowed
-from autoshard.rules.oracle import wrong_rows
-from autoshard.rules.samples import T, build, sample
+from autoshard.rules.check.oracle import wrong_rows
+from autoshard.rules.check.samples import T, build, sample
 
 aten = torch.ops.aten
 

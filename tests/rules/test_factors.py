@@ -4,12 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.graph import Graph, Op, Ref, TensorMeta
+from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.rules import registry
 from autoshard.rules.factors import factor_graph
-from autoshard.rules.oracle import wrong_rows
-from autoshard.rules.samples import T, build, sample
-from autoshard.rules.view import reshape_factors
+from autoshard.rules.check.oracle import wrong_rows
+from autoshard.rules.check.samples import T, build, sample
+from autoshard.rules.ops.view import reshape_factors
 
 aten = torch.ops.aten
 

@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.graph import Call, Slot, TensorMeta
+from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.rules import notation, registry
 from autoshard.rules.notation import NotationMismatch, parse, rule
-from autoshard.spec import PSUM, R
+from autoshard.base.spec import PSUM, R
 
 aten = torch.ops.aten
 

@@ -2,12 +2,12 @@
 import pytest
 import torch
 
-from autoshard.mesh import Mesh
-from autoshard.rules import oracle
-from autoshard.rules.oracle import check_rows, join, missing_rows, split
-from autoshard.rules.samples import T, build, sample
+from autoshard.base.mesh import Mesh
+from autoshard.rules.check import oracle
+from autoshard.rules.check.oracle import check_rows, join, missing_rows, split
+from autoshard.rules.check.samples import T, build, sample
 from autoshard.rules.types import Row
-from autoshard.spec import PMAX, PMIN, PSUM, R
+from autoshard.base.spec import PMAX, PMIN, PSUM, R
 
 aten = torch.ops.aten
 

@@ -4,13 +4,15 @@ from functools import lru_cache
 import pytest
 import torch
 
-from autoshard.emit import Emitter
-from autoshard.lower import Context
-from autoshard.mesh import Mesh
-from autoshard.rules import contraction, factory, oracle, pointwise, reduction, registry, view
-from autoshard.rules.oracle import missing_rows, wrong_rows
-from autoshard.rules.samples import SAMPLES, build
-from autoshard.spec import PSUM, R, divides
+from autoshard.lower.emit import Emitter
+from autoshard.lower.lower import Context
+from autoshard.base.mesh import Mesh
+from autoshard.rules import registry
+from autoshard.rules.check import oracle
+from autoshard.rules.ops import contraction, factory, pointwise, reduction, view
+from autoshard.rules.check.oracle import missing_rows, wrong_rows
+from autoshard.rules.check.samples import SAMPLES, build
+from autoshard.base.spec import PSUM, R, divides
 
 aten = torch.ops.aten
 IDS = [f"{i}-{s}" for i, s in enumerate(SAMPLES)]

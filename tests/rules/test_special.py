@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from autoshard.emit import Emitter
-from autoshard.graph import Call, Slot, TensorMeta
-from autoshard.lower import Context
-from autoshard.mesh import Mesh
-from autoshard.rules import oracle, registry
-from autoshard.rules.oracle import wrong_rows
-from autoshard.rules.samples import Fixed, T, build, sample
-from autoshard.rules.samples_special import SPECIAL
-from autoshard.spec import PSUM, R, divides, local_shape
+from autoshard.lower.emit import Emitter
+from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.lower.lower import Context
+from autoshard.base.mesh import Mesh
+from autoshard.rules import registry
+from autoshard.rules.check import oracle
+from autoshard.rules.check.oracle import wrong_rows
+from autoshard.rules.check.samples import Fixed, T, build, sample
+from autoshard.rules.check.samples_special import SPECIAL
+from autoshard.base.spec import PSUM, R, divides, local_shape
 
 aten = torch.ops.aten
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from autoshard.rules import registry
-from autoshard.rules.oracle import wrong_rows
-from autoshard.rules.samples import T, build, sample
+from autoshard.rules.check.oracle import wrong_rows
+from autoshard.rules.check.samples import T, build, sample
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from torch import nn
 from autoshard import local_update
 from autoshard.cost.memory import host_workspace, state_bytes, update_workspace
 from autoshard.errors import UsageError
-from autoshard.runtime.host_state import HOST, is_marked, keep_on_host
+from autoshard.runtime.params.host_state import HOST, is_marked, keep_on_host
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from live_bytes import LiveBytes  # noqa: E402

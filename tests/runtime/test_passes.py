@@ -5,10 +5,10 @@ import torch
 from torch.fx import Graph
 
 from autoshard import _torch
-from autoshard.emit import Part
-from autoshard.runtime.buckets import SMALL, bucket_gradients
-from autoshard.runtime.in_place import overwrite
-from autoshard.runtime.straight import straight
+from autoshard.lower.emit import Part
+from autoshard.lower.passes.bucket import SMALL, bucket_gradients
+from autoshard.lower.passes.in_place import overwrite
+from autoshard.runtime.execute.eager import straight
 
 aten = torch.ops.aten
 REDUCE = _torch.COLLECTIVES["all_reduce"]

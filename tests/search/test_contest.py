@@ -10,8 +10,8 @@ import pytest
 
 from autoshard.errors import InfeasibleError, ProblemError
 from autoshard.search import Status, solve
-from autoshard.search.command import solve_command
-from autoshard.search.contest import parse_problem, read_problem
+from autoshard.search.contest.command import solve_command
+from autoshard.search.contest.read import parse_problem, read_problem
 
 SMALL = {"problem": {"name": "small", "usage_limit": 12, "nodes": {
     "intervals": [[0, 4], [2, 6], [5, 5]], "costs": [[3, 1], [4, 2], [0]], "usages": [[2, 9], [3, 9], [50]]},

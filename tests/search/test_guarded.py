@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from ortools.math_opt.python import mathopt
 
-from autoshard.search import guarded, mip_worker
-from autoshard.search.guarded import Worker, solve_program
+from autoshard.search.mip import guarded, worker
+from autoshard.search.mip.guarded import Worker, solve_program
 
 
 def knapsack(capacity: float) -> bytes:
@@ -24,7 +24,7 @@ def knapsack(capacity: float) -> bytes:
     return model.export_model().SerializeToString()
 
 
-@pytest.mark.parametrize("solver", mip_worker.SOLVERS)
+@pytest.mark.parametrize("solver", worker.SOLVERS)
 def test_an_answer_comes_back(solver):
     found = solve_program(knapsack(5), 3, solver=solver, seconds=10, seed=0)
     assert found.reason == "OPTIMAL" and found.bound == pytest.approx(-7)
@@ -70,7 +70,7 @@ def script(tmp_path, monkeypatch):
     def use(code: str) -> Worker:
         path = tmp_path / "worker.py"
         path.write_text(code)
-        monkeypatch.setattr(mip_worker, "__file__", str(path))
+        monkeypatch.setattr(worker, "__file__", str(path))
         return Worker()
 
     return use

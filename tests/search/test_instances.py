@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from autoshard.search import Status, evaluate, solve
-from autoshard.search.contest import read_problem
-from autoshard.search.core import build
-from autoshard.search.presolve import reduce_core
+from autoshard.search.contest.read import read_problem
+from autoshard.search.reductions.core import build
+from autoshard.search.reductions import reduce_core
 
 FOLDER = Path(os.environ.get("IOPDDL", Path(__file__).parents[3] / "shared" / "iopddl"))
 

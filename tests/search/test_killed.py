@@ -13,7 +13,7 @@ import pytest
 from contest_problems import write_problem
 
 from autoshard.search import Status, evaluate
-from autoshard.search.contest import read_problem
+from autoshard.search.contest.read import read_problem
 
 SOLVE = "import sys; from autoshard.search.command import solve_command; sys.exit(solve_command(sys.argv[1], float(sys.argv[2]), output=sys.argv[3]))"
 WRITE = """

@@ -4,9 +4,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autoshard.search import Edge, Items, Problem, evaluate, milp, solve
-from autoshard.search.core import build
-from autoshard.search.presolve.gather import gather
+from autoshard.search import Edge, Items, Problem, evaluate, solve
+from autoshard.search.routes import milp
+from autoshard.search.reductions.core import build
+from autoshard.search.reductions.gather import gather
 
 
 @pytest.mark.parametrize("unit", [1e9, 1.0, 1e-7])

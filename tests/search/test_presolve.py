@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from random_problems import random_problem
 
 from autoshard.search import Edge, Items, Problem, evaluate, solve
-from autoshard.search.core import Core, Table, build
-from autoshard.search.presolve import Infeasible, _sweep, reduce_core
-from autoshard.search.presolve.contraction import contract
-from autoshard.search.presolve.dead import drop_dead
-from autoshard.search.presolve.dominance import _undominated, distinct, dominate
-from autoshard.search.presolve.elimination import eliminate
-from autoshard.search.presolve.pairs import merge
-from autoshard.search.presolve.rows import drop_slack_rows, price_certain_rows
-from autoshard.search.presolve.separable import separate
-from autoshard.search.presolve.states import _told_apart_by_one, alike, merge_states
+from autoshard.search.reductions.core import Core, Table, build
+from autoshard.search.reductions import Infeasible, _sweep, reduce_core
+from autoshard.search.reductions.contraction import contract
+from autoshard.search.reductions.dead import drop_dead
+from autoshard.search.reductions.dominance import _undominated, distinct, dominate
+from autoshard.search.reductions.elimination import eliminate
+from autoshard.search.reductions.pairs import merge
+from autoshard.search.reductions.rows import drop_slack_rows, price_certain_rows
+from autoshard.search.reductions.separable import separate
+from autoshard.search.reductions.states import _told_apart_by_one, alike, merge_states
 
 inf = np.inf
 

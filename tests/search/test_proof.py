@@ -9,9 +9,9 @@ from contest_problems import contest_problem
 from random_problems import random_problem
 
 from autoshard.search import Board, Clock, Intervals, Problem, evaluate, solve
-from autoshard.search.contest import parse_problem
-from autoshard.search.core import build
-from autoshard.search.large.proof import Prover, confirm, exact_grid
+from autoshard.search.contest.read import parse_problem
+from autoshard.search.reductions.core import build
+from autoshard.search.dual.proof import Prover, confirm, exact_grid
 
 
 def prover(problem: Problem) -> Prover:

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from autoshard.search import evaluate
-from autoshard.search.large import messages
-from autoshard.search.large.jit import compiled
+from autoshard.search.dual import messages
+from autoshard.search.dual.jit import compiled
 from autoshard.search.warm import dense_problem, warm
 
 

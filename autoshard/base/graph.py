@@ -1,0 +1,240 @@
+"""The program as frozen data: ops in execution order, values referred to by (op name, output index).
+
+Everything the planner needs of a model is here; nothing refers to FX nodes, so graphs hash, compare
+and travel. `call_of` gives rules a name-free view of one op, so equal ops share all later work.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+Phase = Literal["forward", "backward"]
+Kind = Literal["param", "buffer", "input", "tangent", "call", "output"]
+
+
+KEPT = "kept"
+"""Keyword of a source."""
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape and dtype of a value. `factors[d]` are the logical dims that tensor dim d is made of,
+    major first; `(n,)` for an ordinary dim. Specs refer to logical dims, numbered across dims."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    factors: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.factors and self.shape:
+            object.__setattr__(self, "factors", tuple((n,) for n in self.shape))
+        if tuple(prod(f) for f in self.factors) != self.shape:
+            raise ValueError(f"factors {self.factors} do not multiply to the shape {self.shape}")
+
+    @cached_property
+    def logical_shape(self) -> tuple[int, ...]:
+        return tuple(n for f in self.factors for n in f)
+
+    @property
+    def ndim(self) -> int:
+        """Number of logical dims."""
+        return len(self.logical_shape)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether some tensor dim has several factors."""
+        return any(len(f) > 1 for f in self.factors)
+
+    def logical_dims(self, dim: int) -> range:
+        """Logical dims of tensor dim `dim` (negative counts from the end); none of a 0-dim tensor, of which torch
+        accepts dim 0 and -1."""
+        if not self.factors:
+            return range(0)
+        dim %= len(self.factors)
+        start = sum(len(f) for f in self.factors[:dim])
+        return range(start, start + len(self.factors[dim]))
+
+    def unflatten(self, logical: tuple[int, ...]) -> tuple[int, ...]:
+        """Tensor shape for a (local) logical shape with the same factor structure."""
+        out, i = [], 0
+        for f in self.factors:
+            out.append(prod(logical[i:i + len(f)]))
+            i += len(f)
+        return tuple(out)
+
+
+@dataclass(frozen=True, order=True)
+class Ref:
+    """Output `index` of the op named `op`."""
+
+    op: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.op if self.index == 0 else f"{self.op}:{self.index}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for tensor input `index` inside the args of a `Call`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op without names: what rules, costs and caches see. Hashable.
+
+    `args`/`kwargs` are the op's arguments with tensors replaced by `Slot(i)` into `inputs`."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    inputs: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta | None, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((str(self.target), self.args, self.kwargs, self.inputs, self.outputs))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The value of a schema argument by name, positional or keyword; its default when absent."""
+        for i, arg in enumerate(self.target._schema.arguments):
+            if arg.name == name:
+                if i < len(self.args):
+                    return self.args[i]
+                return dict(self.kwargs).get(name, arg.default_value if arg.has_default_value() else default)
+        return default
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step. `args` hold `Ref`s where the model passes tensors. Kinds other than "call":
+
+    param / buffer   target = its qualified name          input     target = its name ("x", "input:0")
+    tangent          target = index of the user output    output    target = "user:0", "grad:wq.weight",
+                                                                    "mutation:bn.running_mean"; one Ref in args
+    """
+
+    name: str
+    kind: Kind
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    outputs: tuple[TensorMeta | None, ...] = ()
+    phase: Phase = "forward"
+    module: str = ""
+    source: str = ""
+    code: str = ""
+
+    @cached_property
+    def refs(self) -> tuple[Ref, ...]:
+        """Tensor inputs in argument order (a tensor used twice appears twice)."""
+        return tuple(iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @cached_property
+    def kept(self) -> tuple[Ref, ...]:
+        """Of a source (recompute/rewrite.py): the values of forward that it may keep; they come last in `refs`."""
+        return dict(self.kwargs).get(KEPT, ())
+
+    @property
+    def where(self) -> str:
+        """For messages: op, module path and the user's file:line."""
+        place = " ".join(p for p in (f"in {self.module}" if self.module else "", f"at {self.source}" if self.source else "") if p)
+        return f"{self.name} ({self.target}) {place}".strip()
+
+
+def iter_refs(value: Any) -> Iterator[Ref]:
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from iter_refs(v)
+
+
+def map_args(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `fn` to every leaf of nested tuples."""
+    return tuple(map_args(fn, v) for v in value) if isinstance(value, tuple) else fn(value)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A forward graph, or a joint forward + backward graph, in execution order.
+
+    `in_tree`/`out_tree` describe how the user calls the model (pytree specs as JSON text; see trace).
+    `state` maps extra facts: tied names (alias -> kept name), unused parameters, and so on."""
+
+    ops: tuple[Op, ...]
+    training: bool
+    in_tree: str = ""
+    out_tree: str = ""
+    tied: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, Op]:
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Position of every op by name."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    def op(self, name: str) -> Op:
+        return self.by_name[name]
+
+    def meta(self, ref: Ref) -> TensorMeta:
+        return self.by_name[ref.op].outputs[ref.index]
+
+    @cached_property
+    def users(self) -> dict[Ref, tuple[tuple[str, int], ...]]:
+        """Per value: (consumer op name, index into the consumer's refs), in execution order."""
+        out: dict[Ref, list[tuple[str, int]]] = {}
+        for op in self.ops:
+            for i, ref in enumerate(op.refs):
+                out.setdefault(ref, []).append((op.name, i))
+        return {k: tuple(v) for k, v in out.items()}
+
+    def of_kind(self, *kinds: Kind) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.kind in kinds)
+
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        """The name-free view of every op of kind "call"."""
+        return {op.name: self._call_of(op) for op in self.ops if op.kind == "call"}
+
+    def _call_of(self, op: Op) -> Call:
+        slots = iter(range(len(op.refs)))
+
+        def replace(leaf: Any) -> Any:
+            return Slot(next(slots)) if isinstance(leaf, Ref) else leaf
+
+        args = map_args(replace, op.args)
+        kwargs = tuple((k, map_args(replace, v)) for k, v in op.kwargs)
+        return Call(op.target, args, kwargs, tuple(self.meta(r) for r in op.refs), op.outputs)
+
+    @cached_property
+    def hash(self) -> str:
+        """Hex digest over everything that decides numerics and costs; not over source lines."""
+        h = hashlib.sha256()
+        for op in self.ops:
+            h.update(repr((op.name, op.kind, str(op.target), op.args, op.kwargs, op.outputs, op.phase)).encode())
+        h.update(repr((self.training, self.in_tree, self.out_tree, self.tied)).encode())
+        return h.hexdigest()[:32]

@@ -1,0 +1,138 @@
+"""Placements and sharding specs: how one tensor lies on the mesh.
+
+Inside tables a *placement* on one mesh axis is a small int, so a strategy is a row of an int array:
+
+    d >= 0     Shard(d): logical dim d is split over the axis
+    R  = -1    Replicate
+    PSUM = -2  Partial(sum);  PMAX = -3, PMIN = -4 likewise
+    NOWHERE    no value at all; only while it is open what backward runs again (recompute/undecided.py)
+
+A *spec* is a tuple of placements, one per mesh axis in mesh order. Where two axes split the same dim,
+the first in mesh order is the major one. `ShardingSpec` is the form users see (axis names per dim).
+
+Dims are **logical** dims: a tensor dim that a view made by flattening keeps its factors (see
+`TensorMeta`), so that a sharded sequence survives `[batch, seq, d] -> [batch*seq, d]`.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoshard.errors import MeshError, UsageError
+from autoshard.base.mesh import Mesh
+
+Placement = int
+Spec = tuple[Placement, ...]
+
+R: Placement = -1
+PSUM: Placement = -2
+PMAX: Placement = -3
+PMIN: Placement = -4
+NOWHERE: Placement = 127
+"""Of a value that is not there: a strategy with it does not read that input, or does not make that output."""
+REDUCE_OPS = {PSUM: "sum", PMAX: "max", PMIN: "min"}
+
+
+def is_shard(p: Placement) -> bool:
+    return 0 <= p < NOWHERE
+
+
+def is_partial(p: Placement) -> bool:
+    return p <= PSUM
+
+
+@lru_cache(maxsize=None)
+def format_placement(p: Placement) -> str:
+    return f"S{p}" if p >= 0 else "R" if p == R else "P" if p == PSUM else f"P{REDUCE_OPS[p]}"
+
+
+def format_spec(spec: Spec) -> str:
+    """`(0, -1)` -> `"S0,R"`: one placement per mesh axis."""
+    return ",".join(format_placement(p) for p in spec)
+
+
+def parse_spec(text: str) -> Spec:
+    """Inverse of `format_spec`. Raises UsageError."""
+    names = {"R": R, "P": PSUM, "Psum": PSUM, "Pmax": PMAX, "Pmin": PMIN}
+    out = []
+    for part in (p.strip() for p in text.split(",")):
+        if part in names:
+            out.append(names[part])
+        elif part[:1] == "S" and part[1:].strip("()").isdigit():
+            out.append(int(part[1:].strip("()")))
+        else:
+            raise UsageError(f"cannot read placement {part!r} in {text!r}; write R, S0, S1 ... or P per mesh axis")
+    return tuple(out)
+
+
+def replicated(mesh: Mesh) -> Spec:
+    return (R,) * mesh.ndim
+
+
+def shard_counts(ndim: int, spec: Spec, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """How many pieces each of `ndim` logical dims is cut into under `spec` on axes of `sizes`."""
+    counts = [1] * ndim
+    for placement, size in zip(spec, sizes, strict=True):
+        if placement >= 0:
+            counts[placement] *= size
+    return tuple(counts)
+
+
+def divides(shape: tuple[int, ...], spec: Spec, sizes: tuple[int, ...]) -> bool:
+    """Whether every sharded logical dim of `shape` splits evenly."""
+    if any(p >= len(shape) for p in spec):
+        return False
+    return all(n % c == 0 and n >= c for n, c in zip(shape, shard_counts(len(shape), spec, sizes), strict=True)
+               if c > 1)
+
+
+def local_shape(shape: tuple[int, ...], spec: Spec, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Logical shape on one rank. Partial and Replicate keep the shape."""
+    return tuple(n // c for n, c in zip(shape, shard_counts(len(shape), spec, sizes), strict=True))
+
+
+def shard_offset(dim: int, spec: Spec, sizes: tuple[int, ...], coordinates: tuple[int, ...]) -> int:
+    """Which piece of `dim` a rank holds: axes in mesh order are digits, major first."""
+    index = 0
+    for placement, size, c in zip(spec, sizes, coordinates, strict=True):
+        if placement == dim:
+            index = index * size + c
+    return index
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """The users' form: per tensor dim the axes that split it (major first), and Partial axes.
+
+    >>> ShardingSpec((("dp",), ()), (("tp", "sum"),))
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+
+    def to_spec(self, mesh: Mesh) -> Spec:
+        """Placements per mesh axis. Raises MeshError for unknown axes or a nesting that is not mesh order."""
+        out = [R] * mesh.ndim
+        for dim, axes in enumerate(self.dims):
+            order = [mesh.index(a) for a in axes]
+            if order != sorted(order):
+                raise MeshError(f"dim {dim} is split over {axes}, which is not the order of the mesh ({mesh})")
+            for i in order:
+                if out[i] != R:
+                    raise MeshError(f"mesh axis {mesh.names[i]!r} splits two dims of one tensor")
+                out[i] = dim
+        codes = {v: k for k, v in REDUCE_OPS.items()}
+        for axis, op in self.partial:
+            out[mesh.index(axis)] = codes[op]
+        return tuple(out)
+
+    @staticmethod
+    def from_spec(spec: Spec, ndim: int, mesh: Mesh) -> "ShardingSpec":
+        dims = tuple(tuple(mesh.names[i] for i, p in enumerate(spec) if p == d) for d in range(ndim))
+        partial = tuple((mesh.names[i], REDUCE_OPS[p]) for i, p in enumerate(spec) if is_partial(p))
+        return ShardingSpec(dims, partial)
+
+    def __str__(self) -> str:
+        body = ", ".join("-" if not a else a[0] if len(a) == 1 else "(" + "*".join(a) + ")" for a in self.dims)
+        tail = "".join(f" partial {op} over {axis}" for axis, op in self.partial)
+        return f"[{body}]{tail}"

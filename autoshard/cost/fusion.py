@@ -1,0 +1,49 @@
+"""Which pointwise ops a fusing backend runs in one kernel, and so what they neither read nor write.
+
+Within one window (forward or backward), a value that a pointwise op makes and a pointwise op of the same shape reads
+stays in registers: the reader does not read it, and it is not written unless somebody else needs it. A chain is
+then charged for what goes in and what comes out, once. A change of layout inside a chain would break it in
+two; that is left out, as units of ops (space/decision_units.py) rarely change layout inside.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.base.graph import Graph, Op, Ref
+from autoshard.rules import registry
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Positions of the tensor inputs an op does not read, and of the outputs it does not write."""
+
+    unread: frozenset[int]
+    unwritten: frozenset[int]
+
+
+def fused(graph: Graph) -> Mapping[str, Fused]:
+    """Per op that is part of a chain, what it saves; other ops are left out."""
+    out = {}
+    for op in graph.ops:
+        if is_pointwise(op):
+            unread = frozenset(i for i, ref in enumerate(op.refs) if _joins(graph, graph.op(ref.op), ref, op))
+            unwritten = frozenset(i for i in range(len(op.outputs)) if _stays(graph, op, Ref(op.name, i)))
+            if unread or unwritten:
+                out[op.name] = Fused(unread, unwritten)
+    return out
+
+
+def is_pointwise(op: Op) -> bool:
+    return op.kind == "call" and registry.rule_of(op.target).family == "pointwise" and bool(op.refs)
+
+
+def _stays(graph: Graph, maker: Op, ref: Ref) -> bool:
+    readers = [graph.op(name) for name, _ in graph.users.get(ref, ())]
+    return bool(readers) and all(_joins(graph, maker, ref, reader) for reader in readers)
+
+
+def _joins(graph: Graph, maker: Op, ref: Ref, reader: Op) -> bool:
+    """Whether `reader` finds the value in registers."""
+    return (is_pointwise(maker) and is_pointwise(reader) and maker.phase == reader.phase
+            and graph.meta(ref).shape == graph.meta(Ref(reader.name)).shape)

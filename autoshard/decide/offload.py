@@ -1,0 +1,90 @@
+"""Optimizer state on the host, in the search: problems in which none lies there, and plans made to fit by moving some there.
+
+A byte on the host costs nearly the same, whosever it is. So the fastest plan there is, with as much state on the host as it takes too
+much, is often close to the best, and known at once: the search starts from it.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.cost.memory import stored_parts
+from autoshard.decide.fit import Measure, cpu_seconds, search_within, without_slack
+from autoshard.formulate.problem_of import Formulation
+from autoshard.base.graph import Ref
+from autoshard.search.problem import Solution
+
+ALONE = 2 / 3
+"""Part of the time that goes into plans without state on the host."""
+
+
+def search_offloading(formulation: Formulation, limit: float, *, measure: Measure, time_limit: float, incumbents: list[np.ndarray],
+                      **options) -> Solution:
+    """`search_within` where optimizer state may lie on the host: first where none does, then with all open from what was found."""
+    end = cpu_seconds() + time_limit
+    here = search_within(on_device(formulation), limit, measure=measure, time_limit=ALONE * time_limit, incumbents=incumbents, **options)
+    known = [*incumbents, *([] if here.choice is None else [here.choice])]
+    return search_within(formulation, limit, measure=measure, time_limit=max((1 - ALONE) * time_limit, end - cpu_seconds()), incumbents=known, **options)
+
+
+def on_device(formulation: Formulation) -> Formulation:
+    """The formulation without strategies that keep state on the host."""
+    problem, sets, costs = formulation.problem, formulation.table.strategies, list(formulation.problem.node_costs)
+    made: dict[tuple[int, int], np.ndarray] = {}
+    for n, unit in enumerate(formulation.units.units):
+        found = sets[unit.name]
+        if found.on_host is not None:
+            key = (id(costs[n]), id(found))
+            if key not in made:
+                made[key] = np.where(found.on_host[unit.picked[0]], np.inf, costs[n])
+            costs[n] = made[key]
+    return replace(formulation, problem=replace(problem, node_costs=tuple(costs)))
+
+
+def made_to_fit(formulation: Formulation, choices: Iterable[np.ndarray], measure: Measure, limit: float) -> list[np.ndarray]:
+    """Those of the choices that some state on the host makes fit into `limit` bytes, with that state there."""
+    aim = without_slack(formulation, limit)
+    return [c for c in (until_it_fits(formulation, np.asarray(c), measure, aim) for c in choices) if c is not None]
+
+
+def until_it_fits(formulation: Formulation, choice: np.ndarray, measure: Measure, aim: float) -> np.ndarray | None:
+    """The choice with its largest states on the host, as few of them as keep the timeline within `aim` bytes; None where all of
+    them are not enough."""
+    sizes = _state_bytes(formulation, choice)
+    order = sorted(sizes, key=lambda n: -sizes[n])
+
+    def with_first(count: int) -> np.ndarray:
+        out = np.array(choice)
+        for n in order[:count]:
+            out[n] = moved_to_host(formulation, n, int(choice[n]))
+        return out
+
+    if measure(choice).peak <= aim:
+        return choice
+    low, high = 1, len(order)
+    if measure(with_first(high)).peak > aim:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if measure(with_first(middle)).peak <= aim else (middle + 1, high)
+    return with_first(high)
+
+
+def moved_to_host(formulation: Formulation, node: int, strategy: int) -> int:
+    """The strategy of a parameter's unit that differs from `strategy`, on the device, in where the state lies (`with_host`)."""
+    unit = formulation.units.units[node]
+    picked, half = unit.picked[0], len(formulation.table.strategies[unit.name]) // 2
+    return int(np.flatnonzero(picked == picked[strategy] + half)[0])
+
+
+def _state_bytes(formulation: Formulation, choice: np.ndarray) -> dict[int, int]:
+    """Bytes of optimizer state on the device by node, of parameters whose state may lie on the host."""
+    table, units, out = formulation.table, formulation.units, {}
+    for n, unit in enumerate(units.units):
+        found, s = table.strategies[unit.name], unit.picked[0][choice[n]]
+        if found.on_host is not None and found.on_device[s]:
+            specs, meta = units.outputs(Ref(unit.name)), table.graph.op(unit.name).outputs[0]
+            out[n] = stored_parts(meta, specs.specs[specs.index[choice[n]]], table.mesh, table.training.optimizer)["optimizer"]
+    return out

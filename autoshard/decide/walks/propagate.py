@@ -1,0 +1,257 @@
+"""Seeds spread over the program: where a layout has one answer it is taken, where it has several the cheapest for now.
+
+Two steps take turns until every unit of decision has its strategy.
+
+* **Narrowing.** A value that is sure to be split by a mesh axis in one way asks its readers, and its maker, for the same. Who
+  can follow drops its other strategies on that axis; who cannot keeps them all. Repeated to a fixpoint, as Shardy does.
+* **Deciding**, as MindSpore does. Breadth first from the seeds, forward and backward, the next unit looks at its edges to
+  what is decided: strategies with which nothing is redistributed come first, of these the one with the least compute; where
+  there is none, the one with the least communication, and the edge is warned about.
+
+Seeds are never overridden: their ops have no other strategies. What nobody has said anything about (inputs and buffers that
+every rank holds whole) may be sliced freely. Sources: Shardy's propagation guide, https://openxla.org/shardy/propagation;
+MindSpore's sharding propagation, https://www.mindspore.cn (sharding propagation tutorial).
+"""
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
+
+import numpy as np
+
+from autoshard.program import flow
+from autoshard.seeds.seeds import Seeds
+from autoshard.errors import UsageError
+from autoshard.formulate.problem_of import Formulation
+from autoshard.base.graph import Ref
+from autoshard.decide.walks.greedy import complete
+from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.base.spec import ShardingSpec, Spec
+from autoshard.space.strategies import SpecIndex
+from autoshard.decide.walks.reads import Read, Wiring
+
+NO_SEEDS = ("search='propagate' spreads seeds, and there are none; give some, for example seeds={'input:0': 'dp,...'} or "
+            "--seed 'layers.*.wq.weight=tp,-', or use another search")
+
+
+@dataclass(frozen=True, eq=False)
+class Propagated:
+    """`choice` for every node of the formulation; `decided` of `units` had more than one answer; `warnings` name edges
+    that communicate."""
+
+    choice: np.ndarray
+    decided: int
+    units: int
+    warnings: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        return f"propagated from the seeds; {self.units - self.decided} of {self.units} units had one answer"
+
+
+def propagate(formulation: Formulation, seeds: Seeds) -> Propagated:
+    """Spread the seeds, which the formulation's strategies obey already. Raises UsageError where there are none."""
+    if not seeds:
+        raise UsageError(NO_SEEDS)
+    walk = _Walk(Wiring(formulation), seeds.held)
+    picked = walk.run()
+    return Propagated(complete(formulation, picked), walk.decisions, len(picked), tuple(_warnings(walk.wiring, picked)))
+
+
+def taken(formulation: Formulation, spread: Propagated) -> Solution:
+    """The propagated choice as a search's answer; without a choice where it does not fit. Its bound is none: 0."""
+    start = time.monotonic()
+    cost = evaluate(formulation.problem, spread.choice)
+    choice = spread.choice if np.isfinite(cost) else None
+    return Solution(choice, cost, 0.0, Status.GAP if choice is not None else Status.UNKNOWN, time.monotonic() - start)
+
+
+@dataclass(frozen=True, eq=False)
+class _Link:
+    """One side of a connection as its unit sees it: `mine` and `other` index this unit's and the other's specs of one value;
+    `seconds` [mine, other]; `tied` ones must agree; `loose`: the value is whole everywhere unless someone slices it."""
+
+    other: int
+    mine: SpecIndex
+    theirs: SpecIndex
+    seconds: np.ndarray
+    tied: bool = False
+    loose: bool = False
+    reads: bool = False
+
+
+@dataclass(eq=False)
+class _Walk:
+    """`domain[n]`: the strategies unit n still has."""
+
+    wiring: Wiring
+    held: frozenset[str]
+    domain: list[np.ndarray] = field(default_factory=list)
+    queue: list[tuple] = field(default_factory=list)
+    offered: int = 0
+    decisions: int = 0
+
+    def run(self) -> np.ndarray:
+        units = self.wiring.formulation.units.units
+        self.domain = [np.arange(len(u)) for u in units]
+        self.links = [list(self._links(n)) for n in range(len(units))]
+        first = [n for n, u in enumerate(units) if any(m in self.held for m in u.members)]
+        for n in (*first, *self._narrow(first)):
+            self._offer(n)
+        for n in range(len(units)):
+            self._offer(n, unasked=True)
+        seen: set[int] = set()
+        while self.queue:
+            n = heappop(self.queue)[-1]
+            if n in seen:
+                continue
+            seen.add(n)
+            touched = []
+            if len(self.domain[n]) > 1:
+                self.domain[n] = self.domain[n][[self._best(n)]]
+                self.decisions += 1
+                touched = self._narrow([n])
+            for other in (*touched, *(link.other for link in self.links[n])):
+                if other not in seen:
+                    self._offer(other)
+        return np.array([d[0] for d in self.domain], dtype=np.int64)
+
+    def _offer(self, n: int, unasked: bool = False) -> None:
+        """Breadth first, but compute before what serves it: views of parameters (the last first), parameters, and at
+        the end gradients, which take their parameter's layout. Units that no one reached come after those reached."""
+        op = self.wiring.op(n)
+        if op.kind == "output" and n in self.wiring.ties:
+            turn = 3
+        elif Ref(op.name) in self.wiring.param_derived:
+            turn = 2 if op.kind == "param" else 1
+        else:
+            turn = 0
+        self.offered += 1
+        heappush(self.queue, (turn, unasked and turn != 1, -n if turn == 1 else self.offered, n))
+
+    # -- links --------------------------------------------------------------------------------------
+
+    def _links(self, n: int) -> Iterator[_Link]:
+        w = self.wiring
+        for read in w.reads[n]:
+            yield _Link(read.maker, w.targets(read), w.sources(read), w.seconds(read).T, loose=self._loose(read), reads=True)
+        for read in w.readers[n]:
+            yield _Link(read.reader, w.sources(read), w.targets(read), w.seconds(read), loose=self._loose(read))
+        for a, b in self._ties.get(n, ()):
+            yield _Link(b, *self._tie(a, b), tied=True)
+
+    def _loose(self, read: Read) -> bool:
+        maker = self.wiring.op(read.maker)
+        return maker.kind in ("input", "buffer") and maker.name not in self.held
+
+    @cached_property
+    def _ties(self) -> dict[int, list[tuple[int, int]]]:
+        out: dict[int, list[tuple[int, int]]] = {}
+        for a, b in self.wiring.ties.items():
+            out.setdefault(a, []).append((a, b))
+            out.setdefault(b, []).append((b, a))
+        return out
+
+    def _tie(self, a: int, b: int) -> tuple[SpecIndex, SpecIndex, np.ndarray]:
+        mine, theirs = self._specs(a), self._specs(b)
+        return mine, theirs, np.where([[s == t for t in theirs.specs] for s in mine.specs], 0.0, np.inf)
+
+    def _specs(self, n: int) -> SpecIndex:
+        """Specs of a placeholder's or output's one tensor."""
+        units, op = self.wiring.formulation.units, self.wiring.op(n)
+        return units.inputs(op.name, 0) if op.kind == "output" else units.outputs(Ref(op.name))
+
+    # -- narrowing ----------------------------------------------------------------------------------
+
+    def _narrow(self, start: Iterable[int]) -> list[int]:
+        """Let what has one placement left spread from `start`; returns the units that lost strategies."""
+        queue, touched = deque(start), {}
+        while queue:
+            n = queue.popleft()
+            for link in self.links[n]:
+                if self._follow(n, link):
+                    touched[link.other] = True
+                    queue.append(link.other)
+        return list(touched)
+
+    def _follow(self, n: int, link: _Link) -> bool:
+        """Drop strategies of the other side that disagree with what is certain here; whether any went."""
+        domain, before = self.domain[link.other], len(self.domain[link.other])
+        follower = link.other in self.wiring.ties and not link.tied  # a gradient is as its parameter, whatever its maker is sure of
+        if before == 1 or follower or (link.loose and not link.reads):
+            return False
+        mine = np.unique(link.mine.index[self.domain[n]])
+        keep = np.isfinite(link.seconds[mine]).any(axis=0)[link.theirs.index[domain]]
+        if keep.any() and not keep.all():
+            domain = domain[keep]
+        if not link.tied:
+            placed = np.array([link.mine.specs[i] for i in mine])
+            theirs = np.array(link.theirs.specs)[link.theirs.index[domain]]
+            for axis in np.flatnonzero((placed == placed[0]).all(axis=0) & (placed[0] >= 0)):
+                keep = theirs[:, axis] == placed[0, axis]
+                if keep.any() and not keep.all():
+                    domain, theirs = domain[keep], theirs[keep]
+        self.domain[link.other] = domain
+        return len(domain) < before
+
+    # -- deciding -----------------------------------------------------------------------------------
+
+    def _best(self, n: int) -> int:
+        """Position in the domain of the strategy to take."""
+        domain = self.domain[n]
+        moved, seconds = np.zeros(len(domain), int), np.zeros(len(domain))
+        for link in self.links[n]:
+            theirs = self.domain[link.other]
+            mine = link.mine.index[domain]
+            if len(theirs) > 1:  # undecided: it only must be able to follow
+                at = np.unique(link.theirs.index[theirs])
+                seconds = seconds + np.where(np.isfinite(link.seconds[:, at]).any(axis=1), 0.0, np.inf)[mine]
+                continue
+            spec = link.theirs.specs[link.theirs.index[theirs[0]]]
+            seconds = seconds + link.seconds[:, link.theirs.index[theirs[0]]][mine]
+            moved += np.array([not (s == spec or (link.loose and link.reads)) for s in link.mine.specs])[mine]
+        compute = self.wiring.compute(n)[domain]
+        still = moved == 0
+        first, second = np.where(still, compute, seconds), np.where(still, seconds, compute)
+        impossible = ~np.isfinite(seconds)
+        return int(np.lexsort((second, first, ~still, impossible))[0])
+
+
+# -- warnings ---------------------------------------------------------------------------------------
+
+def _warnings(wiring: Wiring, picked: np.ndarray) -> Iterator[str]:
+    """One line per edge that communicates, equal ones of repeated layers together. A gradient's own reduction is none."""
+    table = wiring.formulation.table
+    bound, lines = flow.gradient_bound(table.graph), Counter()
+    seen: set[tuple[Ref, str, Spec]] = set()
+    for reads in wiring.reads:
+        for read in reads:
+            source = wiring.made(read.value, picked)
+            targets = wiring.targets(read)
+            target = targets.specs[targets.index[picked[read.reader]]]
+            key = (read.value, table.graph.op(read.op).phase, target)
+            known = source == target or read.value in bound or key in seen or not wiring.possible(read, source, target)
+            steps = () if known else table.steps(table.graph.meta(read.value), source, target)
+            seen.add(key)
+            if any(s.seconds > 0 for s in steps):
+                lines[_warning(wiring, read, source, target, steps)] += 1
+    for line, count in lines.items():
+        yield line + (f" ({count} times)" if count > 1 else "")
+
+
+def _warning(wiring: Wiring, read: Read, source: Spec, target: Spec, steps: tuple) -> str:
+    table = wiring.formulation.table
+    graph, meta, mesh = table.graph, table.graph.meta(read.value), table.mesh
+    maker, reader = graph.op(read.value.op), graph.op(read.op)
+    a, b = (str(ShardingSpec.from_spec(s, meta.ndim, mesh)) for s in (source, target))
+    what = ", ".join(f"{s.kind} over {mesh.label(s.axes)}" for s in steps)
+    names = [re.sub(r"\b\d+\b", "*", op.module or str(op.target if op.kind != "call" else op.name)) for op in (maker, reader)]
+    kinds = [re.sub(r"_\d+", "", op.name) if op.kind == "call" else op.kind for op in (maker, reader)]
+    place = reader.source or maker.source
+    return (f"{names[0]} ({kinds[0]}) -> {names[1]} ({kinds[1]}){f' at {place}' if place else ''}: no layout without communication; "
+            f"{a} becomes {b} by {what}")

@@ -1,0 +1,101 @@
+"""How units of decision hang together: who reads what from whom. Walks over the units (baselines, propagation) start here."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.program import flow
+from autoshard.formulate.problem_of import Formulation
+from autoshard.base.graph import Op, Ref
+from autoshard.space.decision_units import Unit
+from autoshard.base.spec import Spec
+from autoshard.space.strategies import SpecIndex
+
+
+@dataclass(frozen=True)
+class Read:
+    """Input `index` of `op`, a member of unit `reader`, is `value`, made by unit `maker`."""
+
+    value: Ref
+    maker: int
+    reader: int
+    op: str
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """The units of a formulation as a network. Units are numbered as in `formulation.units.units`."""
+
+    formulation: Formulation
+
+    @cached_property
+    def reads(self) -> tuple[tuple[Read, ...], ...]:
+        """Per unit, what it reads from other units, each (value, op, index) once."""
+        units, graph = self.formulation.units, self.formulation.table.graph
+        out = []
+        for n, unit in enumerate(units.units):
+            found = [Read(ref, units.index(ref.op), n, member, i)
+                     for member in unit.members for i, ref in enumerate(graph.op(member).refs)]
+            out.append(tuple(r for r in found if r.maker != n))
+        return tuple(out)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[Read, ...], ...]:
+        """Per unit, the reads of its values by other units."""
+        out: list[list[Read]] = [[] for _ in self.formulation.units.units]
+        for reads in self.reads:
+            for read in reads:
+                out[read.maker].append(read)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def ties(self) -> dict[int, int]:
+        """Unit of a gradient output -> its parameter's unit, unit of a tangent -> its output's unit: equal specs."""
+        units, graph = self.formulation.units, self.formulation.table.graph
+        params = {f"grad:{op.target}": op.name for op in graph.of_kind("param")}
+        outputs = {str(op.target): op.name for op in graph.of_kind("output")}
+        tied = {name: params[target] for target, name in outputs.items() if target in params}
+        tied |= {op.name: outputs[f"user:{op.target}"] for op in graph.of_kind("tangent")}
+        return {units.index(a): units.index(b) for a, b in tied.items()}
+
+    @cached_property
+    def param_derived(self) -> frozenset[Ref]:
+        """Parameters, and what views and casts make of them alone."""
+        return flow.param_derived(self.formulation.table.graph)
+
+    def unit(self, n: int) -> Unit:
+        return self.formulation.units.units[n]
+
+    def op(self, n: int) -> Op:
+        """The first member of a unit, which names it."""
+        return self.formulation.table.graph.op(self.unit(n).name)
+
+    def sources(self, read: Read) -> SpecIndex:
+        """Specs the value has over its maker's strategies."""
+        return self.formulation.units.outputs(read.value)
+
+    def targets(self, read: Read) -> SpecIndex:
+        """Specs the value is read in over its reader's strategies."""
+        return self.formulation.units.inputs(read.op, read.index)
+
+    def seconds(self, read: Read) -> np.ndarray:
+        """[source specs, target specs] of redistributing the value."""
+        return self.formulation.table.table(read.value, self.sources(read), self.targets(read))
+
+    def possible(self, read: Read, source: Spec, target: Spec) -> bool:
+        """Whether a value can be brought from one spec to the other."""
+        seconds = self.seconds(read)[self.sources(read).specs.index(source), self.targets(read).specs.index(target)]
+        return bool(np.isfinite(seconds))
+
+    def compute(self, n: int) -> np.ndarray:
+        """Seconds of a unit itself, per strategy."""
+        unit, table = self.unit(n), self.formulation.table
+        return sum(table.ops[m].total[p] for m, p in zip(unit.members, unit.picked, strict=True))
+
+    def made(self, value: Ref, picked: np.ndarray) -> Spec:
+        """The spec of a value under one strategy per unit."""
+        specs = self.formulation.units.outputs(value)
+        return specs.specs[specs.index[picked[self.formulation.units.index(value.op)]]]

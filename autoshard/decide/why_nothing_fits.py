@@ -1,0 +1,81 @@
+"""Why no plan fits: a proven lower bound, the least found, when it is fullest and what is alive there, and seeds in the way."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import ceil, floor, log10
+from typing import Any
+
+from autoshard.seeds.seeds import was_given
+from autoshard.decide.make_plan import Plays
+from autoshard.cost.compute import OPTIMIZERS
+from autoshard.space.cost_table import CostTable
+from autoshard.errors import InfeasibleError
+from autoshard.decide.fit import cpu_seconds, least_memory, least_possible, search_within
+from autoshard.formulate.problem_of import Formulation, buffer_bytes, formulate
+from autoshard.decide.leanest import Lean
+from autoshard.play.timeline import Timeline
+from autoshard.decide.seed_bytes import pinned, without_seeds
+from autoshard.search import solve
+from autoshard.search.problem import Solution, Status
+
+NAMED = 3  # seeds in a message
+DIGITS = 4  # of an amount in a message
+
+
+def explain_infeasible(formulation: Formulation, solution: Solution, limit: float, lean: Lean | None, settings: Mapping[str, Any],
+                       time_limit: float) -> InfeasibleError:
+    """The error to raise. `formulation`: of the program that all others are part of; `lean`: the plan of least memory found;
+    `settings`: those of a plan; `time_limit`: CPU seconds for the bound, and as many for a search without the user's seeds."""
+    table, problem, rows = formulation.table, formulation.problem, formulation.memory_rows.values()
+    leasts = [solve(least_memory(problem, [row]), time_limit=time_limit / len(rows), now=cpu_seconds) for row in rows]
+    if lean is None or any(least.status is Status.INFEASIBLE for least in leasts):
+        given = " and the collectives that the model calls itself" if any(map(was_given, table.graph.ops)) else ""
+        return InfeasibleError(f"no choice of strategies satisfies all seeds{given}, whatever the memory; "
+                               "take seeds away until a plan exists, or leave dims open with ...")
+    slack = 1.0 + table.cluster.device.allocator_slack
+    bound = slack * (buffer_bytes(table) + max(max(least.bound, least_possible(problem, row)) for least, row in zip(leasts, rows, strict=True)))
+    needs, certain = slack * lean[1].peak, "" if bound > limit else f" (not proven: the search stopped, {solution.status.value})"
+    return InfeasibleError(
+        f"no plan fits in {_text(limit)} per rank{certain}: no plan needs less than {_text(bound, floor)} (proven), and the least found "
+        f"needs {_text(needs, ceil)}. {_when(lean[1])}. Raise the memory budget to {_text(needs, ceil)}, use more ranks or a smaller batch"
+        f"{_offload(table)}{_seeds_in_the_way(table, limit, settings, time_limit)}")
+
+
+def _offload(table: CostTable) -> str:
+    """That optimizer state could lie on the host, where it could and was not asked for."""
+    could = table.graph.training and not table.training.offload and table.cluster.device.host_link is not None
+    return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer][0] else ""
+
+
+def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any], time_limit: float) -> str:
+    """Whether a plan would fit without the user's seeds, and which of them hold most. Empty where there are none."""
+    if not table.seeds.matches:
+        return ""
+    free = formulate(without_seeds(table.base or table, settings.get("outputs", "replicate")), memory_limit=limit)
+    played = Plays(free, settings)
+    found = search_within(free, limit, measure=played, time_limit=time_limit, incumbents=())
+    if found.choice is None:
+        return f", or take seeds away, though without all {len(table.seeds.matches)} of them none was found that fits either"
+    needs = _text(played(found.choice).peak * (1.0 + table.cluster.device.allocator_slack), ceil)
+    most = ", ".join(f"{p.seed} {_text(p.nbytes)}" for p in pinned(table)[:NAMED])
+    return f". Without the seeds a plan fits: one that needs {needs} was found. Most bytes per rank are held by {most}"
+
+
+def _when(timeline: Timeline) -> str:
+    """The peak of a plan in words."""
+    peak = max(timeline.moments(), key=lambda m: m.total)
+    place = f" ({', '.join(x for x in (peak.module, peak.source) if x)})" if peak.module or peak.source else ""
+    parts = sorted(((n, c) for c, n in peak.by_category.items() if n), reverse=True)
+    alive = ", ".join(f"{a.name} {_text(a.nbytes)}" for a in timeline.largest()[:4])
+    return (f"Its peak is in {peak.window} at {peak.op}{place}: {', '.join(f'{c} {_text(n)}' for n, c in parts[:4])}; "
+            f"the largest tensors there: {alive}")
+
+
+def _text(nbytes: float, rounded: Callable[[float], int] = round) -> str:
+    """Bytes for a message, in the largest unit that leaves a number above 1. `rounded`: what becomes of further digits: a budget to
+    give must not be smaller than what is needed."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            digits = 10.0 ** (DIGITS - 1 - floor(log10(nbytes / size)))
+            return f"{rounded(nbytes / size * digits) / digits:.{DIGITS}g} {unit}"
+    return f"{rounded(nbytes)} bytes"

@@ -1,0 +1,154 @@
+"""Hard rows of memory for single moments, as functions of the choice: added where a plan that was found is too full.
+
+A row counts, at the moment an op runs: what is stored; final gradients that exist; values that are read later, once per
+buffer, in their producer's spec; copies in other specs between their first and last reader. Exact lifetimes depend on the
+whole plan, so the row's limit is corrected by what the timeline of the plan found says.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.formulate.copies import OWN, OWN_FORWARD, CopyNode, State
+from autoshard.cost.memory import stored_parts
+from autoshard.program.flow import param_derived
+from autoshard.space.cost_table import CostTable
+from autoshard.formulate.problem_of import Formulation, local_bytes, storage_root
+from autoshard.base.graph import Graph, Ref
+from autoshard.base.plan import AGAIN
+from autoshard.recompute.rewrite import is_source
+from autoshard.search.problem import Items, evaluate
+from autoshard.recompute.undecided import decided, first_run
+from autoshard.space.strategies import SpecIndex
+
+Amounts = tuple[int, np.ndarray]
+"""A node, and bytes per strategy of it."""
+
+
+def with_row(formulation: Formulation, moment: str) -> Formulation:
+    """The formulation with a row for `moment` (an op's name), without a limit yet. Nothing to do where it has one."""
+    if moment in formulation.memory_rows:
+        return formulation
+    problem = formulation.problem
+    row, found = len(problem.row_limit), list(_amounts(formulation, moment))
+    items = Items(np.concatenate([problem.items.node, *(np.full(np.count_nonzero(a), n) for n, a in found)]),
+                  np.concatenate([problem.items.strategy, *(np.flatnonzero(a) for _, a in found)]),
+                  np.concatenate([problem.items.row, *(np.full(np.count_nonzero(a), row) for _, a in found)]),
+                  np.concatenate([problem.items.amount, *(a[a != 0] for _, a in found)]))
+    grown = replace(problem, items=items, row_limit=np.append(problem.row_limit, np.inf), row_price=np.append(problem.row_price, np.inf))
+    return replace(formulation, problem=grown, memory_rows={**formulation.memory_rows, moment: row})
+
+
+def without_idle(formulation: Formulation, choice: np.ndarray) -> np.ndarray:
+    """The choice with sources off that nobody reads in the plan it stands for: a plan frees what it does not need, and so must
+    the loads of rows that are compared with its timeline."""
+    table, units = formulation.table, formulation.units
+    if table.base is None:
+        return choice
+    program, _ = decided(table, formulation.strategy_of(choice))
+    read = {r.op for op in program.graph.ops if op.phase == "backward" for r in op.refs}
+    idle = {op.name for op in table.graph.ops if is_source(op) and op.name not in read and first_run(op.name) not in read}
+    out = np.array(choice)
+    for n, unit in enumerate(units.units):
+        if not idle.isdisjoint(unit.members):
+            wanted = [len(table.strategies[m]) - 1 if m in idle else int(p[choice[n]]) for m, p in zip(unit.members, unit.picked, strict=True)]
+            same = np.flatnonzero(np.all(np.stack(unit.picked, axis=1) == wanted, axis=1))
+            out[n] = same[0] if len(same) else choice[n]
+    for i, copy in enumerate(formulation.copies, len(units.units)):
+        if copy.value.op + AGAIN in idle and copy.states[out[i]] is OWN and OWN_FORWARD in copy.states:
+            out[i] = copy.states.index(OWN_FORWARD)
+    return out if np.isfinite(evaluate(formulation.problem, out)) else choice
+
+
+def limited(formulation: Formulation, moment: str, limit: float) -> Formulation:
+    """The formulation with a limit on the row of `moment`; a lower one stays."""
+    problem, row = formulation.problem, formulation.memory_rows[moment]
+    limits = problem.row_limit.copy()
+    limits[row] = min(limits[row], limit)
+    return replace(formulation, problem=replace(problem, row_limit=limits))
+
+
+def _amounts(formulation: Formulation, moment: str) -> Iterator[Amounts]:
+    now = formulation.table.graph.order[moment]
+    yield from _stored(formulation, now)
+    yield from _values(formulation, now)
+    for i, copy in enumerate(formulation.copies):
+        amounts = _copy(formulation, copy, now)
+        if amounts.any():
+            yield len(formulation.units.units) + i, amounts
+    yield from _gathered(formulation, moment)
+
+
+def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
+    table, units = formulation.table, formulation.units
+    final = {str(op.target).removeprefix("grad:"): table.graph.order[op.refs[0].op] for op in table.graph.of_kind("output") if op.refs}
+    for op in table.graph.of_kind("param"):
+        optimizer = table.training.optimizer if op.name in table.trained else None
+        counted = ("parameters", *(["gradients"] if final.get(op.target, now + 1) <= now else []))
+        specs = units.outputs(Ref(op.name))
+        parts = [stored_parts(op.outputs[0], s, table.mesh, optimizer) for s in specs.specs]
+        always = np.array([sum(p[c] for c in counted) for p in parts], dtype=float)[specs.index]
+        state = np.array([p["optimizer"] for p in parts], dtype=float)[specs.index]
+        yield units.index(op.name), always + state * table.strategies[op.name].on_device[units.picked(op.name)]
+
+
+def _values(formulation: Formulation, now: int) -> Iterator[Amounts]:
+    """Buffers that exist at `now` and are read then or later, each for the first value that lies in it. What a source keeps
+    exists from forward on."""
+    table, units = formulation.table, formulation.units
+    graph, last = table.graph, last_reads(table.graph)
+    for op in graph.ops:
+        for i, meta in enumerate(op.outputs):
+            ref = Ref(op.name, i)
+            if op.kind != "call" or meta is None or storage_root(graph, ref) != ref or last.get(ref, -1) < now:
+                continue
+            if graph.order[op.name] <= now:
+                yield units.index(op.name), _bytes(table, ref, units.outputs(ref))
+            elif (first := Ref(first_run(op.name), i)) in op.kept and graph.order[first.op] <= now and last.get(first, -1) < now:
+                yield units.index(op.name), _bytes(table, ref, units.inputs(op.name, op.refs.index(first)))
+
+
+def _bytes(table: CostTable, ref: Ref, specs: SpecIndex) -> np.ndarray:
+    return np.array([local_bytes(table, ref, s) for s in specs.specs])[specs.index]
+
+
+def last_reads(graph: Graph) -> dict[Ref, int]:
+    """Per buffer (its first value), the position of the last op that reads it or a view of it. A gradient that leaves is
+    counted as stored, not here."""
+    out: dict[Ref, int] = {}
+    for op in graph.ops:
+        for ref in op.refs if not str(op.target).startswith("grad:") else ():
+            if ref in op.kept:  # as long as it is kept, the source stands for it
+                continue
+            root = storage_root(graph, ref)
+            out[root] = max(out.get(root, -1), graph.order[op.name])
+    return out
+
+
+def _copy(formulation: Formulation, copy: CopyNode, now: int) -> np.ndarray:
+    graph = formulation.table.graph
+    nbytes = local_bytes(formulation.table, copy.value, copy.spec)
+    spans = {w: [graph.order[name] for name, _ in copy.readers if graph.op(name).phase == w] for w in ("forward", "backward")}
+    return np.array([nbytes if _is_alive(s, spans, now) else 0.0 for s in copy.states])
+
+
+def _is_alive(state: State, spans: dict[str, list[int]], now: int) -> bool:
+    made = [w for w, times in zip(("forward", "backward"), state.times, strict=True) if times]
+    if state.name == "kept":
+        return min(spans["forward"]) <= now <= max(spans["backward"])
+    return any(spans[w] and min(spans[w]) <= now <= max(spans[w]) for w in made)
+
+
+def _gathered(formulation: Formulation, moment: str) -> Iterator[Amounts]:
+    """Parameters that the op reads without a copy node: gathered for it, where it does not read them as thinly as
+    they can be stored."""
+    table, units, op = formulation.table, formulation.units, formulation.table.graph.op(moment)
+    derived, nodes = param_derived(table.graph), {(c.value, c.spec) for c in formulation.copies}
+    for i, ref in enumerate(op.refs):
+        if ref in derived and ref.op != moment and units.index(ref.op) != units.index(moment):
+            specs = units.inputs(moment, i)
+            least = min(local_bytes(table, ref, s) for s in units.outputs(ref).specs)
+            extra = np.array([0.0 if (ref, s) in nodes else local_bytes(table, ref, s) for s in specs.specs])
+            yield units.index(moment), np.where(extra > least, extra, 0.0)[specs.index]

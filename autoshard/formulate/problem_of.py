@@ -1,0 +1,380 @@
+"""CostTable -> Problem and back: the only bridge between the program and the search.
+
+Nodes are units of ops that decide together (see space/decision_units.py) and **copy nodes**. A value read in one spec by several consumers is
+redistributed once, so the redistribution is a node of its own: per (value, target spec), see formulate/copies.py.
+
+Where it is open what backward runs again (recompute/undecided.py), backward reads a value through its source, and the copy nodes of the
+two are one: `kept` then needs the value not to run again, and what serves backward from the producer's spec needs its source.
+
+A (value, spec) that only one consumer could read needs no node: the producer-consumer edge carries its
+price. Gathers of parameters and reductions of gradients may hide behind compute; their seconds must sit on
+node states to enter the overlap rows, so their copy nodes have one `made` state per distinct price.
+
+Rows: 0 = memory at the turn from forward to backward (hard), then, where the cluster overlaps at all, 1 = forward and
+2 = backward overlap with load = hideable seconds - eta * heavy compute seconds, limit 0 and price 1 - interference; in
+training then memory at the optimizer's update (hard). Both memory rows count no byte that is not surely there, so that a
+bound under them holds; `memory/rows.py` adds rows for the moments at which a plan turned out to be fuller.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.formulate.copies import ABSENT, CopyNode, State, copy_states, producer_table, reader_table, with_source
+from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
+from autoshard.space.cost_table import HEAVY, CostTable
+from autoshard.base.graph import Op, Ref
+from autoshard.base.plan import AGAIN, Window
+from autoshard.recompute.rewrite import is_source
+from autoshard.space.decision_units import Unit, Units, find_units
+from autoshard.rules import registry
+from autoshard.search.problem import Edge, Items, Problem
+from autoshard.recompute.undecided import open_units, source_state
+from autoshard.base.spec import NOWHERE, Spec
+from autoshard.space.strategies import SpecIndex
+
+MEMORY, FORWARD, BACKWARD = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class Formulation:
+    """The problem with what is needed to read a solution: node n is unit n, or, from
+    `len(units)` on, copy node `copies[n - len(units)]`. `memory_rows`: moment ("turn", "update", an op) -> its row."""
+
+    problem: Problem
+    units: Units
+    copies: tuple[CopyNode, ...]
+    table: CostTable
+    memory_rows: Mapping[str, int] = field(default_factory=lambda: {"turn": MEMORY})
+
+    def strategy_of(self, choice: np.ndarray) -> dict[str, int]:
+        """Chosen strategy index per op name."""
+        return {m: int(p[choice[i]]) for i, u in enumerate(self.units.units) for m, p in zip(u.members, u.picked, strict=True)}
+
+    def state_of(self, choice: np.ndarray) -> dict[tuple[Ref, Spec], State]:
+        offset = len(self.units.units)
+        return {(c.value, c.spec): c.states[int(choice[offset + i])] for i, c in enumerate(self.copies)}
+
+
+@dataclass(eq=False)
+class _Builder:
+    """Collects nodes, edges and items; `memo` shares arrays between equal edges."""
+
+    table: CostTable
+    units: Units
+    eta: float
+    kappa: float
+    costs: list[np.ndarray] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    items: list[tuple[int, np.ndarray, int, np.ndarray]] = field(default_factory=list)
+    copies: list[CopyNode] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    memo: dict = field(default_factory=dict)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.eta > 0 and self.table.mesh.size > 1
+
+    @property
+    def update_row(self) -> int:
+        """The row of memory at the optimizer's update."""
+        return BACKWARD + 1 if self.overlaps else MEMORY + 1
+
+    def shared(self, key: object, make) -> object:
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    def add_items(self, node: int, row: int, amounts: np.ndarray) -> None:
+        hit = np.flatnonzero(amounts)
+        if len(hit):
+            self.items.append((node, hit, row, amounts[hit]))
+
+
+def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Mapping[str, int] | None = None,
+              units: Units | None = None) -> Formulation:
+    """Build the search problem. `memory_limit`: bytes per rank at any moment, None: unlimited.
+    `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
+    (see space/decision_units.py), by default as `find_units` groups the ops."""
+    overlap = table.cluster.overlap
+    b = _Builder(table, units or default_units(table), overlap.eta, overlap.interference)
+    layers = layers or {}
+    for unit in b.units.units:
+        _add_unit(b, unit, layers)
+    for op in table.graph.ops:
+        for index in range(len(op.outputs)):
+            _add_value(b, Ref(op.name, index), layers)
+    _tie_gradients(b)
+    items = _items(b)
+    rows = {"turn": MEMORY, **({"update": b.update_row} if table.graph.training else {})}
+    limits = {r: unreachable(items, r) if memory_limit is None else _left(table, memory_limit) for r in rows.values()}
+    row_limit, row_price = [limits.pop(MEMORY)], [np.inf]
+    if b.overlaps:
+        row_limit += [0.0, 0.0]
+        row_price += [1.0 - b.kappa] * 2
+    row_limit += limits.values()
+    row_price += [np.inf] * len(limits)
+    problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
+                      groups=np.array(b.groups, dtype=np.int64) if layers else None)
+    return Formulation(problem, b.units, tuple(b.copies), table, rows)
+
+
+def default_units(table: CostTable) -> Units:
+    """What decides together: units of ops, and where it is open what runs again, units of sources that mirror them."""
+    return find_units(table) if table.base is None else open_units(find_units(table.base), table)
+
+
+def _left(table: CostTable, limit: float) -> float:
+    """Bytes for what the rows count: without the allocator's slack, and buffers, which no choice changes."""
+    return limit / (1.0 + table.cluster.device.allocator_slack) - buffer_bytes(table)
+
+
+def buffer_bytes(table: CostTable) -> int:
+    """Bytes of buffers, which every rank has whole."""
+    return sum(op.outputs[0].nbytes for op in table.graph.of_kind("buffer"))
+
+
+def unreachable(items: Items, row: int) -> float:
+    """A limit that no choice can exceed: everything on the row at once."""
+    return float(np.maximum(items.amount[items.row == row], 0.0).sum()) + 1.0
+
+
+def _items(b: _Builder) -> Items:
+    if not b.items:
+        return Items.empty()
+    counts = [len(s) for _, s, _, _ in b.items]
+    return Items(np.repeat(np.array([n for n, *_ in b.items], dtype=np.int64), counts),
+                 np.concatenate([s for _, s, _, _ in b.items]),
+                 np.repeat(np.array([r for _, _, r, _ in b.items], dtype=np.int64), counts),
+                 np.concatenate([a for *_, a in b.items]))
+
+
+def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
+    node = len(b.costs)
+    costs = [b.table.ops[m] for m in unit.members]
+    b.costs.append(b.shared(("cost", *map(id, costs), *map(id, unit.picked)), lambda: sum(
+        c.total[p] for c, p in zip(costs, unit.picked, strict=True))))
+    b.groups.append(layers.get(unit.name, -1) if all(m in layers for m in unit.members) else -1)
+    for name, cost, picked in zip(unit.members, costs, unit.picked, strict=True):
+        op = b.table.graph.op(name)
+        if op.kind == "param":
+            _add_stored(b, node, op, picked)
+        if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
+            b.add_items(node, FORWARD if op.phase == "forward" else BACKWARD, -b.eta * cost.compute[picked])
+
+
+def _add_stored(b: _Builder, node: int, op: Op, picked: np.ndarray) -> None:
+    """At the turn there are no gradients yet, at the update all of them, and what the update itself needs. Of state on the host
+    one parameter's at a time comes here, before the others are updated: no byte of it is surely there."""
+    t, meta = b.table, op.outputs[0]
+    found, trained = t.strategies[op.name], op.name in t.trained
+    index, optimizer = found.output_specs[0], t.training.optimizer
+    together = t.cluster.device.updates_together and trained
+    parts = [stored_parts(meta, s, t.mesh, optimizer if trained else None) for s in index.specs]
+
+    def amounts(always: list[int], unless_on_host: list[int]) -> np.ndarray:
+        a, u = (np.array(x, dtype=float)[index.index] for x in (always, unless_on_host))
+        return (a + u * found.on_device)[picked]
+
+    b.add_items(node, MEMORY, amounts([p["parameters"] for p in parts], [p["optimizer"] for p in parts]))
+    if t.graph.training:
+        work = [update_workspace(optimizer, [p["parameters"]], True) if together else 0 for p in parts]
+        b.add_items(node, b.update_row, amounts([p["parameters"] + p["gradients"] for p in parts],
+                                                [p["optimizer"] + w for p, w in zip(parts, work, strict=True)]))
+
+
+def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
+    """Bytes of a value on one rank."""
+    return 0.0 if NOWHERE in spec else float(value_bytes(table.graph.meta(ref), spec, table.mesh))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Someone who reads a value: a unit's node, the first (op, input) that reads it there in these specs, its window."""
+
+    node: int
+    op: str
+    index: int
+    specs: SpecIndex
+    window: Window
+
+
+def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
+    """Readers outside the value's own unit, but for a source that may keep it; inputs of one unit that always agree are one
+    reader."""
+    home = b.units.index(ref.op)
+    found: dict[tuple, _Reader] = {}
+    for name, index in b.table.graph.users.get(ref, ()):
+        node = b.units.index(name)
+        if node != home and ref not in b.table.graph.op(name).kept:
+            specs = b.units.inputs(name, index)
+            reader = _Reader(node, name, index, specs, b.table.graph.op(name).phase)
+            found.setdefault((node, reader.window, specs.specs, specs.index.tobytes()), reader)
+    return list(found.values())
+
+
+def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
+    """Copy nodes and direct edges from a value, and from its source, to who reads them."""
+    if is_source(b.table.graph.op(ref.op)):
+        return  # together with the value itself
+    source = _source(b, ref)
+    readers = _readers(b, ref)
+    later = _readers(b, source) if source else []
+    priced = b.overlaps and b.table.hideable(ref)
+    shared = {spec: tuple(rs) for spec, rs in _by_spec([*readers, *later]).items()
+              if (priced or len(rs) > 1) and _costs_anything(b, ref, spec)}
+    for value, rs in ((ref, readers), (source, later)):
+        for reader in rs:
+            _add_direct_edge(b, value, reader, frozenset(s for s, through in shared.items() if reader in through))
+    for spec, rs in shared.items():
+        _add_copy_node(b, ref, spec, rs, priced, layers)
+    _add_saved(b, ref)
+
+
+def _by_spec(readers: Iterable[_Reader]) -> dict[Spec, list[_Reader]]:
+    wanted: dict[Spec, list[_Reader]] = defaultdict(list)
+    for reader in readers:
+        for spec in reader.specs.specs:
+            if NOWHERE not in spec:
+                wanted[spec].append(reader)
+    return wanted
+
+
+def _source(b: _Builder, ref: Ref) -> Ref | None:
+    """The value's source, where backward reads it through one."""
+    op = b.table.graph.by_name.get(ref.op + AGAIN)
+    return Ref(op.name, ref.index) if op is not None and is_source(op) else None
+
+
+def _costs_anything(b: _Builder, ref: Ref, spec: Spec) -> bool:
+    """Whether some producer spec pays for reaching `spec`; where all are free there is nothing to share."""
+    seconds = b.table.table(ref, b.units.outputs(ref), _target(b, spec))
+    return b.shared(("paid", id(seconds)), lambda: bool(np.any(np.isfinite(seconds) & (seconds > 0))))
+
+
+def _target(b: _Builder, spec: Spec) -> SpecIndex:
+    return b.shared(("target", spec), lambda: SpecIndex((spec,), np.zeros(1, dtype=np.int64)))
+
+
+def _add_direct_edge(b: _Builder, ref: Ref, reader: _Reader, through_copies: frozenset[Spec]) -> None:
+    """Producer-reader prices; targets served by copy nodes are free here."""
+    src, dst = b.units.outputs(ref), reader.specs
+    seconds = b.table.table(ref, src, dst)
+    if all(s in through_copies or NOWHERE in s for s in dst.specs):
+        return
+    columns = tuple(i for i, s in enumerate(dst.specs) if s in through_copies)
+
+    def make() -> np.ndarray:
+        out = seconds.copy()
+        out[:, columns] = 0.0
+        return out
+
+    table = b.shared(("direct", id(seconds), columns), make) if columns else seconds
+    b.edges.append(Edge(b.units.index(ref.op), reader.node, table, src.index, dst.index))
+
+
+def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...], priced: bool,
+                   layers: Mapping[str, int]) -> None:
+    src, source = b.units.outputs(ref), _source(b, ref)
+    seconds = b.table.table(ref, src, _target(b, spec))
+    windows = {r.window for r in readers}
+    in_source = source is not None and "backward" in windows
+    states = b.shared(("states", id(seconds), len(windows), min(windows), priced, in_source),
+                      lambda: copy_states(src, spec, seconds[:, 0], windows, priced, in_source))
+    node = len(b.costs)
+    copy = CopyNode(ref, spec, states, tuple((r.op, r.index) for r in readers))
+    b.copies.append(copy)
+    b.costs.append(b.shared(("copy cost", id(states)), lambda: np.array(
+        [(s.price or 0.0) * sum(s.times) * b.kappa for s in states])))
+    b.groups.append(_copy_group(b, copy, layers))
+    producer, index = b.shared(("producer", id(states)), lambda: producer_table(src, spec, seconds[:, 0], states)), src.index
+    if in_source:
+        there = b.shared(("there", source, id(src)), lambda: source_state(b.units, source))
+        producer = b.shared(("producer and source", id(producer)), lambda: with_source(producer, states))
+        index = b.shared(("producer and source", id(src), there.tobytes()), lambda: index * 3 + there)
+    every = b.shared(("every", len(states)), lambda: np.arange(len(states)))
+    b.edges.append(Edge(b.units.index(ref.op), node, producer, index, every))
+    for r in readers:
+        table = b.shared(("reader", id(states), r.specs.specs, r.window),
+                         lambda r=r: reader_table(r.specs, spec, states, r.window == "backward"))
+        b.edges.append(Edge(node, r.node, table, every, r.specs.index))
+    if priced:
+        for row, window in ((FORWARD, 0), (BACKWARD, 1)):
+            b.add_items(node, row, np.array([(s.price or 0.0) * s.times[window] for s in states]))
+    if len(windows) == 2:
+        extra = max(0.0, local_bytes(b.table, ref, spec) - (0.0 if in_source else _least_saved(b, ref)))
+        b.add_items(node, MEMORY, np.array([extra if s.name == "kept" else 0.0 for s in states]))
+
+
+def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
+    """Copies of corresponding values for corresponding readers are tied like the ops themselves."""
+    names = (copy.value.op, *(r for r, _ in copy.readers))
+    if any(n not in layers for n in names):
+        return -1
+    key = (tuple(layers[n] for n in names), copy.value.index, copy.spec, tuple(i for _, i in copy.readers), id(copy.states))
+    first = b.memo.setdefault("groups", {})
+    return first.setdefault(key, 1_000_000 + len(first))
+
+
+def _add_saved(b: _Builder, ref: Ref) -> None:
+    """Memory of a forward value that backward reads, in its producer's spec, or that a source keeps. Values that may share
+    a buffer, being views of one another, count once; sources keep no views."""
+    if _is_saved(b, ref):
+        root = storage_root(b.table.graph, ref)
+        if ("saved", root) not in b.memo:
+            b.memo["saved", root] = True
+            specs = b.units.outputs(ref)
+            amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
+            if b.table.graph.meta(ref).numel > b.table.graph.meta(root).numel:  # expanded: no larger than what it is a view of
+                amounts = np.minimum(amounts, min(local_bytes(b.table, root, s) for s in b.units.outputs(root).specs))
+            b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
+    if (source := _source(b, ref)) and source in b.table.graph.users:
+        op = b.table.graph.op(source.op)
+        if ref in op.kept:
+            specs = b.units.inputs(op.name, op.refs.index(ref))
+            amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
+            b.add_items(b.units.index(op.name), MEMORY, amounts[specs.index])
+
+
+def _is_saved(b: _Builder, ref: Ref) -> bool:
+    """Whether forward makes this value and backward reads it; parameters, buffers and inputs are there anyway."""
+    graph = b.table.graph
+    readers = (graph.op(name) for name, _ in graph.users.get(ref, ()))
+    return (graph.op(ref.op).phase == "forward" and graph.op(storage_root(graph, ref).op).kind == "call"
+            and any(op.phase == "backward" and not is_source(op) for op in readers))
+
+
+def _least_saved(b: _Builder, ref: Ref) -> float:
+    """What `_add_saved` counts for the value itself at least: where all of backward reads a kept copy, it is not saved."""
+    return min(local_bytes(b.table, ref, s) for s in b.units.outputs(ref).specs) if _is_saved(b, ref) else 0.0
+
+
+def storage_root(graph, ref: Ref) -> Ref:
+    """The value whose buffer `ref` is a view of."""
+    op = graph.op(ref.op)
+    while op.kind == "call" and registry.rule_of(op.target).family == "view" and len(op.refs) == 1:
+        ref = op.refs[0]
+        op = graph.op(ref.op)
+    return ref
+
+
+def _tie_gradients(b: _Builder) -> None:
+    """A gradient leaves in its parameter's stored spec, a tangent enters as the dual of its output."""
+    graph = b.table.graph
+    stored = {op.target: op for op in graph.of_kind("param")}
+    users = {str(op.target): op for op in graph.of_kind("output")}
+    for name, out in users.items():
+        if name.startswith("grad:"):
+            _add_equality(b, stored[name.removeprefix("grad:")], out)
+    for tangent in graph.of_kind("tangent"):
+        _add_equality(b, tangent, users[f"user:{tangent.target}"])
+
+
+def _add_equality(b: _Builder, source: Op, output: Op) -> None:
+    src, dst = b.units.outputs(Ref(source.name)), b.units.inputs(output.name, 0)
+    table = b.shared(("equal", src.specs, dst.specs), lambda: np.where(
+        np.array([[s == d for d in dst.specs] for s in src.specs]), 0.0, np.inf))
+    b.edges.append(Edge(b.units.index(source.name), b.units.index(output.name), table, src.index, dst.index))

@@ -1,0 +1,311 @@
+"""Writes FX nodes for one rank: ops on local tensors, collectives, slices; each with a fake value.
+
+Because the fake value of every node is known as it is written, layout questions are settled here: a view
+that the local strides do not allow becomes a reshape, a copy that would change nothing is left out.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.fx.proxy import GraphAppendingTracer, Proxy
+from torch.overrides import TorchFunctionMode
+
+from autoshard import _torch
+from autoshard.errors import LoweringError
+from autoshard.base.graph import TensorMeta
+from autoshard.base.mesh import Mesh
+from autoshard.program.tape import is_random
+from autoshard.base.random import seeded
+from autoshard.program.opaque import SeededWhole, Whole
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a node belongs to: the op it computes, or the value it redistributes."""
+
+    kind: str
+    name: str
+    window: str
+    hideable: bool = False
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A redistribution whose last collective has been started; `rest` turns its result into the value."""
+
+    started: Proxy
+    rest: tuple[Callable[[Proxy], Proxy], ...]
+
+
+class _Tracer(GraphAppendingTracer):
+    """Appends nodes through the emitter, which gives each its fake value."""
+
+    def __init__(self, emit: "Emitter") -> None:
+        super().__init__(emit.graph)
+        self.emit = emit
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None) -> Any:
+        if kind != "call_function":
+            return super().create_node(kind, target, args, kwargs, name, type_expr)
+        return self.emit.node(target, args, kwargs, super().create_node)
+
+    def iter(self, obj: Proxy) -> Iterator[Any]:
+        return iter([obj[i] for i in range(len(self.emit.value(obj)))])
+
+
+class _Recording(TorchFunctionMode):
+    """Writes every aten call down, factories too, which have no proxy among their arguments to say so."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, (torch._ops.OpOverload, Whole)):
+            return self.tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Emitter:
+    """Builds one FX graph. `random_key`: (op name, mesh axes that shard its result), for random ops."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.graph = mesh, torch.fx.Graph()
+        self.fake = _torch.fake_mode()
+        self.tracer = _Tracer(self)
+        self.extra_ports: dict[str, tuple[str, str]] = {}
+        self.random_key: tuple[str, tuple[int, ...]] = ("", ())
+        self._extra: dict[str, Proxy] = {}
+        self._part: Part | None = None
+        self._count = 0
+
+    @contextmanager
+    def part(self, part: Part) -> Iterator[None]:
+        """What is written inside belongs to `part`."""
+        self._part = part
+        try:
+            with _Recording(self.tracer):
+                yield
+        finally:
+            self._part = None
+
+    # --- nodes and values ---
+
+    def value(self, proxy: Any) -> Any:
+        """The fake value of a proxy; of a tuple of proxies, the tuple of theirs."""
+        if isinstance(proxy, (tuple, list)):
+            return tuple(self.value(p) for p in proxy)
+        return proxy.node.meta["val"] if isinstance(proxy, Proxy) else proxy
+
+    def placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Proxy:
+        """An argument of the graph, contiguous without `strides`. `name` is made a Python name; the count keeps names apart."""
+        self._count += 1
+        with self.fake:
+            value = torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
+            return self._placeholder(f"{re.sub(r'[^0-9A-Za-z]', '_', name)}_{self._count}", value)
+
+    def _placeholder(self, name: str, value: Any) -> Proxy:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = value
+        return Proxy(node, self.tracer)
+
+    def _number(self, kind: str, name: str) -> Proxy:
+        """An int placeholder at the front of the graph: a coordinate or the seed. Made at first use."""
+        label = f"{kind}_{name}" if name else kind
+        if label not in self._extra:
+            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+                self._extra[label] = self._placeholder(label, 0)
+            self.extra_ports[self._extra[label].node.name] = (kind, name)
+        return self._extra[label]
+
+    def node(self, target: Any, args: Any, kwargs: Any, create: Callable[..., torch.fx.Node]) -> torch.fx.Node:
+        """Append a call with its fake value, or return an existing node that already is the result."""
+        if _is_random(target, args, kwargs) and self.mesh.size > 1:
+            name, axes = self.random_key
+            args = (self._number("seed", "").node, crc32(name.encode()), _node(self.index(axes)), *args)
+            target, args = (SeededWhole(target), args) if isinstance(target, Whole) else (seeded, (target, *args))
+        if target in VIEWS:
+            args = (_viewed(args[0]), *args[1:])
+        vals, named = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        if _changes_nothing(target, vals):
+            return args[0]
+        target, value = self._evaluate(target, vals, named)
+        node = create("call_function", target, args, kwargs)
+        node.meta.update(val=value, part=self._part)
+        return node
+
+    def _evaluate(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if target is seeded:
+            return target, self._evaluate(args[0], args[4:], kwargs)[1]
+        if target in VIEWS and not _can_view(*args):
+            target = aten.reshape.default
+        with self.fake, torch.no_grad():
+            return target, target(*args, **kwargs)
+
+    def finish(self, results: Sequence[Proxy]) -> torch.fx.Graph:
+        """Close the graph with its outputs and drop what none of them needs, collectives included."""
+        self.graph.output(tuple(r.node for r in results))
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op == "output")
+        self.graph.lint()
+        return self.graph
+
+    # --- the rank ---
+
+    def index(self, axes: Sequence[int]) -> Any:
+        """Which piece this rank holds over `axes`, major first: arithmetic on coordinates."""
+        key = tuple(a for a in axes if self.mesh.sizes[a] > 1)
+        out: Any = 0
+        for i, a in enumerate(key):
+            coordinate = self._number("coord", self.mesh.names[a])
+            out = coordinate if i == 0 else out * self.mesh.sizes[a] + coordinate
+        return out
+
+    # --- collectives ---
+
+    def collective(self, kind: str, x: Proxy, axes: Sequence[int], reduce_op: str = "") -> Proxy:
+        """Start a collective over `axes` taken as one, on a contiguous tensor; gathers and scatters work on dim 0."""
+        group, n = f"axis:{self.mesh.label(axes)}", self.mesh.ranks(axes)
+        x = aten.contiguous.default(x)
+        start = _torch.COLLECTIVES[kind]
+        if kind == "all_gather":
+            return start(x, n, group)
+        if kind == "reduce_scatter":
+            return start(x, reduce_op, n, group)
+        if kind == "all_reduce":
+            return start(x, reduce_op, group)
+        if kind == "all_to_all":
+            rows = [self.value(x).shape[0] // n] * n
+            return start(x, rows, rows, group)
+        raise LoweringError(f"no collective of kind {kind!r}")
+
+    def wait(self, x: Proxy) -> Proxy:
+        return _torch.WAIT(x)
+
+    def redistribute(self, x: Proxy, meta: TensorMeta, counts: Sequence[int], steps: Sequence[Any]) -> Pending:
+        """Run `steps` on `x`, a local tensor cut into `counts` pieces per logical dim, up to and including the
+        start of the last collective."""
+        work: list[Callable[[Proxy], Proxy]] = []
+        if meta.is_flat:
+            logical = [n // c for n, c in zip(meta.logical_shape, counts, strict=True)]
+            work.append(lambda x: aten.view.default(x, logical))
+        started = 0
+        for step in steps:
+            work += self._step(step)
+            started = len(work) - 1 if step.kind != "slice" else started
+        if meta.is_flat:
+            work.append(lambda x: aten.view.default(x, list(meta.unflatten(tuple(self.value(x).shape)))))
+        for do in work[:started]:
+            x = do(x)
+        return Pending(x, tuple(work[started:]))
+
+    def complete(self, pending: Pending) -> Proxy:
+        x = pending.started
+        for do in pending.rest:
+            x = do(x)
+        return x
+
+    def _step(self, step: Any) -> list[Callable[[Proxy], Proxy]]:
+        """A step as functions on the logical local tensor; a collective's last function begins with its wait."""
+        n = self.mesh.ranks(step.axes)
+        if step.kind == "slice":
+            return [lambda x: self._slice(x, step.dst_dim, step.axes)]
+        if step.kind == "all_reduce":
+            return [lambda x: self.collective("all_reduce", x, step.axes, step.reduce_op), self.wait]
+        if step.kind == "all_gather":
+            return [lambda x: self.collective("all_gather", self._at_least_1d(x), step.axes),
+                    lambda y: self._join(self._split(self.wait(y), 0, n), step.src_dim)]
+        if step.kind == "reduce_scatter":
+            return [lambda x: self.collective("reduce_scatter", self._cut(x, step.dst_dim, n), step.axes, step.reduce_op),
+                    lambda y: self._drop_first(self.wait(y))]
+        if step.kind == "all_to_all":
+            return [lambda x: self.collective("all_to_all", self._cut(x, step.dst_dim, n), step.axes),
+                    lambda y: self._join(self.wait(y), step.src_dim)]
+        raise LoweringError(f"no redistribution step of kind {step.kind!r}")
+
+    def _shape(self, x: Proxy) -> list[int]:
+        return list(self.value(x).shape)
+
+    def _at_least_1d(self, x: Proxy) -> Proxy:
+        return x if self._shape(x) else aten.view.default(x, [1])
+
+    def _slice(self, x: Proxy, dim: int, axes: Sequence[int]) -> Proxy:
+        length = self._shape(x)[dim] // self.mesh.ranks(axes)
+        start = self.index(axes) * length
+        return aten.slice.Tensor(x, dim, start, start + length, 1)
+
+    def _split(self, x: Proxy, dim: int, n: int) -> Proxy:
+        """Dim of size n*k as two dims, n and k."""
+        shape = self._shape(x)
+        return aten.view.default(x, [*shape[:dim], n, shape[dim] // n, *shape[dim + 1:]])
+
+    def _cut(self, x: Proxy, dim: int, n: int) -> Proxy:
+        """The n pieces along `dim`, stacked in front."""
+        pieces = self._split(x, dim, n)
+        order = [dim, *(d for d in range(len(self._shape(pieces))) if d != dim)]
+        return self._permute(pieces, order)
+
+    def _join(self, pieces: Proxy, dim: int) -> Proxy:
+        """Inverse of `_cut`: pieces stacked in front, put one after another along `dim`."""
+        shape = self._shape(pieces)
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
+        joined = [*shape[1:dim + 1], shape[0] * shape[dim + 1], *shape[dim + 2:]]
+        return aten.view.default(self._permute(pieces, order), joined)
+
+    def _permute(self, x: Proxy, order: list[int]) -> Proxy:
+        shape = self._shape(x)
+        moved = [d for d in order if shape[d] != 1]
+        if moved == sorted(moved):  # only dims of size 1 move: same memory, a free view
+            return aten.view.default(x, [shape[d] for d in order])
+        return aten.permute.default(x, order)
+
+    def _drop_first(self, x: Proxy) -> Proxy:
+        return aten.view.default(x, self._shape(x)[1:])
+
+
+def _node(value: Any) -> Any:
+    return value.node if isinstance(value, Proxy) else value
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node:
+    """The tensor that a view of a view looks at, if any shape can be viewed on it."""
+    while node.target in VIEWS and node.args[0].meta["val"].is_contiguous():
+        node = node.args[0]
+    return node
+
+
+def _can_view(x: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether the strides of `x` allow it without a copy. Asked of a meta tensor: fake ones say yes to merging dims across a dim
+    of size 1 where kernels say no."""
+    try:
+        aten.view.default(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), list(shape))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _changes_nothing(target: Any, args: Any) -> bool:
+    if target in VIEWS:
+        return tuple(args[0].shape) == tuple(args[1])
+    return target is aten.contiguous.default and len(args) == 1 and args[0].is_contiguous()
+
+
+def _is_random(target: Any, args: Any, kwargs: Any) -> bool:
+    """Ops that draw numbers; attention draws only with dropout."""
+    if not is_random(target) or isinstance(target, Whole):
+        return is_random(target)
+    for i, arg in enumerate(target._schema.arguments):
+        if arg.name == "dropout_p":
+            return (args[i] if i < len(args) else kwargs.get("dropout_p", arg.default_value)) != 0.0
+    return True
+
+

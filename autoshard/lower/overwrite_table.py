@@ -1,0 +1,44 @@
+"""Which argument's memory an op's result may take where that argument dies: known to the pass that does it
+(runtime/in_place.py) and to the timeline."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from autoshard import _torch
+from autoshard.lower.lower import is_dense
+
+aten = torch.ops.aten
+OVERWRITE = {
+    aten.add.Tensor: (aten.add_.Tensor, (0, 1)),
+    aten.mul.Tensor: (aten.mul_.Tensor, (0, 1)),
+    aten.sub.Tensor: (aten.sub_.Tensor, (0,)),
+    aten.div.Tensor: (aten.div_.Tensor, (0,)),
+    aten.relu.default: (aten.relu_.default, (0,)),
+    _torch.COLLECTIVES["all_reduce"]: (_torch.ALL_REDUCE_IN_PLACE, (0,)),
+}
+"""Functional op -> its in-place form, and the arguments whose memory may take the result."""
+
+
+def takers(node: Node) -> Iterator[int]:
+    """Positions of arguments that the result of `node` fits over, best first. Needs fake values in `meta["val"]`."""
+    for k in OVERWRITE.get(node.target, (None, ()))[1]:
+        x = node.args[k]
+        if isinstance(x, Node) and not (k > 0 and (node.kwargs or len(node.args) > 2)) and _fits(x.meta["val"], node.meta["val"]):
+            yield k
+
+
+def _fits(old: object, new: torch.Tensor) -> bool:
+    return (isinstance(old, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype and old.stride() == new.stride()
+            and is_dense(old))
+
+
+SWAP = 4 << 20
+"""Bytes up to which two ranks add up whole buffers; above, gloo's pipelined all-reduce takes less CPU."""
+
+
+def swaps(ranks: int, nbytes: int) -> bool:
+    """Whether an all-reduce of `nbytes` over gloo is made of messages, which takes a buffer for what arrives."""
+    return ranks == 2 and nbytes <= SWAP

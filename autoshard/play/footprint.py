@@ -1,0 +1,182 @@
+"""What one op, or one redistribution, allocates and frees on a rank: found by lowering it alone.
+
+Nothing is estimated. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
+followed through views. Equal ops on tensors of equal strides are written once, so a model of equal layers costs
+little more than one layer. Only of a submodule that runs whole (program/opaque.py) the inside is an estimate.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from autoshard import _torch
+from autoshard.cost.cluster import Cluster
+from autoshard.lower.emit import Emitter, Part
+from autoshard.base.graph import Call, Op, TensorMeta
+from autoshard.lower.lower import emit_op, local_tensor_shape
+from autoshard.lower.overwrite_table import swaps, takers
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import OpPlan
+from autoshard.lower.schedule import Instruction
+from autoshard.base.spec import shard_counts
+from autoshard.program.opaque import whole_of
+
+Strides = tuple[int, ...]
+ALL_REDUCE = _torch.COLLECTIVES["all_reduce"]
+HOLDS_INPUT = tuple(target for target in _torch.COLLECTIVES.values() if target is not ALL_REDUCE)
+"""Collectives in flight keep the tensor they send alive; all_reduce works on a copy of its own."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One call of the local program: bytes of each new buffer, then what is dropped after it. Buffers count from
+    0 in the order they are made; ~i stands for the footprint's input i. `over`: buffers that die here, one of which the
+    first new one may be instead where nobody else reads it, best first. `arriving`: the last new one is there only then."""
+
+    makes: tuple[int, ...]
+    drops: tuple[int, ...]
+    over: tuple[int, ...] = ()
+    arriving: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result: the buffer it lies in (~i: that of input i) and its strides."""
+
+    buffer: int
+    strides: Strides
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """`pieces[:started]` run when a redistribution is issued, the rest when it is waited for. Inputs that no piece
+    drops are not touched; an absent output is None."""
+
+    pieces: tuple[Piece, ...]
+    outputs: tuple[Output | None, ...]
+    started: int
+
+
+@dataclass(eq=False)
+class Footprints:
+    """The footprints of one mesh on a cluster, made on first use."""
+
+    mesh: Mesh
+    cluster: Cluster
+    _known: dict[Any, Footprint] = field(default_factory=dict)
+
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """Mesh axes whose ranks are on several machines, taken to be what the innermost link joins: between them CPUs send messages."""
+        return frozenset(name for name, link in zip(self.mesh.names, self.cluster.links_for(self.mesh), strict=True)
+                         if any(level is not self.cluster.links[0] for level, _ in link.levels))
+
+    def of_op(self, op: Op, call: Call, chosen: OpPlan, strides: Sequence[Strides]) -> Footprint:
+        """Raises what lowering the op raises."""
+        key = (call, chosen, tuple(strides))
+        if key not in self._known:
+            self._known[key] = self._op(op, call, chosen, strides)
+        return self._known[key]
+
+    def of_move(self, meta: TensorMeta, instruction: Instruction, strides: Strides) -> Footprint:
+        """Of a `redistribute` instruction."""
+        own = instruction.reads[0].spec
+        key = (meta, own, instruction.writes[0].spec, strides)
+        if key not in self._known:
+            self._known[key] = self._move(meta, own, instruction.steps, strides)
+        return self._known[key]
+
+    def _op(self, op: Op, call: Call, chosen: OpPlan, strides: Sequence[Strides]) -> Footprint:
+        emit = Emitter(self.mesh)
+        inputs = [emit.placeholder("x", local_tensor_shape(m, s, self.mesh), m.dtype, st)
+                  for m, s, st in zip(call.inputs, chosen.inputs, strides, strict=True)]
+        with emit.part(Part("compute", op.name, op.phase)):
+            results = emit_op(emit, op, call, chosen, inputs)[1]
+        kept = [None if meta is None else r for meta, r in zip(call.outputs, results, strict=True)]
+        return _read(emit, inputs, kept, None, self.apart)
+
+    def _move(self, meta: TensorMeta, own: Any, steps: Sequence[Any], strides: Strides) -> Footprint:
+        emit = Emitter(self.mesh)
+        x = emit.placeholder("x", local_tensor_shape(meta, own, self.mesh), meta.dtype, strides)
+        with emit.part(Part("redistribute", "", "forward")):
+            pending = emit.redistribute(x, meta, shard_counts(meta.ndim, own, self.mesh.sizes), steps)
+            started = pending.started.node
+            result = emit.complete(pending)
+        return _read(emit, [x], [result], started, self.apart)
+
+
+def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started: torch.fx.Node | None,
+          apart: frozenset[str]) -> Footprint:
+    """The footprint of a finished local graph. A variable lives until the last call that reads it, a buffer as long as
+    some variable looks at it: that is how the generated code runs."""
+    graph = emit.finish([r for r in results if r is not None])
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    at = {n: i for i, n in enumerate(nodes)}
+    storages: dict[int, int] = {}
+    for i, x in enumerate(inputs):
+        storages[_storage(emit.value(x))] = ~i
+    makes: list[tuple[int, ...]] = []
+    last: dict[int, int] = {}
+    for node in nodes:
+        first, made = sum(map(len, makes)), []
+        for tensor in _tensors(node.meta["val"]):
+            if _storage(tensor) not in storages:
+                storages[_storage(tensor)] = first + len(made)
+                made.append(tensor.untyped_storage().nbytes())
+        if _is_swap(node, emit.mesh, apart):
+            last[first + 1] = _until(next(iter(node.users)), at)
+            made.append(made[0])
+        if (whole := whole_of(node)) is not None:
+            last[first + len(made)] = at[node]
+            made.append(whole.workspace)
+        makes.append(tuple(made))
+    for node in (n for n in graph.nodes if n.op in ("placeholder", "call_function")):
+        end = max((len(nodes) if u.op == "output" else _until(u, at) for u in node.users), default=at.get(node, -1))
+        for tensor in _tensors(node.meta["val"]):
+            buffer = storages[_storage(tensor)]
+            last[buffer] = max(last.get(buffer, -1), end)
+    pieces = []
+    for i, node in enumerate(nodes):
+        drops = tuple(b for b, end in last.items() if end == i)
+        over = tuple(b for b in _over(node, storages) if b in drops) if makes[i] else ()
+        pieces.append(Piece(makes[i], drops, over, _is_swap(node, emit.mesh, apart)))
+    outputs = tuple(None if r is None else Output(storages[_storage(emit.value(r))], emit.value(r).stride()) for r in results)
+    return Footprint(tuple(pieces), outputs, len(nodes) if started is None else at.get(started, -1) + 1)
+
+
+def _over(node: torch.fx.Node, storages: dict[int, int]) -> Iterator[int]:
+    """Buffers that the eager backend may write the node's result to, as far as can be seen here."""
+    for k in takers(node):
+        mine = storages[_storage(node.args[k].meta["val"])]
+        others = [storages[_storage(t)] for j, a in enumerate(node.args) if j != k and isinstance(a, torch.fx.Node)
+                  for t in _tensors(a.meta["val"])]
+        if mine not in others:
+            yield mine
+
+
+def _is_swap(node: torch.fx.Node, mesh: Mesh, apart: frozenset[str]) -> bool:
+    """Whether an all-reduce, made in place, takes a second buffer until it is waited for."""
+    if node.target is not ALL_REDUCE:
+        return False
+    axes = str(node.args[-1]).removeprefix("axis:").split("+")
+    return not apart.isdisjoint(axes) and swaps(prod(mesh.sizes[mesh.index(a)] for a in axes), node.meta["val"].untyped_storage().nbytes())
+
+
+def _until(user: torch.fx.Node, at: dict[torch.fx.Node, int]) -> int:
+    """Where a reader lets go of what it reads: a collective in flight only when it is waited for."""
+    if user.target in HOLDS_INPUT:
+        return max([at[user], *(at[u] for u in user.users if u in at)])
+    return at[user]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

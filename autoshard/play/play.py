@@ -1,0 +1,255 @@
+"""Plays a schedule and notes when every buffer of one rank is made and dropped.
+
+Time counts allocations: buffer b is alive at times born <= t < died. The lowered code drops a value after the last
+call that reads it and a buffer lives while some value looks at it, so views cost nothing and keep their base alive;
+what a collective sends stays until it is waited for.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from autoshard.cost.memory import value_bytes
+from autoshard.base.graph import Graph, Ref
+from autoshard.lower.lower import local_tensor_shape
+from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
+from autoshard.base.plan import Plan, Window
+from autoshard.lower.schedule import Held, Instruction, Schedule
+
+FOREVER = 2**62
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A piece of memory. `held`: the value it was made for (a temporary inside an op: the op's first result);
+    `category`: see `plan.CATEGORIES`; `holders`: values, and variables of ops under way, that look at it now; `reads`: how
+    often values that lie in it will still be read in this window; `given`: made before the window, so not to be written."""
+
+    nbytes: int
+    born: int
+    held: Held
+    category: str = "temporaries"
+    died: int = FOREVER
+    holders: int = 0
+    reads: int = 0
+    given: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """`buffers` of the whole step; `times[t]` is the (window, instruction) that makes the allocation of time t."""
+
+    buffers: tuple[Buffer, ...]
+    times: tuple[tuple[Window, Instruction | None], ...]
+
+
+@dataclass(eq=False)
+class _Use:
+    """An instruction that has begun: its buffers, and what is left of it."""
+
+    instruction: Instruction
+    footprint: Footprint
+    inputs: tuple[Buffer, ...]
+    own: list[Buffer] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)
+
+
+def play(graph: Graph, plan: Plan, schedule: Schedule, footprints: Footprints) -> Played:
+    """One training step (or one forward) of `plan` on one rank, without the optimizer's state and update."""
+    player = _Player(graph, plan, footprints)
+    player.enter(schedule)
+    player.window("forward", schedule)
+    if graph.training:
+        tangents = player.turn(schedule)
+        player.window("backward", schedule)
+        player.leave(tangents)
+    return Played(tuple(player.buffers), tuple(player.times))
+
+
+class _Player:
+    def __init__(self, graph: Graph, plan: Plan, footprints: Footprints) -> None:
+        self.graph, self.plan, self.footprints, self.mesh = graph, plan, footprints, plan.mesh
+        self.buffers: list[Buffer] = []
+        self.times: list[tuple[Window, Instruction | None]] = [("forward", None)]  # time 0: before anything runs
+        self.env: dict[Held, tuple[Buffer, Strides]] = {}
+        self.uses: Counter[Held] = Counter()
+        self.started: dict[Held, _Use] = {}
+
+    # --- borders ---
+
+    def enter(self, schedule: Schedule) -> None:
+        """Parameters and buffers for good; inputs as the user holds them, and this rank's copy where it needs one."""
+        whole = self.plan.settings.get("inputs", "global") == "global"
+        for op in self.graph.of_kind("param", "buffer", "input"):
+            held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
+            buffer = self._given(held, {"param": "parameters", "buffer": "buffers", "input": "inputs"}[op.kind])
+            if op.kind == "input" and whole:
+                local = buffer.nbytes
+                buffer.nbytes = self.graph.meta(held.ref).nbytes
+                if not self._is_prefix(held):
+                    self.env[held] = self._make(local, held, "inputs"), self._contiguous(held)
+                    self.env[held][0].holders = 1
+
+    def _is_prefix(self, held: Held) -> bool:
+        """Whether the local part of a whole input lies in it without gaps, so that it is no copy."""
+        shape, local = self.graph.meta(held.ref).shape, local_tensor_shape(self.graph.meta(held.ref), held.spec, self.mesh)
+        cut = [d for d, (n, m) in enumerate(zip(shape, local, strict=True)) if n != m]
+        return all(n == 1 for n in local[:max(cut, default=0)])
+
+    def turn(self, schedule: Schedule) -> list[Buffer]:
+        """Between the windows: what backward does not need goes, tangents come and are returned. Saved values are arguments there,
+        which lowering takes for contiguous."""
+        for op in self.graph.of_kind("output"):
+            if str(op.target).startswith("mutation:") and op.name in schedule.outputs:
+                self._let_go(self.env[schedule.outputs[op.name]][0])
+        stay = {held: self.env[held][0] for held in (*schedule.saved, *self._stored())}
+        self.env = {held: (buffer, self._contiguous(held)) for held, buffer in stay.items()}
+        for buffer in self.buffers:
+            buffer.reads = 0
+        self.times.append(("backward", None))
+        tangents = [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("tangent")]
+        return [self._given(held, "temporaries") for held in tangents]
+
+    def leave(self, tangents: list[Buffer]) -> None:
+        """After backward: until then autograd holds what it called backward with."""
+        for buffer in tangents:
+            self._let_go(buffer)
+
+    def _stored(self) -> list[Held]:
+        return [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("param", "buffer")]
+
+    def _given(self, held: Held, category: str) -> Buffer:
+        buffer = self._make(value_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, category)
+        buffer.holders = 2  # the user, or autograd, holds them too
+        self.env[held] = buffer, self._contiguous(held)
+        return buffer
+
+    def _contiguous(self, held: Held) -> Strides:
+        strides: list[int] = []
+        for n in reversed(local_tensor_shape(self.graph.meta(held.ref), held.spec, self.mesh)):
+            strides.append(strides[-1] * size if strides else 1)
+            size = max(n, 1)
+        return tuple(reversed(strides))
+
+    # --- one window ---
+
+    def window(self, name: Window, schedule: Schedule) -> None:
+        instructions = [i for i in schedule.window(name) if i.kind != "free"]
+        self.uses = Counter(held for i in instructions if i.kind != "wait" for held in i.reads)
+        for held in (*self._stored(), *(held for held, _ in self._leaving(name, schedule))):
+            self.uses[held] += 1
+        for held, (buffer, _) in self.env.items():
+            buffer.given, buffer.reads = True, buffer.reads + self.uses[held]
+        for instruction in instructions:
+            {"compute": self._compute, "redistribute": self._issue, "wait": self._complete}[instruction.kind](name, instruction)
+        seen: set[Held] = set()
+        for held, category in self._leaving(name, schedule):
+            buffer = self.env[held][0]
+            buffer.holders += held in seen
+            seen.add(held)
+            if buffer.category not in ("parameters", "buffers", "inputs"):
+                buffer.category = category
+
+    def _leaving(self, name: Window, schedule: Schedule) -> list[tuple[Held, str]]:
+        """Values that outlive the window, with what they are kept for."""
+        kinds = {"user": "outputs", "grad": "gradients", "mutation": "temporaries"}
+        out = [(schedule.outputs[op.name], kinds[str(op.target).partition(":")[0]])
+               for op in self.graph.of_kind("output") if op.phase == name and op.name in schedule.outputs]
+        return out + [(held, "saved") for held in schedule.saved] if name == "forward" else out
+
+    def _compute(self, window: Window, instruction: Instruction) -> None:
+        op = self.graph.op(instruction.op)
+        strides = [self.env[h][1] for h in instruction.reads]
+        footprint = self.footprints.of_op(op, self.graph.calls[op.name], self.plan.ops[op.name], strides)
+        use = self._begin(instruction, footprint)
+        self._run(window, use, 0, len(footprint.pieces))
+        self._finish(use)
+
+    def _issue(self, window: Window, instruction: Instruction) -> None:
+        (own,) = instruction.reads
+        footprint = self.footprints.of_move(self.graph.meta(own.ref), instruction, self.env[own][1])
+        use = self.started[instruction.writes[0]] = self._begin(instruction, footprint)
+        self._run(window, use, 0, footprint.started)
+
+    def _complete(self, window: Window, instruction: Instruction) -> None:
+        use = self.started.pop(instruction.reads[0])
+        self._run(window, use, use.footprint.started, len(use.footprint.pieces))
+        self._finish(use)
+
+    # --- pieces ---
+
+    def _begin(self, instruction: Instruction, footprint: Footprint) -> _Use:
+        return _Use(instruction, footprint, tuple(self.env[h][0] for h in instruction.reads))
+
+    def _run(self, window: Window, use: _Use, start: int, stop: int) -> None:
+        held = use.instruction.writes[0]
+        for piece in use.footprint.pieces[start:stop]:
+            makes, taken = piece.makes, self._overwritten(use, piece)
+            if taken is not None:
+                taken.holders += 1
+                use.own.append(taken)
+                makes = makes[1:]
+            elif piece.arriving:
+                makes = (*makes[:-1], 0)
+            if makes:
+                self.times.append((window, use.instruction))
+            for nbytes in makes:
+                use.own.append(self._make(nbytes, held))
+                use.own[-1].holders = 1
+            for buffer in piece.drops:
+                if buffer < 0:
+                    self._used(use, ~buffer)
+                else:
+                    self._let_go(use.own[buffer])
+
+    def _overwritten(self, use: _Use, piece: Piece) -> Buffer | None:
+        """The buffer that a call writes its result to instead of a new one: this window has made it, and nobody else will
+        read it."""
+        for b in piece.over:
+            buffer = use.inputs[~b] if b < 0 else use.own[b]
+            if not buffer.given and buffer.reads == (b < 0) and use.own.count(buffer) == (b >= 0):
+                return buffer
+        return None
+
+    def _finish(self, use: _Use) -> None:
+        for held in use.instruction.writes:
+            output = use.footprint.outputs[held.ref.index if use.instruction.kind == "compute" else 0]
+            buffer = use.inputs[~output.buffer] if output.buffer < 0 else use.own[output.buffer]
+            self._hold(held, buffer, output.strides)
+        dropped = {b for piece in use.footprint.pieces for b in piece.drops}
+        for b in set(range(len(use.own))) - dropped:
+            self._let_go(use.own[b])
+        for i in set(range(len(use.inputs))) - use.done:
+            self._used(use, i)
+        for held in use.instruction.writes:
+            if not self.uses[held]:
+                self._drop(held)
+
+    def _hold(self, held: Held, buffer: Buffer, strides: Strides) -> None:
+        """`held` lies in `buffer` from now on."""
+        self.env[held] = buffer, strides
+        buffer.holders += 1
+        buffer.reads += self.uses[held]
+
+    def _used(self, use: _Use, i: int) -> None:
+        """Input i of an instruction has been read for the last time by it."""
+        use.done.add(i)
+        self._release(use.instruction.reads[i])
+
+    def _release(self, held: Held) -> None:
+        self.uses[held] -= 1
+        self.env[held][0].reads -= 1
+        if not self.uses[held]:
+            self._drop(held)
+
+    def _drop(self, held: Held) -> None:
+        self._let_go(self.env.pop(held)[0])
+
+    def _let_go(self, buffer: Buffer) -> None:
+        buffer.holders -= 1
+        if not buffer.holders:
+            buffer.died = len(self.times)
+
+    def _make(self, nbytes: int, held: Held, category: str = "temporaries") -> Buffer:
+        self.buffers.append(Buffer(nbytes, len(self.times) - 1, held, category))
+        return self.buffers[-1]

@@ -1,0 +1,135 @@
+"""The memory of a plan over one step: live bytes by category, the peak, and what is alive there.
+
+    parameters, buffers, optimizer   all the time; optimizer state on the host is not counted, but for its update
+    gradients                        from when they are final to the end of the step: `zero_grad()` lets go of them
+    inputs, outputs                  as long as the user holds them: the whole step
+    saved                            from forward until backward has read them
+    temporaries                      from the op that makes them to the last that reads them
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.cost.memory import host_workspace, scalar_bytes, stored_parts, update_workspace
+from autoshard.base.graph import Graph, Op
+from autoshard.play.footprint import Footprints
+from autoshard.play.play import Buffer, Played, play
+from autoshard.base.plan import CATEGORIES, Alive, Moment, Plan, Window
+from autoshard.lower.schedule import Instruction, Route, schedule
+from autoshard.base.spec import format_spec
+
+MOST_MOMENTS = 400
+MOST_TENSORS = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """`live[t, c]`: bytes of category c at time t (see memory/play.py), including what `constant` says is there always. `update`:
+    what the optimizer needs for a moment; `host`: bytes of its state in the host's memory."""
+
+    graph: Graph
+    played: Played
+    constant: Mapping[str, int]
+    update: int
+    host: int = 0
+
+    @cached_property
+    def live(self) -> np.ndarray:
+        n = len(self.played.times)
+        last = n if self.graph.training else n - 1  # time n: the optimizer's update
+        change = np.zeros((n + 2, len(CATEGORIES)), dtype=np.int64)
+        for b in self.played.buffers:
+            c = CATEGORIES.index(b.category)
+            change[b.born, c] += b.nbytes
+            change[min(b.died, n + 1), c] -= b.nbytes
+        live = np.cumsum(change, axis=0)[:last + 1]
+        live += np.array([self.constant.get(c, 0) for c in CATEGORIES])
+        if self.graph.training:
+            live[n, CATEGORIES.index("temporaries")] += self.update
+        return live
+
+    @property
+    def peak(self) -> int:
+        return int(self.live.sum(axis=1).max())
+
+    @property
+    def peak_time(self) -> int:
+        return int(np.argmax(self.live.sum(axis=1)))
+
+    def moment_of(self, t: int) -> str:
+        """The moment of time t as `memory/rows.py` names it: the op that runs then or next, "turn" or "update"."""
+        times = self.played.times
+        if t >= len(times):
+            return "update"
+        ahead = (i for i in range(t, len(times)) if times[i][1] is None or times[i][1].kind == "compute")
+        instruction = times[next(ahead, 0)][1]
+        return instruction.op if instruction is not None else "turn" if self.graph.training else self.graph.ops[-1].name
+
+    def moments(self) -> tuple[Moment, ...]:
+        """The fullest time of every instruction, or, where there are many, of every stretch of instructions, with its
+        emptiest."""
+        total = self.live.sum(axis=1)
+        times = [*self.played.times, None]
+        first = [t for t in range(len(total)) if t == 0 or times[t] is None or times[t][1] is not times[t - 1][1]]
+        fullest = [a + int(np.argmax(total[a:b])) for a, b in zip(first, [*first[1:], len(total)], strict=True)]
+        if len(fullest) > MOST_MOMENTS:
+            stretches = np.array_split(np.array(fullest), MOST_MOMENTS // 2)
+            fullest = sorted({int(s[f(total[s])]) for s in stretches for f in (np.argmax, np.argmin)})
+        return tuple(self._moment(t) for t in fullest)
+
+    def _moment(self, t: int) -> Moment:
+        window, instruction = (*self.played.times, ("update", None))[t]
+        kind, name, op = _what(self.graph, instruction, window)
+        return Moment(t, window, kind, name, op.module if op else "", op.source if op else "", tuple(map(int, self.live[t])))
+
+    def largest(self) -> tuple[Alive, ...]:
+        """The largest tensors alive at the peak, each once: buffers that were made for one value are added up."""
+        t = self.peak_time
+        found: dict[tuple[str, str], Alive] = {}
+        for buffer in (b for b in self.played.buffers if b.born <= t < b.died):
+            one = self._alive(buffer)
+            earlier = found.get((one.name, one.category))
+            found[one.name, one.category] = replace(one, nbytes=one.nbytes + (earlier.nbytes if earlier else 0))
+        return tuple(sorted(found.values(), key=lambda a: -a.nbytes)[:MOST_TENSORS])
+
+    def _alive(self, buffer: Buffer) -> Alive:
+        """A stored tensor by its name in the model; a copy of it, and any other value, with its spec."""
+        held, op = buffer.held, self.graph.op(buffer.held.ref.op)
+        stored = op.kind in ("param", "buffer", "input")
+        copied = buffer.category in ("temporaries", "saved")
+        name = f"{op.target}[{format_spec(held.spec)}]" if stored and copied else str(op.target) if stored else str(held)
+        return Alive(name, buffer.category, buffer.nbytes, op.module, op.source)
+
+    def summary(self, slack: float, limit: float | None) -> dict[str, float | None]:
+        """Bytes per category at the peak, what the allocator wastes (`slack`, a fraction), total and limit; and on the host, if any."""
+        at = dict(zip(CATEGORIES, map(float, self.live[self.peak_time]), strict=True))
+        at["slack"] = slack * sum(at.values())
+        return {**at, "total": sum(at.values()), "limit": limit, **({"host": float(self.host)} if self.host else {})}
+
+
+def _what(graph: Graph, instruction: Instruction | None, window: Window) -> tuple[str, str, Op | None]:
+    """(kind, name, op to show) of a moment."""
+    if instruction is None:
+        return {"forward": ("start", "inputs"), "backward": ("turn", "end of forward"), "update": ("update", "optimizer")}[window] + (None,)
+    if instruction.kind == "compute":
+        op = graph.op(instruction.op)
+        return "compute", op.name, op
+    return "redistribute", str(instruction.writes[0]), graph.op(instruction.writes[0].ref.op)
+
+
+def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, optimizer: str, trained: Sequence[str],
+             together: bool) -> Timeline:
+    """Play one step of `plan`. `trained`: names of the parameter ops with a gradient; `together`: whether the optimizer
+    updates all parameters in one call. Raises PlanError for a plan that does not fit the graph."""
+    played = play(graph, plan, schedule(graph, plan, plan.mesh, route), footprints)
+    parts = {n: stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained}
+    away = frozenset(plan.offload)
+    host = [p for n, p in parts.items() if graph.op(n).target in away]
+    here = [p for n, p in parts.items() if graph.op(n).target not in away]
+    update = max(host_workspace(optimizer, host, together), update_workspace(optimizer, [p["parameters"] for p in here], together))
+    state = sum(p["optimizer"] for p in here) + scalar_bytes(optimizer, len(trained))  # scalars stay where they are
+    return Timeline(graph, played, {"optimizer": state}, update, sum(p["optimizer"] for p in host))

@@ -1,0 +1,83 @@
+"""Which values are a parameter, or a gradient, but for views and casts: their communication can overlap compute."""
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+
+from autoshard.base.graph import Graph, Op, Ref
+from autoshard.rules import registry
+
+
+def is_passing(op: Op) -> bool:
+    """A view or cast of a single tensor: the value stays the same parameter or gradient."""
+    return op.kind == "call" and len(op.refs) - len(op.kept) == 1 and (
+        registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target))
+
+
+def param_derived(graph: Graph) -> frozenset[Ref]:
+    """Parameters and what views and casts make of them alone: their gathers may be issued early."""
+    out: set[Ref] = set()
+    for op in graph.ops:
+        if op.kind == "param" or (is_passing(op) and op.refs[0] in out):
+            out.add(Ref(op.name))
+    return frozenset(out)
+
+
+def narrowed(graph: Graph) -> frozenset[Ref]:
+    """Parameters that are read through casts to a narrower dtype alone: who gathers them does it behind the cast."""
+    return frozenset(ref for op in graph.of_kind("param") if (readers := graph.users.get(ref := Ref(op.name), ())) and all(
+        _narrows(graph.op(name), graph.meta(ref).dtype) for name, _ in readers))
+
+
+def _narrows(op: Op, dtype: torch.dtype) -> bool:
+    return is_passing(op) and op.outputs[0].dtype.itemsize < dtype.itemsize
+
+
+def gradient_bound(graph: Graph) -> frozenset[Ref]:
+    """Values that only flow, through views and casts, into gradient outputs: reductions may finish late."""
+    out: set[Ref] = set()
+    ends = {op.name for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
+    for op in reversed(graph.ops):
+        for i in range(len(op.outputs)):
+            users = graph.users.get(Ref(op.name, i), ())
+            if users and all(u in ends or (Ref(u) in out and is_passing(graph.op(u))) for u, _ in users):
+                out.add(Ref(op.name, i))
+    return frozenset(out)
+
+
+def gradients_at_once(graph: Graph) -> Graph:
+    """The graph in which views and casts on the way to a gradient output follow what they read. autograd runs the casts of a
+    precision policy when backward is through, and as their sums over ranks come after them, no gradient would be reduced
+    before: all would lie there whole."""
+    bound, waiting = gradient_bound(graph), defaultdict(list)
+    ops: list[Op] = []
+    for op in graph.ops:
+        if is_passing(op) and Ref(op.name) in bound and graph.op(op.refs[0].op).phase == op.phase:
+            waiting[op.refs[0].op].append(op)
+    for op in (op for op in graph.ops if op not in waiting[op.refs[0].op if op.refs else ""]):
+        todo = [op]
+        while todo:
+            ops.append(todo.pop())
+            todo += reversed(waiting[ops[-1].name])
+    return replace(graph, ops=tuple(ops)) if any(a is not b for a, b in zip(ops, graph.ops, strict=True)) else graph
+
+
+def reduction_dtypes(graph: Graph) -> dict[Ref, torch.dtype]:
+    """Under a precision policy: per gradient-bound value, the dtype its sum over ranks must be taken in."""
+    out: dict[Ref, torch.dtype] = {}
+    for op in reversed(graph.ops):
+        wanted = dict(op.kwargs).get("reduce") if op.kind == "output" else out.get(Ref(op.name)) if is_passing(op) else None
+        if wanted is not None:
+            out[op.refs[0]] = wanted
+    bound = gradient_bound(graph)
+    return {ref: dtype for ref, dtype in out.items() if ref in bound}
+
+
+def casts_after_sums(graph: Graph) -> frozenset[str]:
+    """Casts of gradients that a precision policy wants summed over ranks before, in the dtype they are made in."""
+    wanted = reduction_dtypes(graph)
+    return frozenset(r.op for r, dtype in wanted.items()
+                     if is_passing(op := graph.op(r.op)) and op.refs[0] in wanted
+                     and graph.meta(op.refs[0]).dtype == dtype != graph.meta(r).dtype)

@@ -1,0 +1,82 @@
+"""Run a traced graph op by op on real tensors: the single-device reference of everything downstream."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.errors import UsageError
+from autoshard.base.graph import Op, Ref, map_args
+from autoshard.base.calling import Traced
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Values of the output ops: `users[i]`, and by name gradients and the new values of mutated buffers."""
+
+    users: tuple[torch.Tensor, ...]
+    grads: Mapping[str, torch.Tensor]
+    mutations: Mapping[str, torch.Tensor]
+
+
+def run(traced: Traced, state: Mapping[str, torch.Tensor], args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None, tangents: Mapping[int, torch.Tensor] | None = None) -> Results:
+    """Interpret the graph. `state` holds parameters and buffers by name; `tangents` the gradient of each
+    user output that has a tangent (default: ones). Everything runs on the device of the inputs or state.
+
+    Raises UsageError when `state` lacks a value or the call differs from the traced one."""
+    return results_of(traced, values(traced, state, args, kwargs, tangents))
+
+
+def values(traced: Traced, state: Mapping[str, torch.Tensor], args: tuple[Any, ...] = (),
+           kwargs: Mapping[str, Any] | None = None, tangents: Mapping[int, torch.Tensor] | None = None,
+           instead: Callable[[Op, tuple[Any, ...]], tuple[Any, ...] | None] = lambda op, inputs: None) -> dict[str, tuple[Any, ...]]:
+    """Every value of the graph, by the name of the op that makes it. `instead(op, tensor inputs)` may answer for an op."""
+    inputs = traced.calling.flatten(args, kwargs)
+    given = {f"input:{i}": t for i, t in enumerate(inputs)}
+    state = {**traced.calling.constants, **state}
+    device = next((t.device for t in (*inputs, *state.values())), torch.device("cpu"))
+    found: dict[str, tuple[Any, ...]] = {}
+    with torch.no_grad():
+        for op in traced.graph.ops:
+            if op.kind == "call":
+                answer = instead(op, tuple(found[r.op][r.index] for r in op.refs))
+                found[op.name] = _call(op, found, device) if answer is None else answer
+            elif op.kind != "output":
+                found[op.name] = (_given(op, state, given, tangents or {}, device),)
+    return found
+
+
+def _given(op: Op, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor],
+           tangents: Mapping[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+    meta = op.outputs[0]
+    if op.kind == "tangent":
+        default = torch.ones(meta.shape, dtype=meta.dtype, device=device)
+        return tangents.get(op.target, default).contiguous()
+    source = inputs if op.kind == "input" else state
+    if op.target not in source:
+        raise UsageError(f"{op.kind} {op.target!r} has no value; pass it in state")
+    return source[op.target].detach().contiguous()
+
+
+def _call(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
+    def value(leaf: Any) -> Any:
+        return values[leaf.op][leaf.index] if isinstance(leaf, Ref) else leaf
+
+    kwargs = {k: map_args(value, v) for k, v in op.kwargs}
+    if isinstance(op.target, torch._ops.OpOverload) and not op.refs and any(a.name == "device" for a in op.target._schema.arguments):
+        kwargs["device"] = device
+    result = op.target(*map_args(value, op.args), **kwargs)
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def results_of(traced: Traced, values: Mapping[str, tuple[Any, ...]]) -> Results:
+    """What the output ops hand out."""
+    users, grads, mutations = {}, {}, {}
+    for op in traced.graph.of_kind("output"):
+        ref = op.args[0]
+        kind, _, name = op.target.partition(":")
+        {"user": users, "grad": grads, "mutation": mutations}[kind][name] = values[ref.op][ref.index]
+    return Results(tuple(users[str(i)] for i in range(len(users))), grads, mutations)

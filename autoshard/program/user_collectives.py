@@ -1,0 +1,107 @@
+"""Collectives that the user's own model calls, traced through with their placements taken as given.
+
+A model that is parallelised by hand is read as one device would run it: weights are whole and every group has one rank, so a
+collective changes no number. What it says is how its operand and its result lie on the mesh axis of its group:
+
+    all_reduce(x, op, group)                    Partial(op) -> Replicate
+    all_gather_tensor(x, dim, group)            Shard(dim)  -> Replicate
+    reduce_scatter_tensor(x, op, dim, group)    Partial(op) -> Shard(dim)
+
+So it is traced as two marks (see seeds/seeds.py), one per side. Between them lies a change of layout like any other: priced by
+the tables, lowered to the collective it is. Everything else, other mesh axes too, is left to seeds and search.
+"""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+
+from autoshard import _torch
+from autoshard.errors import TraceError
+from autoshard.seeds.user_placements import group_text
+from autoshard.program.tape import ONLY_TAKEN, user_line
+
+REDUCE = {"sum": "P", "max": "Pmax", "min": "Pmin"}
+LOCAL_SHAPES = ("\n  the model calls collectives itself; its shapes are read as those of one device, where every group has one rank: "
+                "build it with whole weights, not with a rank's part of them")
+
+
+def moved(x: torch.Tensor, read: str, made: str, group: Any) -> torch.Tensor:
+    """`x` with a mark for how the collective reads it and one for how it leaves it."""
+    found = _torch.axis_or_ranks(group)
+    text = found if isinstance(found, str) else group_text(found)
+    if text is None:
+        raise TraceError(f"a collective is over the ranks {found}, which are no axis of a mesh{user_line()}; "
+                         "give it a DeviceMesh of one axis, (DeviceMesh, dim), or an axis's process group or name")
+    mark = torch.ops.autoshard.annotate
+    return mark(mark(x, read, text), made, text)
+
+
+def parts(reduce_op: str) -> str:
+    """The placement of an operand that is reduced."""
+    if reduce_op.lower() not in REDUCE:
+        raise TraceError(f"a collective reduces by {reduce_op!r}{user_line()}; the parts of a plan's tensors are summed, or their "
+                         "max or min is taken: write an average as a sum and a division")
+    return REDUCE[reduce_op.lower()]
+
+
+def dim(x: torch.Tensor, d: int) -> str:
+    """The placement of a tensor that is split along `d`."""
+    x.size(d)  # torch says what is wrong with a dim that is not there
+    return f"S{d % x.ndim}"
+
+
+def alone() -> AbstractContextManager:
+    """While inside, functional collectives return what they are given, as on one device: for running a model for reference."""
+    return _torch.functional_collectives_run(dict.fromkeys(STAND_INS, _identity))
+
+
+def refused(name: str) -> NoReturn:
+    raise TraceError(f"the model calls {name}{user_line()}, which exchanges pieces that a whole tensor does not have\n  {ONLY_TAKEN}")
+
+
+# -- what runs in place of torch's functions while a model is traced: code that uses no name from here -----------------------
+
+def _all_reduce(self, reduceOp, group, tag=""):
+    from autoshard.program import user_collectives
+    return user_collectives.moved(self, user_collectives.parts(reduceOp), "R", group)
+
+
+def _all_gather(self, gather_dim, group, tag=""):
+    from autoshard.program import user_collectives
+    return user_collectives.moved(self, user_collectives.dim(self, gather_dim), "R", group)
+
+
+def _reduce_scatter(self, reduceOp, scatter_dim, group, tag=""):
+    from autoshard.program import user_collectives
+    return user_collectives.moved(self, user_collectives.parts(reduceOp), user_collectives.dim(self, scatter_dim), group)
+
+
+def _identity(x, *args, **kwargs):
+    return x
+
+
+def _all_to_all(*args, **kwargs):
+    from autoshard.program import user_collectives
+    user_collectives.refused("all_to_all_single")
+
+
+def _broadcast(*args, **kwargs):
+    from autoshard.program import user_collectives
+    user_collectives.refused("broadcast")
+
+
+def _permute(*args, **kwargs):
+    from autoshard.program import user_collectives
+    user_collectives.refused("permute_tensor")
+
+
+STAND_INS = {
+    "all_reduce": _all_reduce, "wait_tensor": _identity, "broadcast": _broadcast, "permute_tensor": _permute,
+    "all_gather_tensor": _all_gather, "all_gather_tensor_autograd": _all_gather,
+    "all_gather_single": _all_gather, "all_gather_single_autograd": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter, "reduce_scatter_tensor_autograd": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter, "reduce_scatter_single_autograd": _reduce_scatter,
+    "all_to_all_single": _all_to_all, "all_to_all_single_autograd": _all_to_all,
+}

@@ -1,0 +1,114 @@
+"""Activation checkpointing as a graph: backward makes values of forward again instead of keeping them.
+
+A recomputed op is a second op, of the backward phase, in front of the first reader. So it has strategies of its own, its
+compute and its redistributions are priced, and it lives in the timeline and runs like any op. What it reads of forward is
+saved instead. Random ops are never run again: their numbers are kept.
+
+`with_recompute` is the program once it is decided which ops that are. `with_sources` is the program in which that is still
+open: whatever backward reads of forward comes from a *source*, an op that keeps the value or makes it again.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from autoshard.base.graph import KEPT, Graph, Op, Ref, map_args
+from autoshard.base.plan import AGAIN
+from autoshard.program.tape import is_random
+from autoshard.rules import registry
+
+CHEAP = ("pointwise", "norm", "view", "copy", "reduction")
+FAMILIES = (*CHEAP, "matmul", "attention", "conv", "gather")
+"""Of ops that may run again."""
+
+
+def candidates(graph: Graph, families: Collection[str] = FAMILIES) -> tuple[str, ...]:
+    """Forward ops of these families but random ones and residual joins: sums of two values of the same shape, from which
+    whole blocks are recomputed. Only those that backward would have kept anyway are ever run again."""
+    return tuple(op.name for op in graph.of_kind("call")
+                 if op.phase == "forward" and registry.rule_of(op.target).family in families and not is_random(op.target)
+                 and not _is_join(graph, op))
+
+
+def _is_join(graph: Graph, op: Op) -> bool:
+    shapes = {graph.meta(r).shape for r in op.refs}
+    made = all(graph.op(r.op).kind == "call" for r in op.refs)
+    return op.target is torch.ops.aten.add.Tensor and len(op.refs) == 2 and len(shapes) == 1 and made
+
+
+def is_view(op: Op) -> bool:
+    """Whether the op's value lies in the buffer of what it reads."""
+    return op.kind == "call" and registry.rule_of(op.target).family == "view" and len(op.refs) == 1
+
+
+def with_recompute(graph: Graph, names: Collection[str]) -> Graph:
+    """The graph in which backward runs the ops `names` again where it reads them. The same graph where there are none."""
+    return _Rewrite(graph, frozenset(names), frozenset(names)).run() if names else graph
+
+
+def with_sources(graph: Graph) -> Graph:
+    """The graph in which backward reads every value that forward computes through a source.
+
+    A source is named like the op, with `AGAIN`. Its arguments are the op's own, read through sources too, for running it
+    again; an op that never runs again has none there. As keyword `KEPT` it has the op's values, for keeping them; a
+    view has none, for what is kept is what it looks at."""
+    forward = frozenset(op.name for op in graph.of_kind("call") if op.phase == "forward")
+    return _Sources(graph, forward, frozenset(candidates(graph))).run()
+
+
+def is_source(op: Op) -> bool:
+    """Whether the op hands a value of forward to backward, being kept or run again."""
+    return op.kind == "call" and any(key == KEPT for key, _ in op.kwargs)
+
+
+@dataclass
+class _Rewrite:
+    """`names` are read through second ops, of which `runs` have the arguments of the first."""
+
+    graph: Graph
+    names: frozenset[str]
+    runs: frozenset[str]
+    ops: list[Op] = field(default_factory=list)
+    again: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> Graph:
+        for op in self.graph.ops:
+            if op.phase == "backward":
+                for ref in op.refs:
+                    self._make(ref.op)
+                op = self._renamed(op)
+            self.ops.append(op)
+        return replace(self.graph, ops=tuple(self.ops))
+
+    def _renamed(self, op: Op) -> Op:
+        """The op reading second ops, where they are there."""
+        def read(leaf: object) -> object:
+            return Ref(self.again[leaf.op], leaf.index) if isinstance(leaf, Ref) and leaf.op in self.again else leaf
+
+        return replace(op, args=map_args(read, op.args), kwargs=tuple((k, map_args(read, v)) for k, v in op.kwargs))
+
+    def _make(self, name: str) -> None:
+        """Write the second op of `name`, and all it needs, deepest first; without recursion, chains may be long."""
+        todo = [name] if name in self.names and name not in self.again else []
+        while todo:
+            op = self.graph.op(todo[-1])
+            missing = [r.op for r in op.refs if r.op in self.names and r.op not in self.again] if op.name in self.runs else []
+            if missing:
+                todo += missing
+                continue
+            todo.pop()
+            if op.name not in self.again:
+                self.ops.append(self._second(op))
+                self.again[op.name] = op.name + AGAIN
+
+    def _second(self, op: Op) -> Op:
+        return replace(self._renamed(op), name=op.name + AGAIN, phase="backward")
+
+
+class _Sources(_Rewrite):
+    def _second(self, op: Op) -> Op:
+        made = super()._second(op if op.name in self.runs else replace(op, args=(), kwargs=()))
+        values = () if is_view(op) else tuple(Ref(op.name, k) for k, meta in enumerate(op.outputs) if meta is not None)
+        return replace(made, kwargs=(*made.kwargs, (KEPT, values)))

@@ -1,0 +1,194 @@
+"""What backward runs again, as strategies: prices and units of the program in which backward reads forward through sources.
+
+A source (recompute/rewrite.py) *runs* like any op, *keeps* its values as forward made them, or is *off*, where nobody reads it. Off
+and kept it reads nothing and takes no time; kept it takes memory. A source decides together with the unit of its op and is
+laid out like it, so that there is one choice per group of ops, and equal layers are tied as ever.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoshard.space.cost_table import CostTable, OpCost, build_cost_table
+from autoshard.base.graph import Op, Ref
+from autoshard.base.plan import AGAIN
+from autoshard.recompute.rewrite import candidates, is_source, is_view, with_recompute, with_sources
+from autoshard.space.decision_units import Unit, Units
+from autoshard.base.spec import NOWHERE
+from autoshard.space.strategies import SpecIndex, StrategySet
+
+
+def open_table(table: CostTable) -> CostTable:
+    """The prices of the program in which it is open what backward runs again; `table` becomes its `base`. Strategies of a
+    source: those of the op, if it may run again, then one per layout in which its values may be kept, then off."""
+    graph, again, made = with_sources(table.graph), frozenset(candidates(table.graph)), {}
+    strategies, ops = dict(table.strategies), dict(table.ops)
+    for op in graph.ops:
+        if is_source(op):
+            first = first_run(op.name)
+            key = (id(table.strategies[first]), id(table.ops[first]), first in again, len(op.kept))
+            if key not in made:
+                made[key] = _choices(op, first in again, table.strategies[first], table.ops[first])
+            strategies[op.name], ops[op.name] = made[key]
+    return replace(table, graph=graph, strategies=strategies, ops=ops, base=table)
+
+
+def first_run(source: str) -> str:
+    """The name of the op that a source, or a second run, stands for."""
+    return source.removesuffix(AGAIN)
+
+
+def _choices(source: Op, may_run: bool, found: StrategySet, cost: OpCost) -> tuple[StrategySet, OpCost]:
+    values, n_args = len(source.kept), len(source.refs) - len(source.kept)
+    runs, axes = len(found) if may_run else 0, found.outputs.shape[2]
+    keeps = kept_layouts(found) if values else found.outputs[:0]
+    there = [i for i, meta in enumerate(found.output_metas) if meta is not None] if values else []
+
+    def nowhere(n: int, tensors: int) -> np.ndarray:
+        return np.full((n, tensors, axes), NOWHERE, dtype=np.int8)
+
+    arguments = np.concatenate([found.inputs[:runs, :n_args], nowhere(len(keeps) + 1, n_args)])
+    kept = np.concatenate([nowhere(runs, values), keeps[:, there], nowhere(1, values)])
+    outputs = np.concatenate([found.outputs[:runs], keeps, nowhere(1, found.outputs.shape[1])])
+    metas = (*found.input_metas[:n_args], *(found.output_metas[i] for i in there))
+    free = np.zeros(len(keeps) + 1)
+    return (StrategySet(np.concatenate([arguments, kept], axis=1), outputs, metas, found.output_metas),
+            OpCost(*(np.concatenate([seconds[:runs], free]) for seconds in (cost.compute, cost.inner, cost.update))))
+
+
+def kept_layouts(found: StrategySet) -> np.ndarray:
+    """The distinct layouts [layouts, outputs, axes] in which an op may leave its values."""
+    flat = found.outputs.reshape(len(found), -1)
+    return np.unique(flat, axis=0).reshape(-1, *found.outputs.shape[1:])
+
+
+# --- units ---
+
+def open_units(units: Units, table: CostTable) -> Units:
+    """`units` of the base program, those of forward with the sources of their values: a second run is laid out as the first."""
+    joined = _Joined(table)
+    return Units(tuple(joined.of(unit) for unit in units.units), table)
+
+
+@dataclass
+class _Joined:
+    """Makes units of ops and their sources. `wanted`: sources that a real op of backward reads."""
+
+    table: CostTable
+    memo: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.table.graph
+        self.again = frozenset(candidates(self.table.base.graph))
+        self.wanted = {r.op for op in graph.ops if op.phase == "backward" and not is_source(op) for r in op.refs}
+
+    def of(self, unit: Unit) -> Unit:
+        """The same where backward reads nothing of it."""
+        graph, there = self.table.graph, [m for m in unit.members if m + AGAIN in self.table.graph.by_name]
+        sources = [graph.op(m + AGAIN) for m in there]
+        if not sources or graph.op(unit.name).phase != "forward":
+            return unit
+        kept = {s.name for s in sources if s.kept}
+        modes = [frozenset(s.name for s in sources), self._needed(sources, self.wanted), self._needed(sources, self.wanted & kept)]
+        key = (tuple(map(id, unit.picked)), tuple(map(there.count, unit.members)), *(id(self.table.strategies[s.name]) for s in sources),
+               *(tuple(s.name in mode for s in sources) for mode in modes), self._wires(sources))
+        if key not in self.memo:
+            self.memo[key] = self._picked(unit, there, sources, modes)
+        return Unit(unit.name, (*unit.members, *(s.name for s in sources)), self.memo[key])
+
+    def _wires(self, sources: list[Op]) -> tuple:
+        place = {s.name: i for i, s in enumerate(sources)}
+        return tuple(tuple(place.get(r.op, -1) for r in s.refs) for s in sources)
+
+    def _needed(self, sources: list[Op], wanted: set[str]) -> frozenset[str]:
+        """`wanted` sources, and what views among them look at."""
+        needed: set[str] = set()
+        for source in reversed(sources):
+            if source.name in wanted or source.name in needed:
+                needed.add(source.name)
+                if not source.kept:
+                    needed |= {r.op for r in source.refs}
+        return frozenset(s.name for s in sources if s.name in needed)
+
+    def _picked(self, unit: Unit, there: list[str], sources: list[Op], modes: list[frozenset[str]]) -> tuple[np.ndarray, ...]:
+        """Strategies: all run; values kept: all of them, those that are surely read, or of these all but views, of which
+        backward may have copies that forward made; off."""
+        rows = [[self._runs(m, s, unit.of(m)) for m, s in zip(there, sources, strict=True)]]
+        for mode in (*modes, frozenset()):
+            rows.append([self._keeps(m, s, unit.of(m)) if s.name in mode else self._off(s, len(unit))
+                         for m, s in zip(there, sources, strict=True)])
+        joint = np.concatenate([np.stack((*unit.picked, *r), axis=1) for r in rows])
+        _, first = np.unique(joint, axis=0, return_index=True)
+        return tuple(joint[np.sort(first)].T.copy())
+
+    def _runs(self, op: str, source: Op, picked: np.ndarray) -> np.ndarray:
+        """A source that cannot run keeps its values while the others of its unit run."""
+        return picked if op in self.again else self._keeps(op, source, picked)
+
+    def _keeps(self, op: str, source: Op, picked: np.ndarray) -> np.ndarray:
+        if not source.kept:
+            return picked
+        found = self.table.strategies[op]
+        layouts = kept_layouts(found)
+        place = {layout.tobytes(): i for i, layout in enumerate(layouts)}
+        first = len(self.table.strategies[source.name]) - 1 - len(layouts)
+        return np.array([first + place[found.outputs[p].tobytes()] for p in picked.tolist()], dtype=np.int64)
+
+    def _off(self, source: Op, n: int) -> np.ndarray:
+        return np.full(n, len(self.table.strategies[source.name]) - 1, dtype=np.int64)
+
+
+# --- and back ---
+
+def decided(table: CostTable, picked: dict[str, int]) -> tuple[CostTable, dict[str, int]]:
+    """The program in which it is decided what runs again, and its strategies, from a choice for every op of the open one."""
+    base, graph = table.base, table.graph
+    again = {first_run(s.name) for s in graph.ops if is_source(s) and source_runs(table, s.name)[picked[s.name]]}
+    program = program_with(base, frozenset(again - _still_views(table, picked, again)))
+    return program, {op.name: picked[op.name] for op in program.graph.ops}
+
+
+def program_with(base: CostTable, again: frozenset[str]) -> CostTable:
+    """The table of a program with the ops `again` run again; made once, as plans are played and priced several times."""
+    known = base._tables
+    if ("program", again) not in known:
+        graph = with_recompute(base.graph, again)
+        strategies, ops = ({op.name: of[first_run(op.name)] for op in graph.ops} for of in (base.strategies, base.ops))
+        if base.cluster.device.fuses:  # what a chain of ops saves depends on who reads it
+            ops = build_cost_table(graph, base.mesh, base.cluster, strategies, base.training).ops
+        known["program", again] = replace(base, graph=graph, strategies=strategies, ops=ops)
+    return known["program", again]
+
+
+def source_state(units: Units, source: Ref) -> np.ndarray:
+    """Per strategy of its unit: 0 where the source is off, 1 where its value is forward's, 2 where it runs again. A view of a
+    value kept in the same unit is forward's too."""
+    op, unit = units.table.graph.op(source.op), units.index(source.op)
+    there = ~np.all(units.table.strategies[op.name].outputs == NOWHERE, axis=(1, 2))[units.picked(op.name)]
+    below = op
+    while not below.kept and units.index(below.refs[0].op) == unit:
+        below = units.table.graph.op(below.refs[0].op)
+    return np.where(there, 1 + source_runs(units.table, below.name)[units.picked(below.name)], 0)
+
+
+def source_runs(table: CostTable, source: str) -> np.ndarray:
+    """Per strategy of a source, whether it runs: it makes its outputs and keeps nothing."""
+    found, values = table.strategies[source], len(table.graph.op(source).kept)
+    kept = found.inputs[:, found.inputs.shape[1] - values:]
+    return np.all(kept == NOWHERE, axis=(1, 2)) & ~np.all(found.outputs == NOWHERE, axis=(1, 2))
+
+
+def _still_views(table: CostTable, picked: dict[str, int], again: set[str]) -> set[str]:
+    """Views of kept values, laid out as forward has them: backward reads those of forward."""
+    still: set[str] = set()
+    for source in (table.graph.op(name + AGAIN) for name in table.base.graph.by_name if name in again):
+        name = first_run(source.name)
+        if not is_view(table.base.graph.op(name)):
+            continue
+        (ref,), (below,) = source.refs, table.base.graph.op(name).refs
+        held = table.strategies[ref.op].outputs[picked[ref.op], ref.index]
+        unmoved = np.array_equal(held, table.strategies[source.name].inputs[picked[source.name], 0])
+        if picked[source.name] == picked[name] and unmoved and (below.op not in again or below.op in still):
+            still.add(name)
+    return still

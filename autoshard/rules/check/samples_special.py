@@ -1,0 +1,273 @@
+"""Samples of the special rules: see samples.py. One tuple per family file."""
+from __future__ import annotations
+
+import torch
+
+from autoshard.rules.check.samples import Fixed, Sample, T, sample
+
+aten = torch.ops.aten
+
+_b, _f32, _f64, _bf16 = torch.bool, torch.float32, torch.float64, torch.bfloat16
+
+
+def _ids(*shape: int, high: int, seed: int = 0, low: int = 0) -> Fixed:
+    return Fixed(torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def _positive(*shape: int, factors: tuple[tuple[int, ...], ...] = (), dtype: torch.dtype = _f64) -> Fixed:
+    """Values in (0, 1): probabilities, standard deviations."""
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(3), dtype=_f64) * 0.8 + 0.1
+    return Fixed(values.to(dtype), factors)
+
+
+def _targets(*shape: int, classes: int) -> Fixed:
+    """Targets of which one in a few is ignored (-100), unevenly over the batch."""
+    t = _ids(*shape, high=classes).tensor.clone()
+    t.view(-1)[:1] = -100
+    t.view(-1)[-3:-1] = -100
+    return Fixed(t)
+
+
+def _flat(f: Fixed, *factors: tuple[int, ...]) -> Fixed:
+    return Fixed(f.tensor, factors)
+
+
+_BAGS = Fixed(torch.tensor([0, 1, 4, 4]))
+
+
+def _bag_facts(mode: int) -> tuple[Fixed, ...]:
+    """offset2bag, bag_size, maximum_indices, as the forward gives them."""
+    weight = T(8, 6).make(torch.Generator().manual_seed(0))
+    return tuple(map(Fixed, aten._embedding_bag(weight, _ids(6, high=8).tensor, _BAGS.tensor, False, mode)[1:]))
+
+
+EMBEDDING = (
+    sample(aten.embedding.default, T(8, 6), _ids(4, 2, high=8)),
+    sample(aten.embedding.default, T(8, 6), _ids(4, high=8), 3),
+    sample(aten.embedding.default, T(8, 6), _flat(_ids(8, high=8), (2, 4))),
+    sample(aten.embedding.default, T((2, 4), 6), _ids(4, high=8)),
+    sample(aten.embedding_dense_backward.default, T(4, 2, 6), _ids(4, 2, high=8), 8, -1, False),
+    sample(aten.embedding_dense_backward.default, T(8, 6), _ids(8, high=8), 8, 3, False),
+    sample(aten.embedding_dense_backward.default, T((2, 4), 6), _flat(_ids(8, high=8), (2, 4)), 8, 3, False),
+    sample(aten.embedding_dense_backward.default, T(8, 6), _ids(8, high=4), 8, 1, True),
+)
+
+EMBEDDING += tuple(sample(aten._embedding_bag.default, T(8, 6), _ids(6, high=8), _BAGS, False, mode)
+                   for mode in (0, 1, 2))
+EMBEDDING += tuple(sample(aten._embedding_bag_backward.default, T(4, 6), _ids(6, high=8), _BAGS, *_bag_facts(mode), 8,
+                          False, mode, False, None) for mode in (0, 1, 2))
+
+_SOFTMAX = tuple(
+    sample(op, T(*shape, dtype=dtype), dim, False)
+    for op in (aten._softmax.default, aten._log_softmax.default)
+    for shape, dim, dtype in (((4, 6), 1, _f64), ((4, 6, 8), 1, _f64), (((2, 4), 8), -1, _f64), ((4, 6), 1, _f32)))
+
+_SOFTMAX_BACKWARD = tuple(
+    sample(op, T(*shape), _positive(*plain, factors=factors), dim, _f64)
+    for op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+    for shape, plain, factors, dim in (((4, 6), (4, 6), (), 1), ((4, 6, 8), (4, 6, 8), (), 1),
+                                       (((2, 4), 8), (8, 8), ((2, 4), (8,)), -1)))
+
+_NLL = tuple(
+    sample(aten.nll_loss_forward.default, T(n, 6), t, w, reduction, -100)
+    for n, t in ((8, _targets(8, classes=6)), ((2, 4), _flat(_targets(8, classes=6), (2, 4))),
+                 ((2, 4), _targets(8, classes=6)))
+    for w in (None, _positive(6)) for reduction in (0, 1, 2))
+
+_NLL += (sample(aten.nll_loss_forward.default, T(4, (2, 4)), _targets(4, classes=8), None, 1, -100),
+         sample(aten.nll_loss_backward.default, T(), T(4, (2, 4)), _targets(4, classes=8), None, 1, -100,
+                Fixed(torch.tensor(3.5, dtype=_f64))))
+
+_NLL_BACKWARD = tuple(
+    sample(aten.nll_loss_backward.default, T() if reduction else T(n), T(n, 6), t, w, reduction, -100,
+           Fixed(torch.tensor(3.5, dtype=_f64)))
+    for n, t in ((8, _targets(8, classes=6)), ((2, 4), _flat(_targets(8, classes=6), (2, 4))))
+    for w in (None, _positive(6)) for reduction in (0, 1, 2))
+
+_NLL2D = tuple(
+    s for w in (None, _positive(6)) for reduction in (0, 1, 2) for s in (
+        sample(aten.nll_loss2d_forward.default, T(4, 6, 2, 8), _targets(4, 2, 8, classes=6), w, reduction, -100),
+        sample(aten.nll_loss2d_backward.default, T() if reduction else T(4, 2, 8), T(4, 6, 2, 8),
+               _targets(4, 2, 8, classes=6), w, reduction, -100, Fixed(torch.tensor(3.5, dtype=_f64)))))
+
+_ELEMENTWISE = tuple(
+    s for reduction in (0, 1, 2) for s in (
+        sample(aten.mse_loss.default, T((2, 4), 6), T((2, 4), 6), reduction),
+        sample(aten.smooth_l1_loss.default, T(4, 6), T(4, 6), reduction, 0.5),
+        sample(aten.huber_loss.default, T(4, 6), T(4, 6), reduction, 0.5),
+        sample(aten.soft_margin_loss.default, T(4, 6), T(4, 6), reduction),
+        sample(aten.binary_cross_entropy.default, _positive(4, 6), _positive(4, 6), None, reduction),
+        sample(aten.binary_cross_entropy.default, _positive(4, 6), _positive(4, 6), T(4, 6), reduction),
+        sample(aten.binary_cross_entropy_with_logits.default, T(4, 6), _positive(4, 6), None, T(6), reduction),
+        sample(aten.binary_cross_entropy_with_logits.default, T(4, 6), _positive(4, 6), T(4, 6), None, reduction)))
+
+_ELEMENTWISE_BACKWARD = tuple(
+    s for reduction in (0, 1, 2) for g in (T(4, 6) if reduction == 0 else T(),) for s in (
+        sample(aten.mse_loss_backward.default, g, T(4, 6), T(4, 6), reduction),
+        sample(aten.smooth_l1_loss_backward.default, g, T(4, 6), T(4, 6), reduction, 0.5),
+        sample(aten.huber_loss_backward.default, g, T(4, 6), T(4, 6), reduction, 0.5),
+        sample(aten.soft_margin_loss_backward.default, g, T(4, 6), T(4, 6), reduction),
+        sample(aten.binary_cross_entropy_backward.default, g, _positive(4, 6), _positive(4, 6), None, reduction)))
+
+LOSS = (sample(aten._safe_softmax.default, T(4, 2, 6), -1),
+        *_SOFTMAX, *_SOFTMAX_BACKWARD, *_NLL, *_NLL_BACKWARD, *_NLL2D, *_ELEMENTWISE, *_ELEMENTWISE_BACKWARD,
+        sample(aten.mse_loss.default, T(4, 6), T(4, 6)))
+
+
+def _attention(queries: int = 6, kv_heads: int = 4, mask: tuple[int, ...] | None = None,
+               causal: bool = False) -> tuple[Sample, Sample]:
+    """Forward and backward of CPU flash attention, the backward fed with the forward's own results."""
+    rng = torch.Generator().manual_seed(5)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng, dtype=_f64)
+
+    q, k, v = make(4, 4, queries, 8), make(4, kv_heads, 6, 8), make(4, kv_heads, 6, 8)
+    bias = None if mask is None else make(*mask)
+    op = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, causal, attn_mask=bias)
+    q, k, v, out, lse, grad = (Fixed(t) for t in (q, k, v, out, lse.contiguous(), make(*out.shape)))
+    bias = bias if bias is None else Fixed(bias)
+    return (sample(op.default, q, k, v, 0.0, causal, attn_mask=bias),
+            sample(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, grad, q, k, v, out, lse, 0.0,
+                   causal, attn_mask=bias))
+
+
+ATTENTION = (
+    *_attention(), *_attention(causal=True), *_attention(queries=2), *_attention(kv_heads=2),
+    *_attention(mask=(6, 6)), *_attention(mask=(4, 1, 6, 6)), *_attention(mask=(1, 4, 6, 6)),
+    *_attention(queries=2, mask=(4, 1, 1, 6)),
+)
+
+
+def _conv(x: T, weight: T, out: T, bias: int | None = None, stride: int = 1, padding: int = 1, groups: int = 1,
+          transposed: bool = False, mask: tuple[bool, ...] = (True, True, True)) -> tuple[Sample, Sample]:
+    n = len(x.factors) - 2
+    tail = ((stride,) * n, (padding,) * n, (1,) * n, transposed, (0,) * n, groups)
+    return (sample(aten.convolution.default, x, weight, bias and T(bias), *tail),
+            sample(aten.convolution_backward.default, out, x, weight, (bias,) if bias else None, *tail,
+                   mask if bias else (*mask[:2], False)))
+
+
+CONV = (
+    *_conv(T(2, 4, 6, 6), T(8, 4, 3, 3), T(2, 8, 6, 6), bias=8),
+    *_conv(T(2, 4, 6, 6), T(8, 4, 3, 3), T(2, 8, 6, 6), bias=8, mask=(False, True, True)),
+    *_conv(T(2, 4, 8, 8), T(8, 4, 2, 2), T(2, 8, 4, 4), stride=2, padding=0),
+    *_conv(T((2, 4), 4, 6), T(8, 4, 3), T((2, 4), 8, 6), bias=8),
+    *_conv(T(2, 4, 6, 6), T(4, 8, 3, 3), T(2, 8, 6, 6), bias=8, transposed=True),
+    *_conv(T(2, 4, 6, 6), T(8, 1, 3, 3), T(2, 8, 6, 6), bias=8, groups=4),
+    *_conv(T(2, 8, 6, 6), T(4, 4, 3, 3), T(2, 4, 6, 6), bias=4, groups=2),
+    sample(aten.max_pool2d_with_indices.default, T(2, 4, 6, 6), (2, 2)),
+    sample(aten.max_pool2d_with_indices_backward.default, T(2, 4, 3, 3), T(2, 4, 6, 6), (2, 2), (2, 2), (0, 0), (1, 1),
+           False, _ids(2, 4, 3, 3, high=36)),
+    sample(aten.avg_pool2d.default, T((2, 4), 4, 6, 6), (2, 2)),
+    sample(aten.avg_pool2d_backward.default, T(2, 4, 3, 3), T(2, 4, 6, 6), (2, 2), (2, 2), (0, 0), False, True, None),
+    sample(aten._adaptive_avg_pool2d.default, T(2, 4, 6, 6), (2, 2)),
+    sample(aten._adaptive_avg_pool2d_backward.default, T(2, 4, 2, 2), T(2, 4, 6, 6)),
+    sample(aten.adaptive_max_pool2d.default, T(2, 4, 6, 6), (2, 2)),
+    sample(aten.reflection_pad2d.default, T(2, 4, 6, 6), (1, 1, 1, 1)),
+    sample(aten.upsample_nearest2d.vec, T(2, 4, 6, 6), None, (2.0, 2.0)),
+    sample(aten.upsample_nearest2d_backward.default, T(2, 4, 8, 8), (8, 8), (2, 4, 4, 4)),
+    sample(aten.upsample_bilinear2d.default, T(2, 4, 4, 4), (8, 8), False),
+    sample(aten.upsample_bilinear2d_backward.default, T(2, 4, 8, 8), (8, 8), (2, 4, 4, 4), False),
+)
+
+
+def _batch_norm(*shape: int | tuple[int, ...], dtype: torch.dtype = _f64, affine: bool = True) -> tuple[Sample, ...]:
+    x, c = T(*shape, dtype=dtype), shape[1]
+    w, b, mean, var = (T(c, dtype=dtype),) * 3 + (_positive(c, dtype=dtype),)
+    if not affine:
+        w = b = None
+    functional, backward = aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default
+    return (
+        sample(functional, x, w, b, mean, var, True, 0.1, 1e-5),
+        sample(functional, x, w, b, mean, var, False, 0.1, 1e-5),
+        sample(aten._native_batch_norm_legit_no_training.default, x, w, b, mean, var, 0.1, 1e-5),
+        sample(aten._native_batch_norm_legit.no_stats, x, w, b, True, 0.1, 1e-5),
+        sample(backward, x, x, w, mean, var, mean, var, True, 1e-5, (True, affine, affine)),
+        sample(backward, x, x, w, mean, var, mean, var, False, 1e-5, (True, affine, affine)),
+    )
+
+
+_UPDATE = aten._batch_norm_with_update_functional.default
+
+NORM = (
+    sample(aten.native_layer_norm.default, T((2, 4), 6), (6,), T(6), T(6), 1e-5),
+    sample(aten.native_layer_norm.default, T(4, 2, 6), (2, 6), None, None, 1e-5),
+    sample(aten.native_layer_norm_backward.default, T(4, 2, 6), T(4, 2, 6), (6,), T(4, 2, 1), _positive(4, 2, 1), T(6),
+           T(6), (True, True, True)),
+    sample(aten.native_layer_norm_backward.default, T(4, 2, 6), T(4, 2, 6), (6,), T(4, 2, 1), _positive(4, 2, 1), T(6),
+           None, (True, True, False)),
+    sample(aten._fused_rms_norm.default, T(4, 2, 6), (6,), T(6), 1e-5),
+    sample(aten.native_group_norm.default, T(4, 8, 6), T(8), T(8), 4, 8, 6, 4, 1e-5),
+    sample(aten.native_group_norm.default, T(4, 8, 2, 6), None, None, 4, 8, 12, 2, 1e-5),
+    sample(aten.native_group_norm.default, T(4, 8, 6), T(8), T(8), 4, 8, 6, 1, 1e-5),
+    sample(aten.native_group_norm_backward.default, T(4, 8, 6), T(4, 8, 6), T(4, 4), _positive(4, 4), T(8), 4, 8, 6, 4,
+           (True, True, True)),
+    *_batch_norm(4, 6, 2, 2), *_batch_norm((2, 4), 6), *_batch_norm(4, 6, 8, dtype=_f32),
+    *_batch_norm(4, 6, 2, affine=False),
+    sample(_UPDATE, T(4, 6, 2, 2), T(6), T(6), T(6), _positive(6), 0.1, 1e-5),
+    sample(aten.batch_norm_backward.default, T(4, 6, 2), T(4, 6, 2), T(6), T(6), _positive(6), T(6), _positive(6), True,
+           1e-5, (True, True, True), Fixed(torch.empty(0, dtype=torch.uint8))),
+)
+
+_PERM = Fixed(torch.tensor([3, 0, 5, 1, 7, 2]))
+_rows, _columns = _ids(4, 2, high=6, low=-6), _ids(2, high=8)
+
+INDEX = (
+    sample(aten.gather.default, T(4, 6), 1, _ids(4, 2, high=6)),
+    sample(aten.gather.default, T(4, 6, 8), -1, _ids(4, 6, 2, high=8)),
+    sample(aten.gather.default, T((2, 4), 6), 1, _flat(_ids(8, 2, high=6), (2, 4), (2,))),
+    sample(aten.gather.default, T(4, 6), 0, _ids(2, 4, high=4)),
+    sample(aten.scatter_add.default, T(4, 8), 1, _ids(4, 6, high=8), T(4, 6)),
+    sample(aten.scatter_add.default, T(4, 8), 0, _ids(2, 8, high=4), T(2, 8)),
+    sample(aten.scatter.src, T(4, 8), 1, Fixed(torch.tensor([[0, 5], [7, 2], [3, 4], [6, 1]])), T(4, 2)),
+    sample(aten.scatter.value, T(4, 8), 1, _ids(4, 2, high=8), 2.0),
+    sample(aten.scatter_reduce.two, T(4, 8), 1, _ids(4, 6, high=8), T(4, 6), "amax"),
+    sample(aten.index_select.default, T(4, 8, 6), 1, _ids(2, high=8)),
+    sample(aten.index_select.default, T(8, 6), 0, _ids(4, high=8)),
+    sample(aten.index_add.default, T(4, 8), 1, _ids(6, high=8), T(4, 6), alpha=2),
+    sample(aten.index_add.default, T(8, 6), 0, _ids(4, high=8), T(4, 6)),
+    sample(aten.index_copy.default, T(4, 8), 1, _PERM, T(4, 6)),
+    sample(aten.index_fill.int_Scalar, T(4, 8), 1, _ids(2, high=8), 3.0),
+    sample(aten.index.Tensor, T(8, 6), (_ids(4, high=8),)),
+    sample(aten.index.Tensor, T(6, 8), (_rows,)),
+    sample(aten.index.Tensor, T(4, 6, 8), (None, _rows)),
+    sample(aten.index.Tensor, T(4, 6, 8), (None, _rows, _columns)),
+    sample(aten.index.Tensor, T(6, 4, 8), (_rows, None, _columns)),
+    sample(aten.index.Tensor, T(8, 6, high=9), (_ids(4, high=8),)),
+    sample(aten.index.Tensor, T((2, 4), 6), (_ids(4, high=8),)),
+    sample(aten.gather.default, T((2, 4), 6), 0, _ids(2, 6, high=8)),
+    sample(aten.index_select.default, T(2, (4, 2)), 1, _ids(4, high=8)),
+    sample(aten.index_put.default, T((2, 4), 6), (_ids(4, high=8),), T(4, 6), True),
+    sample(aten.scatter_add.default, T((2, 4), 6), 0, _ids(2, 6, high=8), T(2, 6)),
+    sample(aten.index_put.default, T(6, 8), (_rows,), T(4, 2, 8), True),
+    sample(aten.index_put.default, T(6, 8), (_rows,), T(8), True),
+    sample(aten.index_put.default, T(6, 8), (_rows,), T(4, 1, 8), True),
+    sample(aten.index_put.default, T(6, 8), (_rows,), T(), True),
+    sample(aten.index_put.default, T(8, 6), (_PERM,), T(6, 6), False),
+    sample(aten.index_put.default, T(4, 6, 8), (None, _rows, _columns), T(4, 4, 2), True),
+    sample(aten.index_put.default, T(6, 4, 8), (_rows, None, _columns), T(4, 2, 4), True),
+    sample(aten._unsafe_index_put.default, T(6, 8), (_rows,), T(4, 2, 8), True),
+    sample(aten.topk.default, T((2, 4), 6), 2),
+    sample(aten.topk.default, T(4, 6, 8), 2, 1),
+    sample(aten.sort.default, T(4, 6)),
+    sample(aten.sort.stable, T(4, 6), stable=True, dim=0),
+    sample(aten.argsort.default, T(4, 6), 0),
+    sample(aten.argsort.stable, T(4, 6), stable=True, dim=0),
+    sample(aten.searchsorted.Tensor, _positive(6), T(4, 2)),
+    sample(aten.searchsorted.Tensor, Fixed(torch.arange(24.0, dtype=_f64).view(4, 6)), T(4, 2)),
+    sample(aten.bucketize.Tensor, T(4, 2), Fixed(torch.arange(6.0, dtype=_f64))),
+    sample(aten.histc.default, T(8), 4, -1, 1),
+    sample(aten.histc.default, T(8), 4),
+    sample(aten.take.default, T(4, 6), _ids(4, 2, high=24)),
+)
+
+_ENDS = Fixed(torch.tensor([3, 4, 4, 8], dtype=torch.int32))
+
+GROUPED = (
+    sample(aten._grouped_mm.default, T(8, 16, dtype=_f32), T(4, 16, 32, dtype=_f32), _ENDS),
+    sample(aten._grouped_mm.default, T(16, 8, dtype=_f32), T(8, 32, dtype=_f32), _ENDS),
+)
+
+SPECIAL: tuple[Sample, ...] = EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX + GROUPED

@@ -1,0 +1,92 @@
+"""Elementwise ops with broadcasting. Every op torch tags as pointwise has the rule of `tagged`; the table
+adds what the tag does not say: which ops are linear, so that Partial sums pass."""
+from __future__ import annotations
+
+from functools import lru_cache
+from math import isinf
+from typing import Any
+
+import torch
+
+from autoshard.base.graph import Call
+from autoshard.rules.notation import Passes, rule
+from autoshard.rules.types import Rule
+
+aten = torch.ops.aten
+
+
+@lru_cache(maxsize=None)
+def tagged(target: Any) -> Rule:
+    """The rule of an op of which only the pointwise tag is known: any dim, no Partial."""
+    tensors = sum("Tensor" in str(a.type) for a in target._schema.arguments)
+    outputs = len(target._schema.returns)
+    return rule(", ".join(["..."] * tensors) + " -> " + ", ".join(["..."] * outputs))
+
+
+def _linear(text: str) -> Rule:
+    return rule(text, partial="each")
+
+
+def _keeps_precision(call: Call) -> Passes:
+    """Partial sums may be cast to the same or a wider float, never to a narrower one: each rank would
+    round its own part."""
+    old, new = call.inputs[0].dtype, call.outputs[0].dtype
+    return "each" if new == old or torch.promote_types(old, new) == new else "none"
+
+
+def _fills_additive(call: Call) -> Passes:
+    """0 and infinities are what their own copies add up to."""
+    value = call.argument("value")
+    return "each" if value == 0 or isinf(value) else "none"
+
+
+_cast = rule("... -> ...", partial=_keeps_precision, family="copy")
+_sum = _linear("... + ... -> ...")
+_product = _linear("..., ... -> ...")
+_quotient = _linear("..., ~... -> ...")
+_identity = _linear("... -> ...")
+_fill = rule("..., ~... -> ...", partial=_fills_additive)
+
+# op(gradient, what forward saved): linear in the gradient only
+_backwards = (
+    "threshold_backward", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "elu_backward",
+    "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward", "softplus_backward",
+    "mish_backward", "native_dropout_backward", "log_sigmoid_backward", "logit_backward",
+)
+
+
+def _backward_rules() -> dict[Any, Rule]:
+    out = {}
+    for name in _backwards:
+        op = getattr(aten, name).default
+        saved = sum("Tensor" in str(a.type) for a in op._schema.arguments) - 1
+        out[op] = _linear("..., " + ", ".join(["~..."] * saved) + " -> ...")
+    return out
+
+
+RULES = {
+    aten.add.Tensor: _sum,
+    aten.sub.Tensor: _sum,
+    aten.rsub.Tensor: _sum,
+    aten.mul.Tensor: _product,
+    aten.mul.Scalar: _identity,
+    aten.div.Tensor: _quotient,
+    aten.div.Scalar: _identity,
+    aten.neg.default: _identity,
+    aten.positive.default: _identity,
+    aten.real.default: _identity,
+    aten.imag.default: _identity,
+    aten._conj.default: _identity,
+    aten.where.self: _linear("~..., ... + ... -> ..."),
+    aten.addcmul.default: _linear("... + ..., ... -> ..."),
+    aten.addcdiv.default: _linear("... + ..., ~... -> ..."),
+    aten.lerp.Scalar: _sum,
+    aten.masked_fill.Scalar: _fill,
+    aten.masked_fill.Tensor: _linear("..., ~... + ... -> ..."),
+    aten.clone.default: rule("... -> ...", partial="each", family="copy"),
+    aten._to_copy.default: _cast,
+    aten.copy.default: rule("~..., ... -> ...", partial="each", family="copy"),
+    aten.lift_fresh_copy.default: rule("... -> ...", partial="each", family="copy"),
+    aten.floor_divide.default: rule("..., ... -> ..."),
+    **_backward_rules(),
+}

@@ -1,0 +1,79 @@
+"""Is a plan one of this program? A plan is data from a file: what it says is checked before anything runs by it."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.errors import PlanError
+from autoshard.base.graph import Graph, Op
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import OpPlan, Plan
+from autoshard.rules import registry
+from autoshard.base.spec import Spec, divides, format_spec, is_partial
+
+AGAIN = "plan the model again"
+
+
+def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    """Raises PlanError for a plan of another mesh or program, or with a strategy that its op does not have: that
+    would compute something else."""
+    if plan.mesh != mesh:
+        raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {mesh}; plan the model for this mesh")
+    if plan.graph_hash != graph.hash:
+        raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
+                        "shapes or dtypes of its inputs, the loss or the precision differ; plan again")
+    known: dict[object, str] = {}
+    for op in graph.ops:
+        if op.name not in plan.ops:
+            raise PlanError(f"the plan has nothing about {op.where}; {AGAIN}")
+        chosen = plan.ops[op.name]
+        key = (graph.calls[op.name] if op.kind == "call" else op.name, chosen)
+        if key not in known:
+            known[key] = _wrong(op, chosen, graph, mesh)
+        if known[key]:
+            raise PlanError(f"the plan's strategy for {op.where} {known[key]}; {AGAIN}")
+    _check_storage(plan, graph)
+    if unknown := sorted(set(plan.offload) - {op.target for op in graph.of_kind("param")}):
+        raise PlanError(f"the plan keeps the optimizer state of {unknown[0]} on the host, which is no parameter; {AGAIN}")
+
+
+def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh) -> str:
+    """Why an op cannot run so, or ""."""
+    metas = (*(graph.meta(r) for r in op.refs), *op.outputs)
+    specs = (*chosen.inputs, *chosen.outputs)
+    if len(chosen.inputs) != len(op.refs) or len(specs) != len(metas):
+        return f"has {len(chosen.inputs)} inputs and {len(chosen.outputs)} outputs, the op has {len(op.refs)} and {len(op.outputs)}"
+    for spec, meta in zip(specs, metas, strict=True):
+        if len(spec) != mesh.ndim:
+            return f"has the placement {format_spec(spec)}, and the mesh {mesh.ndim} axes"
+        if meta is not None and not divides(meta.logical_shape, spec, mesh.sizes):
+            return f"has the placement {format_spec(spec)}, which does not split a tensor of shape {meta.logical_shape} evenly"
+    if op.kind != "call":
+        return "leaves a stored tensor Partial" if any(is_partial(p) for s in specs for p in s) else ""
+    rows = {(r.inputs, r.outputs) for r in registry.rows(graph.calls[op.name])}
+    for axis, size in enumerate(mesh.sizes):
+        if size > 1 and (_column(chosen.inputs, axis), _column(chosen.outputs, axis)) not in rows:
+            return (f"on mesh axis {mesh.names[axis]!r} ({_text(chosen.inputs)} -> {_text(chosen.outputs)}) is none that "
+                    "the op's sharding rule has")
+    return ""
+
+
+def _check_storage(plan: Plan, graph: Graph) -> None:
+    """Gradients and new buffers are handed out as their parameters and buffers are stored."""
+    stored = {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("param", "buffer")}
+    for name, spec in stored.items():
+        if plan.placements.get(name) != spec:
+            raise PlanError(f"the plan stores {name} as {format_spec(plan.placements.get(name, ()))}, and its ops read "
+                            f"{format_spec(spec)}; {AGAIN}")
+    for op in graph.of_kind("output"):
+        kind, _, name = str(op.target).partition(":")
+        if kind in ("grad", "mutation") and name in stored and plan.ops[op.name].inputs[0] != stored[name]:
+            raise PlanError(f"the plan hands out {op.target} as {format_spec(plan.ops[op.name].inputs[0])}, and {name} is stored as "
+                            f"{format_spec(stored[name])}; {AGAIN}")
+
+
+def _column(specs: Sequence[Spec], axis: int) -> tuple[int, ...]:
+    return tuple(s[axis] for s in specs)
+
+
+def _text(specs: Sequence[Spec]) -> str:
+    return " | ".join(map(format_spec, specs))

@@ -1,0 +1,64 @@
+"""What runs a bound local graph: torch op by op ("eager"), or compiled by inductor."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard import _torch
+from autoshard.errors import UsageError
+from autoshard.runtime.carriers.choose import carry
+from autoshard.lower.passes.in_place import overwrite
+from autoshard.runtime.execute.eager import straight
+from autoshard.base.random import seeded, seeded_op
+from autoshard.program.opaque import whole_of
+
+
+def eager(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    """Op by op, over memory that is free where possible. Values die at their last use, arguments too."""
+    overwrite(module.graph)
+    carry(module.graph, module.meta.get("carriers", {}))
+    return straight(module.graph, name)
+
+
+def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    """Forward and backward are compiled each on its own: inductor fuses, and cannot change what is saved.
+
+    Random ops on several ranks stay as they are in the eager backend, with the same numbers."""
+    for node in module.graph.nodes:
+        if whole := whole_of(node):
+            raise UsageError(f"{whole.shared.label} runs whole, as the Python it is, which backend='inductor' cannot compile; use "
+                             "backend='eager'")
+    seeds = _seeds_as_tensors(module.graph)
+    module.recompile()
+    compiled: list[Any] = []
+
+    def call(arguments: list[Any]) -> Sequence[torch.Tensor]:
+        for i in seeds:
+            arguments[i] = torch.tensor(arguments[i])
+        if not compiled:  # at the first call, when strides and devices are known
+            compiled.append(_torch.compile_with_inductor(module, arguments))
+        return compiled[0](arguments)
+
+    return call
+
+
+def _seeds_as_tensors(graph: torch.fx.Graph) -> tuple[int, ...]:
+    """Make random ops take their seed as a tensor; returns the positions of the arguments that are seeds."""
+    seeds = set()
+    for node in graph.nodes:
+        if node.target is seeded:
+            op, seed, *rest = node.args
+            node.target, node.args = seeded_op(op), (seed, *rest)
+            seeds.add(seed)
+    return tuple(i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder") if n in seeds)
+
+
+BACKENDS = {"eager": eager, "inductor": inductor}
+
+
+def backend_of(name: str) -> Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]:
+    if name not in BACKENDS:
+        raise UsageError(f"backend={name!r} is not one of {', '.join(BACKENDS)}")
+    return BACKENDS[name]

@@ -1,0 +1,230 @@
+"""Parameters and buffers on the ranks: DTensors from the start, given their placements in place later.
+
+Values stay where they are until a plan says where they belong. Those of a real model are whole on every rank
+and are sliced; those of a meta model are made one module at a time by the module's own initialiser, with the
+same seed on all ranks, sliced and freed, so that no rank ever holds the model.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard import _torch
+from autoshard.errors import ModelError, PlanError
+from autoshard.base.precision import Precision
+from autoshard.runtime.ranks.agree import alone, share
+from autoshard.runtime.ranks.place import Place, placements
+from autoshard.base.random import mix
+from autoshard.base.spec import R, Spec, format_spec, local_shape, replicated
+
+
+class Stored:
+    """`module` is a copy of the user's module tree that holds these tensors; tied names share one.
+
+    params / buffers   by name, the first of tied names
+    specs              placements by name, empty until `settle`"""
+
+    def __init__(self, model: nn.Module, place: Place, precision: Precision | None = None) -> None:
+        self.place, self.precision = place, precision
+        self.specs: dict[str, Spec] = {}
+        self._meta: set[str] = set()
+        memo: dict[int, Any] = {}
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
+            memo[id(t)] = self._first(name, t)
+        self.module = copy.deepcopy(model, memo)
+        self.params = dict(self.module.named_parameters())
+        self.buffers = dict(self.module.named_buffers())
+        names = {id(t): name for name, t in self.buffers.items()}
+        self._holders: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.buffers}
+        for module in self.module.modules():
+            for key, t in module._buffers.items():
+                if t is not None:
+                    self._holders[names[id(t)]].append((module, key))
+
+    def _first(self, name: str, t: torch.Tensor) -> torch.Tensor:
+        """A tensor's stand-in before there is a plan. That of a meta tensor takes no memory, yet has a device."""
+        is_param = isinstance(t, nn.Parameter)
+        dtype = self.precision.stored if self.precision and is_param and t.dtype.is_floating_point else t.dtype
+        if t.is_meta:
+            self._meta.add(name)
+            value = torch.zeros((), dtype=dtype, device=self.place.device).expand(t.shape)
+        else:
+            whole = t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()  # its layout is a seed of the plan
+            value = whole.to(self.place.device, dtype)
+        if self.place.device_mesh is not None:
+            whole = placements(replicated(self.place.mesh))
+            value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
+        return nn.Parameter(value, requires_grad=t.requires_grad) if is_param else value
+
+    def local(self, name: str) -> torch.Tensor:
+        t = self.params[name] if name in self.params else self.buffers[name]
+        return t if self.place.device_mesh is None else t._local_tensor
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether some tensor has no memory yet."""
+        return bool(self._meta)
+
+    def as_dtensor(self, like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """A whole tensor, cut as `like` lies on the ranks."""
+        spec = tuple(getattr(p, "dim", R) for p in like.placements)
+        return _torch.dtensor_like(self._own_copy(whole.to(self.place.device), spec), like)
+
+    def check_checkpoint(self, folder: str | None) -> None:
+        """Raises ModelError when the checkpoint cannot be read, or lacks a tensor of the model or has another shape for it."""
+        if folder is None:
+            return
+        try:
+            found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        except Exception as e:
+            raise ModelError(f"checkpoint={folder!r} cannot be read ({type(e).__name__}: {e}); give a folder that "
+                             "torch.distributed.checkpoint.save wrote") from e
+        wanted = {name: t for name, t in self.module.state_dict().items() if isinstance(t, torch.Tensor)}
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            raise ModelError(f"checkpoint {folder} lacks {len(missing)} of the model's {len(wanted)} tensors ({_some(missing)}; it "
+                             f"has {_some(list(found))}); save the state_dict() of the same model, without a prefix")
+        for name, t in wanted.items():
+            size = getattr(found[name], "size", None)
+            if size != t.shape:
+                raise ModelError(f"checkpoint {folder} holds {name} as {tuple(size or ())}, the model has {tuple(t.shape)}; "
+                                 "build the model with the checkpoint's configuration")
+
+    def settle(self, chosen: Mapping[str, Spec], seed: int, checkpoint: str | None = None) -> None:
+        """Give every tensor its placement for the first time; names that `chosen` lacks stay whole. Meta tensors
+        come from the checkpoint (which has passed `check_checkpoint`), or from their modules' initialisers under
+        `seed`: without a checkpoint all, with one those that a state dict leaves out (non-persistent buffers).
+        Raises ModelError for meta tensors that nothing initialises."""
+        specs = {name: chosen.get(name, replicated(self.place.mesh)) for name, _ in self._named()}
+        loaded = set(self.module.state_dict()) if checkpoint is not None else set()
+        alone(self.place, lambda: self._initialise_meta(seed, self._meta - loaded, specs))
+        share(self.place, "initialised", lambda: "")  # what follows are collectives: no rank may be missing
+        for name, t in self._named():
+            if name not in self._meta:
+                self._put(name, self._own_copy(self._agreed(self.local(name)), specs[name]), specs[name])
+            elif name in loaded:
+                self._put(name, self._empty(t, specs[name]), specs[name])
+        if checkpoint is not None:
+            dcp.load(self.module.state_dict(), checkpoint_id=checkpoint)
+        self.specs = specs  # last: a model that could not be filled stays unsettled
+        self._meta.clear()
+
+    def _initialise_meta(self, seed: int, wanted: set[str], specs: Mapping[str, Spec]) -> None:
+        for name, whole in self._initialised(seed, wanted):
+            self._put(name, self._own_copy(whole, specs[name]), specs[name])
+
+    def check(self, chosen: Mapping[str, Spec]) -> None:
+        """Raises PlanError where a plan wants another placement than the stored one."""
+        for name, spec in chosen.items():
+            if name in self.specs and self.specs[name] != spec:
+                raise PlanError(f"the plan stores {name} as {format_spec(spec)}, but it lies as {format_spec(self.specs[name])}; "
+                                "call replan() to move parameters")
+
+    def move(self, chosen: Mapping[str, Spec], optimizer: torch.optim.Optimizer | None) -> None:
+        """Redistribute to other placements, with the optimizer's state."""
+        for name, spec in chosen.items():
+            t = self.params.get(name, self.buffers.get(name))
+            if t is None or self.specs[name] == spec:
+                continue
+            state = optimizer.state.get(t, {}) if optimizer is not None else {}
+            for moved in (t, t.grad, *state.values()) if self.place.device_mesh is not None else ():
+                if isinstance(moved, type(t.data)) and hasattr(moved, "_spec") and moved.shape == t.shape:
+                    here = _torch.dtensor_like(moved.to_local().detach().to(self.place.device), moved)  # it may lie on the host
+                    _torch.swap(moved, here.redistribute(placements=placements(spec)).to_local(), placements(spec))
+            self.specs[name] = spec
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """A buffer's new local value. The old tensor is left alone: backward may still read it."""
+        if self.place.device_mesh is not None:
+            self.buffers[name]._local_tensor = value
+            return
+        for module, key in self._holders[name]:
+            module._buffers[key] = value
+        self.buffers[name] = value
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.params.items()
+        yield from self.buffers.items()
+
+    def _put(self, name: str, local: torch.Tensor, spec: Spec) -> None:
+        t = self.params[name] if name in self.params else self.buffers[name]
+        if self.place.device_mesh is not None:
+            _torch.swap(t, local, placements(spec))
+        elif name in self.params:
+            t.data = local
+        else:
+            self.write(name, local)
+
+    def _empty(self, t: torch.Tensor, spec: Spec) -> torch.Tensor:
+        return torch.empty(local_shape(tuple(t.shape), spec, self.place.mesh.sizes), dtype=t.dtype, device=self.place.device)
+
+    def _own_copy(self, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+        return self.place.slice(whole, spec).clone(memory_format=torch.contiguous_format)
+
+    def _agreed(self, whole: torch.Tensor) -> torch.Tensor:
+        """The leader's values: ranks may have initialised the model differently."""
+        if self.place.mesh.size == 1:
+            return whole
+        whole = whole.detach().clone(memory_format=torch.contiguous_format)
+        for axis in self.place.mesh.names:
+            dist.broadcast(whole, group=self.place.device_mesh.get_group(axis), group_src=0)
+        return whole
+
+    # --- meta models ---
+
+    def _initialised(self, seed: int, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole value) of meta tensors, one module's at a time."""
+        left = set(wanted)
+        names = {id(t): name for name, t in self._named()}
+        for path, module in self.module.named_modules():
+            own = {k: t for table in (module._parameters, module._buffers) for k, t in table.items()
+                   if t is not None and names.get(id(t)) in left}
+            if own:
+                for key, value in self._initialise(path, module, own, seed).items():
+                    left.discard(names[id(own[key])])
+                    yield names[id(own[key])], value
+
+    def _initialise(self, path: str, module: nn.Module, own: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+        twin = copy.copy(module)
+        twin.__dict__["_parameters"] = {k: None if t is None else nn.Parameter(self._blank(t), t.requires_grad)
+                                        for k, t in module._parameters.items()}
+        twin.__dict__["_buffers"] = {k: None if t is None else self._blank(t) for k, t in module._buffers.items()}
+        initialise = _initialiser(self.module, twin)
+        where = f"{type(module).__name__} {path or '(the model itself)'}"
+        if initialise is None:
+            raise ModelError(f"{where} is on the meta device and has no reset_parameters(); add one that fills "
+                             f"{', '.join(own)}, or pass checkpoint= (which fills what state_dict() lists)")
+        devices = [self.place.device] if self.place.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(mix(seed, crc32(path.encode())))
+            initialise()
+        out = {k: (twin._parameters.get(k) if k in twin._parameters else twin._buffers[k]).detach() for k in own}
+        for key, value in out.items():
+            if value.dtype.is_floating_point and bool(torch.isnan(value).any()):
+                raise ModelError(f"the initialiser of {where} leaves {key!r} unset; fill it in reset_parameters(), or create "
+                                 "the model with this tensor off the meta device")
+        return out
+
+    def _blank(self, t: torch.Tensor) -> torch.Tensor:
+        """Memory of the global shape, NaN so that a tensor which is never filled is noticed."""
+        out = torch.empty(t.shape, dtype=t.dtype, device=self.place.device)
+        return out.fill_(float("nan")) if t.dtype.is_floating_point else out.zero_()
+
+
+def _initialiser(root: nn.Module, module: nn.Module) -> Any:
+    """How a module sets its own tensors: the model-wide rule where a library has one, else the module's."""
+    if hasattr(root, "_init_weights"):
+        return lambda: root._init_weights(module)
+    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

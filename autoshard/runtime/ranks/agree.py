@@ -1,0 +1,135 @@
+"""Ranks agree through the process group's key-value store: on the call, on the graph, then on the leader's plan.
+
+Nobody waits inside a collective, so a long search cannot run into a collective's timeout, and ranks that
+would issue different collectives are found before the first one. Nobody waits for a rank that cannot come: errors
+are published, and see runtime/ranks/heartbeat.py for ranks that are gone.
+"""
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from autoshard import _torch, errors
+from autoshard.runtime.ranks.place import Place
+
+log = logging.getLogger("autoshard")
+FIRST_WAIT, LONGEST_WAIT, NEWS = 0.001, 0.2, 15.0
+"""Seconds between two looks into the store, and between two lines of the log."""
+T = TypeVar("T")
+
+
+def share(place: Place, facts: str | Mapping[str, str], make: Callable[[], str], timeout: float = 3600.0) -> str:
+    """The leader's `make()`, on every rank, once all ranks have shown equal `facts`.
+
+    Raises LoweringError on all ranks where facts differ (naming which, where they have names), the leader's error
+    where `make` fails, the error of a rank that failed in `alone` before, and AutoshardError when a rank is gone, runs
+    something else, or gives no answer for `timeout` seconds."""
+    if place.mesh.size == 1:
+        return make()
+    facts = json.dumps({"program": facts} if isinstance(facts, str) else dict(facts))
+    store, prefix = _round(place)
+    if not place.is_leader:
+        store.set(f"{prefix}/facts/{dist.get_rank()}", f"value {facts}")
+        leader = place.ranks[0]
+        return _value(_wait(store, f"{prefix}/answer", timeout, f"rank {leader} to plan", place, leader), leader, True)
+    try:
+        _compare(store, prefix, place, facts, timeout)
+        text = make()
+    except BaseException as e:
+        store.set(f"{prefix}/answer", _described(e))
+        raise
+    store.set(f"{prefix}/answer", f"value {text}")
+    return text
+
+
+def alone(place: Place, work: Callable[[], T]) -> T:
+    """`work()`, which each rank does for itself before the next `share`. Where it fails, that `share` raises on
+    the other ranks, instead of waiting for a rank that never comes."""
+    try:
+        return work()
+    except BaseException as e:
+        if place.mesh.size > 1:
+            store, prefix = _round(place)
+            store.set(f"{prefix}/answer" if place.is_leader else f"{prefix}/facts/{dist.get_rank()}", _described(e))
+        raise
+
+
+def _round(place: Place) -> tuple[Any, str]:
+    """The store, and the prefix of this rank's next exchange; ranks count theirs in step."""
+    store = _torch.default_store()
+    call = store.add(f"autoshard/calls/{_of(place)}/{dist.get_rank()}", 1)
+    return store, f"autoshard/{_of(place)}/{call}"
+
+
+def _of(place: Place) -> str:
+    return f"{place.ranks[0]}-{place.ranks[-1]}-{len(place.ranks)}-{place.mesh}"
+
+
+def _compare(store: Any, prefix: str, place: Place, facts: str, timeout: float) -> None:
+    for rank in place.ranks[1:]:
+        theirs = _value(_wait(store, f"{prefix}/facts/{rank}", timeout, f"rank {rank} to trace", place, rank), rank)
+        if theirs != facts:
+            raise errors.LoweringError(
+                f"ranks {place.ranks[0]} and {rank} call different programs: {_difference(json.loads(facts), json.loads(theirs))}. "
+                "Every rank must call the same model in the same mode, with the same options and inputs of the same shapes")
+
+
+def _difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The first fact that differs, and of a fact with many lines the first of those."""
+    for name in (*mine, *theirs):
+        a, b = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if a != b:
+            lines = zip(a.splitlines() + ["nothing"], b.splitlines() + ["nothing"], strict=False)
+            x, y = next(((x, y) for x, y in lines if x != y), (a, b))
+            return f"{name}: {x} against {y}"
+    return "nothing differs"
+
+
+def _described(e: BaseException) -> str:
+    """A kind that only its own module knows is told as the public one it is of."""
+    name = next((kind.__name__ for kind in type(e).__mro__ if kind.__name__ in vars(errors)), type(e).__name__)
+    return f"error {name} {e}"
+
+
+def _value(text: str, rank: int, relayed: bool = False) -> str:
+    """What a rank published. Raises the error it published instead, of the same kind where it is one of ours.
+    What the leader says is `relayed` to all, and may be another rank's error."""
+    kind, _, rest = text.partition(" ")
+    if kind == "value":
+        return rest
+    name, _, message = rest.partition(" ")
+    if name not in vars(errors):
+        raise errors.AutoshardError(f"rank {rank} failed: {name}: {message}")
+    raise getattr(errors, name)(message if relayed else f"rank {rank} failed: {message}")
+
+
+def _wait(store: Any, key: str, timeout: float, what: str, place: Place, rank: int) -> str:
+    """The text under `key`, which `rank` writes. Looks often at first and seldom later."""
+    start, pause, news, looked = time.monotonic(), FIRST_WAIT, NEWS, 0.0
+    while not _is_there(store, key, what):
+        waited = time.monotonic() - start
+        if waited >= timeout:
+            raise errors.AutoshardError(f"waited {waited:.0f} s for {what}; see its output for the cause")
+        if waited >= news:
+            log.info("waiting for %s (%.0f s)", what, waited)
+            news += NEWS
+        if waited - looked > 1.0:
+            trouble, looked = place.pulse.trouble(rank, waited), waited
+            if trouble and not _is_there(store, key, what):  # it may have answered just now
+                raise errors.AutoshardError(f"waiting for {what}: {trouble}")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_WAIT)
+    return store.get(key).decode()
+
+
+def _is_there(store: Any, key: str, what: str) -> bool:
+    try:
+        return store.check([key])
+    except RuntimeError as e:
+        raise errors.AutoshardError(f"waiting for {what}: the process group's store is gone, and with it the process that "
+                                    f"kept it (usually rank 0); see its output ({str(e).splitlines()[0]})") from None

@@ -1,0 +1,48 @@
+"""What ranks must agree on before they prepare a call together, in words: the first difference is the error message."""
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.runtime.compile import Settings
+from autoshard.base.spec import Spec, format_spec
+
+
+def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first: bool) -> dict[str, str]:
+    """`key` is that of `CompiledModule._key`. Of the `first` call also the model and the options; later they cannot differ."""
+    (grad, autocast, training, trainable), tree, leaves, given = key
+    mode = f"{'training' if any(training) else 'evaluation'} mode, gradients {'on' if grad else 'off'}"
+    mode += f", autocast to {autocast}" if autocast else ""
+    facts = {"mode": mode, "inputs": _inputs(leaves, given), "structure of the arguments": str(tree),
+             "modes of the modules": _digest(training), "trainable parameters": _digest(trainable), "number of calls": str(call)}
+    if not first:
+        return facts
+    return {"model": type(model).__name__, "parameters": _tensors(model.named_parameters()),
+            "buffers": _tensors(model.named_buffers()), **facts, "options": _options(settings)}
+
+
+def _inputs(leaves: Any, given: Any) -> str:
+    specs = iter(given)
+    return ", ".join(_tensor(*leaf[:2], next(specs)) if isinstance(leaf[0], tuple) else repr(leaf[1]) for leaf in leaves) or "none"
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, spec: Spec | None) -> str:
+    return f"{shape} {str(dtype).removeprefix('torch.')}" + (f" as {format_spec(spec)}" if spec is not None else "")
+
+
+def _tensors(named: Any) -> str:
+    return "\n".join(f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad or not isinstance(t, nn.Parameter) else ' frozen'}" for name, t in named)
+
+
+def _options(settings: Settings) -> str:
+    given = None if settings.plan is None else f"plan {settings.plan.key}"
+    loss = None if settings.loss_fn is None else getattr(settings.loss_fn, "__qualname__", type(settings.loss_fn).__qualname__)
+    return "\n".join(map(str, (f"loss_fn {loss}", settings.precision, settings.passing, f"backend {settings.backend}", given,
+                               settings.key, f"checkpoint {settings.checkpoint}")))
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:8]

@@ -1,0 +1,157 @@
+"""Where this process is: its mesh coordinates, process groups and device."""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from autoshard import _torch
+from autoshard.errors import MeshError
+from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.runtime.ranks.heartbeat import JOIN, Pulse, meet
+from autoshard.runtime.carriers.shared_memory import Shared, share_memory
+from autoshard.base.spec import Spec
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """`device_mesh` is None on a mesh of size 1 without a process group; parameters are plain tensors there. `groups`: names of
+    process groups by mesh axis; axes that programs take as one join them, see `group`. `join_timeout`: seconds to wait for ranks
+    that have not come here."""
+
+    mesh: Mesh
+    device_mesh: DeviceMesh | None
+    coordinates: tuple[int, ...]
+    groups: dict[str, str]
+    device: torch.device
+    join_timeout: float = JOIN
+
+    @property
+    def is_leader(self) -> bool:
+        return not any(self.coordinates)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the mesh, in mesh order."""
+        return (0,) if self.device_mesh is None else tuple(self.device_mesh.mesh.flatten().tolist())
+
+    def group(self, axes: str) -> str:
+        """Name of the process group of a mesh axis, or of several taken as one ("dp+tp"). That one is made when it is first asked
+        for, so all ranks ask in the same order: they bind the same program."""
+        if axes not in self.groups:
+            self.groups[axes] = joined_group(self.device_mesh, self.mesh.axes(axes)).group_name
+        return self.groups[axes]
+
+    @property
+    def gloo_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Process groups over which CPU tensors travel by gloo, by name."""
+        if self.device_mesh is None or self.device.type != "cpu":
+            return {}
+        found = {name: _torch.process_group(name) for name in self.groups.values()}
+        return {name: group for name, group in found.items() if dist.get_backend(group) == "gloo"}
+
+    def carriers(self) -> dict[str, "dist.ProcessGroup | Shared"]:
+        """What carries collectives of these groups, by name: memory where all ranks of a group are on this machine. All ranks ask in
+        the same order."""
+        for name, group in self.gloo_groups.items():
+            if name not in self._shared:
+                self._shared[name] = share_memory(group, _torch.timeout(group)) or group
+        return dict(self._shared)
+
+    @cached_property
+    def _shared(self) -> dict[str, "dist.ProcessGroup | Shared"]:
+        return {}
+
+    @cached_property
+    def pulse(self) -> Pulse:
+        """Of this rank; starts when it is first asked for. Ranks make their places in the same order."""
+        store, rank = _torch.default_store(), dist.get_rank()
+        name = "-".join(map(str, (self.ranks[0], self.ranks[-1], len(self.ranks), self.mesh)))
+        return Pulse(store, f"autoshard/pulse/{name}/{store.add(f'autoshard/places/{name}/{rank}', 1)}", rank, self.ranks, self.join_timeout)
+
+    def slice(self, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+        """This rank's piece of a tensor that every rank has whole: a view. Axes in mesh order, major first."""
+        for placement, size, c in zip(spec, self.mesh.sizes, self.coordinates, strict=True):
+            if placement >= 0:
+                length = whole.shape[placement] // size
+                whole = whole.narrow(placement, c * length, length)
+        return whole
+
+    def whole_shape(self, local: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        """Global shape of a tensor whose piece is `local`."""
+        return tuple(n * prod(s for s, p in zip(self.mesh.sizes, spec, strict=True) if p == d)
+                     for d, n in enumerate(local))
+
+
+def joined_group(device_mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
+    """This rank's process group over several dims of a mesh, the earlier dim major. Every rank of the mesh calls this, in the
+    same order. The group of all processes is there already, as for a mesh of one dim."""
+    kept = [d for d in range(device_mesh.ndim) if d not in dims]
+    ranks = device_mesh.mesh.permute(*kept, *dims).reshape(-1, prod(device_mesh.shape[d] for d in dims)).tolist()
+    world = list(range(dist.get_world_size()))
+    if ranks == [world]:
+        return dist.group.WORLD
+    here, = (row for row in ranks if dist.get_rank() in row)
+    if sorted(sum(ranks, [])) != world:  # other processes do not take part
+        return dist.new_group(here, use_local_synchronization=True, sort_ranks=False)
+    made = [dist.new_group(row, sort_ranks=False) for row in ranks]
+    return made[ranks.index(here)]
+
+
+def axes_of_ranks(device_mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
+    """The mesh axes ("dp+tp") on which these ranks differ, where they are just the ranks that differ on them, in mesh order."""
+    at = [(device_mesh.mesh == r).nonzero().flatten().tolist() for r in ranks]
+    if not all(at):
+        return None
+    dims = [d for d, along in enumerate(zip(*at, strict=True)) if len(set(along)) > 1]
+    whole = prod(device_mesh.shape[d] for d in dims) == len(ranks) and at == sorted(at)
+    return "+".join(device_mesh.mesh_dim_names[d] for d in dims) if dims and whole else None
+
+
+def placements(spec: Spec) -> tuple[Any, ...]:
+    """DTensor placements of a spec without Partial."""
+    return tuple(Shard(p) if p >= 0 else Replicate() for p in spec)
+
+
+def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
+    """From "dp=2,tp=4", a Mesh or a torch DeviceMesh. Text and Mesh span all ranks; the process group is started
+    from the environment of torchrun if nobody did. Raises MeshError when the mesh does not fit the world, AutoshardError when
+    others do not come for `join_timeout` seconds."""
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names
+        if not names:
+            raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=(\"dp\", \"tp\")")
+        return _placed(Mesh(tuple(names), tuple(mesh.shape)), mesh, device, join_timeout)
+    mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        if mesh.size > 1:
+            raise MeshError(f"mesh {mesh} needs {mesh.size} processes and there is no process group; start this script with "
+                            f"`python -m torch.distributed.run --nproc-per-node {mesh.size} ...`")
+        return Place(mesh, None, (0,) * mesh.ndim, {}, torch.device(device or kind))
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if world != mesh.size:
+        raise MeshError(f"mesh {mesh} has {mesh.size} ranks, but {world} processes run; make them equal")
+    if dist.is_initialized() and mesh.ndim > 1:  # one axis takes the group that is there
+        store, rank = _torch.default_store(), dist.get_rank()
+        meet(store, f"autoshard/meet/{mesh}/{store.add(f'autoshard/meets/{mesh}/{rank}', 1)}", rank, range(world), join_timeout)
+    return _placed(mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names), device, join_timeout)
+
+
+def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: float) -> Place:
+    coordinates = device_mesh.get_coordinate()
+    if coordinates is None:
+        raise MeshError(f"rank {dist.get_rank()} is not part of the mesh; call compile on its ranks only")
+    if device is None:
+        device = device_mesh.device_type
+        if device == "cuda":
+            device = f"cuda:{torch.cuda.current_device()}"
+    return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), torch.device(device), join_timeout)

@@ -1,0 +1,259 @@
+"""Prices, messages and the bound they prove; reduced costs that fix strategies; the core they leave."""
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.search.clock import Phase
+from autoshard.search.reductions.core import Core, Table
+from autoshard.search.dual import messages
+from autoshard.search.dual.packed import Packed, pack
+from autoshard.search.reductions import Infeasible
+
+ROUND = 50  # sweeps between looks at the clock
+GUESS = 0.02  # of the bound: how far above it a step aims while no cost is known
+SETTLED = 1e-3  # relative progress of a round below which the first messages count as settled
+FIRST_SWEEPS, SWEEPS, ROUNDS = 6, 20, 100  # of `converge`
+TIGHT, GAINED, STALL = 5e-10, 1e-7, 3  # relative: a bound that is reached; a gain that is none, and how often
+NEAR, SLOW = 0.05, 0.02  # once the gap is below 5 %, a round must gain 2 % of it
+FINER = 2.0 ** -6
+SETTLE = 10  # more sweeps at the best prices, before a bound is read off
+
+
+class Dual:
+    """Lagrangian prices on the rows and messages on the edges of one core.
+
+    `nodes`: the order of sweeps. `bound` is what the sweeps claim (constant included); `certify` returns what the messages prove."""
+
+    def __init__(self, core: Core, row_prices: np.ndarray | None = None, nodes: list[int] | None = None):
+        self.core = core
+        self.packed, self.nodes, self.rows = pack(core, nodes)
+        p = self.packed
+        sizes = np.diff(p.start)
+        self.message = np.zeros(int(np.repeat(sizes, np.diff(p.adj_ptr)).sum()))
+        self.prices = _place_prices(row_prices, self.rows)
+        self.best_prices = self.prices.copy()
+        self.average = np.zeros(len(self.rows))
+        self.choice = np.zeros(len(self.nodes), dtype=np.int64)
+        self.best_choice = self.choice.copy()
+        self.state = np.array([0.1, -np.inf, 0.0, 0.0, np.inf])
+
+    @cached_property
+    def ceiling(self) -> float:
+        """Far above what any choice costs: a bound beyond it says that no choice fits, with room for rounding."""
+        core, p = self.core, self.packed
+        most = sum(float(np.abs(core.cost[v]).max()) for v in core.alive)
+        most += sum(float(np.abs(t.a[np.isfinite(t.a)]).max(initial=0.0)) for v in core.alive for t in core.adj[v].values())
+        capped = np.isfinite(p.price)
+        most += float(np.dot(p.price[capped], p.scale[capped] + np.abs(p.slack[capped])))
+        return 2.0 * most + 1e-300
+
+    @property
+    def bound(self) -> float:
+        return float(self.state[1]) + self.core.constant
+
+    @property
+    def sweep_work(self) -> int:
+        """Table entries that one sweep, forward and backward, reads."""
+        sizes = np.diff(self.packed.start)
+        return int(np.dot(np.repeat(sizes, np.diff(self.packed.adj_ptr)), sizes[self.packed.adj_node]))
+
+    def row_prices(self) -> np.ndarray:
+        """The best prices, per row of the core."""
+        out = np.zeros(len(self.core.limit))
+        out[self.rows] = self.best_prices
+        return out
+
+    def ascend(self, phase: Phase, *, target: float | None, step: float = 0.1, stall: int = 6) -> None:
+        """Raise the bound until `stall` rounds bring less than 1e-6, or the phase is over. `target` is a cost that was or may be
+        reached; without one a little above the bound is aimed at."""
+        self._warm_up(phase)
+        self.state[0], self.state[2] = step, 0.0
+        self.prices[:] = self.best_prices
+        self.average[:] = 0.0
+        flat, guess = 0, GUESS
+        while flat < stall and not phase.over():
+            before = self.state[1]
+            self._aim(target, guess)
+            self._round(phase)
+            if self.state[1] > self.ceiling:
+                raise Infeasible(-1)
+            guess = _adapt(guess, self.state[1] - before, self.state[3] - before)
+            flat = 0 if self.state[1] > before + 1e-6 * abs(before) else flat + 1
+            if not len(self.rows) and flat:
+                break
+
+    def _warm_up(self, phase: Phase) -> None:
+        """Messages at fixed prices until they settle: price steps taken on raw messages are noise."""
+        self.state[0] = 0.0
+        before = -np.inf
+        while not phase.over():
+            self._round(phase)
+            if self.state[1] <= before + SETTLED * abs(before):
+                return
+            before = self.state[1]
+
+    def settle_at_prices(self, phase: Phase, work: float = math.inf) -> None:
+        """Sweeps at the present prices only, until they bring less than 1e-7 of the bound, or have read `work` table entries."""
+        self.state[0], before = 0.0, -np.inf
+        while not phase.over() and work > 0:
+            self._round(phase)
+            if self.state[1] <= before + 1e-7 * abs(before):
+                return
+            before = self.state[1]
+            work -= ROUND * self.sweep_work
+
+    def _round(self, phase: Phase) -> None:
+        messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice,
+                        self.best_choice, self.average, ROUND)
+        phase.tick(ROUND)
+
+    def _aim(self, target: float | None, guess: float) -> None:
+        """The cost that steps aim at: the least known, else a little above the bound."""
+        known = min(self.state[4], math.inf if target is None else target - self.core.constant)
+        best = float(self.state[1])
+        self.state[3] = known if math.isfinite(known) else best + guess * abs(best)
+
+    def settle(self) -> tuple[np.ndarray, float]:
+        """(priced node costs, constant) at the best prices, after a few more sweeps of the messages."""
+        cost, theta = np.empty_like(self.packed.cost), np.empty_like(self.packed.cost)
+        constant = messages.priced_costs(self.packed, self.best_prices, cost)
+        for _ in range(SETTLE):
+            messages.sweep(self.packed, cost, self.message, theta, False)
+            messages.sweep(self.packed, cost, self.message, theta, True)
+        messages.sweep(self.packed, cost, self.message, theta, False)
+        return cost, constant
+
+    def converge(self, phase: Phase, enough: float = TIGHT) -> tuple[float, np.ndarray, float]:
+        """Without rows: sweep until the decoded choice costs what the messages prove, within `enough` of it, or too little
+        is gained. Called again it goes on.
+
+        Ends by work, not by the clock, unless the phase is over. Returns (bound, choice per packed node, its cost)."""
+        p, bound, value = self.packed, -np.inf, np.inf
+        theta, choice = np.empty_like(p.cost), np.zeros(len(self.nodes), dtype=np.int64)
+        constant, flat = self.core.constant, 0
+        grid = _grid(p) * FINER  # nothing here sums whole numbers
+        for turn in range(ROUNDS):
+            sweeps = SWEEPS if turn else FIRST_SWEEPS
+            for _ in range(sweeps):
+                messages.sweep(p, p.cost, self.message, theta, False)
+                messages.sweep(p, p.cost, self.message, theta, True)
+            messages.decode(p, p.cost, self.message, self.choice)
+            cost = float(messages.total_cost(p, self.choice)) + constant
+            if cost < value:
+                value, choice = cost, self.choice.copy()
+            messages.sweep(p, p.cost, self.message, theta, False)
+            self.proven = self.message.copy()
+            now = float(messages.decouple(p, p.cost, self.proven, grid)) + constant
+            flat = flat + 1 if now <= bound + _too_little(bound, value) else 0
+            bound = max(bound, now)
+            phase.tick(sweeps)
+            if value - bound <= max(TIGHT, enough) * abs(bound) or flat >= STALL or phase.over():
+                break
+        self.state[1] = bound - constant
+        return bound, choice, value
+
+    def possible(self, upper: float) -> dict[int, np.ndarray]:
+        """Without rows: masks of the strategies, by core node, that a choice of cost at most `upper` may take."""
+        p, theta = self.packed, np.empty_like(self.packed.cost)
+        messages.sweep(p, p.cost, self.message, theta, False)
+        bound = float(messages.sweep(p, p.cost, self.message, theta, True)) + self.core.constant
+        alive = theta <= upper - bound + 1e-9 * max(abs(upper), abs(bound))
+        return {int(v): alive[p.start[i]:p.start[i + 1]] for i, v in enumerate(self.nodes)}
+
+    def reduce(self, upper: float) -> tuple[Core, float]:
+        """(core, bound): the core reparametrised, without the strategies and pairs that would cost more than `upper`.
+
+        Valid for every choice of cost at most `upper`. Raises Infeasible when there is none."""
+        p = self.packed
+        cost, constant = self.settle()
+        message, theta = self.message.copy(), np.empty_like(cost)
+        messages.decouple(p, cost, message, _grid(p))
+        incoming = sum_messages(p, message)
+        marginal = cost + incoming
+        if not np.isfinite(cost).all():
+            raise ValueError("messages need finite costs: presolve removes the forbidden strategies first")
+        least = np.minimum.reduceat(marginal, p.start[:-1]) if len(p.start) > 1 else np.zeros(0)
+        core = self.core.copy()
+        tables, edge_least = self.slacks(message)
+        bound = float(math.fsum([*least, *edge_least.values()])) + constant + self.core.constant
+        room = upper - bound + 1e-9 * max(abs(upper), abs(bound))
+        messages.sweep(p, cost, self.message, theta, True)  # sharper on each node than the decoupled form
+        alive = (theta <= room) & (marginal - np.repeat(least, np.diff(p.start)) <= room)
+        self.write(core, incoming, tables, edge_least, alive, room)
+        return core, bound
+
+    def slacks(self, message: np.ndarray) -> tuple[dict[tuple[int, int], np.ndarray], dict[tuple[int, int], float]]:
+        p, tables, least = self.packed, {}, {}
+        for v in range(len(self.nodes)):
+            k = int(p.start[v + 1] - p.start[v])
+            for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+                w = int(p.adj_node[a])
+                if w > v:
+                    width = int(p.start[w + 1] - p.start[w])
+                    m, back = p.adj_message[a], p.adj_message[p.adj_back[a]]
+                    table = p.table[p.adj_table[a]:p.adj_table[a] + k * width].reshape(k, width)
+                    slack = table - message[m:m + k, None] - message[None, back:back + width]
+                    tables[v, w], least[v, w] = slack, float(slack.min())
+        return tables, least
+
+    def write(self, core: Core, incoming: np.ndarray, tables: dict, least: dict, alive: np.ndarray, room: float) -> None:
+        p = self.packed
+        for (v, w), slack in tables.items():
+            low = least[v, w]
+            table = Table(np.where(slack - low <= room, slack - low, np.inf))
+            u, x = int(self.nodes[v]), int(self.nodes[w])
+            core.adj[u][x], core.adj[x][u] = table, table.T
+            core.constant += low
+        for v, node in enumerate(self.nodes.tolist()):
+            mask = alive[p.start[v]:p.start[v + 1]]
+            core.cost[node] = core.cost[node] + incoming[p.start[v]:p.start[v + 1]]
+            if not mask.any():
+                raise Infeasible(node)
+            if not mask.all():
+                core.keep(node, np.flatnonzero(mask))
+
+
+def _too_little(bound: float, value: float) -> float:
+    """The gain of a round of `converge` that does not count."""
+    if not math.isfinite(bound):
+        return 0.0
+    gap = value - bound
+    return max(GAINED * abs(bound), SLOW * gap if gap < NEAR * abs(bound) else 0.0)
+
+
+def _adapt(guess: float, gained: float, aimed: float) -> float:
+    """Aim higher while rounds gain much of what was aimed at, lower when they gain nothing."""
+    if gained > 0.1 * aimed:
+        return min(8.0, 2.0 * guess)
+    return guess if gained > 0.0 else max(0.002, 0.5 * guess)
+
+
+def sum_messages(p: Packed, message: np.ndarray) -> np.ndarray:
+    out = np.zeros_like(p.cost)
+    for v in range(len(p.start) - 1):
+        k = p.start[v + 1] - p.start[v]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            out[p.start[v]:p.start[v + 1]] += message[p.adj_message[a]:p.adj_message[a] + k]
+    return out
+
+
+def _grid(p: Packed) -> float:
+    """A power of two: sums of costs and messages that are multiples of it are exact in 53 bits."""
+    finite = p.table[np.isfinite(p.table)]
+    largest = max(float(np.abs(finite).max(initial=0.0)), float(np.abs(p.cost).max(initial=0.0)), 1e-300)
+    return 2.0 ** (math.ceil(math.log2(largest)) - 44)
+
+
+def _place_prices(row_prices: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+    """Prices of rows that are no longer kept go to the nearest row that is."""
+    out = np.zeros(len(rows))
+    if row_prices is not None and len(rows):
+        for r in np.flatnonzero(row_prices).tolist():
+            at = int(np.searchsorted(rows, r))
+            if at == len(rows) or (at and r - rows[at - 1] < rows[at] - r):
+                at -= 1
+            out[at] += row_prices[r]
+    return out

@@ -1,0 +1,259 @@
+"""Compiled message passing (sequential tree-reweighted, TRW-S) and the row prices that go with it.
+
+A message into v is a change of v's costs that the edge takes back, so for any messages and any prices in range
+
+    sum_v min_s theta_v(s) + sum_uv min_st slack_uv(s, t) - sum_r price_r * slack_r
+
+is a lower bound, with theta = cost + price of usage + messages in and slack_uv = table minus both messages. `decouple`
+brings the bound of the sweeps into this form, whose validity needs no theory and no trust in the sweeps."""
+from __future__ import annotations
+
+import numpy as np
+
+from autoshard.search.dual.jit import compiled
+from autoshard.search.dual.packed import Packed
+
+
+@compiled
+def priced_costs(p: Packed, prices: np.ndarray, out: np.ndarray) -> float:
+    """Write cost + price of usage to `out`; returns the constant -sum price x slack."""
+    total = np.zeros(len(prices) + 1)
+    constant = 0.0
+    for r in range(len(prices)):
+        total[r + 1] = total[r] + prices[r]
+        if prices[r] > 0.0:
+            constant -= prices[r] * p.slack[r]
+    out[:] = p.cost
+    for v in range(len(p.start) - 1):
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        for i in range(p.item_ptr[v], p.item_ptr[v + 1]):
+            unit = total[p.item_hi[i]] - total[p.item_lo[i]]
+            if unit > 0.0:
+                for s in range(k):
+                    out[base + s] += unit * p.amount[p.item_amount[i] + s]
+    return constant
+
+
+@compiled
+def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, backward: bool) -> float:
+    """One pass over the nodes; `theta` gets each node's min-marginal on its chains. Returns the bound (backward only)."""
+    n = len(p.start) - 1
+    bound = 0.0
+    for i in range(n):
+        v = n - 1 - i if backward else i
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        before = after = 0
+        for s in range(k):
+            theta[base + s] = cost[base + s]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            m = p.adj_message[a]
+            for s in range(k):
+                theta[base + s] += message[m + s]
+            if p.adj_node[a] < v:
+                before += 1
+            else:
+                after += 1
+        least = theta[base]
+        for s in range(1, k):
+            least = min(least, theta[base + s])
+        for s in range(k):
+            theta[base + s] -= least
+        bound += least
+        share = 1.0 / max(before, after, 1)
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            if (p.adj_node[a] < v) == backward:
+                bound += _send(p, message, theta, v, a, share)
+    return bound
+
+
+@compiled
+def _send(p: Packed, message: np.ndarray, theta: np.ndarray, v: int, a: int, share: float) -> float:
+    """Replace the message from v along entry a; its minimum is made zero and returned."""
+    w, m, t0 = p.adj_node[a], p.adj_message[a], p.adj_table[a]
+    out = p.adj_message[p.adj_back[a]]
+    base, k = p.start[v], p.start[v + 1] - p.start[v]
+    width = p.start[w + 1] - p.start[w]
+    target = message[out:out + width]
+    for t in range(width):
+        target[t] = np.inf
+    for s in range(k):
+        own = share * theta[base + s] - message[m + s]
+        row = p.table[t0 + s * width:t0 + (s + 1) * width]
+        for t in range(width):
+            value = own + row[t]
+            target[t] = value if value < target[t] else target[t]
+    least = target[0]
+    for t in range(1, width):
+        least = min(least, target[t])
+    for t in range(width):
+        target[t] -= least
+    return least
+
+
+@compiled
+def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> float:
+    """After a forward sweep: a last backward pass that leaves every node's share on the edge that carries it on.
+
+    Changes `message` in place, rounded to multiples of `grid` (a power of two; whole costs then sum exactly), and
+    returns the bound it proves, computed from the messages alone."""
+    n = len(p.start) - 1
+    theta = np.empty(p.start[n])
+    for i in range(n):
+        v = n - 1 - i
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        before = after = 0
+        for s in range(k):
+            theta[base + s] = cost[base + s]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            m = p.adj_message[a]
+            for s in range(k):
+                theta[base + s] += message[m + s]
+            if p.adj_node[a] < v:
+                before += 1
+            else:
+                after += 1
+        share = 1.0 / max(before, after, 1)
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            if p.adj_node[a] < v:
+                _send(p, message, theta, v, a, share)
+                m = p.adj_message[a]
+                for s in range(k):
+                    message[m + s] -= share * theta[base + s]
+    for i in range(len(message)):
+        message[i] = np.rint(message[i] / grid) * grid
+    return reparametrised_bound(p, cost, message)
+
+
+@compiled
+def reparametrised_bound(p: Packed, cost: np.ndarray, message: np.ndarray) -> float:
+    bound = 0.0
+    for v in range(len(p.start) - 1):
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        least = np.inf
+        for s in range(k):
+            value = cost[base + s]
+            for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+                value += message[p.adj_message[a] + s]
+            least = min(least, value)
+        bound += least
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            w = p.adj_node[a]
+            if w > v:
+                width = p.start[w + 1] - p.start[w]
+                m, back, t0 = p.adj_message[a], p.adj_message[p.adj_back[a]], p.adj_table[a]
+                least = np.inf
+                for s in range(k):
+                    for t in range(width):
+                        least = min(least, p.table[t0 + s * width + t] - message[m + s] - message[back + t])
+                bound += least
+    return bound
+
+
+@compiled
+def decode(p: Packed, cost: np.ndarray, message: np.ndarray, choice: np.ndarray) -> None:
+    """The usual primal of a backward-swept chain: in order, each node given the choices before it."""
+    for v in range(len(p.start) - 1):
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        best, at = np.inf, 0
+        for s in range(k):
+            value = cost[base + s]
+            for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+                w = p.adj_node[a]
+                if w < v:
+                    value += p.table[p.adj_table[a] + s * (p.start[w + 1] - p.start[w]) + choice[w]]
+                else:
+                    value += message[p.adj_message[a] + s]
+            if value < best:
+                best, at = value, s
+        choice[v] = at
+
+
+@compiled
+def row_loads(p: Packed, choice: np.ndarray) -> np.ndarray:
+    delta = np.zeros(len(p.slack) + 1)
+    for v in range(len(p.start) - 1):
+        for i in range(p.item_ptr[v], p.item_ptr[v + 1]):
+            amount = p.amount[p.item_amount[i] + choice[v]]
+            delta[p.item_lo[i]] += amount
+            delta[p.item_hi[i]] -= amount
+    return np.cumsum(delta)[:-1]
+
+
+@compiled
+def total_cost(p: Packed, choice: np.ndarray) -> float:
+    """Node and edge costs of a choice, without rows."""
+    cost = 0.0
+    for v in range(len(p.start) - 1):
+        cost += p.cost[p.start[v] + choice[v]]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            w = p.adj_node[a]
+            if w > v:
+                cost += p.table[p.adj_table[a] + choice[v] * (p.start[w + 1] - p.start[w]) + choice[w]]
+    return cost
+
+
+@compiled
+def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray, best_prices: np.ndarray,
+           choice: np.ndarray, best_choice: np.ndarray, average: np.ndarray, sweeps: int) -> float:
+    """Alternate sweeps with steps on the prices (none while the step is 0), `sweeps` times. `state` = [step, best bound,
+    sweeps without progress, target, least cost of a decoded choice that fits (it is in `best_choice`)].
+
+    The step follows the averaged excess load of the decoded choices, scaled by (target - bound) / |excess|^2; after 40
+    sweeps without progress it shrinks and starts again from the best prices. Returns the last bound."""
+    cost, theta = np.empty(len(p.cost)), np.empty(len(p.cost))
+    bound = -np.inf
+    for _ in range(sweeps):
+        constant = priced_costs(p, prices, cost)
+        sweep(p, cost, message, theta, False)
+        bound = sweep(p, cost, message, theta, True) + constant
+        _note_progress(bound, prices, state, best_prices, average)
+        if len(prices) == 0 or state[0] == 0.0:
+            continue
+        decode(p, cost, message, choice)
+        excess = (row_loads(p, choice) - p.slack) / p.scale
+        value = _fitting_cost(p, choice, excess)
+        if value < state[4]:
+            state[4] = value
+            best_choice[:] = choice
+        _step_prices(p, prices, average, excess, state[0] * max(state[3] - bound, 1e-6 * abs(bound)))
+    return bound
+
+
+@compiled
+def _note_progress(bound: float, prices: np.ndarray, state: np.ndarray, best_prices: np.ndarray, average: np.ndarray) -> None:
+    if bound > state[1]:
+        if bound > state[1] + 1e-6 * abs(bound):
+            state[2] = 0.0
+        state[1] = bound
+        best_prices[:] = prices
+    state[2] += 1.0
+    if state[2] > 40.0:
+        state[0] *= 0.6
+        state[2] = 0.0
+        prices[:] = best_prices
+        average[:] = 0.0
+
+
+@compiled
+def _fitting_cost(p: Packed, choice: np.ndarray, excess: np.ndarray) -> float:
+    """What a choice costs with its priced rows; inf where it is over a hard one."""
+    value = 0.0
+    for r in range(len(excess)):
+        if p.price[r] < np.inf:
+            value += p.price[r] * max(0.0, excess[r] * p.scale[r])
+        elif excess[r] > 0.0:
+            return np.inf
+    return value + total_cost(p, choice)
+
+
+@compiled
+def _step_prices(p: Packed, prices: np.ndarray, average: np.ndarray, excess: np.ndarray, reach: float) -> None:
+    """Update the averaged excess, and move the prices along it as far as should raise the bound by `reach`."""
+    norm = 0.0
+    for r in range(len(prices)):
+        average[r] = 0.8 * average[r] + 0.2 * excess[r]
+        if prices[r] > 0.0 or average[r] > 0.0:
+            norm += average[r] * average[r]
+    if norm > 0.0:
+        for r in range(len(prices)):
+            prices[r] = min(max(0.0, prices[r] + reach / norm * average[r] / p.scale[r]), p.price[r])

@@ -1,0 +1,143 @@
+"""A core as flat arrays for the compiled loops. Equal tables are stored once, so most of it stays in cache."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard.search.reductions.core import Core, Table, connected
+from autoshard.search.reductions.rows import most_load
+
+WALKS = 3  # each from where the last one ended: then it starts at an end
+
+
+class Packed(NamedTuple):
+    """Nodes 0..n-1 are the core's alive nodes in order. For adjacency entry a of node v: `adj_node[a]` the neighbour,
+    `table[adj_table[a]:]` the costs, v-major, `adj_message[a]` where the message into v starts, `adj_back[a]` the
+    neighbour's entry for v. Items of node v: `item_ptr[v]:item_ptr[v+1]`. `slack` = limit - base of each row; `scale` makes
+    rows of different units (bytes, seconds) comparable."""
+
+    start: np.ndarray
+    adj_ptr: np.ndarray
+    adj_node: np.ndarray
+    adj_table: np.ndarray
+    adj_message: np.ndarray
+    adj_back: np.ndarray
+    table: np.ndarray
+    cost: np.ndarray
+    item_ptr: np.ndarray
+    item_lo: np.ndarray
+    item_hi: np.ndarray
+    item_amount: np.ndarray
+    amount: np.ndarray
+    slack: np.ndarray
+    price: np.ndarray
+    scale: np.ndarray
+
+
+def along(core: Core) -> list[int]:
+    """The nodes by how far they are from one at an end: sweeps in this order carry what they know through all layers. In half
+    as many sweeps as in the order of ops, whose copies come last, the untied 8B problem at its best prices is exact."""
+    order: list[int] = []
+    seen: set[int] = set()
+    for start in core.alive:
+        if start not in seen:
+            reached = connected(core, start)
+            for _ in range(1, WALKS):
+                reached = connected(core, reached[-1])
+            seen.update(reached)
+            order += reached
+    return order
+
+
+def pack(core: Core, nodes: list[int] | None = None) -> tuple[Packed, np.ndarray, np.ndarray]:
+    """(arrays, core node of each packed node, core row of each packed row). Of the rows that see the same items, and
+    of neighbours of which one is always at least as full, only the tightest is kept. `nodes`: those alive in the order of sweeps."""
+    nodes = core.alive if nodes is None else nodes
+    number = {v: i for i, v in enumerate(nodes)}
+    start = np.concatenate([[0], np.cumsum([len(core.cost[v]) for v in nodes])]).astype(np.int64)
+    kept = _needed_rows(core, nodes)
+    rows = np.flatnonzero(kept)
+    row_of = np.concatenate([[0], np.cumsum(kept)])
+    slack = core.limit[rows] - core.base[rows]
+    slack += 1e-12 * np.maximum(np.abs(core.limit[rows]), 1.0) * (slack != np.rint(slack))
+    cost = np.concatenate([core.cost[v] for v in nodes]) if nodes else np.zeros(0)
+    packed = Packed(start, *_pack_edges(core, nodes, number), cost, *_pack_items(core, nodes, row_of), slack, core.price[rows],
+                    _scales(core, slack, rows))
+    return packed, np.array(nodes, dtype=np.int64), rows
+
+
+def _scales(core: Core, slack: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """One scale for all hard rows, which share a unit; a priced row's is the most it can be loaded."""
+    hard = np.isinf(core.price[rows])
+    common = float(np.abs(slack[hard]).max(initial=0.0)) or 1.0
+    most = np.maximum(most_load(core)[rows] - core.base[rows], 1e-300) if len(rows) else slack
+    return np.where(hard, common, most)
+
+
+def _needed_rows(core: Core, nodes: list[int]) -> np.ndarray:
+    """Mask of rows that decide. Row r+1 sees all of r's items when none ends in between, and is then as full."""
+    count = len(core.limit)
+    begins, ends = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
+    for v in nodes:
+        for item in core.items[v]:
+            begins[item.lo] += 1
+            ends[item.hi] += 1
+    touched = np.cumsum(begins - ends)[:-1] > 0
+    slack = core.limit - core.base
+    kept: list[int] = []
+    free = np.isinf(core.price)  # a priced row is kept: it is not about fitting
+    since_end = np.cumsum(ends)
+    since_begin = np.cumsum(begins)
+    for r in np.flatnonzero(touched).tolist():
+        while kept and free[r] and free[kept[-1]] and since_end[r] == since_end[kept[-1]] and slack[kept[-1]] >= slack[r]:
+            kept.pop()
+        covered = kept and free[r] and free[kept[-1]] and since_begin[r] == since_begin[kept[-1]] and slack[kept[-1]] <= slack[r]
+        if not covered:
+            kept.append(r)
+    mask = np.zeros(count, dtype=bool)
+    mask[kept] = True
+    return mask
+
+
+def _pack_edges(core: Core, nodes: list[int], number: dict[int, int]) -> tuple[np.ndarray, ...]:
+    pointer, neighbour, where, message = [0], [], [], []
+    position: dict[tuple[int, int], int] = {}
+    offsets: dict[int, int] = {}
+    tables: list[Table] = []
+    size = total = 0
+    for v in nodes:
+        for u in sorted(core.adj[v]):
+            table = core.adj[v][u]
+            if id(table) not in offsets:
+                offsets[id(table)] = size
+                tables.append(table)
+                size += table.a.size
+            position[v, u] = len(neighbour)
+            neighbour.append(number[u])
+            where.append(offsets[id(table)])
+            message.append(total)
+            total += len(core.cost[v])
+        pointer.append(len(neighbour))
+    back = [position[u, v] for v in nodes for u in sorted(core.adj[v])]
+    flat = np.concatenate([t.a.ravel() for t in tables]) if tables else np.zeros(0)
+    return (*(np.array(x, dtype=np.int64) for x in (pointer, neighbour, where, message, back)), flat)
+
+
+def _pack_items(core: Core, nodes: list[int], row_of: np.ndarray) -> tuple[np.ndarray, ...]:
+    pointer, lo, hi, where = [0], [], [], []
+    offsets: dict[int, int] = {}
+    amounts: list[np.ndarray] = []
+    size = 0
+    for v in nodes:
+        for item in core.items[v]:
+            if id(item.amount) not in offsets:
+                offsets[id(item.amount)] = size
+                amounts.append(item.amount)
+                size += len(item.amount)
+            lo.append(int(row_of[item.lo]))
+            hi.append(int(row_of[item.hi]))
+            where.append(offsets[id(item.amount)])
+        pointer.append(len(lo))
+    flat = np.concatenate(amounts) if amounts else np.zeros(0)
+    return (*(np.array(x, dtype=np.int64) for x in (pointer, lo, hi, where)), flat)

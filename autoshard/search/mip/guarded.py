@@ -1,0 +1,149 @@
+"""Mixed-integer programs solved in a process that can be killed. See `worker.py` for why."""
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from autoshard.search.mip import worker
+
+log = logging.getLogger("autoshard")
+GRACE = 10.0  # seconds past its limit before a solver is taken to hang: it looks at its clock between LP solves only
+SHORTEST = 0.05
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`reason` and `limit` as MathOpt names them, or "KILLED"; `bound` of the program; `values` of the columns asked
+    for, or None."""
+
+    reason: str
+    limit: str
+    bound: float
+    values: np.ndarray | None
+
+
+def solve_program(program: bytes, columns: int, *, solver: str, seconds: float, seed: int,
+                  nodes: int | None = None) -> Answer:
+    """Solve a serialized MathOpt model with `solver` ("milp" or "cp_sat") for at most `seconds` and, the same on every
+    machine, at most `nodes` of its search tree."""
+    request = {"columns": columns, "solver": solver, "seconds": max(SHORTEST, seconds), "seed": seed, "nodes": nodes}
+    with _workers().borrowed() as worker:
+        return worker.ask(request, program)
+
+
+def start() -> None:
+    """Start a solver process, unless one is idle, while the caller still prepares what it is for."""
+    _workers().start()
+
+
+def cpu_seconds() -> float:
+    """CPU time that this process's solver processes have used."""
+    return _workers().cpu_seconds()
+
+
+class Worker:
+    """One solver process."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        # -P: the script's own folder has modules with common names and is no place to import from
+        self.process = subprocess.Popen([sys.executable, "-P", str(Path(worker.__file__))], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, env=environment, start_new_session=True)
+        self.cpu_seconds = 0.0
+
+    def ask(self, request: dict, program: bytes) -> Answer:
+        """Kills the process when it does not answer; it is of no use after that."""
+        try:
+            worker.write(self.process.stdin, request, program)
+            if not self._ready(2 * request["seconds"] + GRACE):
+                return self._give_up(f"it did not answer {GRACE:.0f} s after twice its limit of {request['seconds']:.1f} s")
+            header, payload = worker.read(self.process.stdout)
+        except (EOFError, BrokenPipeError):
+            return self._give_up("it crashed; what it said is above")
+        except BaseException:  # interrupted half-way through a message: nobody could read the next one
+            self.close()
+            raise
+        self.cpu_seconds = header["cpu_seconds"]
+        return Answer(header["reason"], header["limit"], header["bound"], np.frombuffer(payload) if header["found"] else None)
+
+    def _give_up(self, why: str) -> Answer:
+        log.warning("a solver process was ended: %s; the search goes on without its answer", why)
+        self.close()
+        return Answer("KILLED", "", -np.inf, None)
+
+    def _ready(self, seconds: float) -> bool:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            return bool(selector.select(seconds))
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:  # what was buffered has nobody to go to
+            return
+
+
+class Workers:
+    """Idle solver processes, one for each thread that solves at the same time."""
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+        self._started: list[Worker] = []
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    def start(self) -> None:
+        with self.borrowed():
+            return
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Worker]:
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+        if worker is None or not worker.alive:
+            worker = Worker()
+            self._started.append(worker)
+        yield worker
+        if worker.alive:
+            with self._lock:
+                self._idle.append(worker)
+
+    def cpu_seconds(self) -> float:
+        return sum(worker.cpu_seconds for worker in self._started)
+
+    def close(self) -> None:
+        """End the processes; a forked child leaves those of its parent alone."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            for worker in self._idle:
+                worker.close()
+            self._idle.clear()
+
+
+@cache
+def _workers() -> Workers:
+    """Of this process; a forked child starts its own."""
+    workers = Workers()
+    atexit.register(workers.close)
+    os.register_at_fork(after_in_child=_workers.cache_clear)
+    return workers

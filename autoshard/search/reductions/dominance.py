@@ -1,0 +1,106 @@
+"""Dominance with usage: strategy a goes when some b is never dearer, whatever the neighbours do, and never loads
+a row more.
+
+Example: costs [5, 3], edge rows [0, 1] and [1, 2]: the first is replaced by the second at a change of at most
+1 + (3 - 5) = -1, so it goes, if its usage is not smaller."""
+from __future__ import annotations
+
+import numpy as np
+
+from autoshard.search.reductions.core import Core
+
+LARGEST_WORK = 60_000_000
+REMEMBERED = 200  # strategies; what replaces what among more takes megabytes
+SMALL_WORK = 50_000  # below, looking for repetition takes longer than it saves
+
+
+def replacement(table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """([a, b]: the most that replacing row a by row b can add, over the columns where row a is finite; kind of every row).
+    With kinds, the first part is about the kinds: strategies repeat what they show a neighbour, of 120 matmul strategies
+    it may see 20 different layouts. None when that is too much work."""
+    if table.size * len(table) < SMALL_WORK:
+        return _replacement(table), None
+    rows, row = distinct(table)
+    columns, _ = distinct(np.ascontiguousarray(table[rows].T))
+    found = _replacement(np.ascontiguousarray(table[np.ix_(rows, columns)]))
+    return None if found is None else (found, row)
+
+
+def distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(first row of every kind, kind of every row), kinds in order of their first rows."""
+    raw, width = table.tobytes(), table.itemsize * table.shape[1]
+    seen: dict[bytes, int] = {}  # of rows as bytes: several times faster than sorting them
+    first, kind = [], []
+    for i in range(len(table)):
+        row = raw[i * width:(i + 1) * width]
+        if row not in seen:
+            seen[row] = len(first)
+            first.append(i)
+        kind.append(seen[row])
+    return np.array(first), np.array(kind)
+
+
+def _replacement(table: np.ndarray) -> np.ndarray | None:
+    k, m = table.shape
+    if k * k * m > LARGEST_WORK:
+        return None
+    out = np.empty((k, k))
+    step = max(1, 2_000_000 // max(1, k * m))
+    for a in range(0, k, step):
+        difference = table[None, :, :] - table[a:a + step, None, :]  # inf - inf is nan here, and fmax skips it
+        out[a:a + step] = np.fmax.reduce(difference, axis=2)
+    return out
+
+
+def dominate(core: Core, v: int) -> bool:
+    tables = list(core.adj[v].values())
+    found = core.memo(_undominated, core.cost[v], *tables, *load_profile(core, v))
+    if found is None:
+        return False
+    core.keep(v, *found)
+    return True
+
+
+def load_profile(core: Core, v: int) -> tuple:
+    """What the rows see of v, as memo arguments: nothing, or one array, strategies x stretches of rows."""
+    items = core.items[v]
+    if len(items) <= 1:
+        return tuple(i.amount for i in items)
+    points = sorted({p for i in items for p in (i.lo, i.hi)})
+    rank = {p: n for n, p in enumerate(points)}
+    shape = tuple((rank[i.lo], rank[i.hi]) for i in items)
+    return (core.memo_shaped(_loads, shape, *(i.amount for i in items)),)
+
+
+def _loads(shape: tuple, *amounts: np.ndarray) -> np.ndarray:
+    out = np.zeros((len(amounts[0]), max(hi for _, hi in shape)))
+    for (lo, hi), amount in zip(shape, amounts, strict=True):
+        out[:, lo:hi] += amount[:, None]
+    return out
+
+
+def _undominated(cost: np.ndarray, *parts) -> tuple[np.ndarray, np.ndarray] | None:
+    """(indices of the strategies that stay, [a, b]: the most that the b-th of them adds instead of the a-th that goes);
+    None when all stay. Equal ones leave the first."""
+    k = len(cost)
+    worst = cost[None, :] - cost[:, None]
+    fits = np.ones((k, k), dtype=bool)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            load = part.reshape(k, -1)
+            for column in load.T:
+                fits &= column[None, :] <= column[:, None]
+        else:
+            change = part.fact(replacement) if len(part.a) <= REMEMBERED else replacement(part.a)
+            if change is None:
+                return None
+            most, kind = change
+            worst += most if kind is None else most[kind[:, None], kind[None, :]]
+    better = fits & (worst <= 0)
+    np.fill_diagonal(better, False)
+    if not better.any():
+        return None
+    kept = np.ones(k, dtype=bool)
+    for a in np.lexsort((-np.arange(k), -cost)):  # dearest and last first; only a strategy still kept may replace
+        kept[a] = not (better[a] & kept).any()
+    return np.flatnonzero(kept), worst[np.ix_(~kept, kept)]

@@ -1,0 +1,311 @@
+"""Compiled local search: exact re-optimisation of random induced trees, priced and with noise, annealed.
+
+A move picks a random set of nodes that induces a tree, solves it exactly by dynamic programming given its surroundings
+(costs + prices x usage + noise), and keeps the outcome if every row still fits and the true cost rises by no more
+than the temperature allows. Prices steer; only true costs and true loads decide."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard.search.dual.jit import compiled
+from autoshard.search.dual.packed import Packed
+
+
+@compiled
+def _random(state: np.ndarray) -> float:
+    """Uniform in [0, 1) from a 64-bit xorshift: the same on every thread and machine for the same state."""
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
+
+
+@compiled
+def violation(load: np.ndarray, p: Packed) -> float:
+    """How far the hard rows are over their limits, added up."""
+    total = 0.0
+    for r in range(len(load)):
+        if load[r] > p.slack[r] and p.price[r] == np.inf:
+            total += load[r] - p.slack[r]
+    return total
+
+
+@compiled
+def excess_cost(load: np.ndarray, p: Packed) -> float:
+    """What the priced rows cost."""
+    total = 0.0
+    for r in range(len(load)):
+        if load[r] > p.slack[r] and p.price[r] < np.inf:
+            total += p.price[r] * (load[r] - p.slack[r])
+    return total
+
+
+@compiled
+def _grow(p: Packed, rng: np.ndarray, size: int, stamp: int, seen: np.ndarray, count: np.ndarray,
+          tree: np.ndarray, link: np.ndarray, frontier: np.ndarray) -> int:
+    """Fill `tree` with nodes in order of addition; `link[i]` = the adjacency entry of tree[i] that leads to its parent.
+
+    seen[v] = stamp: v has been touched; count[v]: its neighbours in the tree (-1: in the tree itself)."""
+    n = len(p.start) - 1
+    root = int(_random(rng) * n)
+    length, waiting = 0, 0
+    frontier[waiting] = root
+    waiting += 1
+    seen[root], count[root] = stamp, 1
+    while waiting > 0 and length < size:
+        at = int(_random(rng) * waiting)
+        v = frontier[at]
+        waiting -= 1
+        frontier[at] = frontier[waiting]
+        if count[v] != 1:
+            continue
+        count[v] = -1
+        tree[length] = v
+        link[length] = -1
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            w = p.adj_node[a]
+            if seen[w] != stamp:
+                seen[w], count[w] = stamp, 0
+            if count[w] == -1:
+                link[length] = a
+            else:
+                count[w] += 1
+                if count[w] == 1:
+                    frontier[waiting] = w
+                    waiting += 1
+        length += 1
+    return length
+
+
+@compiled
+def _solve_tree(p: Packed, rng: np.ndarray, length: int, stamp: int, seen: np.ndarray, count: np.ndarray,
+                tree: np.ndarray, link: np.ndarray, cost: np.ndarray, noise: float, value: np.ndarray, place: np.ndarray,
+                choice: np.ndarray, new: np.ndarray) -> None:
+    """Write the tree's best choices, the rest fixed, to `new`. `place[v]`: where v's values start in `value`."""
+    used = 0
+    for i in range(length):
+        v = tree[i]
+        place[v] = used
+        k = p.start[v + 1] - p.start[v]
+        _own_values(p, rng, v, stamp, seen, count, cost, noise, choice, value[used:used + k])
+        used += k
+    for i in range(length - 1, 0, -1):
+        _pass_on(p, tree[i], link[i], value, place, value[used:])
+    for i in range(length):
+        v, a = tree[i], link[i]
+        k = p.start[v + 1] - p.start[v]
+        own = value[place[v]:place[v] + k]
+        if i > 0:
+            t0 = p.adj_table[p.adj_back[a]] + new[p.adj_node[a]] * k
+            row = p.table[t0:t0 + k]
+        best, at = np.inf, choice[v]
+        for s in range(k):
+            candidate = own[s] + row[s] if i > 0 else own[s]
+            if candidate < best:
+                best, at = candidate, s
+        new[v] = at
+
+
+@compiled
+def _own_values(p: Packed, rng: np.ndarray, v: int, stamp: int, seen: np.ndarray, count: np.ndarray, cost: np.ndarray,
+                noise: float, choice: np.ndarray, own: np.ndarray) -> None:
+    """What v's strategies cost with noise, towards the neighbours outside the tree."""
+    base, k = p.start[v], p.start[v + 1] - p.start[v]
+    for s in range(k):
+        own[s] = cost[base + s]
+    if noise > 0.0:
+        for s in range(k):
+            own[s] -= noise * np.log(1.0 - _random(rng))
+    for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+        w = p.adj_node[a]
+        if not (seen[w] == stamp and count[w] == -1):
+            t0 = p.adj_table[p.adj_back[a]] + choice[w] * k
+            row = p.table[t0:t0 + k]
+            for s in range(k):
+                own[s] += row[s]
+
+
+@compiled
+def _pass_on(p: Packed, v: int, a: int, value: np.ndarray, place: np.ndarray, message: np.ndarray) -> None:
+    """Add the best of v's values, given its parent's strategy, to the parent, to which entry `a` leads."""
+    w = p.adj_node[a]
+    k, width = p.start[v + 1] - p.start[v], p.start[w + 1] - p.start[w]
+    out = message[:width]
+    for t in range(width):
+        out[t] = np.inf
+    for s in range(k):
+        own_s = value[place[v] + s]
+        if own_s < np.inf:
+            t0 = p.adj_table[a] + s * width
+            row = p.table[t0:t0 + width]
+            for t in range(width):
+                candidate = own_s + row[t]
+                out[t] = candidate if candidate < out[t] else out[t]
+    target = value[place[w]:place[w] + width]
+    for t in range(width):
+        target[t] += out[t]
+
+
+@compiled
+def _change(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, new: np.ndarray) -> float:
+    """True cost of the tree's new choices minus the present ones. Outside the tree `new` equals `choice`."""
+    after = before = 0.0
+    for i in range(length):
+        v = tree[i]
+        base = p.start[v]
+        after += p.cost[base + new[v]]
+        before += p.cost[base + choice[v]]
+        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+            w = p.adj_node[a]
+            width, t0 = p.start[w + 1] - p.start[w], p.adj_table[a]
+            factor = 0.5 if new[w] != choice[w] else 1.0  # both ends moved: each end sees the edge once
+            if new[v] != choice[v]:
+                after += factor * p.table[t0 + new[v] * width + new[w]]
+                before += factor * p.table[t0 + choice[v] * width + choice[w]]
+    return after - before
+
+
+@compiled
+def _apply_loads(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, new: np.ndarray, load: np.ndarray,
+                 trial: np.ndarray) -> tuple[float, float]:
+    """Write the loads after the move to `trial`; returns the violation and the excess cost there."""
+    for r in range(len(load) + 1):
+        trial[r] = 0.0
+    for i in range(length):
+        v = tree[i]
+        if new[v] != choice[v]:
+            for j in range(p.item_ptr[v], p.item_ptr[v + 1]):
+                amount = p.amount[p.item_amount[j] + new[v]] - p.amount[p.item_amount[j] + choice[v]]
+                trial[p.item_lo[j]] += amount
+                trial[p.item_hi[j]] -= amount
+    change = over = excess = 0.0
+    for r in range(len(load)):
+        change += trial[r]
+        trial[r] = load[r] + change
+        if trial[r] > p.slack[r]:
+            if p.price[r] == np.inf:
+                over += trial[r] - p.slack[r]
+            else:
+                excess += p.price[r] * (trial[r] - p.slack[r])
+    return over, excess
+
+
+class Workspace(NamedTuple):
+    """What the moves of one thread write to. A tree: `tree[i]` its nodes, `link`, `seen` and `count` as in `_grow`, `value` and
+    `place` as in `_solve_tree`, `new` the choice with the tree's part changed. `trial`: loads after the move; `priced`: costs
+    + prices x usage, `unit` being prices x usage."""
+
+    seen: np.ndarray
+    count: np.ndarray
+    tree: np.ndarray
+    link: np.ndarray
+    frontier: np.ndarray
+    place: np.ndarray
+    value: np.ndarray
+    trial: np.ndarray
+    new: np.ndarray
+    priced: np.ndarray
+    unit: np.ndarray
+
+
+@compiled
+def _workspace(p: Packed, choice: np.ndarray, rows: int, prices: np.ndarray) -> Workspace:
+    n = len(p.start) - 1
+    unit = np.empty(len(p.cost))
+    _usage_price(p, prices, unit)
+    return Workspace(np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64), np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64),
+                     np.empty(len(p.adj_node) + 1, dtype=np.int64), np.empty(n, dtype=np.int64),
+                     np.empty(p.start[n] + np.max(np.diff(p.start))), np.empty(rows + 1), choice.copy(), p.cost.copy(), unit)
+
+
+@compiled
+def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, tally: np.ndarray, prices: np.ndarray,
+           rng: np.ndarray, moves: int, most: int, hot: float, cold: float, noise: float) -> None:
+    """Make `moves` moves on `choice` (with its `load`), the temperature falling geometrically from `hot` to `cold`.
+
+    tally = [cost with priced excess, violation, best cost, factor on the prices]; `best` is only replaced by choices that fit."""
+    work = _workspace(p, choice, len(load), prices)
+    soft, paid = np.any(p.price < np.inf), excess_cost(load, p)
+    for move in range(moves):
+        if move % 64 == 0:
+            for i in range(len(work.priced)):
+                work.priced[i] = p.cost[i] + tally[3] * work.unit[i]
+        temperature = hot * (cold / hot) ** (move / moves) if hot > 0.0 else 0.0
+        length = _propose(p, work, choice, rng, move + 1, most, noise * temperature)
+        if _moves(length, work.tree, choice, work.new):
+            paid = _decide(p, work, length, choice, best, load, tally, rng, temperature, soft, paid)
+
+
+@compiled
+def _propose(p: Packed, work: Workspace, choice: np.ndarray, rng: np.ndarray, stamp: int, most: int, noise: float) -> int:
+    """Solve a random tree of at most `most` nodes into `work.new`; returns its size."""
+    size = min(int(np.exp(_random(rng) * np.log(most))) + 1, len(p.start) - 1)
+    length = _grow(p, rng, size, stamp, work.seen, work.count, work.tree, work.link, work.frontier)
+    _solve_tree(p, rng, length, stamp, work.seen, work.count, work.tree, work.link, work.priced, noise * _random(rng), work.value,
+                work.place, choice, work.new)
+    return length
+
+
+@compiled
+def _decide(p: Packed, work: Workspace, length: int, choice: np.ndarray, best: np.ndarray, load: np.ndarray, tally: np.ndarray,
+            rng: np.ndarray, temperature: float, soft: bool, paid: float) -> float:
+    """Take the proposed move if it fits and costs no more than the temperature allows, or fits better than before. `paid` is
+    what priced rows cost before it; returns what they cost now."""
+    change = _change(p, length, work.tree, choice, work.new)
+    allowed = -temperature * np.log(1.0 - _random(rng))
+    accept = change <= allowed or tally[1] > 0.0
+    over = excess = 0.0
+    if (accept or soft) and len(load) > 0:
+        over, excess = _apply_loads(p, length, work.tree, choice, work.new, load, work.trial)
+        change += excess - paid
+        accept = change <= allowed and over <= 0.0 if tally[1] <= 0.0 else over < tally[1]
+        tally[3] = tally[3] * 0.999 if over <= 0.0 else min(tally[3] * 1.002, 20.0)
+    if not accept:
+        _copy(length, work.tree, choice, work.new)
+        return paid
+    _copy(length, work.tree, work.new, choice)
+    load[:] = work.trial[:-1]
+    _note(choice, best, tally, change, over)
+    return excess
+
+
+@compiled
+def _moves(length: int, tree: np.ndarray, choice: np.ndarray, new: np.ndarray) -> bool:
+    for i in range(length):
+        if new[tree[i]] != choice[tree[i]]:
+            return True
+    return False
+
+
+@compiled
+def _copy(length: int, tree: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:
+    for i in range(length):
+        target[tree[i]] = source[tree[i]]
+
+
+@compiled
+def _note(choice: np.ndarray, best: np.ndarray, tally: np.ndarray, change: float, over: float) -> None:
+    """An accepted move: the tally, and the best choice if this one fits and is cheaper."""
+    tally[0] += change
+    tally[1] = over
+    if over <= 0.0 and tally[0] < tally[2]:
+        tally[2] = tally[0]
+        best[:] = choice
+
+
+@compiled
+def _usage_price(p: Packed, prices: np.ndarray, out: np.ndarray) -> None:
+    total = np.zeros(len(prices) + 1)
+    for r in range(len(prices)):
+        total[r + 1] = total[r] + prices[r]
+    out[:] = 0.0
+    for v in range(len(p.start) - 1):
+        base, k = p.start[v], p.start[v + 1] - p.start[v]
+        for i in range(p.item_ptr[v], p.item_ptr[v + 1]):
+            unit = total[p.item_hi[i]] - total[p.item_lo[i]]
+            for s in range(k):
+                out[base + s] += unit * p.amount[p.item_amount[i] + s]

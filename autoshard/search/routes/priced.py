@@ -1,0 +1,147 @@
+"""The problem at fixed prices of its rows: no rows are left, so it reduces well, and its bound is usually tight."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.search.board import MARGIN, Board
+from autoshard.search.clock import Phase
+from autoshard.search.reductions.core import Core, stored_entries, table_entries
+from autoshard.search.dual.dual import Dual
+from autoshard.search.routes.small import SMALL_TABLES, shrink
+from autoshard.search.dual.packed import along
+from autoshard.search.routes.milp import MipAnswer, solve_mip
+from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
+from autoshard.search.reductions.gather import gather
+from autoshard.search.reductions.pairs import merge_pairs
+from autoshard.search.problem import priced_cost
+
+GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
+TABLES = 2 * SMALL_TABLES
+LARGEST_PAIR = 200  # joint strategies; larger pairs cost more to reduce than their bound is worth
+LOOSE, LARGER_PAIRS = 1e-4, (400, 729)  # relative gap of the bound above which they are tried; see `_answer`
+MANY = 100  # strategies of the largest node, from which on the largest pairs are made at once: on three axes a weight has 27 layouts
+LARGE = 4_000_000  # table entries; above, no MIP follows
+STORED = 2_000_000  # of distinct tables; above, what one price computed is not kept for the next
+MIP_NODES = 2000
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """What the problem at `prices` gave: a `bound` that holds for the problem with rows, and the best choice found, or
+    None. `value` is what that choice costs at these prices: the bound, where it is tight. `loose`: more could be had at
+    these prices, see `tighten`. `largest`: pairs that the bound needed; near these prices it will need them again."""
+
+    prices: np.ndarray
+    bound: float
+    value: float
+    choice: np.ndarray | None
+    dual: Dual
+    since: int
+    loose: bool
+    largest: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing could be cheaper at these prices than `choice`."""
+        return self.value - self.bound <= MARGIN * abs(self.bound)
+
+    def possible(self, upper: float) -> dict[int, np.ndarray]:
+        """Masks of the strategies of the core before pricing that a choice of cost at most `upper` may take."""
+        return self.dual.core.widen(self.dual.possible(upper), upper - self.bound + MARGIN * abs(upper), self.since)
+
+
+def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
+                 largest: int = LARGEST_PAIR) -> Priced:
+    """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
+    up to `largest` joint strategies are made at once. Raises Infeasible when no choice is possible whatever the rows."""
+    large = stored_entries(core) > STORED
+    free = core.copy(own_memo=large)
+    free.price_rows(prices)
+    reduce_core(free, board.clock.expired)
+    if max((len(free.cost[v]) for v in free.alive), default=0) >= MANY:
+        largest = LARGER_PAIRS[-1]
+    merge_pairs(free, largest, board.clock.expired)
+    if board.clock.expired():
+        drop_forbidden(free)
+    if large:
+        free.forget()
+    return _answer(board, core, prices, Dual(free, nodes=None if large else along(free)), len(core.undo), seed, largest, enough, rough)
+
+
+def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
+    """Go on where `solve_priced(..., enough)` stopped."""
+    return _answer(board, core, priced.prices, priced.dual, priced.since, seed, priced.largest, 0.0)
+
+
+def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, largest: int,
+            enough: float, rough: float = 0.0) -> Priced:
+    """Where layouts compete, larger pairs are worth their size: those of activations that both windows read, of 16 layouts each
+    (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27."""
+    bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
+    for larger in LARGER_PAIRS:
+        if larger > largest and value - bound > max(LOOSE, enough, rough) * abs(bound) and stored_entries(dual.core) <= LARGE:
+            joined = dual.core.copy()
+            merge_pairs(joined, larger, board.clock.expired)
+            if board.clock.expired():
+                drop_forbidden(joined)
+            if len(joined.undo) > len(dual.core.undo):  # some were made
+                largest, dual = larger, Dual(joined, nodes=along(joined))
+                proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
+                bound = max(bound, proven)
+    choice = None
+    if math.isfinite(value):
+        full = np.zeros(len(core.cost), dtype=np.int64)
+        full[dual.nodes] = picked
+        choice = dual.core.lift(full)
+    loose = value - bound > MARGIN * abs(bound)
+    if value - bound > max(MARGIN, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
+        bound, choice = _widen(board, dual, bound, value, choice, seed)
+        loose = False
+    if choice is not None:
+        value = choice_value(board, core, prices, choice)
+    return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
+
+
+def choice_value(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> float:
+    """What a choice costs at `prices`."""
+    return priced_cost(board.problem, choice, np.where(_always(board, core), board.problem.row_price, prices))
+
+
+def _always(board: Board, core: Core) -> np.ndarray:
+    """Rows that presolve found to be over their limit whatever is chosen: their price is part of the costs by now."""
+    return (core.price == 0) & (board.problem.row_price > 0)
+
+
+def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndarray | None,
+           seed: int) -> tuple[float, np.ndarray | None]:
+    """Assume that the best is a little above the bound, remove what would cost more and solve the rest, until it is found."""
+    first = bound
+    for gap in GAPS:
+        upper = min(value, first + gap * max(abs(first), 1e-12))
+        try:
+            small = shrink(board, dual, upper)
+            if table_entries(small) > TABLES:
+                break
+            answer = solve_left(board, small, seed)
+        except Infeasible:
+            bound = max(bound, upper)
+            continue
+        bound = max(bound, min(answer.bound, upper))
+        if answer.choice is not None:
+            return bound, small.lift(answer.choice)
+        if not answer.infeasible:
+            break
+    return bound, choice
+
+
+def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES) -> MipAnswer:
+    """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
+    time that is left is not enough for them."""
+    joined = core.copy()
+    gather(joined)
+    answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes)
+    board.clock.cut |= answer.timed
+    return answer if answer.choice is None else replace(answer, choice=joined.lift(answer.choice, len(core.undo)))

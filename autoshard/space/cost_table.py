@@ -1,0 +1,199 @@
+"""Seconds for every strategy of every op, and for every change of layout on every edge.
+
+Arrays are interned: equal ops share node costs, equal (shape, dtype, spec set, spec set) share edge tables.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import torch
+
+from autoshard.program import flow
+from autoshard.seeds.seeds import Seeds
+from autoshard.cost import collectives, compute
+from autoshard.cost.cluster import HEAVY as HEAVY  # formulate and assemble take it from here
+from autoshard.cost.cluster import Cluster
+from autoshard.cost.redistribute import Redistribution, Step
+from autoshard.cost.fusion import Fused, fused
+from autoshard.base.graph import Graph, Op, Ref, TensorMeta
+from autoshard.base.mesh import Mesh
+from autoshard.rules.types import InnerCollective
+from autoshard.base.spec import NOWHERE, Spec, local_shape
+from autoshard.space.strategies import SpecIndex, Strategies, StrategySet, local_shape_array, with_host
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one step does besides the graph: its optimizer, whether gradients stay unreduced until backward is through, and whether
+    optimizer state may lie on the host."""
+
+    optimizer: str = "adamw"
+    training: bool = True
+    reduces_at_the_end: bool = False
+    offload: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class OpCost:
+    """Per strategy, seconds: `compute` on local shapes, `inner` collectives of the implementation,
+    `update` of the optimizer (parameters only)."""
+
+    compute: np.ndarray
+    inner: np.ndarray
+    update: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        return self.compute + self.inner + self.update
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """All prices of one graph on one mesh and cluster. See `table`, `steps` and `ops`. `base`: where it is open what backward
+    runs again (recompute/undecided.py), the prices of the program that runs nothing again."""
+
+    graph: Graph
+    mesh: Mesh
+    cluster: Cluster
+    strategies: Strategies
+    training: Training
+    ops: Mapping[str, OpCost]
+    redistribution: Redistribution
+    seeds: Seeds = Seeds()
+    base: "CostTable | None" = None
+    _tables: dict = field(default_factory=dict)
+
+    def table(self, ref: Ref, src: SpecIndex, dst: SpecIndex) -> np.ndarray:
+        """Seconds [source specs, target specs] of redistributing `ref`, inf where impossible. Equal questions get the
+        same object."""
+        meta = self.graph.meta(ref)
+        key = (meta.logical_shape, meta.dtype, src.specs, dst.specs, ref in self._still)
+        if key not in self._tables:
+            seconds = present(src, dst, lambda a, b: self.redistribution.table(meta.logical_shape, meta.dtype, a, b))
+            self._tables[key] = np.where(changes(src, dst), np.inf, seconds) if ref in self._still else seconds
+        return self._tables[key]
+
+    def seconds(self, meta: TensorMeta, src: Spec, dst: Spec) -> float:
+        return sum(s.seconds for s in self.steps(meta, src, dst))
+
+    def steps(self, meta: TensorMeta, src: Spec, dst: Spec) -> tuple[Step, ...]:
+        """The redistribution that is priced, and that lowering executes."""
+        return self.redistribution.steps(meta.logical_shape, meta.dtype, src, dst)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameter ops that have a gradient."""
+        return trained_params(self.graph)
+
+    @cached_property
+    def _hideable(self) -> frozenset[Ref]:
+        return flow.param_derived(self.graph) | (frozenset() if self.training.reduces_at_the_end else flow.gradient_bound(self.graph))
+
+    @cached_property
+    def _still(self) -> frozenset[Ref]:
+        """Values that move on the other side of a cast alone: parameters behind the one that makes them narrow, gradients
+        in the dtype that a precision policy wants them summed in."""
+        early = {ref for ref, dtype in flow.reduction_dtypes(self.graph).items() if dtype != self.graph.meta(ref).dtype}
+        return flow.narrowed(self.graph) | early
+
+    def hideable(self, ref: Ref) -> bool:
+        """Whether redistributing this value can overlap compute (design: parameter gathers, gradient reductions)."""
+        return ref in self._hideable
+
+
+def present(src: SpecIndex, dst: SpecIndex, prices: Callable[[tuple[Spec, ...], tuple[Spec, ...]], np.ndarray]) -> np.ndarray:
+    """`prices` of the specs in which there is a value, in a table of all: not to read costs nothing, to read what is nowhere
+    cannot be."""
+    here, there = ([i for i, s in enumerate(x.specs) if NOWHERE not in s] for x in (src, dst))
+    if len(here) == len(src.specs) and len(there) == len(dst.specs):
+        return prices(src.specs, dst.specs)
+    out = np.full((len(src.specs), len(dst.specs)), np.inf)
+    out[np.ix_(here, there)] = prices(tuple(src.specs[i] for i in here), tuple(dst.specs[i] for i in there))
+    out[:, [i for i in range(len(dst.specs)) if i not in there]] = 0.0
+    return out
+
+
+def changes(src: SpecIndex, dst: SpecIndex) -> np.ndarray:
+    """[source specs, target specs]: whether a value there is moves."""
+    return np.array([[a != b and NOWHERE not in b for b in dst.specs] for a in src.specs], dtype=bool)
+
+
+def trained_params(graph: Graph) -> frozenset[str]:
+    with_gradient = {str(op.target).removeprefix("grad:") for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
+    return frozenset(op.name for op in graph.of_kind("param") if op.target in with_gradient)
+
+
+def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Strategies,
+                     training: Training) -> CostTable:
+    """Price every strategy of every op; tables of redistributions are made on first use and shared. Where state may lie on the
+    host, parameters get strategies for that (numbers without dims, whose state is as small as counters, do not)."""
+    links = cluster.links_for(mesh)
+    trained = trained_params(graph)
+    if training.offload:
+        strategies = with_host(strategies, [n for n in trained if graph.op(n).outputs[0].shape])
+    chains = fused(graph) if cluster.device.fuses else {}
+    cache: dict[tuple[int, bool, Fused | None], OpCost] = {}
+    ops: dict[str, OpCost] = {}
+    for op in graph.ops:
+        found = strategies[op.name]
+        key = (id(found), op.name in trained, chains.get(op.name))
+        if key not in cache:
+            cache[key] = _op_cost(op, found, mesh, cluster, links, training, *key[1:])
+        ops[op.name] = cache[key]
+    return CostTable(graph, mesh, cluster, strategies, training, ops, Redistribution(mesh, cluster))
+
+
+def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, training: Training, trained: bool,
+             chain: Fused | None) -> OpCost:
+    zero = np.zeros(len(found))
+    if op.kind == "call":
+        ins, outs = local_shapes(found, mesh)
+        kept = (chain.unread, chain.unwritten) if chain else ()
+        seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device, *kept), float), zero.shape)
+        return OpCost(seconds, inner_seconds(found, ins, outs, mesh, links), zero)
+    if op.kind == "param" and trained:
+        meta = op.outputs[0]
+        local = np.array([prod(local_shape(meta.logical_shape, s, mesh.sizes)) * meta.dtype.itemsize
+                          for s in found.output_specs[0].specs], dtype=float)[found.output_specs[0].index]
+        update = np.asarray(compute.optimizer_seconds(training.optimizer, local, cluster.device))
+        if found.on_host is not None:
+            update = np.where(found.on_host, compute.host_seconds(training.optimizer, local, cluster.device), update)
+        return OpCost(zero, zero, update)
+    return OpCost(zero, zero, zero)
+
+
+def local_shapes(found: StrategySet, mesh: Mesh) -> tuple[list, list]:
+    """Local logical shapes of inputs and outputs, arrays [strategies] per dim (None for absent outputs)."""
+    ins = [local_shape_array(m, found.inputs[:, i], mesh.sizes) for i, m in enumerate(found.input_metas)]
+    outs = [None if m is None else local_shape_array(m, found.outputs[:, i], mesh.sizes)
+            for i, m in enumerate(found.output_metas)]
+    return ins, outs
+
+
+def inner_seconds(found: StrategySet, ins: list, outs: list, mesh: Mesh, links) -> np.ndarray:
+    """Seconds of the collectives inside the op, summed over mesh axes, per strategy."""
+    total = np.zeros(len(found))
+    if not any(row.inner for row in found.rows):
+        return total
+    for axis, size in enumerate(mesh.sizes):
+        for r, row in enumerate(found.rows):
+            hit = found.picked[:, axis] == r
+            for inner in row.inner if size > 1 and hit.any() else ():
+                nbytes = inner_bytes(inner, found, ins, outs)
+                total[hit] += np.asarray(collectives.seconds(inner.kind, nbytes, links[axis]))[hit]
+    return total
+
+
+def inner_bytes(inner: InnerCollective, found: StrategySet, ins: list, outs: list) -> np.ndarray:
+    """Buffer bytes of an inner collective per strategy, from the local shapes."""
+    side, index = (ins, found.input_metas) if inner.tensor.startswith("in") else (outs, found.output_metas)
+    i = int(inner.tensor.lstrip("inout"))
+    numel = np.full(len(found), float(inner.copies))
+    for dim, n in enumerate(side[i]):
+        numel = numel * (1 if dim in inner.drop else n)
+    return numel * (inner.dtype or index[i].dtype).itemsize
+

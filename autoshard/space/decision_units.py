@@ -1,0 +1,273 @@
+"""Units of decision: ops that share one choice because no layout change between them could pay.
+
+An anchor (contraction, attention, convolution, lookup, parameter, input, output, collective of the model) decides for itself. A cheap op joins the
+unit of its producers when
+
+* they all hang on the same sources, so that one layout fits them all (parameters, constants, graph inputs and, in
+  backward, saved forward values are side inputs and do not count), and
+* what it reads can not be Partial, or it is a view that passes Partial on, and
+* being a view, it accepts every shard its producer may have.
+
+So every place where a reduction or a gather may be wanted stays an edge between units: before contractions, at
+residual joins, at outputs. Inside a unit all ops run in matching layouts and nothing is communicated.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from autoshard.program import flow
+from autoshard.seeds.seeds import was_given
+from autoshard.space.cost_table import CostTable
+from autoshard.base.graph import Graph, Op, Ref
+from autoshard.rules import registry
+from autoshard.base.spec import PSUM, Placement, is_partial
+from autoshard.space.strategies import SpecIndex, Strategies, StrategySet
+
+CHEAP = ("pointwise", "reduction", "norm", "view", "copy", "random")
+MAX_ROWS = 48  # joint rows per mesh axis above which a unit is not worth its size
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """`members` in execution order; unit strategy s runs member m with its own strategy `picked[m][s]`."""
+
+    name: str
+    members: tuple[str, ...]
+    picked: tuple[np.ndarray, ...]
+
+    def __len__(self) -> int:
+        return len(self.picked[0])
+
+    def of(self, member: str) -> np.ndarray:
+        return self.picked[self.members.index(member)]
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """All units in execution order of their first member, and where every op is."""
+
+    units: tuple[Unit, ...]
+    table: CostTable
+    _shared: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._shared["where"] = {m: i for i, u in enumerate(self.units) for m in u.members}
+
+    def index(self, op: str) -> int:
+        return self._shared["where"][op]
+
+    def picked(self, op: str) -> np.ndarray:
+        """Strategy of `op` per strategy of its unit."""
+        return self.units[self.index(op)].of(op)
+
+    def outputs(self, ref: Ref) -> SpecIndex:
+        """Specs of a value over its unit's strategies."""
+        return self._compose(self.table.strategies[ref.op].output_specs[ref.index], self.picked(ref.op))
+
+    def inputs(self, op: str, index: int) -> SpecIndex:
+        """Specs in which input `index` of `op` is read, over its unit's strategies."""
+        return self._compose(self.table.strategies[op].input_specs[index], self.picked(op))
+
+    def _compose(self, specs: SpecIndex, picked: np.ndarray) -> SpecIndex:
+        """Only the specs that the unit really uses; equal arguments give the same object."""
+        key = (id(specs), id(picked))
+        if key not in self._shared:
+            used, index = np.unique(specs.index[picked], return_inverse=True)
+            self._shared[key] = SpecIndex(tuple(specs.specs[i] for i in used), index)
+        return self._shared[key]
+
+
+def singletons(table: CostTable) -> Units:
+    """Every op a unit of its own, with all its strategies."""
+    memo: dict = {}
+    return Units(tuple(_single(op.name, table.strategies[op.name], True, memo) for op in table.graph.ops), table)
+
+
+def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> Unit:
+    """An op for itself; one that must not read Partial loses those strategies."""
+    key = (id(found), passing)
+    if key not in memo:
+        keep = np.ones(len(found), bool) if passing else ~np.any(found.inputs <= PSUM, axis=(1, 2))
+        memo[key] = np.flatnonzero(keep)
+    return Unit(name, (name,), (memo[key],))
+
+
+def find_units(table: CostTable) -> Units:
+    """Group the ops as described above and enumerate every unit's strategies; equal units share their arrays."""
+    graph, walk, memo = table.graph, _Walk(table.graph, flow.casts_after_sums(table.graph)), {}
+    for op in graph.ops:
+        walk.visit(op)
+    units: list[Unit] = []
+    for group in walk.members:
+        members = tuple(sorted(group, key=graph.order.__getitem__))
+        picked = _joint(graph, table.strategies, members, walk.passing, memo) if len(members) > 1 else None
+        if picked is None:
+            units += [_single(m, table.strategies[m], m in walk.passing, memo) for m in members]
+        else:
+            units.append(Unit(members[0], members, picked))
+    return Units(tuple(units), table)
+
+
+@dataclass
+class _Walk:
+    """State of the walk over the ops that groups them.
+
+    unit_of   op -> unit;  members, sources per unit (sources: what its ops read from outside, side inputs aside)
+    joinable  sources -> the cheap unit on exactly these sources
+    partial   values that may be Partial;  passing: ops that may read Partial
+    after_sums  casts of gradients that are summed over ranks before: layouts change between units only, so they begin one"""
+
+    graph: Graph
+    after_sums: frozenset[str] = frozenset()
+    unit_of: dict[str, int] = field(default_factory=dict)
+    members: list[list[str]] = field(default_factory=list)
+    sources: list[frozenset[Ref]] = field(default_factory=list)
+    joinable: dict[frozenset[Ref], int] = field(default_factory=dict)
+    constant: set[str] = field(default_factory=set)
+    partial: set[Ref] = field(default_factory=set)
+    passing: set[str] = field(default_factory=set)
+
+    def visit(self, op: Op) -> None:
+        main = [r for r in op.refs if not self._is_side(op, r)]
+        cheap = op.kind == "call" and registry.rule_of(op.target).family in CHEAP and not was_given(op)
+        if op.kind == "call" and not main and self._is_constant(op):
+            self.constant.add(op.name)
+        home = self._home(op, main) if cheap and main else None
+        joined = home is not None
+        if home is None:
+            home = len(self.members)
+            self.members.append([])
+            self.sources.append(frozenset(main))
+            if cheap and main:
+                self.joinable[frozenset(main)] = home
+        self.unit_of[op.name] = home
+        self.members[home].append(op.name)
+        self._note_partial(op, main, cheap, joined)
+
+    def _is_side(self, op: Op, ref: Ref) -> bool:
+        producer = self.graph.op(ref.op)
+        return (producer.kind in ("param", "buffer", "input") or producer.name in self.constant
+                or (op.phase == "backward" and producer.phase == "forward"))
+
+    def _is_constant(self, op: Op) -> bool:
+        """Made of constants alone, or in backward of values that forward saved (not of parameters: those are stored)."""
+        kinds = {self.graph.op(r.op).kind for r in op.refs}
+        return all(r.op in self.constant for r in op.refs) or (op.phase == "backward" and kinds == {"call"})
+
+    def _home(self, op: Op, main: Sequence[Ref]) -> int | None:
+        """The unit `op` joins, or None for one of its own."""
+        if op.name in self.after_sums:
+            return None
+        blocked = [r for r in main if r in self.partial and not self._is_free(op)]
+        if _is_view(op) and not _accepts_all(self.graph, op):
+            blocked = list(main)
+        open_units = {self.unit_of[r.op] for r in main if r not in blocked and self.graph.op(r.op).kind == "call"}
+        if not open_units:
+            return self.joinable.get(frozenset(main))
+        found = {self.sources[u] for u in open_units}
+        if len(found) != 1 and len(open_units) > 1:
+            return None
+        known = next(iter(found))
+        if any(r not in known and self.unit_of[r.op] not in open_units for r in main):
+            return None
+        return self._merge(sorted(open_units)) if not blocked or set(blocked) <= known else None
+
+    def _merge(self, units: list[int]) -> int:
+        first, *others = units
+        for other in others:
+            for name in self.members[other]:
+                self.unit_of[name] = first
+            self.members[first] += self.members[other]
+            self.members[other] = []
+        return first
+
+    def _note_partial(self, op: Op, main: Sequence[Ref], cheap: bool, joined: bool) -> None:
+        rows = registry.rows(self.graph.calls[op.name]) if op.kind == "call" else ()
+        reads = any(r in self.partial for r in op.refs)
+        sums = op.phase == "backward" and str(op.target) == "aten.add.Tensor" and all(r in self.partial for r in main)
+        if not cheap or (self._is_free(op) and (joined or not reads)) or sums or "_to_copy" in str(op.target):
+            self.passing.add(op.name)
+        makes = not cheap or (reads and op.name in self.passing) or any(
+            0 in r.inputs and is_partial(r.outputs[0]) and PSUM not in r.inputs for r in rows)
+        if op.kind == "call" and makes:
+            self.partial |= {Ref(op.name, i) for i in range(len(op.outputs)) if any(is_partial(r.outputs[i]) for r in rows)}
+
+
+    def _is_free(self, op: Op) -> bool:
+        """Views cost nothing on Partial values. Other ops wait for the reduction, casts too: it is cheaper in the
+        narrow dtype, or wanted in the wide one."""
+        return _is_view(op) and any(is_partial(r.inputs[0]) for r in registry.rows(self.graph.calls[op.name]))
+
+
+def _is_view(op: Op) -> bool:
+    return registry.rule_of(op.target).family == "view"
+
+
+def _accepts_all(graph: Graph, op: Op) -> bool:
+    """Whether a view has a row for every shard of its input, onto a dim that divides as far."""
+    rows = registry.rows(graph.calls[op.name])
+    for i, ref in enumerate(op.refs):
+        shape = graph.meta(ref).logical_shape
+        if {d for d, n in enumerate(shape) if n > 1} - {r.inputs[i] for r in rows}:
+            return False
+        narrowed = (meta.logical_shape[p] < shape[row.inputs[i]] for row in rows if row.inputs[i] >= 0
+                    for meta, p in zip(op.outputs, row.outputs, strict=True) if meta is not None and p >= 0)
+        if any(narrowed):
+            return False
+    return True
+
+
+def _joint(graph: Graph, strategies: Strategies, members: tuple[str, ...], passing: set[str],
+           memo: dict) -> tuple[np.ndarray, ...] | None:
+    """Strategy index of every member per joint strategy; None when there are none or too many."""
+    key = _signature(graph, strategies, members, passing)
+    if key not in memo:
+        rows = _joint_rows(graph, strategies, members, passing)
+        memo[key] = None if rows is None else _over_axes(strategies, members, rows)
+    return memo[key]
+
+
+def _signature(graph: Graph, strategies: Strategies, members: tuple[str, ...], passing: set[str]) -> tuple:
+    """Equal for units of equal ops wired equally."""
+    place = {m: i for i, m in enumerate(members)}
+    outside: dict[Ref, int] = {}
+    wires = tuple((id(strategies[m]), m in passing, tuple(
+        (place[r.op], r.index) if r.op in place else (-1, outside.setdefault(r, len(outside))) for r in graph.op(m).refs))
+        for m in members)
+    return wires
+
+
+def _joint_rows(graph: Graph, strategies: Strategies, members: tuple[str, ...],
+                passing: set[str]) -> list[tuple[int, ...]] | None:
+    """One-axis rows of all members that agree on every inner edge and read an outside value in one placement."""
+    found: list[tuple[tuple[int, ...], dict[Ref, Placement]]] = [((), {})]
+    for name in members:
+        refs, rows = graph.op(name).refs, strategies[name].rows
+        grown = []
+        for chosen, placed in found:
+            for n, row in enumerate(rows):
+                if name not in passing and any(map(is_partial, row.inputs)):
+                    continue
+                if all(placed.get(r, p) == p for r, p in zip(refs, row.inputs, strict=True)):
+                    made = {Ref(name, o): p for o, p in enumerate(row.outputs)}
+                    grown.append(((*chosen, n), {**placed, **dict(zip(refs, row.inputs, strict=True)), **made}))
+        if len(grown) > MAX_ROWS:
+            return None
+        found = grown
+    return [chosen for chosen, _ in found]
+
+
+def _over_axes(strategies: Strategies, members: tuple[str, ...], rows: list[tuple[int, ...]]) -> tuple[np.ndarray, ...] | None:
+    """The product of joint rows over the mesh axes, as strategy indices of the members."""
+    axes = strategies[members[0]].picked.shape[1]
+    lookup = [{tuple(p): s for s, p in enumerate(strategies[m].picked.tolist())} for m in members]
+    picked = []
+    for combination in product(rows, repeat=axes):
+        found = [lookup[k].get(tuple(row[k] for row in combination)) for k in range(len(members))]
+        if None not in found:
+            picked.append(found)
+    return tuple(np.array(column, dtype=np.int64) for column in zip(*picked, strict=True)) if picked else None

@@ -1,0 +1,221 @@
+"""Every way to run every op on the mesh: the product of its rule's one-axis rows over the mesh axes.
+
+Equal calls share one `StrategySet` object, so all later work (costs, tables) is done once per distinct op.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from autoshard.seeds.seeds import Seeds
+from autoshard.errors import SeedError
+from autoshard.base.graph import Call, Graph, Op, TensorMeta
+from autoshard.base.mesh import Mesh
+from autoshard.rules import registry
+from autoshard.rules.types import Row
+from autoshard.base.spec import PSUM, R, Spec, divides, format_spec
+
+
+@dataclass(frozen=True, eq=False)
+class SpecIndex:
+    """The distinct specs one tensor takes over an op's strategies: strategy s uses `specs[index[s]]`."""
+
+    specs: tuple[Spec, ...]
+    index: np.ndarray
+
+    @staticmethod
+    def of(placements: np.ndarray) -> "SpecIndex":
+        """From an int array [strategies, axes]."""
+        seen: dict[Spec, int] = {}
+        index = np.array([seen.setdefault(tuple(row), len(seen)) for row in placements.tolist()], dtype=np.int64)
+        return SpecIndex(tuple(seen), index)
+
+
+@dataclass(frozen=True, eq=False)
+class StrategySet:
+    """Strategies of one op as arrays [strategies, tensors, axes] of placements.
+
+    `rows[a]`: the one-axis rows of mesh axis a and `picked[s, a]` which of them strategy s uses (calls only). `on_host`: of a
+    parameter whose optimizer state may lie in the host's memory, where each strategy has it; None: on the device."""
+
+    inputs: np.ndarray
+    outputs: np.ndarray
+    input_metas: tuple[TensorMeta, ...]
+    output_metas: tuple[TensorMeta | None, ...]
+    call: Call | None = None
+    rows: tuple[Row, ...] = ()
+    picked: np.ndarray | None = None
+    on_host: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    @cached_property
+    def input_specs(self) -> tuple[SpecIndex, ...]:
+        return tuple(SpecIndex.of(self.inputs[:, i]) for i in range(self.inputs.shape[1]))
+
+    @cached_property
+    def output_specs(self) -> tuple[SpecIndex, ...]:
+        return tuple(SpecIndex.of(self.outputs[:, i]) for i in range(self.outputs.shape[1]))
+
+    def strategy(self, s: int) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+        """Specs of the inputs and outputs of strategy `s`."""
+        return (tuple(tuple(r) for r in self.inputs[s].tolist()), tuple(tuple(r) for r in self.outputs[s].tolist()))
+
+    @cached_property
+    def on_device(self) -> np.ndarray:
+        """Per strategy, whether optimizer state lies on the device: a factor for its bytes there."""
+        return np.ones(len(self), bool) if self.on_host is None else ~self.on_host
+
+    def keep(self, mask: np.ndarray) -> "StrategySet":
+        picked, on_host = (None if of is None else of[mask] for of in (self.picked, self.on_host))
+        return StrategySet(self.inputs[mask], self.outputs[mask], self.input_metas, self.output_metas,
+                           self.call, self.rows, picked, on_host)
+
+
+Strategies = Mapping[str, StrategySet]
+
+
+def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str = "replicate") -> dict[str, StrategySet]:
+    """A StrategySet per op name. `outputs` is compile's mode: "replicate" fixes user outputs to Replicate.
+
+    Raises SeedError when a seed leaves an op without a strategy."""
+    cache: dict[object, StrategySet] = {}
+    result: dict[str, StrategySet] = {}
+    for op in graph.ops:
+        seed = seeds.specs.get(op.name)
+        reads = tuple((i, seeds.reads[op.name, i]) for i in range(len(op.refs)) if (op.name, i) in seeds.reads) if seeds.reads else ()
+        key = (graph.calls[op.name] if op.kind == "call" else _placeholder_key(op, graph, outputs), seed, reads)
+        if key not in cache:
+            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, outputs), reads, seeds)
+        result[op.name] = cache[key]
+    return result
+
+
+def _reading(op: Op, found: StrategySet, reads: Sequence[tuple[int, frozenset[Spec]]], seeds: Seeds) -> StrategySet:
+    """The strategies that read their inputs as seeds on activations say."""
+    for index, allowed in reads:
+        found = found.keep(np.array([tuple(row) in allowed for row in found.inputs[:, index].tolist()], dtype=bool))
+    if not len(found):
+        said = list(dict.fromkeys(seeds.origins[k] for k in (op.name, *((op.name, i) for i, _ in reads)) if k in seeds.origins))
+        raise SeedError(f"seed{'s' * (len(said) > 1)} {' and '.join(said)}: together with its rule this leaves {op.where} without a "
+                        "strategy; take one away, or leave a dim open with ?")
+    return found
+
+
+def _placeholder_key(op: Op, graph: Graph, outputs: str) -> object:
+    meta = op.outputs[0] if op.kind != "output" else graph.meta(op.refs[0])
+    return (op.kind, _is_fixed(op, outputs), meta)
+
+
+def _is_fixed(op: Op, outputs: str) -> bool:
+    """Whether the op's only placement is Replicate: inputs, buffers and what is written back to them."""
+    if op.kind in ("buffer", "input"):
+        return True
+    if op.kind == "tangent" or (op.kind == "output" and str(op.target).startswith("user:")):
+        return outputs == "replicate"
+    return op.kind == "output" and str(op.target).startswith("mutation:")
+
+
+def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, outputs: str) -> StrategySet:
+    seed = seeds.specs.get(op.name)
+    if op.kind == "call":
+        found = call_strategies(graph.calls[op.name], mesh)
+        if seed is not None:
+            found = found.keep(np.array([tuple(row) in seed for row in found.outputs[:, 0].tolist()], dtype=bool))
+    else:
+        meta = op.outputs[0] if op.kind != "output" else graph.meta(op.refs[0])
+        if seed is not None:
+            specs: Sequence[Spec] = sorted(s for s in seed if divides(meta.logical_shape, s, mesh.sizes))
+        else:
+            specs = [(R,) * mesh.ndim] if _is_fixed(op, outputs) else storage_specs(meta, mesh)
+        found = _placeholder_set(op, meta, specs, mesh)
+    if not len(found):
+        wanted = " or ".join(format_spec(s) for s in sorted(seed or ()))
+        raise SeedError(f"seed {seeds.origins.get(op.name, '')} on {op.where} asks for {wanted}, which none of its strategies allows "
+                        f"(shape {op.outputs[0].shape if op.outputs else '?'} on mesh {mesh}); shard a dim that divides evenly")
+    return found
+
+
+def storage_specs(meta: TensorMeta, mesh: Mesh) -> list[Spec]:
+    """Every way to store a tensor without Partial, evenly divided. All-Replicate first."""
+    choices = (R, *range(meta.ndim))
+    return [s for s in product(choices, repeat=mesh.ndim) if divides(meta.logical_shape, s, mesh.sizes)]
+
+
+def _placeholder_set(op: Op, meta: TensorMeta, specs: Sequence[Spec], mesh: Mesh) -> StrategySet:
+    array = np.array(specs, dtype=np.int8).reshape(len(specs), 1, mesh.ndim)
+    if op.kind == "output":
+        return StrategySet(array, np.zeros((len(specs), 0, mesh.ndim), np.int8), (meta,), ())
+    return StrategySet(np.zeros((len(specs), 0, mesh.ndim), np.int8), array, (), (meta,))
+
+
+def with_host(strategies: Strategies, names: Iterable[str]) -> Strategies:
+    """Strategies in which the parameters `names` may keep their optimizer state on the host too: those there are, which keep it on
+    the device, then the same again with it on the host. Equal sets stay one object; nothing to do for a set that has both."""
+    out, made = dict(strategies), {}
+    for name in names:
+        found = strategies[name]
+        if found.on_host is None:
+            if id(found) not in made:
+                made[id(found)] = replace(found, inputs=np.concatenate([found.inputs] * 2), outputs=np.concatenate([found.outputs] * 2),
+                                          on_host=np.repeat([False, True], len(found)))
+            out[name] = made[id(found)]
+    return out
+
+
+def call_strategies(call: Call, mesh: Mesh) -> StrategySet:
+    """Product of the call's rows over the mesh axes, without those that do not divide evenly."""
+    rows = registry.rows(call)
+    n_in, n_out = len(call.inputs), len(call.outputs)
+    one = np.array([[*r.inputs, *r.outputs] for r in rows], dtype=np.int8).reshape(len(rows), n_in + n_out)
+    usable = [[i for i in range(len(rows)) if _row_divides(rows[i], call, size)] for size in mesh.sizes]
+    picked = np.array(list(product(*usable)), dtype=np.int64).reshape(-1, mesh.ndim)
+    placements = np.stack([one[picked[:, a]] for a in range(mesh.ndim)], axis=2)
+    ok = np.ones(len(picked), dtype=bool)
+    for t, meta in enumerate((*call.inputs, *call.outputs)):
+        if meta is not None and mesh.ndim > 1:
+            ok &= _divisible(meta.logical_shape, placements[:, t], mesh.sizes)
+    ok &= ~_mixed_partial(placements)
+    placements, picked = placements[ok], picked[ok]
+    return StrategySet(placements[:, :n_in], placements[:, n_in:], call.inputs, call.outputs, call, rows, picked)
+
+
+def _row_divides(row: Row, call: Call, size: int) -> bool:
+    metas = (*call.inputs, *call.outputs)
+    return all(p < 0 or (m is not None and m.logical_shape[p] % size == 0 and m.logical_shape[p] >= size)
+               for p, m in zip((*row.inputs, *row.outputs), metas, strict=True))
+
+
+def _divisible(shape: tuple[int, ...], placements: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Per strategy, whether every dim splits evenly; placements [strategies, axes]."""
+    counts = shard_count_array(len(shape), placements, sizes)
+    return np.all(np.array(shape, dtype=np.int64) % counts == 0, axis=1) if shape else np.ones(len(placements), bool)
+
+
+def _mixed_partial(placements: np.ndarray) -> np.ndarray:
+    """Strategies in which one tensor is Partial with two different reductions: no redistribution exists."""
+    partial = placements <= PSUM
+    low = np.where(partial, placements, 0).min(axis=2)
+    high = np.where(partial, placements, -128).max(axis=2)
+    return np.any((low < 0) & (high != low), axis=1)
+
+
+def shard_count_array(ndim: int, placements: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Pieces per logical dim: [strategies, ndim] for placements [strategies, axes]."""
+    counts = np.ones((len(placements), ndim), dtype=np.int64)
+    for a, size in enumerate(sizes):
+        hit = placements[:, a, None] == np.arange(ndim)
+        counts = np.where(hit, counts * size, counts)
+    return counts
+
+
+def local_shape_array(meta: TensorMeta, placements: np.ndarray, sizes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """Local logical shape, one array [strategies] per dim."""
+    shape = np.array(meta.logical_shape, dtype=np.int64)
+    counts = shard_count_array(len(shape), placements, sizes)
+    return tuple((shape // counts).T) if len(shape) else ()

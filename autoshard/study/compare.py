@@ -1,0 +1,178 @@
+"""The chosen plan beside the plans experts write by hand, all priced by the same tables."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoshard import api
+from autoshard.decide.make_plan import Plays, make_plan
+from autoshard.decide.walks.baselines import Scheme, baseline, schemes
+from autoshard.base.calling import Traced
+from autoshard.space.cost_table import CostTable
+from autoshard.errors import InfeasibleError
+from autoshard.decide.fit import possible
+from autoshard.formulate.problem_of import Formulation
+from autoshard.base.mesh import Mesh
+from autoshard.decide.options import Options
+from autoshard.base.plan import AT_THE_END, Plan
+from autoshard.decide.walks.propagate import propagate
+from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.decide.walks.reads import Wiring
+
+CHOSEN = "chosen by the search"
+PROPAGATED = "propagated from seeds"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row: a plan with its name, the mesh axes it uses for what, and whether it fits; or why there is none.
+
+    Times in seconds per step, bytes per rank and step; `exposed_s` is communication that compute does not hide,
+    `moved_bytes` the sum over collectives of what docs/costs.md calls their bytes."""
+
+    name: str
+    axes: str
+    plan: Plan | None
+    fits: bool = False
+    note: str = ""
+
+    @property
+    def exposed_s(self) -> float | None:
+        return None if self.plan is None else self.plan.predicted["blocking_s"] + self.plan.predicted["exposed_s"]
+
+    @property
+    def moved_bytes(self) -> int | None:
+        return None if self.plan is None else sum(c.nbytes for c in self.plan.collectives)
+
+    @property
+    def memory_bytes(self) -> float | None:
+        return None if self.plan is None else self.plan.memory["total"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; numbers are null where there is no plan."""
+        predicted = {} if self.plan is None else self.plan.predicted
+        times = {k: predicted.get(k) for k in ("step_s", "compute_s", "hidden_s", "optimizer_s")}
+        return {"name": self.name, "axes": self.axes, **times, "exposed_s": self.exposed_s, "moved_bytes": self.moved_bytes,
+                "collectives": None if self.plan is None else len(self.plan.collectives),
+                "memory_bytes": self.memory_bytes, "fits": self.fits, "note": self.note}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`contenders`: the chosen plan first, then the baselines. `limit_bytes`: memory a rank may use."""
+
+    model: Mapping[str, Any]
+    mesh: Mesh
+    cluster: str
+    limit_bytes: float
+    contenders: tuple[Contender, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Contender:
+        return self.contenders[0]
+
+    @property
+    def best_baseline(self) -> Contender | None:
+        """The fastest baseline that fits."""
+        fitting = [c for c in self.contenders[1:] if c.fits and c.plan is not None]
+        return min(fitting, key=lambda c: c.plan.objective_s, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model": dict(self.model), "mesh": str(self.mesh), "cluster": self.cluster, "limit_bytes": self.limit_bytes,
+                "rows": [c.to_dict() for c in self.contenders], "notes": list(self.notes)}
+
+
+def comparison(traced: Traced, mesh: Mesh, options: Options, *, model: Mapping[str, Any] | None = None,
+               has_loss: bool = False, clock: api.Clock | None = None) -> Comparison:
+    """Search a plan, make every baseline, and price them alike. Seeds hold for the chosen plan and for propagation
+    only: a baseline is what it is. Raises what `api.prices` raises; a model that fits nowhere is a row, not an error."""
+    clock = clock or api.Clock(None)
+    table = api.prices(traced, mesh, options, clock=clock)
+    free = table if not options.seeds else api.prices(traced, mesh, replace(options, seeds={}))
+    formulation = api.formulated(table, options)
+    theirs = formulation if free is table else api.formulated(free, options)
+    write = _Writer(options, has_loss, model or {})
+    chosen = _chosen(table, formulation, write, clock)
+    clock.say("baselines")
+    rows = (chosen, write.propagated(formulation), *write.baselines(theirs))
+    notes = ("the seeds hold for the chosen plan and for propagation, not for the baselines",) if options.seeds else ()
+    return Comparison(model or {}, mesh, table.cluster.name, options.memory_limit(table.cluster), rows, notes)
+
+
+def save(found: Comparison, folder: Path) -> None:
+    """One plan file per contender that has a plan: chosen.json, ddp.json, ... Raises UsageError."""
+    for i, row in enumerate(found.contenders):
+        if row.plan is not None:
+            row.plan.save(folder / f"{file_name(row.name) if i else 'chosen'}.json")
+
+
+def file_name(name: str) -> str:
+    """`"FSDP (ZeRO-3)"` -> `"fsdp"`, `"TP + sequence parallel"` -> `"tp-sequence-parallel"`."""
+    return "-".join(re.findall(r"[a-z0-9]+", re.sub(r"[(][^)]*[)]$", "", name.lower()))) or "plan"
+
+
+def _chosen(table: CostTable, formulation: Formulation, write: "_Writer", clock: api.Clock) -> Contender:
+    try:
+        plan = api.decide(table, write.options, clock=clock, has_loss=write.has_loss, model_info=write.model,
+                          formulation=formulation)
+    except InfeasibleError as e:
+        return Contender(CHOSEN, "", None, False, str(e))
+    return Contender(CHOSEN, "", plan, True, plan.status)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Makes plans out of choices. `plays`: memory timelines per formulation, which share what they learn about ops."""
+
+    options: Options
+    has_loss: bool
+    model: Mapping[str, Any]
+    plays: dict[tuple[int, bool], Plays] = field(default_factory=dict)
+
+    def baselines(self, formulation: Formulation) -> Iterator[Contender]:
+        wiring, mesh = Wiring(formulation), formulation.table.mesh
+        for scheme in schemes(mesh):
+            obstacle = scheme.obstacle(formulation)
+            choice = None if obstacle else baseline(wiring, scheme)
+            if choice is not None and not possible(formulation.problem, [choice]):
+                obstacle = "the collectives that the model calls itself rule it out"
+            yield Contender(scheme.name, scheme.describe(mesh), None, False, obstacle) if obstacle else (
+                self.contender(formulation, choice, scheme))
+
+    def propagated(self, formulation: Formulation) -> Contender:
+        seeds = formulation.table.seeds
+        if not seeds:
+            return Contender(PROPAGATED, "", None, False, "there are no seeds")
+        spread = propagate(formulation, seeds)
+        plan = replace(self.plan(formulation, spread.choice, ""), status=spread.status)
+        return Contender(PROPAGATED, "", plan, _fits(plan), f"{len(spread.warnings)} edges communicate")
+
+    def contender(self, formulation: Formulation, choice: np.ndarray, scheme: Scheme) -> Contender:
+        axes = scheme.describe(formulation.table.mesh)
+        plan = self.plan(formulation, choice, f"{scheme.name} ({axes})", scheme.late)
+        return Contender(scheme.name, axes, plan, _fits(plan))
+
+    def plan(self, formulation: Formulation, choice: np.ndarray, status: str, late: bool = False) -> Plan:
+        """A plan that was not searched: nothing is proven about it, so its bound is 0. `late`: see `Scheme`."""
+        solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
+        table, played = formulation.table, self._plays(formulation, late)
+        if late:
+            training = replace(table.training, reduces_at_the_end=True)
+            formulation = replace(formulation, table=replace(table, training=training))
+        plan = make_plan(formulation, solution, memory_limit=self.options.memory_limit(table.cluster), model=self.model,
+                         settings=played.settings, seeds={}, played=played)
+        return replace(plan, status=f"by hand: {status}")
+
+    def _plays(self, formulation: Formulation, late: bool) -> Plays:
+        settings = self.options.settings(formulation.table.graph.training, self.has_loss)
+        return self.plays.setdefault((id(formulation), late), Plays(formulation, {**settings, **(AT_THE_END if late else {})}))
+
+
+def _fits(plan: Plan) -> bool:
+    return plan.memory["total"] <= plan.memory["limit"]

@@ -1,0 +1,114 @@
+"""`autoshard.verify`: every rank of a plan's program in one process, against the unsharded model."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import api
+from autoshard.errors import PlanError, UsageError
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import Mesh
+from autoshard.decide.options import Options, parse_bytes
+from autoshard.base.plan import Plan
+from autoshard.base.precision import Precision
+from autoshard.base.spec import R, Spec, divides
+from autoshard.verification.copies import default_dtype
+from autoshard.verification.optimizers import optimizer_of
+from autoshard.verification.plans import Plans, check_names
+from autoshard.verification.report import VerifyReport
+from autoshard.verification.run import Elsewhere, PlanRun
+from autoshard.verification.subject import Call, Subject, subject_of
+
+DEFAULT_PLANS = ("searched", "split", "data_parallel", "fully_sharded", "tensor_parallel", "random:0")
+
+
+def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
+           loss_fn: Callable[..., Any] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
+           plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
+           tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
+           memory_budget: str | float | None = None, inputs: str = "global", fallback: str = "error", time_limit: float = 60.0,
+           precision: Precision | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
+           progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:
+    """Run plans of `model` with real numbers, all ranks in this process, and compare with the model itself: user outputs,
+    every gradient (of the outputs' sum), every buffer, and after `steps` optimizer steps every weight.
+
+    model        real weights (they are copied); with real example inputs as for `autoshard.plan`
+    plan         a Plan or its file; without one every kind named in `plans` (see verify/plans.py) is made and run
+    optimizer    one that treats every element alike: "momentum", "sgd", "adam", "adamw", or a function of the parameters.
+                 Adam divides by the gradient's size: where a gradient is zero but for rounding, weights may differ
+    precision    a policy as for `autoshard.plan`; by default that of the given plan. Under a policy, or inside
+                 torch.autocast, the model stays in its dtypes
+    dtype        what to compute in: by default float64, else (ops without it, a plan that fits no float64 twin) float32
+    tolerance    largest error of a tensor over its norm (or, for gradients, over 1e-6 of the norm of all of them); by default
+                 1e-9 in float64, and where the program has less precise floats, the rounding measured (see verify/run.py)
+    seeds, cluster, memory_budget, fallback, time_limit   as for `autoshard.plan`
+    inputs       "local": plans are made for inputs that come in split along dim 0 over the first mesh axis
+    elsewhere    what runs the plans instead (real processes); the program in this process then only finds a wrong op
+
+    One process holds every rank: weights, activations and their whole values. Random ops draw on the ranks what they
+    would draw in a run; the model's graph is then run whole with those numbers, and without ranks against torch.
+
+    Raises what planning and lowering raise, UsageError for unusable arguments."""
+    if steps < 1:
+        raise UsageError(f"steps={steps}: give at least 1")
+    names, mesh = check_names(plans), api.as_mesh(mesh)
+    given = Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+    precision = precision or precision_of(given)
+    options = Options(precision=precision, seeds=seeds or {}, cluster=cluster or "cpu-gloo", memory_budget=parse_bytes(memory_budget),
+                      inputs=inputs, fallback=fallback, time_limit=time_limit)
+    call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training,
+                options.marks or dict(given.seeds if given else {}), given.settings.get("fallback", fallback) if given else fallback,
+                precision, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+    progress("trace", "")
+    with torch.autocast("cpu", enabled=False):  # the model alone runs in it
+        subject = subject_of(call, given, mesh, dtype)
+        make, checks = optimizer_of(optimizer), []
+        with default_dtype(subject.dtype):
+            for name, chosen in _chosen(subject, given, names, mesh, options, progress):
+                progress("run", name)
+                checks.append(PlanRun(subject, name, chosen, steps, make, tolerance, elsewhere).check())
+    return VerifyReport(tuple(checks), str(mesh), _dtypes(subject), tolerance or (1e-9 if subject.exact else subject.tolerance), steps, subject.notes)
+
+
+def precision_of(plan: Plan | None) -> Precision | None:
+    """The policy a plan was made under. Raises PlanError for what is none."""
+    policy = plan.settings.get("precision") if plan is not None else None
+    if policy and not (isinstance(policy, dict) and policy.keys() <= {"param", "master", "reduce"}):
+        raise PlanError(f"the plan's precision {policy!r:.60} is none; plan the model again")
+    return Precision(**policy) if policy else None
+
+
+def _dtypes(subject: Subject) -> str:
+    """What the comparison ran in."""
+    own = str(subject.dtype).removeprefix("torch.")
+    return f"{own} and float64" if subject.rounds else own
+
+
+def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Mesh, options: Options,
+            progress: Callable[[str, str], None]) -> Iterator[tuple[str, Plan]]:
+    if given is not None:
+        yield "the given plan", replace(given, graph_hash=subject.traced.graph.hash)
+        return
+    progress("costs", "")
+    plans = Plans(api.prices(subject.traced, mesh, options, fixed=_as_passed(subject.traced.graph, mesh, options)), options, subject.call.loss_fn is not None)
+    for name in names:
+        progress("plan", name)
+        yield from plans.named((name,))
+
+
+def _as_passed(graph: Graph, mesh: Mesh, options: Options) -> dict[str, Spec]:
+    """Inputs whose placement is how they come in: local ones, split along dim 0 over the first mesh axis. Raises UsageError
+    for an input that does not divide."""
+    if options.inputs == "global":
+        return {}
+    split = (0, *(R,) * (mesh.ndim - 1))
+    found = {op.target: op.outputs[0] for op in graph.of_kind("input") if op.outputs[0].shape}
+    for name, meta in found.items():
+        if not divides(meta.logical_shape, split, mesh.sizes):
+            raise UsageError(f"{name} of shape {meta.shape} does not split along dim 0 over {mesh.names[0]}={mesh.sizes[0]}; choose a multiple")
+    return dict.fromkeys(found, split)

@@ -1,0 +1,55 @@
+"""Copies of a model and its inputs in another dtype."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from autoshard._torch import pytree
+
+from autoshard.errors import UsageError
+
+
+def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy whose floating parameters and buffers are in `dtype` (None: as they are). Raises UsageError for a model
+    without values."""
+    virtual = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if virtual:
+        raise UsageError(f"verify needs real weights, and {virtual[0]} is on the meta device ({len(virtual)} tensors in all); "
+                         "build the model outside torch.device('meta')")
+    # what modules keep of an earlier call stays as a number: there is no way back through that call
+    kept = {id(t): t.detach().clone() for m in model.modules() for t in pytree.tree_leaves(list(vars(m).values()))
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+    try:
+        twin = copy.deepcopy(model, kept)
+    except Exception as e:
+        raise UsageError(f"the model cannot be copied ({type(e).__name__}: {str(e).strip()[:120]}); keep objects that cannot be copied out of "
+                         "module attributes") from None
+    return twin if dtype is None else twin.to(dtype)
+
+
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Every floating tensor of a pytree in `dtype`. Raises UsageError for tensors without values."""
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.is_meta:
+            raise UsageError("verify needs real example inputs, and one is on the meta device")
+        moved = leaf.detach().to(dtype) if dtype is not None and leaf.is_floating_point() else leaf.detach()
+        return moved.requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(one, tree)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors that the model makes without a dtype are as precise as its weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

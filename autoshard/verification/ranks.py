@@ -1,0 +1,63 @@
+"""Run a local graph for all ranks in one process: node by node, a list with the value of every rank.
+
+Ranks whose arguments are the same objects share the result, so what a plan replicates is computed once. That
+is no loss: an op is a function of its arguments, and random ops take their seed as one.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autoshard import _torch
+from autoshard.lower.lower import LocalGraph, Port, makes_tensor_from_nothing
+from autoshard.base.mesh import Mesh
+from autoshard.verification.collectives import Ranked, run_collective
+
+Watch = Callable[[torch.fx.Node, Ranked], None]
+
+
+def run_ranks(local: LocalGraph, mesh: Mesh, given: Mapping[Port, Ranked], device: torch.device,
+              watch: Watch = lambda node, value: None) -> dict[Port, Ranked]:
+    """What the graph gives, by port. `given` has the local tensors of every port it takes but coordinates;
+    `watch` sees every node with its values. Values are dropped after their last use."""
+    values: dict[torch.fx.Node, Ranked] = {}
+    last = {n: user for user in local.graph.nodes for n in user.all_input_nodes}
+    ports = iter(local.takes)
+    with torch.no_grad():
+        for node in local.graph.nodes:
+            if node.op == "output":
+                return dict(zip(local.gives, (values[n] for n in node.args[0]), strict=True))
+            values[node] = _placeholder(next(ports), given, mesh) if node.op == "placeholder" else _call(node, values, mesh, device)
+            watch(node, values[node])
+            for used in node.all_input_nodes:
+                if last[used] is node:
+                    del values[used]
+    raise AssertionError("an FX graph ends with its output node")
+
+
+def _placeholder(port: Port, given: Mapping[Port, Ranked], mesh: Mesh) -> Ranked:
+    if port.kind == "coord":
+        axis = mesh.index(port.name)
+        return [mesh.coordinates(r)[axis] for r in range(mesh.size)]
+    return given[port]
+
+
+def _call(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mesh, device: torch.device) -> Ranked:
+    if node.target is _torch.WAIT or node.target in _torch.COLLECTIVE_KINDS:
+        return run_collective(node.target, values[node.args[0]], node.args[1:], mesh)
+    extra = {"device": device} if makes_tensor_from_nothing(node) else {}
+    done: dict[tuple[Any, ...], Any] = {}
+    out = []
+    for rank in range(mesh.size):
+        key = tuple(_identity(values[n][rank]) for n in node.all_input_nodes)
+        if key not in done:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][rank])  # noqa: B023
+            done[key] = node.target(*args, **kwargs, **extra)
+        out.append(done[key])
+    return out
+
+
+def _identity(value: Any) -> Any:
+    return value if isinstance(value, int) else id(value)

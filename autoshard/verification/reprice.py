@@ -1,0 +1,173 @@
+"""What a lowered program costs, read off its nodes alone: an independent check of a plan's objective.
+
+Walks the two local graphs. Each op call is priced from the shapes of the tensors that really go in and out of
+it, each collective from the buffer it is called on, rearranging copies from the nodes that make them. No
+search table, no strategy and no planned collective is looked at. Equal to `plan.objective_s` up to rounding.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, prod
+
+import torch
+
+from autoshard import _torch
+from autoshard.cost import collectives
+from autoshard.cost.cluster import Cluster
+from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
+from autoshard.lower.emit import VIEWS, Part
+from autoshard.errors import LoweringError
+from autoshard.cost.fusion import Fused, fused
+from autoshard.base.graph import Call, Graph, TensorMeta
+from autoshard.lower.lower import Called, LocalGraph, Lowered
+from autoshard.rules import registry
+
+aten = torch.ops.aten
+HEAVY = ("matmul", "attention", "conv")
+KINDS = {target: kind for kind, target in _torch.COLLECTIVES.items()}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A collective call found in a lowered graph. `axis`: a mesh axis, or several taken as one ("dp+tp"). nbytes per rank, see
+    cost/collectives.py."""
+
+    kind: str
+    axis: str
+    nbytes: int
+    window: str
+    hideable: bool
+    inner: bool
+
+
+def collectives_in(lowered: Lowered) -> tuple[Seen, ...]:
+    """Every collective of one step, in the order it is issued."""
+    graphs = [g for g in (lowered.forward, lowered.backward) if g is not None]
+    return tuple(seen_at(node) for g in graphs for node in g.graph.nodes if node.target in KINDS)
+
+
+def seen_at(node: torch.fx.Node) -> Seen:
+    part: Part = node.meta["part"]
+    kind = KINDS[node.target]
+    buffer = node.meta["val"] if kind == "all_gather" else node.args[0].meta["val"]
+    return Seen(kind, str(node.args[-1]).removeprefix("axis:"), buffer.numel() * buffer.dtype.itemsize, part.window,
+                part.hideable, part.kind == "compute")
+
+
+def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str] = ()) -> float:
+    """Seconds of one step: compute + optimizer + blocking collectives + what stays of those that can hide.
+
+    `graph` only says what each op is (target, arguments) and which parameters are trained; `offload`: those whose optimizer state
+    lies on the host."""
+    compute = blocking = 0.0
+    chains = fused(graph) if cluster.device.fuses else {}
+    overlap, total = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
+    for local in (g for g in (lowered.forward, lowered.backward) if g is not None):
+        heavy = 0.0
+        for called in local.calls:
+            seconds = _op_seconds(graph, called, cluster, chains.get(called.op))
+            compute += seconds
+            heavy += seconds if registry.rule_of(graph.op(called.op).target).family in HEAVY else 0.0
+        hide, block = _communication_seconds(local, lowered, cluster)
+        blocking += block
+        exposed = max(0.0, hide - overlap.eta * heavy)
+        total += overlap.interference * hide + (1.0 - overlap.interference) * exposed
+    return total + compute + blocking
+
+
+def _op_seconds(graph: Graph, called: Called, cluster: Cluster, chain: Fused | None) -> float:
+    call = graph.calls[called.op]
+    inputs = [_logical(m, t, graph.calls[called.op]) for m, t in zip(call.inputs, called.inputs, strict=True)]
+    outputs = [None if m is None else _logical(m, t, call) for m, t in zip(call.outputs, called.outputs, strict=True)]
+    kept = (chain.unread, chain.unwritten) if chain else ()
+    return float(call_seconds(call, inputs, outputs, cluster.device, *kept))
+
+
+def _logical(meta: TensorMeta, local: torch.Tensor, call: Call) -> tuple[int, ...]:
+    """Logical local shape of a tensor whose flattened dims torch sees as one. How many pieces a flattened dim
+    is in is known, not which factor they cut; prices depend on products over a tensor dim alone."""
+    out: list[int] = []
+    for size, factors in zip(local.shape, meta.factors, strict=True):
+        pieces = prod(factors) // size
+        out += _cut(factors, pieces, call)
+    return tuple(out)
+
+
+def _cut(factors: tuple[int, ...], pieces: int, call: Call) -> list[int]:
+    """Factors with `pieces` taken out, major first."""
+    out = []
+    for n in factors:
+        common = gcd(n, pieces)
+        out.append(n // common)
+        pieces //= common
+    if pieces != 1:
+        raise LoweringError(f"a local tensor of {call.target} is no even piece of the factors {factors}")
+    return out
+
+
+def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster) -> tuple[float, float]:
+    """(hideable, blocking) seconds of the collectives of one window and the copies that rearrange their buffers."""
+    mesh = lowered.mesh
+    link_of = lru_cache(maxsize=None)(lambda axis: cluster.link_of(mesh, mesh.axes(axis)))
+    overlaps = cluster.overlap.eta > 0
+    hide = block = 0.0
+    for node in local.graph.nodes:
+        if node.target not in KINDS:
+            continue
+        seen = seen_at(node)
+        seconds = collectives.seconds(seen.kind, seen.nbytes, link_of(seen.axis))
+        rearranged = 0 if seen.inner else _rearranged_before(node) + _rearranged_after(node)
+        if rearranged:
+            seconds += op_seconds("copy", 0, 2 * rearranged, torch.uint8, cluster.device)
+        if overlaps and seen.hideable:
+            hide += seconds
+        else:
+            block += seconds
+    return hide, block
+
+
+def _rearranged_before(collective: torch.fx.Node) -> int:
+    """Bytes copied to bring the pieces of the buffer to its front."""
+    buffer = collective.args[0]
+    if buffer.target is aten.contiguous.default and buffer.args[0].target is aten.permute.default:
+        moved = buffer.args[0]
+        return _bytes(moved) if moved.meta.get("part") == collective.meta["part"] else 0
+    return 0
+
+
+def _rearranged_after(collective: torch.fx.Node) -> int:
+    """Bytes copied to put received pieces where they belong."""
+    (wait,) = collective.users
+    for node in _views_of(wait):
+        if node.target is aten.permute.default and node.meta.get("part") == collective.meta["part"]:
+            return _bytes(node)
+    return 0
+
+
+def _views_of(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What a received buffer is turned into before the next step of the redistribution reads it."""
+    for user in node.users:
+        if user.target in VIEWS or user.target is aten.permute.default:
+            yield user
+            if user.target in VIEWS:
+                yield from _views_of(user)
+
+
+def _bytes(node: torch.fx.Node) -> int:
+    return node.meta["val"].numel() * node.meta["val"].dtype.itemsize
+
+
+def _update_seconds(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str]) -> float:
+    """The optimizer's update of every parameter whose gradient the backward hands out."""
+    if lowered.backward is None:
+        return 0.0
+    params = {op.target for op in graph.of_kind("param")}
+    total = 0.0
+    out = next(n for n in lowered.backward.graph.nodes if n.op == "output")
+    for port, node in zip(lowered.backward.gives, out.args[0], strict=True):
+        if port.name in params:
+            price = host_seconds if port.name in offload else optimizer_seconds
+            total += price(optimizer, _bytes(node), cluster.device)
+    return total

@@ -1,0 +1,274 @@
+"""One plan's run: its program on all ranks against the model, and how far rounding excuses a difference.
+
+Where all floats are float64, the reference is the model under torch's autograd. Else three comparisons take its place:
+
+    trace     the graph against the model, both on one device and in the model's dtypes
+    sharded   the ranks against the graph on one device, the same ops in float64
+    rounded   the same in the model's dtypes, where these are what was asked about (a precision policy, autocast, bfloat16)
+
+What the first and the last may differ by is measured: the rounding error of a tensor is how far the graph in the model's dtypes
+is from the same graph in float64, on one device. A mistake of the trace or of the plan is not in there.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from autoshard.errors import LoweringError
+from autoshard.base.plan import Plan
+from autoshard.base.random import mix
+from autoshard.verification.bisect import Found, comparing, norm
+from autoshard.verification.forms import Form
+from autoshard.verification.pieces import Joined, distance, joined
+from autoshard.verification.program import MakeOptimizer, Outcome, Program
+from autoshard.verification.ranks import Watch
+from autoshard.verification.reference import Expected, Interpreted, Numbers, Reference, random_ops
+from autoshard.verification.report import Check, FirstWrong, Kind, PlanCheck, Run
+from autoshard.verification.subject import TOLERANCE, Subject
+
+TINY = 1e-6
+"""A gradient is measured against at least this part of the norm of all gradients: some are zero but for rounding."""
+ROUNDINGS = 4.0
+"""How many times the measured rounding error passes: other orders of summation round otherwise."""
+EPSILONS = 4.0
+"""The measured error of a single number may be zero by chance, of n numbers hardly: so many units of the last place over sqrt(n)
+pass anyway."""
+SEED = 20
+"""Of random ops. Step i draws under mix(SEED, i), as a compiled model does whose ranks called torch.manual_seed(SEED)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """What a plan's program made: every step's results, and the weights at the end (none without training)."""
+
+    steps: tuple[Outcome, ...]
+    weights: Mapping[str, Joined]
+
+
+class Elsewhere(Protocol):
+    """Runs a plan somewhere else, and brings back the results."""
+
+    def __call__(self, plan: Plan, dtype: torch.dtype, steps: int, training: bool) -> Ran: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What passes: `relative` to a tensor's norm, or, with an `epsilon`, what rounding explains: so many times its measured error
+    by (kind, name)."""
+
+    relative: float
+    epsilon: float = 0.0
+    rounding: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def of(self, kind: str, name: str, want: torch.Tensor, size: float) -> float:
+        unit = torch.finfo(want.dtype).eps if self.epsilon and kind == "weight" else self.epsilon
+        return max(self.relative, EPSILONS * unit / max(want.numel(), 1) ** 0.5) * size + ROUNDINGS * self.rounding.get((kind, name), 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRun:
+    """`tolerance`: the user's, else None; `elsewhere`: what runs the plan instead."""
+
+    subject: Subject
+    name: str
+    plan: Plan
+    steps: int
+    make: MakeOptimizer
+    tolerance: float | None
+    elsewhere: Elsewhere | None
+
+    @property
+    def sharp(self) -> Form:
+        """The program whose errors are bugs and not rounding, where there is one."""
+        return self.subject.exact or self.subject.own
+
+    @cached_property
+    def random(self) -> frozenset[str]:
+        return random_ops(self.subject.traced.graph)
+
+    @property
+    def limit(self) -> float:
+        """Of the sharp program."""
+        return self.tolerance or (TOLERANCE[torch.float64] if self.subject.exact else self.subject.tolerance)
+
+    def check(self) -> PlanCheck:
+        exact, ran = self.subject.exact, None
+        if self.elsewhere is not None:
+            ran = self.elsewhere(self.plan, self.subject.dtype, self.steps, self.subject.traced.graph.training)
+        checks = self._trace_checks() if self.random or exact else []
+        if ran is None or exact is None:
+            checks += self._checked("sharded", self.sharp, ran)
+        if exact is not None and (ran is not None or self.subject.rounds):
+            checks += self._checked("rounded", self.subject.own, ran)
+        if exact is None and not all(c.ok for c in checks):
+            checks = self._excused(checks)
+        return PlanCheck(self.name, self.plan, tuple(checks), None if all(c.ok for c in checks) else self._first_wrong(checks), bool(self.random))
+
+    def _checked(self, run: Run, form: Form, ran: Ran | None) -> list[Check]:
+        """All steps of one form of the program. A rounded one has the exact one beside it."""
+        training, checks, limits = form.traced.graph.training, [], Limits(self.limit)
+        exact = Interpreted(self.subject.exact.traced, self.subject.exact.state) if run == "rounded" else None
+        reference: Reference = (Interpreted(form.traced, form.state) if self.random or self.subject.exact
+                                else self.subject.call.eager(form.traced))
+        with form.active():
+            program = self._program(form)
+            for step in range(self.steps):
+                outcome, numbers = (None, {}) if ran and not self.random else self._step(form, program, step)
+                expected = reference.step(form.args, form.kwargs, numbers)
+                if exact is not None:
+                    limits = self._rounded(expected, self._exactly(exact, numbers))
+                checks += self._compare(run, step, ran.steps[step] if ran else outcome, expected, limits)
+                if training:
+                    for trained in (reference, exact, program if outcome is not None else None):
+                        if trained is not None:
+                            trained.update(self.make)
+            if training:
+                want = reference.weights()
+                if exact is not None:
+                    limits = replace(limits, rounding=_differences("weight", want, exact.weights()))
+                checks += self._named(run, self.steps - 1, "weight", ran.weights if ran else program.weights(),
+                                      {n: want[n] for n in want if n in (ran.weights if ran else program.weights())}, limits)
+        return checks
+
+    def _exactly(self, exact: Interpreted, numbers: Numbers) -> Expected:
+        form = self.subject.exact
+        with form.active():
+            return exact.step(form.args, form.kwargs, {n: tuple(_wide(t) for t in drawn) for n, drawn in numbers.items()})
+
+    def _rounded(self, own: Expected, exact: Expected) -> Limits:
+        rounding = _differences("gradient", own.grads, exact.grads) | _differences("buffer", own.buffers, exact.buffers)
+        rounding |= {("output", _output_name(i, t)): distance(t, x) for i, (t, x) in enumerate(zip(own.users, exact.users, strict=True))}
+        return Limits(self.tolerance or 0.0, 0.0 if self.tolerance else self.subject.epsilon, rounding)
+
+    def _excused(self, checks: Sequence[Check]) -> list[Check]:
+        """A tensor may be what is left where much larger ones cancel (the gradient of a bias before a batch norm). How far it moves
+        when every weight moves by a unit of its last place is rounding, in float64 too."""
+        own, moved = self.subject.own, {}
+        rng = torch.Generator().manual_seed(SEED)
+        shaken = {n: t + t.abs() * torch.finfo(t.dtype).eps * torch.randn(t.shape, generator=rng, dtype=t.dtype) if t.is_floating_point() else t
+                  for n, t in own.state.items()}
+        one, other = Interpreted(own.traced, own.state), Interpreted(own.traced, shaken)
+        with torch.random.fork_rng(devices=()), own.active():
+            torch.manual_seed(SEED)
+            for step in range(self.steps):
+                a = one.step(own.args, own.kwargs, {})
+                b = other.step(own.args, own.kwargs, {name: a.values[name] for name in self.random})
+                moved |= {(step, *key): off for key, off in self._rounded(a, b).rounding.items()}
+                if own.traced.graph.training:
+                    one.update(self.make)
+                    other.update(self.make)
+        moved |= {(self.steps - 1, *key): off for key, off in _differences("weight", one.weights(), other.weights()).items()}
+        return [c if c.ok else replace(c, limit=max(c.limit, ROUNDINGS * moved.get((c.step, c.kind, c.name), 0.0))) for c in checks]
+
+    def _program(self, form: Form) -> Program:
+        return Program(form.traced, self.plan, form.state, self.subject.device)
+
+    def _step(self, form: Form, program: Program, step: int, watch: Watch = lambda node, value: None) -> tuple[Outcome, Numbers]:
+        """The step's results, and what its random ops drew."""
+        drawn: dict[str, dict[int, torch.Tensor]] = {}
+
+        def draw(node: torch.fx.Node, pieces: list[Any]) -> None:
+            held = node.meta.get("held")
+            if held is not None and held.ref.op in self.random:
+                whole = joined(pieces, program.graph.meta(held.ref), held.spec, program.mesh).whole
+                drawn.setdefault(held.ref.op, {})[held.ref.index] = whole
+            watch(node, pieces)
+
+        outcome = program.step(form.args, form.kwargs, mix(SEED, step + 1), draw)
+        return outcome, {name: tuple(found.get(i) for i in range(max(found) + 1)) for name, found in drawn.items()}
+
+    # --- comparing ---
+
+    def _trace_checks(self) -> list[Check]:
+        """The graph on one device against the model, both with torch's generator."""
+        own = self.subject.own
+        with torch.random.fork_rng(devices=()), own.active():
+            torch.manual_seed(SEED)
+            want = self.subject.call.eager(own.traced).step(own.args, own.kwargs)
+            torch.manual_seed(SEED)
+            got = Interpreted(own.traced, own.state).step(own.args, own.kwargs, {})
+        limits = Limits(self.tolerance or self.subject.tolerance)
+        if self.subject.exact is not None:
+            numbers = {name: got.values[name] for name in self.random}
+            limits = self._rounded(got, self._exactly(Interpreted(self.subject.exact.traced, self.subject.exact.state), numbers))
+        outcome = Outcome(tuple(Joined(t, 0.0) for t in got.users), _whole(got.grads), _whole(got.buffers))
+        return self._compare("trace", 0, outcome, want, limits)
+
+    def _compare(self, run: Run, step: int, outcome: Outcome, expected: Expected, limits: Limits) -> list[Check]:
+        if len(outcome.users) != len(expected.users):
+            raise LoweringError(f"the plan's program gives {len(outcome.users)} outputs, the model {len(expected.users)}")
+        out = [self._against(run, step, "output", _output_name(i, want), got, want, limits)
+               for i, (got, want) in enumerate(zip(outcome.users, expected.users, strict=True))]
+        out += self._named(run, step, "gradient", outcome.grads, expected.grads, limits)
+        state = self.subject.own.state
+        changed = {n: b for n, b in expected.buffers.items() if n in outcome.mutations or not torch.equal(b.to(state[n].dtype), state[n])}
+        return out + self._named(run, step, "buffer", outcome.mutations, changed, limits)
+
+    def _named(self, run: Run, step: int, kind: Kind, got: Mapping[str, Joined], want: Mapping[str, torch.Tensor],
+               limits: Limits) -> list[Check]:
+        """Names must be the same on both sides: what one side lacks is infinitely wrong."""
+        floor = TINY * _together(want.values())
+        missing = [Check(step, kind, n, float("inf"), 0.0, 0.0, run) for n in sorted(got.keys() ^ want.keys())]
+        return missing + [self._against(run, step, kind, n, got[n], want[n], limits, floor) for n in want if n in got]
+
+    def _against(self, run: Run, step: int, kind: Kind, name: str, got: Joined, want: torch.Tensor, limits: Limits, floor: float = 0.0) -> Check:
+        size = max(norm(want.detach()), floor)
+        if got.whole.shape != want.shape or got.whole.dtype != want.dtype:
+            return Check(step, kind, name, float("inf"), 0.0, size, run)
+        error = max(distance(got.whole, want.detach()), got.disagreement)
+        return Check(step, kind, name, error, limits.of(kind, name, want, size), size, run)
+
+    # --- what is wrong ---
+
+    def _first_wrong(self, checks: Sequence[Check]) -> FirstWrong:
+        """Run again beside the graph on one device, and stop at the first value that is off. Before that: is the graph the model?"""
+        traced = [c for c in checks if c.run == "trace"] or self._trace_checks()
+        if not all(c.ok for c in traced):
+            return FirstWrong("trace", 0)
+        found = self._first_off(self.sharp)
+        return found or FirstWrong("rounding", next(c.step for c in checks if not c.ok))
+
+    def _first_off(self, form: Form) -> FirstWrong | None:
+        with form.active():
+            program, reference = self._program(form), Interpreted(form.traced, form.state)
+            for step in range(self.steps):
+                numbers = self._step(form, self._program_at(form, program), step)[1] if self.random else {}
+                expected = reference.step(form.args, form.kwargs, numbers)
+                try:
+                    self._step(form, program, step, comparing(program, expected.values, self.limit, step, self.random))
+                except Found as found:
+                    return found.wrong
+                if form.traced.graph.training:
+                    program.update(self.make)
+                    reference.update(self.make)
+        return None
+
+    def _program_at(self, form: Form, program: Program) -> Program:
+        """Another program with the same weights."""
+        weights = {n: j.whole for n, j in program.weights().items()}
+        return Program(form.traced, self.plan, {**form.state, **weights}, self.subject.device)
+
+
+def _differences(kind: str, a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], float]:
+    return {(kind, n): distance(a[n].detach(), b[n].detach()) for n in a if n in b}
+
+
+def _wide(t: Any) -> Any:
+    return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+
+def _together(tensors: Iterable[torch.Tensor]) -> float:
+    """The norm of all of them."""
+    return sum(norm(t.detach()) ** 2 for t in tensors) ** 0.5
+
+
+def _output_name(i: int, value: torch.Tensor) -> str:
+    return "loss" if i == 0 and value.ndim == 0 else f"output {i}"
+
+
+def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Joined]:
+    return {n: Joined(t, 0.0) for n, t in tensors.items()}

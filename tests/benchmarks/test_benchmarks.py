@@ -1,0 +1,72 @@
+"""What the benchmarks say about what they measured: which plan is the one to beat, slopes, tables; and plans by hand that train
+the same model."""
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks"), str(Path(__file__).resolve().parents[1] / "dist")]
+
+from about import about, line, markdown  # noqa: E402
+from contenders import contender  # noqa: E402
+from harness import on_ranks  # noqa: E402
+from results import Row, verdict  # noqa: E402
+from search_scaling import slope  # noqa: E402
+
+
+def row(plan: str, seconds: float, loss_difference: float) -> Row:
+    ratio = (1.0 / seconds,) * 3  # the chosen plan takes a second
+    return Row(plan, (seconds,) * 3, 1.0, None, ratio if plan == "auto" else None, ratio, 0.0, 0, loss_difference)
+
+
+def test_the_plan_to_beat_is_the_fastest_of_the_same_model():
+    found = [row("one", 2.0, 0.0), row("independent", 0.5, 0.3), row("auto", 1.0, 1e-7), row("ddp", 0.8, 0.1), row("tp", 1.25, 1e-6)]
+    first, ceiling, other = verdict(found)
+    assert "tp" in first and "0.80" in first
+    assert "independent" in ceiling
+    assert other.startswith("ddp trains another model")
+
+
+def test_one_process_is_to_beat_where_no_plan_by_hand_is_the_same_model():
+    assert "one" in verdict([row("one", 0.9, 0.0), row("auto", 1.0, 1e-7), row("ddp", 0.8, 0.1)])[0]
+
+
+def test_slope_of_a_power():
+    assert slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2.0)
+
+
+def test_tables_say_machine_date_and_commit():
+    facts = about()
+    assert all(facts[key] in line(facts, "8 rounds") for key in ("device", "torch", "date", "commit"))
+    assert markdown(("a", "b"), [(1, "x")]).splitlines() == ["| a | b |", "| --- | --- |", "| 1 | x |"]
+
+
+SUBJECTS = {"moe": {}, "dlrm": {"bottom": (32, 32), "top": (64, 32, 32, 16)}, "vit": {}}
+BY_HAND = (("moe", "hybrid"), ("dlrm", "hybrid"), ("dlrm", "tp"), ("moe", "tp+sp"), ("vit", "tp+sp"))
+
+
+def losses(kind: str, plan: str) -> list[float]:
+    """Of three steps, as means over the global batch."""
+    module = importlib.import_module(f"models.{kind}")
+    torch.manual_seed(0)
+    model, batch = module.build("tiny", **SUBJECTS[kind])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("d",))
+    made = contender(plan, kind, model, batch, module.loss, mesh, argparse.Namespace(fused=False, cluster=None))
+    made.train(3)
+    return made.losses
+
+
+def all_losses() -> dict[tuple[str, str], list[float]]:
+    return {(kind, plan): losses(kind, plan) for kind, plan in (*((kind, "one") for kind in SUBJECTS), *BY_HAND)}
+
+
+@pytest.mark.dist
+def test_plans_by_hand_train_the_same_model():
+    for found in on_ranks(2, all_losses):
+        for kind, plan in BY_HAND:
+            assert found[kind, plan] == pytest.approx(found[kind, "one"], rel=1e-4), f"{plan} of {kind}"

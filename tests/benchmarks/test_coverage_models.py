@@ -1,0 +1,46 @@
+"""The zoo of benchmarks/coverage_models.py: families are found, built small, and examined without a false 'verified'."""
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from zoo import page  # noqa: E402
+from zoo.build import CannotBuild, build, stopped, traced_variant  # noqa: E402
+from zoo.families import Candidate, candidates, families  # noqa: E402
+
+
+def test_families_are_found():
+    known = families()
+    assert len(known) > 300 and {"llama", "bert", "vit", "whisper", "clip", "t5"} <= set(known)
+    assert candidates(known["bert"])[0].class_name == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "vit"])
+def test_small_models_train_and_trace(family):
+    example = build(candidates(families()[family])[0])
+    assert sum(p.numel() for p in example.model.parameters()) < 1_000_000
+    assert stopped(example) is None
+    variant, traced, refused = traced_variant(example)
+    assert variant is example and not refused and traced.graph.training
+
+
+def test_what_cannot_be_built_says_why():
+    with pytest.raises(CannotBuild, match="no inputs known for"):
+        build(Candidate("sam3_tracker_video", "model", "Sam3TrackerVideoModel"))
+
+
+def test_page_counts_what_was_found(tmp_path):
+    verified = {"family": "a", "stage": "verified", "why": "", "class": "A", "inputs": {"x": [4]}, "own_loss": True, "ops": 3,
+                "targets": ["aten.mm.default"], "meshes": {"d=4": {"outcome": "verified", "why": "", "error": 1e-15, "collectives": [2]}}}
+    built = {"family": "b", "stage": "built", "why": "depends on data <x>", "clear": True, "class": "B", "inputs": {}, "own_loss": False}
+    ops = {"command": "c", "samples": {"traced": 2}, "ops": {"aten.mm.default": {
+        "origin": "own", "calls": 1, "rows": 5, "checks": 7, "undivided": 0, "wrong": 0, "missing": 1}}}
+    page.write(tmp_path / "page.md", {"a": verified, "b": built}, {"a": (), "b": (), "c": ()}, ops, "abc")
+    text = (tmp_path / "page.md").read_text()
+    assert "3 families; 2 built and tried, 50% of them verified, 0 wrong; 1 not run yet" in text
+    assert "| own | 1 | 1 | 5 | 7 | 0 | 1 |" in text and "use 1 ops; 1 of them were tried, with 0 wrong rows" in text
+    assert "* **b**: depends on data \\<x>" in text and torch.__version__ in text

@@ -1,0 +1,141 @@
+"""Plans by hand are what their names say, and no searched plan is worse than one that fits."""
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from steering import MODELS, formulation_of, traced
+
+from autoshard.decide.make_plan import make_plan
+from autoshard.decide.walks.baselines import baseline, baselines, schemes
+from autoshard.study.compare import comparison
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.options import Options
+from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.decide.walks.reads import Wiring
+
+
+def plans_of(name: str, mesh: str, **shape):
+    formulation = formulation_of(traced(name, **shape), mesh)
+    found = {}
+    for scheme, choice in baselines(formulation):
+        cost = evaluate(formulation.problem, choice)
+        found[scheme.name] = make_plan(formulation, Solution(choice, cost, 0.0, Status.GAP, 0.0), memory_limit=None, model={},
+                                       settings={}, seeds={})
+        assert found[scheme.name].objective_s == pytest.approx(cost, rel=1e-9)
+    return found
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return plans_of("gpt", "d=4")
+
+
+@pytest.mark.parametrize("name", [n if n in ("dlrm", "moe", "gpt") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_every_baseline_exists_for_every_model(name):
+    formulation = formulation_of(traced(name), "dp=2,tp=2")
+    costs = {scheme.name: evaluate(formulation.problem, choice) for scheme, choice in baselines(formulation)}
+    assert set(costs) == {s.name for s in schemes(parse_mesh("dp=2,tp=2")) if not s.late}
+    assert np.isfinite(list(costs.values())).all(), costs
+
+
+def calls(plan, phase: str | None = None) -> Counter:
+    return Counter(c.kind for c in plan.collectives if phase in (None, c.phase))
+
+
+def weights(plan) -> int:
+    return len(plan.placements)
+
+
+def test_data_parallel_reduces_every_gradient_once_and_gathers_nothing(gpt):
+    plan = gpt["DDP"]
+    assert set(plan.placements.values()) == {(-1,)}
+    reduced = [c for c in plan.collectives if c.hideable]
+    assert {c.kind for c in reduced} == {"all_reduce"} and {c.phase for c in reduced} == {"backward"}
+    assert sum(c.nbytes for c in reduced) >= sum(x.shape and 4 * np.prod(x.shape) for x in plan.layouts if x.kind == "weight")
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}
+
+
+def test_fully_sharded_gathers_in_both_windows_and_zero_2_in_one(gpt):
+    sharded, kept = gpt["FSDP (ZeRO-3)"], gpt["ZeRO-2"]
+    assert all(-1 not in spec for spec in sharded.placements.values())
+    assert sharded.placements == kept.placements
+    assert calls(sharded, "backward")["all_gather"] > 0
+    assert calls(kept, "backward")["all_gather"] == 0
+    assert calls(sharded, "forward") == calls(kept, "forward")
+    assert calls(sharded, "backward")["reduce_scatter"] == calls(kept, "backward")["reduce_scatter"] == weights(kept)
+    assert any(c.source == "kept" for c in kept.copies)
+    assert gpt["DDP"].memory["total"] > kept.memory["total"]
+
+
+def test_megatron_alternates_columns_and_rows(gpt):
+    plan = gpt["Megatron TP"]
+    for layer in (0, 1):
+        assert {plan.placements[f"h.{layer}.{w}.weight"] for w in ("attn.c_attn", "mlp.c_fc")} == {(0,)}
+        assert {plan.placements[f"h.{layer}.{w}.weight"] for w in ("attn.c_proj", "mlp.c_proj")} == {(1,)}
+    assert plan.placements["wte.weight"] == (0,), "the vocabulary is split"
+    assert plan.placements["h.0.ln_1.weight"] == (-1,)
+    blocks = [c for c in plan.collectives if c.module.startswith("h.")]
+    assert {c.kind for c in blocks} == {"all_reduce"}
+    assert Counter(c.phase for c in blocks) == {"forward": 4, "backward": 4}, "two a layer and pass"
+
+
+def test_sequence_parallel_scatters_sums_and_splits_norms():
+    plan = plans_of("gpt", "d=4", batch=512)["TP + sequence parallel"]  # with small tensors an all-reduce and a slice are cheaper
+    assert plan.placements["h.0.mlp.c_fc.weight"] == (0,) and plan.placements["h.0.mlp.c_proj.weight"] == (1,)
+    assert calls(plan, "forward")["reduce_scatter"] >= 4 and calls(plan, "forward")["all_gather"] >= 4
+    norm = next(p for n, p in plan.ops.items() if n.startswith("native_layer_norm"))
+    assert norm.outputs[0] == (1,), "split along the sequence"
+    assert not any(c.kind == "all_reduce" and c.module.startswith("h.") and c.nbytes > 512 * 64 for c in plan.collectives)
+
+
+def test_products_shard_on_one_axis_and_compute_split_on_the_other():
+    plan = plans_of("gpt", "dp=2,tp=2", width=1024)["FSDP x TP"]
+    assert plan.placements["h.0.mlp.c_fc.weight"] in {(0, 0), (1, 0)}
+    gathers = {c.axis for c in plan.collectives if c.kind == "all_gather" and c.hideable and c.nbytes > 2**18}
+    assert gathers == {"dp"}, "matrices are gathered over the data axis only; a bias has one dim for both axes"
+
+
+def test_a_batch_that_does_not_divide_is_an_obstacle():
+    formulation = formulation_of(traced("gpt", batch=2), "d=4")
+    obstacles = {s.name: s.obstacle(formulation) for s in schemes(parse_mesh("d=4"))}
+    assert obstacles["DDP"] == "a batch of 2 does not split over 4 ranks"
+    assert obstacles["Megatron TP"] == ""
+    assert "DDP" not in {s.name for s, _ in baselines(formulation)}
+
+
+@pytest.mark.parametrize(("name", "mesh", "memory"), [
+    ("mlp", "d=4", None), ("gpt", "d=2", None), pytest.param("moe", "dp=2,tp=2", None, marks=pytest.mark.slow)])
+def test_the_chosen_plan_is_never_worse_than_a_baseline_that_fits(name, mesh, memory):
+    found = comparison(traced(name, batch=64), parse_mesh(mesh), Options(cluster="h100-dgx", memory_budget=memory, time_limit=20))
+    best = found.best_baseline
+    assert best is not None
+    assert found.chosen.plan.objective_s <= best.plan.objective_s * (1 + 1e-9)
+    assert all(row.plan.objective_s > 0 for row in found.contenders if row.plan)
+    late, soon = (next(row.plan for row in found.contenders if row.name == name) for name in ("ZeRO-1", "ZeRO-2"))
+    assert late.placements == soon.placements and late.settings["reduce_gradients"] == "at the end"
+    assert late.objective_s > soon.objective_s, "nothing hides them"
+    assert not any(c.hideable for c in late.collectives if c.kind == "reduce_scatter")
+    data = found.to_dict()
+    assert data["rows"][0]["name"] == "chosen by the search" and len(data["rows"]) == len(found.contenders)
+
+
+def test_zero_1_holds_whole_gradients_and_zero_2_only_those_on_their_way():
+    found = comparison(traced("mlp", "wide"), parse_mesh("d=2"), Options(cluster="h100-dgx", time_limit=5))
+    late, soon = (next(row.plan for row in found.contenders if row.name == name) for name in ("ZeRO-1", "ZeRO-2"))
+    assert late.memory["total"] > soon.memory["total"] + 100e6, "but for the largest matrix, whose gradient ZeRO-2 holds whole for a moment too"
+
+
+def test_a_baseline_is_the_same_twice():
+    wiring = Wiring(formulation_of(traced("mlp"), "d=2"))
+    (scheme, *_) = schemes(parse_mesh("d=2"))
+    assert np.array_equal(baseline(wiring, scheme), baseline(wiring, scheme))
+
+
+def test_what_fits_nowhere_is_a_row():
+    found = comparison(traced("mlp"), parse_mesh("d=2"), Options(cluster="h100-dgx", memory_budget=4096.0, time_limit=10))
+    assert found.chosen.plan is None and "no plan fits" in found.chosen.note
+    assert not any(row.fits for row in found.contenders) and found.best_baseline is None
+
+

@@ -1,0 +1,53 @@
+"""Plans within memory: what is known to fit is never passed over for something dearer."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from steering import formulation_of, traced
+
+from autoshard.decide.make_plan import Plays
+from autoshard.decide.walks.baselines import baselines
+from autoshard.decide.fit import search_within
+from autoshard.formulate.problem_of import formulate
+from autoshard.formulate.memory_rows import limited
+from autoshard.search import solve
+from autoshard.search.problem import evaluate, row_loads
+
+LIMIT, LEAN = 1e9, 18700.0
+
+
+def test_a_known_plan_that_a_corrected_row_forbids_is_still_taken():
+    """The first plan found is too full at the update; the row that says so also forbids a plan that does fit."""
+    formulation = formulation_of(traced("mlp"), "d=2", memory=LIMIT)
+    row = formulation.memory_rows["update"]
+    known, lean = (solve(limited(formulation, "update", limit).problem).choice for limit in (30000.0, LEAN))
+    cost = {name: evaluate(formulation.problem, c) for name, c in (("known", known), ("lean", lean))}
+    assert cost["known"] < cost["lean"] and row_loads(formulation.problem, known)[row] > LEAN
+
+    def measured(choice: np.ndarray) -> SimpleNamespace:
+        """The update takes what the row says, but for the known plan, which needs less than the row thinks."""
+        load = row_loads(formulation.problem, choice)[row]
+        total = LIMIT / (1.0 + formulation.table.cluster.device.allocator_slack) + load - LEAN
+        peak = 0.0 if np.array_equal(choice, known) else total
+        return SimpleNamespace(peak=peak, live=np.array([[peak]]), moment_of=lambda t: "update")
+
+    found = search_within(formulation, LIMIT, measure=measured, time_limit=10, incumbents=[known])
+    assert found.cost == pytest.approx(cost["known"], rel=1e-12)
+    assert found.bound <= found.cost
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", "d=2"), ("dlrm", "d=2")])
+def test_within_any_memory_no_baseline_that_fits_is_cheaper(name, mesh):
+    free = formulation_of(traced(name), mesh)
+    slack = 1.0 + free.table.cluster.device.allocator_slack
+    by_hand = [choice for _, choice in baselines(free)]
+    played = Plays(free, {})
+    peaks = sorted({slack * played(c).peak for c in by_hand})
+    for limit in (peaks[0] * 1.0001, peaks[-1] * 0.95, peaks[-1] * 1.0001):
+        formulation = formulate(free.table, memory_limit=limit)
+        found = search_within(formulation, limit, measure=played, time_limit=8, incumbents=by_hand)
+        cheapest = min(evaluate(free.problem, c) for c in by_hand if slack * played(c).peak <= limit)
+        assert found.choice is not None and found.cost <= cheapest * (1 + 1e-9), limit
+        assert slack * played(found.choice).peak <= limit

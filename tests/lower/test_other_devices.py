@@ -1,0 +1,97 @@
+"""Lowered graphs bound to a device that is not the CPU, here torch's meta device: nothing in them may stay behind on the CPU."""
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.lower import attention_kernels
+from autoshard.cost.cluster import load_cluster
+from autoshard.cost.redistribute import Redistribution
+from autoshard.errors import UsageError
+from autoshard.lower.lower import LocalGraph, bind, lower
+from autoshard.base.mesh import Mesh
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.compile import Settings
+from autoshard.lower.passes.in_place import overwrite
+from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.ranks.place import Place
+from autoshard.runtime.execute.eager import straight
+from autoshard.program.simplify import simplify
+from autoshard.program.trace import trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+from random_plans import random_plan  # noqa: E402
+
+MODELS = ("mlp", "gpt", "llama", "bert", "vit", "moe", "t5", "dlrm")
+"""Not resnet: what a batch norm over shards runs has kernels for CPU and CUDA and none for shapes alone."""
+META = torch.device("meta")
+
+
+def local_graphs(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[LocalGraph, LocalGraph, Mesh]:
+    module, mesh = importlib.import_module(f"models.{name}"), Mesh(("dp", "tp"), (2, 2))
+    model, batch = module.build()
+    batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
+    graph = factor_graph(simplify(trace(model.to(dtype), batch, loss_fn=module.loss).graph))
+    route = Redistribution(mesh, load_cluster("h100-dgx")).steps
+    plan = random_plan(graph, mesh, route, seed)
+    lowered = lower(graph, plan, mesh, route)
+    return lowered.forward, lowered.backward, mesh
+
+
+def run(local: LocalGraph, mesh: Mesh) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the bound graph gives on the meta device, each beside the fake value it was planned with."""
+    module, _ = bind(local, (1, 1), str, mesh, META)
+    planned = next(n.args[0] for n in module.graph.nodes if n.op == "output")
+    overwrite(module.graph)
+    return list(zip(straight(module.graph, "meta")([_on_meta(n.meta["val"]) for n in module.graph.nodes if n.op == "placeholder"]),
+                    (n.meta["val"] for n in planned), strict=True))
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+
+
+def _strides(t: torch.Tensor) -> list[int]:
+    """Those that matter."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_local_graphs_run_on_another_device(name: str) -> None:
+    forward, backward, mesh = local_graphs(name)
+    for local in (forward, backward):
+        for got, planned in run(local, mesh):
+            assert got.device == META
+            assert (got.shape, got.dtype, _strides(got)) == (planned.shape, planned.dtype, _strides(planned))
+
+
+def test_attention_becomes_the_kernel_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    choose = attention_kernels.kernel_of
+    monkeypatch.setattr(attention_kernels, "kernel_of", lambda *args: seen.append(choose(*args)) or seen[-1])
+    for dtype, kernel in ((torch.bfloat16, "flash"), (torch.float32, "efficient")):
+        forward, backward, mesh = local_graphs("gpt", dtype)
+        run(forward, mesh), run(backward, mesh)
+        assert seen == [kernel] * 4, "two layers, forward and backward"
+        seen.clear()
+
+
+def test_autocast_of_another_device_is_refused() -> None:
+    place = Place(Mesh(("one",), (1,)), None, (0,), {}, torch.device("cpu"))
+    model = CompiledModule(nn.Linear(2, 2), place, Settings(lambda *args, **kwargs: None))
+    object.__setattr__(place, "device", torch.device("cuda"))  # weights cannot be there
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with pytest.raises(UsageError, match="precision=autoshard.Precision"):
+            model(torch.ones(1, 2))
+    finally:
+        torch.set_autocast_enabled("cuda", before)

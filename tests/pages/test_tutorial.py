@@ -1,0 +1,53 @@
+"""Every command of the pages on steering runs, in order, and does what its page says."""
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from test_cli import run  # noqa: F401  (a fixture)
+
+from autoshard.base.plan import Plan
+
+DOCS = Path(__file__).parents[2] / "docs"
+DIFFERENT = 1
+
+
+def commands(page: str) -> list[list[str]]:
+    """The indented `autoshard` lines of a page, without the program's name."""
+    return [shlex.split(line)[1:] for line in (DOCS / page).read_text().splitlines() if line.startswith("    autoshard ")]
+
+
+def write_files(page: str, folder: Path) -> None:
+    """YAML blocks whose first line names a file."""
+    for block in re.findall(r"```yaml\n# ([^\s:]+)[^\n]*\n((?:.|\n)*?)```", (DOCS / page).read_text()):
+        (folder / block[0]).write_text(block[1])
+
+
+def test_the_tutorial(run, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    write_files("tutorial.md", tmp_path)
+    found = commands("tutorial.md")
+    assert len(found) >= 10
+    for command in found:
+        code, out, err = run(*command)
+        assert code == (DIFFERENT if command[0] == "diff" else 0), f"{command}: {err}"
+        assert out, command
+    plans = {p.stem: Plan.load(p) for p in tmp_path.glob("*.json")}
+    assert plans["free"].objective_s <= plans["steered"].objective_s <= plans["megatron"].objective_s
+    assert all(x.spec[0] == 0 for x in plans["dp"].layouts if x.kind == "input")
+    assert plans["megatron"].placements["h.1.mlp.c_proj.weight"] == (-1, 1)
+    assert any("h.*.mlp.c_proj" in n and "partial sum over tp becomes" in n for n in plans["megatron"].notes)
+    assert "seed h.*.mlp holds for 2 tensors" in plans["marked"].notes
+
+
+@pytest.mark.parametrize("page", ["seeds.md", "propagate.md", "explain.md"])
+def test_commands_of_the_reference_pages(run, tmp_path, monkeypatch, page):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    write_files(page, tmp_path)
+    found = [c for c in commands(page) if c[0] != "diff"]
+    assert found
+    for command in found:
+        code, _, err = run(*command)
+        assert code == 0, f"{command}: {err}"

@@ -1,0 +1,85 @@
+"""What a model asks of data that it made itself is answered; what is another model while it is compiled is traced as in eager mode."""
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.errors import TraceError
+from autoshard.program.interpret import run
+from autoshard.program.trace import trace
+
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.linear, self.body = nn.Linear(8, 8), body
+        self.register_buffer("scale", torch.ones(8))
+        self.steps = torch.tensor([1.0, 3.0])
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def mask_of_ones(m, x):
+    mask = torch.ones(x.shape[0], 8, dtype=torch.bool).tril()
+    return m.linear(x) if mask[-1].all() and not mask.all() else x
+
+
+def a_length(m, x):
+    return m.linear(x)[:, : int(torch.arange(4).max()) + 1] * float(m.steps.sum())
+
+
+def equal(m, x):
+    return m.linear(x) if torch.equal(torch.zeros(3), torch.full((3,), 0.0)) else x
+
+
+def asks(m, x):
+    return m.linear(x) * 3 if torch.compiler.is_compiling() else m.linear(x)
+
+
+@pytest.mark.parametrize("body", [mask_of_ones, a_length, equal, asks])
+def test_the_graph_is_the_model(body):
+    model, x = Body(body), torch.randn(8, 8)
+    traced = trace(model, (x,))
+    state = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    assert torch.equal(run(traced, state, (x,)).users[0], model(x))
+
+
+@pytest.mark.parametrize("data", [lambda m, x: x, lambda m, x: m.scale, lambda m, x: m.linear.weight, lambda m, x: torch.rand(4),
+                                  lambda m, x: torch.empty(4), lambda m, x: torch.ones(8) * x, lambda m, x: torch.ones(1 << 27)])
+def test_what_may_change_is_not_looked_at(data):
+    def body(m, x):
+        return m.linear(x) if float(data(m, x).detach().sum()) > 0 else x
+
+    with pytest.raises(TraceError, match="depends on the data of a tensor"):
+        trace(Body(body), (torch.ones(8, 8),))
+
+
+@functools.lru_cache(maxsize=4)
+def bounded(n):
+    return torch.arange(n) * 2.0, n
+
+
+@functools.lru_cache(maxsize=None)
+def unbounded(n):
+    return torch.arange(n) * 3.0
+
+
+def caches(m, x):
+    if torch.compiler.is_compiling():
+        return m.linear(x)
+    return m.linear(x) * bounded(8)[0] + unbounded(8)
+
+
+def test_tensors_of_a_trace_do_not_stay_in_caches():
+    """A library that is told it runs in eager mode may cache; the user's model must not get what the trace left there."""
+    bounded(3)
+    model, x = Body(caches), torch.randn(8, 8)
+    traced = trace(model, (x,))
+    want = model.linear(x) * torch.arange(8) * 2 + torch.arange(8) * 3
+    assert torch.allclose(model(x), want)
+    state = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    assert torch.equal(run(traced, state, (x,)).users[0], model(x))
+    assert torch.equal(run(trace(model, (x,)), state, (x,)).users[0], model(x)), "and what the model cached is a constant"
+    assert torch.compiler.is_compiling.__module__ == "torch.compiler"

@@ -1,0 +1,119 @@
+"""What cannot be one graph is listed in full, each place with its line and module."""
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.errors import TraceError
+from autoshard.program.trace import trace
+
+
+class Calls(nn.Module):
+    """A linear layer and a body given as a function (module, x)."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.linear, self.body = nn.Linear(8, 8), body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def branch(m, x):
+    return m.linear(x) if x.sum() > 0 else x
+
+
+def to_numpy(m, x):
+    scale = float(x.detach().numpy().max())
+    return m.linear(x) * scale
+
+
+def backward_reads_data(m, x):
+    return Weird.apply(m.linear(x))
+
+
+def drops_rows(m, x):
+    return m.linear(x)[x[:, 0] > 0]
+
+
+def only_raises(m, x):
+    raise KeyError("missing")
+
+
+class Weird(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * float(g.sum())
+
+
+def errors_of(*bodies, **kwargs):
+    model = nn.Sequential(*(Calls(body) for body in bodies))
+    with pytest.raises(TraceError) as error:
+        trace(model, (torch.randn(4, 8),), **kwargs)
+    return str(error.value)
+
+
+def line_of(function, offset=1):
+    return f"{os.path.relpath(__file__)}:{function.__code__.co_firstlineno + offset}"
+
+
+def test_all_places_at_once_with_their_modules_and_lines():
+    text = errors_of(branch, to_numpy, branch, backward_reads_data)
+    assert "3 places to change" in text, "of two modules of the same code there is one"
+    for module, place in (("0, 2", line_of(branch)), ("1", line_of(to_numpy)), ("3", line_of(Weird.backward, 2))):
+        assert re.search(rf"in {module}: .*\n.*{re.escape(place)}", text), (module, place, text)
+    assert text.count("torch.where") == 2 and "numpy" in text
+    assert 'let 0, 1, 2, 3 run whole on every rank: fallback="replicate"' in text
+
+
+def test_one_place_keeps_its_message():
+    text = errors_of(branch)
+    assert text.startswith("the forward pass depends on the data") and "places" not in text and "let 0 run whole" in text
+
+
+def test_what_could_not_be_looked_at_is_said():
+    text = errors_of(branch, only_raises, to_numpy)
+    assert "2 places" in text and "what comes after 1 was not looked at" in text and "numpy" not in text
+
+
+def test_refused_ops_do_not_hide_each_other():
+    model = Calls(lambda m, x: m.linear(x.mul_(2)) * torch.rand(8, generator=torch.Generator()))
+    model.linear.weight.register_hook(lambda g: g)
+    with pytest.raises(TraceError) as error:
+        trace(model, (torch.randn(4, 8),))
+    text = str(error.value)
+    assert "3 places" in text and "gradient hook" in text and "torch.Generator" in text and "writes into its input" in text
+
+
+def test_a_loop_on_data_ends():
+    def until(m, x):
+        while x.norm() > 1:
+            x = m.linear(x)
+        while x.sum().item() < 10:
+            x = x + 1
+        return x
+
+    assert "asks for the data of tensors again and again" in errors_of(until)
+
+
+def test_the_loss_is_looked_at_too():
+    model = nn.Sequential(Calls(branch))
+    with pytest.raises(TraceError, match="2 places") as error:
+        trace(model, (torch.randn(4, 8), torch.randn(4, 8)), loss_fn=lambda out, t: (out - t).abs().max().item() * out.sum())
+    assert "fallback" not in str(error.value), "the loss is no submodule"
+
+
+def test_data_read_below_python_is_told_as_such():
+    def body(m, x):
+        rows = tuple(x[:2, 0].long().abs() % 4)
+        out = m.linear(x).clone()
+        out[rows, (0, 1)] = 0.0
+        return out
+
+    assert "depends on the data of a tensor" in errors_of(body)

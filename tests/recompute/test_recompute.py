@@ -1,0 +1,76 @@
+"""Backward that runs parts of forward again: same graph otherwise, same price when lowered, less memory, same values."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard.api import plan_traced
+from autoshard.cost.cluster import load_cluster
+from autoshard.base.graph import Ref
+from autoshard.program.interpret import run
+from autoshard.base.calling import Traced
+from autoshard.lower.lower import lower
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.options import Options
+from autoshard.base.plan import AGAIN, Plan
+from autoshard.recompute.rewrite import CHEAP, FAMILIES, candidates, with_recompute
+from autoshard.verification.reprice import reprice
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.route import route_of
+from autoshard.program.simplify import simplify
+from autoshard.program.trace import trace
+from models import gpt, llama
+
+SETS = [pytest.param(CHEAP, id="cheap ops"), pytest.param(FAMILIES, id="all but the residual stream")]
+
+
+def traced_of(module, **sizes) -> tuple[Traced, torch.nn.Module, tuple]:
+    torch.manual_seed(0)
+    model, batch = module.build(**sizes)
+    found = trace(model, batch, loss_fn=module.loss)
+    return Traced(factor_graph(simplify(found.graph)), found.calling), model, batch
+
+
+@pytest.mark.parametrize("module", [gpt, llama])
+@pytest.mark.parametrize("families", SETS)
+def test_gradients_are_bit_for_bit_the_same(module, families) -> None:
+    traced, model, batch = traced_of(module)
+    graph = with_recompute(traced.graph, candidates(traced.graph, families))
+    again = [op for op in graph.ops if op.name.endswith(AGAIN)]
+    assert again and all(op.phase == "backward" for op in again)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    one, two = run(traced, state, batch), run(Traced(graph, traced.calling), state, batch)
+    assert all(torch.equal(one.grads[n], two.grads[n]) for n in one.grads)
+
+
+@pytest.mark.parametrize("families", SETS)
+def test_only_what_backward_needs_is_run_again_and_once(families) -> None:
+    graph = traced_of(gpt)[0].graph
+    names = candidates(graph, families)
+    again = with_recompute(graph, names)
+    made = [op.name for op in again.ops if op.name.endswith(AGAIN)]
+    assert len(made) == len(set(made))
+    assert all(any(again.users.get(Ref(n, k)) for k in range(len(again.op(n).outputs))) for n in made)
+    used = [n.removesuffix(AGAIN) for n in made]
+    assert with_recompute(graph, used).hash == again.hash
+    assert with_recompute(graph, ()) is graph
+
+
+def test_random_ops_are_kept() -> None:
+    graph = traced_of(gpt, dropout=0.1)[0].graph
+    dropouts = {op.name for op in graph.ops if "dropout" in str(op.target) and op.phase == "forward"}
+    assert dropouts and not dropouts & set(candidates(graph))
+
+
+def test_a_plan_that_recomputes_fits_round_trips_and_costs_what_it_says() -> None:
+    sizes = {"batch": 32, "seq": 32, "layers": 4}
+    model, batch = llama.build(**sizes)
+    traced, mesh, options = trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=2"), {"cluster": "h100-dgx", "time_limit": 20.0}
+    free = plan_traced(traced, mesh, Options(**options), has_loss=True)
+    budget = 0.6 * free.memory["total"]
+    plan = plan_traced(traced, mesh, Options(**options, memory_budget=budget), has_loss=True)
+    assert plan.recompute and plan.memory["total"] <= budget and plan.objective_s > free.objective_s
+    assert plan.graph_hash == free.graph_hash and Plan.from_json(plan.to_json()) == plan
+    graph = with_recompute(factor_graph(simplify(traced.graph)), plan.recompute)
+    lowered = lower(graph, plan, mesh, route_of(plan))
+    assert reprice(graph, lowered, load_cluster("h100-dgx"), "adamw") == pytest.approx(plan.objective_s, rel=1e-9)

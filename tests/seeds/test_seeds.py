@@ -1,0 +1,223 @@
+"""Seeds: every way to write one means the same, they hold, and every mistake names the seed and the fix."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import autoshard
+from autoshard.seeds.seeds import Seed, load_seeds, seed_text
+from autoshard.cli.read import parse_seeds
+from autoshard.errors import SeedError, UsageError
+from autoshard.base.spec import ShardingSpec
+
+
+class MLP(nn.Module):
+    """With `mark`, the hidden activation is annotated."""
+
+    def __init__(self, mark=None) -> None:
+        super().__init__()
+        self.up, self.down, self.mark = nn.Linear(64, 256), nn.Linear(256, 64), mark
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        if self.mark is not None:
+            h = autoshard.annotate(h, self.mark)
+        return self.down(torch.relu(h))
+
+
+class Two(nn.Module):
+    def __init__(self, mark=None) -> None:
+        super().__init__()
+        self.a, self.b = MLP(mark), MLP(mark)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a(x) + self.b(x)).sum()
+
+
+X = torch.randn(32, 64)
+
+
+def plan(model: nn.Module, mesh: str = "dp=2,tp=2", **options):
+    return autoshard.plan(model, mesh, (X,), cluster="h100-dgx", time_limit=20, **options)
+
+
+def same(*plans) -> None:
+    first = plans[0]
+    for other in plans[1:]:
+        assert other.objective_s == first.objective_s
+        assert other.placements == first.placements
+        assert [(c.kind, c.axis, c.nbytes, c.phase) for c in other.collectives] == [
+            (c.kind, c.axis, c.nbytes, c.phase) for c in first.collectives]
+
+
+def test_four_ways_to_seed_parameters(tmp_path):
+    path = tmp_path / "seeds.yaml"
+    path.write_text("# columns, rows\n'*.up.weight': tp,-\n'*.down.weight': [null, tp]\ninput:0: dp,...\n")
+    values = {"*.up.weight": ("tp", None), "*.down.weight": (None, "tp"), "input:0": ("dp", ...)}
+    from_cli = parse_seeds(["*.up.weight=tp,-", "*.down.weight=-,tp", "input:0=dp,?"])
+    placed = {"*.up.weight": (Replicate(), Shard(0)), "*.down.weight": (Replicate(), Shard(1)), "input:0": ("dp", ...)}
+    spec = {**values, "*.up.weight": ShardingSpec((("tp",), ()))}
+    plans = [plan(Two(), seeds=s) for s in (values, load_seeds(str(path)), from_cli, placed, spec)]
+    same(*plans)
+    assert plans[0].placements["a.up.weight"] == (-1, 0) and plans[0].placements["b.down.weight"] == (-1, 1)
+    assert {x.spec for x in plans[0].layouts if x.name == "input:0"} <= {(0, -1), (0, 0), (0, 1)}
+
+
+def test_an_activation_in_the_model_or_by_path_in_any_form(tmp_path):
+    path = tmp_path / "seeds.yaml"
+    path.write_text('"*.up": "dp,tp"\n')
+    seeds = ({"*.up": ("dp", "tp")}, load_seeds(str(path)), parse_seeds(["*.up=dp,tp"]), {"*.up": (Shard(0), Shard(1))})
+    by_path = [plan(Two(), seeds=s) for s in seeds]
+    inside = [plan(Two(mark)) for mark in (("dp", "tp"), "dp,tp", (Shard(0), Shard(1)))]
+    same(*inside, *by_path)
+    marked = [p for n, p in inside[0].ops.items() if n.startswith("annotate")]
+    assert len(marked) == 4 and {p.outputs for p in marked} == {((0, 1),)}, "two activations and their gradients"
+
+
+def test_annotate_is_the_identity_without_autoshard():
+    model = Two("dp,tp")
+    marked, plain = model(X), None
+    for part in (model.a, model.b):
+        part.mark = None
+    plain = model(X)
+    assert torch.equal(marked, plain)
+    assert autoshard.annotate(X, "dp,-") is X
+
+
+def test_annotated_models_compute_the_same():
+    """On one rank: the mark changes no number, forward or backward."""
+    torch.manual_seed(0)
+    model = Two("d,-")
+    wanted = model(X)
+    wanted.backward()
+    gradient = model.a.up.weight.grad.clone()
+    model.zero_grad()
+    compiled = autoshard.compile(model, "d=1", cluster="cpu-gloo", cache=False)
+    got = compiled(X)
+    got.backward()
+    assert torch.allclose(got, wanted)
+    assert torch.allclose(dict(compiled.named_parameters())["a.up.weight"].grad, gradient, atol=1e-6)
+
+
+def test_dp_is_fixed_and_tp_searched_in_one_line():
+    found = plan(Two(), seeds={"input:*": "dp,..."})
+    assert all(x.spec[0] == 0 for x in found.layouts if x.kind == "input")
+
+
+def test_reports_count_matches_and_speak_like_the_command_line():
+    found = plan(Two(), seeds={"*.up.weight": ("tp", None), "input:0": ("dp", ...)})
+    assert found.seeds == {"*.up.weight": "tp,-", "input:0": "dp,..."}
+    assert "seed *.up.weight holds for 2 tensors" in found.notes and "seed input:0 holds for 1 tensor" in found.notes
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (("tp", None), "tp,-"), ((("dp", "tp"), ...), "dp*tp,..."), (["dp", "?"], "dp,?"), ("[dp, -]", "dp,-"),
+    ((Shard(0), Replicate()), "S(0),R"), (ShardingSpec((("dp", "tp"), ())), "dp*tp,-"), (Seed("tp,-", "x:1"), "tp,-")])
+def test_one_text_form(value, text):
+    assert seed_text(value) == text
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("seeds", "words"), [
+    ({"a.upp.weight": "tp,-"}, ("'a.upp.weight' = 'tp,-'", "matches nothing", "a.up.weight")),
+    ({"a.upp": "tp,-"}, ("matches nothing", "a.up")),
+    ({"input:7": "dp,-"}, ("matches nothing", "input:0")),
+    ({"a.up.weight": "tpp,-"}, ("'tpp'", "did you mean tp?")),
+    ({"a.up.weight": "tp"}, ("1 dims for a tensor with 2", "end it with ...")),
+    ({"a.up.weight": "tp,tp"}, ("'tp'", "two dims")),
+    ({"a.up.weight": "tp*dp,-"}, ("not the order of the mesh",)),
+    ({"a.up.weight": 3}, ("has value 3", "('tp', None)")),
+    ({"a.up.weight": "S(5),R"}, ("dims below 2",)),
+    ({"a.up.weight": "S(0)"}, ("one Shard or Replicate per mesh axis",)),
+    ({"a.up.weight": ("tp", 3)}, ("has the entry 3", "a tuple of axes")),
+    ({"a.up.weight": (Partial(), Shard(0))}, ("Partial cannot be a seed",)),
+    ({"a.up.weight": "tp*dp*x,-"}, ("'x'", "the mesh has dp=2,tp=2")),
+    ({"*.up": "dp,-", "a.up": "-,dp"}, ("'*.up' = 'dp,-'", "'a.up' = '-,dp'", "a.up and disagree")),
+    ({"output:0": "dp"}, ("1 dims for a tensor with 0",)),
+    ({"addmm_0": "tp,-", "a.up": "-,tp"}, ("'addmm_0' = 'tp,-'", "'a.up' = '-,tp'", "without a strategy", "take one away")),
+    ({"*.up.weight": "tp,-", "a.up.weight": "-,tp"}, ("'*.up.weight' = 'tp,-'", "'a.up.weight' = '-,tp'", "a.up.weight and disagree")),
+])
+def test_bad_seeds(seeds, words):
+    with pytest.raises(SeedError) as e:
+        plan(Two(), seeds=seeds)
+    for word in words:
+        assert word in str(e.value)
+
+
+def test_uneven_shards_are_refused():
+    with pytest.raises(SeedError, match=r"splits a.up.weight of shape \(256, 64\) unevenly"):
+        plan(Two(), "dp=2,tp=3", seeds={"a.up.weight": "tp,-"})
+
+
+def test_uneven_placements_are_refused():
+    with pytest.raises(SeedError, match=r"splits a tensor of shape \(256, 64\) unevenly \(R,S0 on mesh dp=2,tp=3\)"):
+        plan(Two(), "dp=2,tp=3", seeds={"a.up.weight": "R,S(0)"})
+
+
+def test_a_seed_that_an_op_cannot_follow_is_named():
+    """A running sum reads its dim whole."""
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(x @ self.w, -1)
+
+    with pytest.raises(SeedError, match=r"seed 'mm_0' = '-,d': .* leaves cumsum_0 .*test_seeds.py:\d+ without a strategy.*open with \?"):
+        plan(Running(), "d=2", seeds={"mm_0": "-,d"})
+
+
+def test_a_seed_on_a_dtensor_that_says_otherwise_names_both():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model, mesh = MLP(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), mesh, [Shard(1)]))
+        with pytest.raises(SeedError, match=r"'up.weight' = 'tp,-' is on parameter up.weight, which is a DTensor already, as 'S\(1\)'; leave"):
+            plan(model, "tp=2", seeds={"up.weight": "tp,-"})
+        with pytest.raises(SeedError, match=r"'up.weight' = 'S\(1\)' \(parameter up.weight, which is a DTensor already\) and 'up.\*' = 'tp,...'"):
+            plan(model, "tp=2", seeds={"up.*": "tp,..."})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_conflict_names_file_and_line_and_the_mark_its_source(tmp_path):
+    path = tmp_path / "seeds.yaml"
+    path.write_text("\n'*.up.weight': tp,-\n'a.*.weight': -,tp\n")
+    with pytest.raises(SeedError) as e:
+        plan(Two(), seeds=load_seeds(str(path)))
+    assert f"{path}:2" in str(e.value) and f"{path}:3" in str(e.value)
+    with pytest.raises(SeedError, match=r"annotate\(..., 'dp,zz'\) at .*test_seeds.py:\d+ names mesh axis 'zz'"):
+        plan(Two("dp,zz"))
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("a: tp\na: tp\n", ("given twice", ":1", ":2")), ("- a\n", ("no mapping of seeds",)), ("a: [\n", ("is not YAML",)),
+    ("a: 3\n", (":1", "has value 3")), ("a: !!python/object/apply:os.getcwd []\n", ("is not YAML",))])
+def test_bad_files(tmp_path, text, words):
+    path = tmp_path / "seeds.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as e:
+        load_seeds(str(path))
+    for word in ("seeds.yaml", *words):
+        assert word in str(e.value)
+
+
+def test_a_missing_file_and_a_seed_in_two_places(tmp_path):
+    with pytest.raises(UsageError, match="cannot read seeds"):
+        load_seeds(str(tmp_path / "none.yaml"))
+    path = tmp_path / "seeds.yaml"
+    path.write_text("a.up.weight: tp,-\n")
+    with pytest.raises(UsageError, match=r"given twice, at .*seeds.yaml:1 and on the command line"):
+        parse_seeds(["a.up.weight=-,tp"], path)
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    assert load_seeds(str(empty)) == {}

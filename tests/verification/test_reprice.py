@@ -1,0 +1,37 @@
+"""A walk over the lowered graphs finds the plan's price and its collectives, without the search's tables."""
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from autoshard.api import plan_traced
+from autoshard.cost.cluster import load_cluster
+from autoshard.lower.lower import lower
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.options import Options
+from autoshard.verification.reprice import collectives_in, reprice
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.route import route_of
+from autoshard.program.simplify import simplify
+from autoshard.program.trace import trace
+from models import gpt, mlp
+
+CASES = [
+    (mlp, "dp=4", {"input:0": ("dp", None)}),
+    (gpt, "dp=2,tp=2", {"input:0": ("dp", None), "h.*.mlp.c_fc.weight": ("tp", None), "wpe.weight": (None, "dp"),
+                        "wte.weight": ("tp", "dp")}),
+]
+
+
+@pytest.mark.parametrize("cluster", ["cpu-gloo", "h100-dgx"])
+@pytest.mark.parametrize("module, mesh, seeds", CASES)
+def test_lowered_program_costs_what_was_planned(module, mesh: str, seeds: dict, cluster: str) -> None:
+    model, batch = module.build()
+    traced, on = trace(model, batch, loss_fn=module.loss), parse_mesh(mesh)
+    plan = plan_traced(traced, on, Options(cluster=cluster, seeds=seeds), has_loss=True)
+    graph = factor_graph(simplify(traced.graph))
+    lowered = lower(graph, plan, on, route_of(plan))
+    assert reprice(graph, lowered, load_cluster(cluster), "adamw") == pytest.approx(plan.objective_s, rel=1e-9)
+    planned = Counter((c.kind, c.axis, c.nbytes, c.phase) for c in plan.collectives)
+    assert planned and Counter((c.kind, c.axis, c.nbytes, c.window) for c in collectives_in(lowered)) == planned
