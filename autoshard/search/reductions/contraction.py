@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search.reductions.core import Core, Table
-from autoshard.search.reductions.undo import GivenOne
+from autoshard.search.reductions.elimination import GivenOne
 
 LARGEST_GROWTH = 2_000_000
 

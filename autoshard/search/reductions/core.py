@@ -14,7 +14,7 @@ import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.search.problem import Edge, Problem
-from autoshard.search.reductions.undo import Fixed, Keep, Masks, Undo
+from autoshard.search.reductions.steps import Fixed, Keep, Masks, Step
 
 
 class Table:
@@ -57,7 +57,7 @@ class Core:
         self.limit, self.price = limit, price
         self.base = np.zeros(len(limit))
         self.constant = 0.0
-        self.undo: list[Undo] = []
+        self.undo: list[Step] = []
         self.same: dict[bytes, np.ndarray] = {}  # equal index vectors are one object, like tables
         self.intern = Interner()
         self._memo: dict[tuple, tuple] = {}
@@ -133,7 +133,7 @@ class Core:
         del self.adj[u][v], self.adj[v][u]
 
     def keep(self, v: int, kept: np.ndarray, change: np.ndarray | None = None) -> None:
-        """Keep only the strategies `kept` (indices, ascending) of v. For `change` see `undo.Keep`."""
+        """Keep only the strategies `kept` (indices, ascending) of v. For `change` see `steps.Keep`."""
         kept = self.same.setdefault(kept.tobytes(), kept)
         self.undo.append(Keep(v, kept, len(self.cost[v]), change))
         self.cost[v] = self.memo(np.take, self.cost[v], kept)

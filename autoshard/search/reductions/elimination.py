@@ -3,10 +3,12 @@
 Example: v with costs [1, 2] and one edge [[0, 5], [9, 0]] (u x v): u pays min(0+1, 5+2) = 1 or min(9+1, 0+2) = 2."""
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from autoshard.search.reductions.core import Core, Table
-from autoshard.search.reductions.undo import Fixed, GivenOne, GivenTwo
+from autoshard.search.reductions.steps import Fixed, Masks
 
 LARGEST_PRODUCT = 30_000_000  # strategies of the three nodes multiplied; above this degree two is left alone
 LARGEST_TABLE = 250_000
@@ -85,3 +87,56 @@ def join(to_u: Table, cost: np.ndarray, to_w: Table) -> tuple[Table, np.ndarray]
         out[better] = candidate[better]
         best[better] = s
     return Table(out), best
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOne:
+    """v is `best[choice of u]`; `extra[choice of u, s]` is what s costs more than that."""
+
+    v: int
+    u: int
+    best: np.ndarray
+    extra: np.ndarray
+
+    def lift(self, full: np.ndarray) -> None:
+        full[self.v] = self.best[full[self.u]]
+
+    def project(self, part: np.ndarray) -> None:
+        return
+
+    def widen(self, masks: Masks) -> None:
+        masks.run(self.v, _given_one, self.extra, masks.of[self.u])
+
+
+def _given_one(shape: tuple, extra: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    return (extra[alive] <= shape[0]).any(axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTwo:
+    """v is `best[choice of u, choice of w]`, the least of to_u[s, a] + cost[s] + to_w[s, b], which are `parts`."""
+
+    v: int
+    u: int
+    w: int
+    best: np.ndarray
+    parts: tuple
+
+    def lift(self, full: np.ndarray) -> None:
+        full[self.v] = self.best[full[self.u], full[self.w]]
+
+    def project(self, part: np.ndarray) -> None:
+        return
+
+    def widen(self, masks: Masks) -> None:
+        masks.run(self.v, _given_two, *self.parts, masks.of[self.u], masks.of[self.w])
+
+
+def _given_two(shape: tuple, to_u: np.ndarray, cost: np.ndarray, to_w: np.ndarray, alive_u: np.ndarray,
+               alive_w: np.ndarray) -> np.ndarray:
+    left, right = to_u[:, alive_u] + cost[:, None], to_w[:, alive_w]
+    least = np.full((left.shape[1], right.shape[1]), np.inf)
+    for a, b in zip(left, right, strict=True):  # one strategy at a time, so that no cube is ever stored
+        np.minimum(least, a[:, None] + b[None, :], out=least)
+    least = np.where(np.isfinite(least), least + shape[0], -np.inf)
+    return np.array([(a[:, None] + b[None, :] <= least).any() for a, b in zip(left, right, strict=True)], dtype=bool)

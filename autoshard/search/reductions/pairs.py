@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.search.reductions.core import Core, Table
 from autoshard.search.reductions import reduce_core
-from autoshard.search.reductions.undo import Pair
+from autoshard.search.reductions.steps import Masks
 
 FEWEST = 2  # small nodes that a pair must make go
 
@@ -93,3 +94,23 @@ def _repeated(shape: tuple, table: Table) -> Table:
 
 def _tiled(shape: tuple, table: Table) -> Table:
     return Table(np.tile(table.a, (shape[0], 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """u and v became one node in u's place; its strategy is u's x `size` of v + v's."""
+
+    v: int
+    u: int
+    size: int
+
+    def lift(self, full: np.ndarray) -> None:
+        full[self.u], full[self.v] = divmod(int(full[self.u]), self.size)
+
+    def project(self, part: np.ndarray) -> None:
+        part[self.u] = -1 if min(part[self.u], part[self.v]) < 0 else part[self.u] * self.size + part[self.v]
+
+    def widen(self, masks: Masks) -> None:
+        joint = masks.of[self.u].reshape(-1, self.size)
+        masks.put(self.u, joint.any(axis=1))
+        masks.put(self.v, joint.any(axis=0))

@@ -5,11 +5,13 @@ u's choice the best of the group is known: the group is one strategy whose edge 
 states "made from p" for all p are such a group: the consumers see only that the copy exists."""
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from autoshard.search.reductions.core import Core, Table
 from autoshard.search.reductions.dominance import distinct, load_profile
-from autoshard.search.reductions.undo import States
+from autoshard.search.reductions.steps import Masks
 
 MIX = 0x9E3779B97F4A7C15  # an odd number: multiples of it spread over 64 bits
 
@@ -93,3 +95,32 @@ def _merged(cost: np.ndarray, towards: Table, *parts) -> tuple | None:
         table[group[s]][better] = candidate[better]
         best[group[s]][better] = s
     return kept, np.zeros(len(kept)), Table(table), best, group, offset
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Strategies of v were merged: `best[state, choice of u]` is the one a state stands for, `group` the state of each.
+    `dearer` = (costs to u before, their shift per strategy, costs after)."""
+
+    v: int
+    u: int
+    best: np.ndarray
+    group: np.ndarray
+    dearer: tuple
+
+    def lift(self, full: np.ndarray) -> None:
+        full[self.v] = self.best[full[self.v], full[self.u]]
+
+    def project(self, part: np.ndarray) -> None:
+        if part[self.v] >= 0:
+            part[self.v] = self.group[part[self.v]]
+
+    def widen(self, masks: Masks) -> None:
+        masks.run(self.v, _states, *self.dearer, self.group, masks.of[self.v], masks.of[self.u])
+
+
+def _states(shape: tuple, before: np.ndarray, shift: np.ndarray, after: np.ndarray, group: np.ndarray, alive_v: np.ndarray,
+            alive_u: np.ndarray) -> np.ndarray:
+    each = before[:, alive_u] + shift[:, None]
+    close = (each <= after[group][:, alive_u] + shape[0]) & np.isfinite(each)
+    return alive_v[group] & close.any(axis=1)
