@@ -47,7 +47,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Collective:
-    """One planned collective call, in execution order. nbytes: see cost/collectives.py for the convention. `axis`: the mesh axis
+    """One planned collective call, in execution order. nbytes: see collectives/__init__.py for the convention. `axis`: the mesh axis
     it runs over, or several taken as one, in mesh order: "dp+tp".
 
     `hideable`: a parameter gather or a gradient reduction, which may overlap compute. `inner`: runs inside

@@ -14,8 +14,8 @@ from statistics import geometric_mean, median
 import torch
 
 from autoshard.calibrate.sample import Machine, Sample
-from autoshard.cost import collectives
-from autoshard.cost.cluster import (COLLECTIVES, FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster)
+from autoshard import collectives
+from autoshard.cost.cluster import (FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster)
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.curve import Curve
 
@@ -125,7 +125,7 @@ def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:
         return replace(stand_in, name=f"{stand_in.name}-not-measured")
     latency = _latency(samples)
     curves = {}
-    for kind in COLLECTIVES:
+    for kind in collectives.KINDS:
         mine = [s for s in samples if s.key == kind]
         if mine:
             left = [(s.amount, max(s.seconds - collectives.ring_steps(kind, s.ranks) * latency, latency)) for s in mine]

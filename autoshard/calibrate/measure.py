@@ -19,7 +19,7 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.sample import Sample
-from autoshard.cost.collectives import wire_bytes
+from autoshard.collectives import wire_bytes
 from autoshard.runtime.carriers import gloo_messages
 from autoshard.runtime.carriers.choose import carries_all_reduce, start
 from autoshard.runtime.ranks.place import Place

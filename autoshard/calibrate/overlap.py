@@ -82,7 +82,7 @@ def fitted(short: Timing, long: Timing) -> Overlap:
 
 
 def _collective(place: Place, kind: str, axis: int, nbytes: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """(start, finish) of `kind` with a buffer of about `nbytes`, by the convention of cost/collectives.py, as the runtime
+    """(start, finish) of `kind` with a buffer of about `nbytes`, by the convention of collectives/__init__.py, as the runtime
     does it: messages where gloo carries them, else the library's collective."""
     n, tag = place.mesh.sizes[axis], place.groups[place.mesh.names[axis]]
     numel = max(nbytes // 4 // n, 1) * n

@@ -15,7 +15,7 @@ class Sample:
     family    op family; "" for collectives and the optimizer
     dtype     torch's name of the dtype an op computes in; "" for collectives
     link, ranks   for collectives: index of the profile's link, and ranks of the group
-    nbytes    for collectives: the buffer, by the convention of cost/collectives.py
+    nbytes    for collectives: the buffer, by the convention of collectives/__init__.py
     amount    what its curve is a function of: bytes on the wire, bytes moved, or FLOP
     seconds   lower quartile over rounds of the slowest rank
     spread    upper quartile / lower quartile of the rounds - 1: the noise

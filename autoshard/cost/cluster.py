@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from autoshard.collectives import KINDS
 from autoshard.cost.curve import Curve
 from autoshard.cost.reader import Reader
 from autoshard.errors import ClusterError
 from autoshard.base.mesh import Mesh
 
 VERSION = 1
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv")
 OPTIMIZER = "optimizer"
 HEAVY = ("matmul", "attention", "conv")
 """Op families that count FLOPs. Their time can hide communication; the others are too short or memory-bound."""
@@ -319,7 +319,7 @@ def _device(r: Reader) -> Device:
 def _link(r: Reader) -> Link:
     out = Link(r.take("name", str), r.number("devices", inf), r.number("latency"), r.number("overhead"),
                r.number("bandwidth"), r.fraction("efficiency", above_zero=True), r.number("oversubscription", 1.0),
-               r.numbers("in_network", InNetwork), r.curves("measured", COLLECTIVES))
+               r.numbers("in_network", InNetwork), r.curves("measured", tuple(KINDS)))
     r.finish()
     if out.oversubscription < 1:
         raise ClusterError(f"{r.where('oversubscription')} is {out.oversubscription:g}; it is 1 (none) or more")

@@ -38,15 +38,16 @@ from typing import Literal
 import numpy as np
 import torch
 
-from autoshard.cost import collectives
+from autoshard import collectives
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import LoweringError
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_partial, is_shard
 
-StepKind = Literal["slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
-KINDS: tuple[StepKind, ...] = ("slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter")
+SLICE = "slice"
+"""The step that sends nothing: a rank takes its piece of what it holds."""
+KINDS = (SLICE, *collectives.RUN)
 HOP_BITS = 5
 UNREACHABLE = np.int64(1) << 61
 
@@ -54,9 +55,9 @@ UNREACHABLE = np.int64(1) << 61
 @dataclass(frozen=True)
 class Step:
     """One step. `axes` are mesh axis indices in mesh order; dims are logical; -1 where a kind has none. `spec` is the spec
-    after it. `nbytes` follows cost/collectives.py, `rearranged` are the bytes copied besides (see above)."""
+    after it. `nbytes` follows collectives/__init__.py, `rearranged` are the bytes copied besides (see above)."""
 
-    kind: StepKind
+    kind: str
     axes: tuple[int, ...]
     src_dim: int
     dst_dim: int
@@ -73,7 +74,7 @@ class Move:
 
     src: int
     dst: int
-    kind: StepKind
+    kind: str
     axes: tuple[int, ...]
     src_dim: int
     dst_dim: int
@@ -91,7 +92,7 @@ class Layout:
     moves: tuple[Move, ...]
     src: np.ndarray
     dst: np.ndarray
-    groups: tuple[tuple[StepKind, tuple[int, ...], int, int, np.ndarray], ...]
+    groups: tuple[tuple[str, tuple[int, ...], int, int, np.ndarray], ...]
 
 
 def axis_sets(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -113,7 +114,7 @@ def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> Layo
             if s[axis] >= 0:
                 cuts[i, s[axis]] *= size
     moves = tuple(m for i, s in enumerate(states) for m in _moves(i, s, ndim, sizes, index))
-    grouped: dict[tuple[StepKind, tuple[int, ...], int, int], list[int]] = {}
+    grouped: dict[tuple[str, tuple[int, ...], int, int], list[int]] = {}
     for row, m in enumerate(moves):
         grouped.setdefault((m.kind, m.axes, m.src_dim, m.dst_dim), []).append(row)
     ends = np.array([(m.src, m.dst) for m in moves], np.int64).reshape(-1, 2)
@@ -139,12 +140,8 @@ def _moves(i: int, spec: Spec, ndim: int, sizes: tuple[int, ...], index: dict[Sp
     return sorted(out, key=lambda m: (KINDS.index(m.kind), m.axes, m.dst_dim))
 
 
-def _kind(p: int, q: int) -> StepKind:
-    if p == R:
-        return "slice"
-    if is_partial(p):
-        return "all_reduce" if q == R else "reduce_scatter"
-    return "all_gather" if q == R else "all_to_all"
+def _kind(p: int, q: int) -> str:
+    return SLICE if p == R else collectives.kind_between(p, q)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,11 +253,10 @@ class Redistribution:
         seconds = np.zeros(len(lay.moves))
         for kind, axes, src_dim, dst_dim, rows in lay.groups:
             a, b = lay.src[rows], lay.dst[rows]
-            if kind == "slice":
+            if kind == SLICE:
                 nbytes[rows] = 0
                 continue
-            if kind == "all_gather":
-                nbytes[rows] = held[b]
+            nbytes[rows] = collectives.KINDS[kind].buffer(held[a], held[b])
             if self.mesh.ranks(axes) == 1:  # one piece is in order already
                 continue
             if src_dim >= 0:
@@ -273,9 +269,9 @@ class Redistribution:
         return nbytes, rearranged, seconds
 
 
-def step_seconds(kind: StepKind, nbytes: int, rearranged: int, link: AxisLink, cluster: Cluster) -> float:
+def step_seconds(kind: str, nbytes: int, rearranged: int, link: AxisLink, cluster: Cluster) -> float:
     """Price of one executed step from what an observer sees; equals `Step.seconds`."""
-    if kind == "slice":
+    if kind == SLICE:
         return 0.0
     copy = op_seconds("copy", 0, 2 * rearranged, torch.uint8, cluster.device) if rearranged else 0.0
     return collectives.seconds(kind, nbytes, link) + copy

@@ -132,7 +132,7 @@ def _redistribution(chosen: Chosen, op: Op, ref: Ref, source: Spec, wanted: Spec
 
 
 def _inner(chosen: Chosen, op: Op, mesh) -> list[Collective]:
-    from autoshard.cost.collectives import seconds
+    from autoshard.collectives import seconds
 
     found, s = chosen.table.strategies[op.name], chosen.strategies[op.name]
     one = found.keep(np.arange(len(found)) == s)

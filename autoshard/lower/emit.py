@@ -18,6 +18,8 @@ from torch.fx.proxy import GraphAppendingTracer, Proxy
 from torch.overrides import TorchFunctionMode
 
 from autoshard import _torch
+from autoshard.collectives import RUN
+from autoshard.cost.redistribute import SLICE
 from autoshard.errors import LoweringError
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
@@ -176,17 +178,10 @@ class Emitter:
         """Start a collective over `axes` taken as one, on a contiguous tensor; gathers and scatters work on dim 0."""
         group, n = f"axis:{self.mesh.label(axes)}", self.mesh.ranks(axes)
         x = aten.contiguous.default(x)
-        start = _torch.COLLECTIVES[kind]
-        if kind == "all_gather":
-            return start(x, n, group)
-        if kind == "reduce_scatter":
-            return start(x, reduce_op, n, group)
-        if kind == "all_reduce":
-            return start(x, reduce_op, group)
-        if kind == "all_to_all":
-            rows = [self.value(x).shape[0] // n] * n
-            return start(x, rows, rows, group)
-        raise LoweringError(f"no collective of kind {kind!r}")
+        if kind not in RUN:
+            raise LoweringError(f"no collective of kind {kind!r}; there are {', '.join(RUN)}")
+        rows = next(iter(self.value(x).shape), 1)
+        return RUN[kind].target(x, *RUN[kind].arguments(rows, n, reduce_op), group)
 
     def wait(self, x: Proxy) -> Proxy:
         return _torch.WAIT(x)
@@ -217,25 +212,18 @@ class Emitter:
     def _step(self, step: Any) -> list[Callable[[Proxy], Proxy]]:
         """A step as functions on the logical local tensor; a collective's last function begins with its wait."""
         n = self.mesh.ranks(step.axes)
-        if step.kind == "slice":
+        if step.kind == SLICE:
             return [lambda x: self._slice(x, step.dst_dim, step.axes)]
-        if step.kind == "all_reduce":
-            return [lambda x: self.collective("all_reduce", x, step.axes, step.reduce_op), self.wait]
-        if step.kind == "all_gather":
-            return [lambda x: self.collective("all_gather", self._at_least_1d(x), step.axes),
-                    lambda y: self._join(self._split(self.wait(y), 0, n), step.src_dim)]
-        if step.kind == "reduce_scatter":
-            return [lambda x: self.collective("reduce_scatter", self._cut(x, step.dst_dim, n), step.axes, step.reduce_op),
-                    lambda y: self._drop_first(self.wait(y))]
-        if step.kind == "all_to_all":
-            return [lambda x: self.collective("all_to_all", self._cut(x, step.dst_dim, n), step.axes),
-                    lambda y: self._join(self.wait(y), step.src_dim)]
-        raise LoweringError(f"no redistribution step of kind {step.kind!r}")
+        if step.kind not in RUN:
+            raise LoweringError(f"no redistribution step of kind {step.kind!r}; there are {SLICE}, {', '.join(RUN)}")
+        kind = RUN[step.kind]
+        return [lambda x: self.collective(step.kind, kind.before(self, x, step, n), step.axes, step.reduce_op),
+                lambda y: kind.after(self, self.wait(y), step, n)]
 
     def _shape(self, x: Proxy) -> list[int]:
         return list(self.value(x).shape)
 
-    def _at_least_1d(self, x: Proxy) -> Proxy:
+    def at_least_1d(self, x: Proxy) -> Proxy:
         return x if self._shape(x) else aten.view.default(x, [1])
 
     def _slice(self, x: Proxy, dim: int, axes: Sequence[int]) -> Proxy:
@@ -243,18 +231,18 @@ class Emitter:
         start = self.index(axes) * length
         return aten.slice.Tensor(x, dim, start, start + length, 1)
 
-    def _split(self, x: Proxy, dim: int, n: int) -> Proxy:
+    def split(self, x: Proxy, dim: int, n: int) -> Proxy:
         """Dim of size n*k as two dims, n and k."""
         shape = self._shape(x)
         return aten.view.default(x, [*shape[:dim], n, shape[dim] // n, *shape[dim + 1:]])
 
-    def _cut(self, x: Proxy, dim: int, n: int) -> Proxy:
+    def cut(self, x: Proxy, dim: int, n: int) -> Proxy:
         """The n pieces along `dim`, stacked in front."""
-        pieces = self._split(x, dim, n)
+        pieces = self.split(x, dim, n)
         order = [dim, *(d for d in range(len(self._shape(pieces))) if d != dim)]
         return self._permute(pieces, order)
 
-    def _join(self, pieces: Proxy, dim: int) -> Proxy:
+    def join(self, pieces: Proxy, dim: int) -> Proxy:
         """Inverse of `_cut`: pieces stacked in front, put one after another along `dim`."""
         shape = self._shape(pieces)
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
@@ -268,7 +256,7 @@ class Emitter:
             return aten.view.default(x, [shape[d] for d in order])
         return aten.permute.default(x, order)
 
-    def _drop_first(self, x: Proxy) -> Proxy:
+    def drop_first(self, x: Proxy) -> Proxy:
         return aten.view.default(x, self._shape(x)[1:])
 
 

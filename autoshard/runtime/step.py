@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.collectives import KINDS
 from autoshard.base.graph import Graph
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, lower_deferred
 from autoshard.base.plan import Plan
@@ -28,7 +29,7 @@ Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[t
 
 @dataclass(frozen=True)
 class Issue:
-    """A collective call as it is made: bytes by the convention of cost/collectives.py. `bucket`: the bytes of the
+    """A collective call as it is made: bytes by the convention of collectives/__init__.py. `bucket`: the bytes of the
     gradients that share it, empty for a call that the plan has as it is."""
 
     kind: str
@@ -39,7 +40,7 @@ class Issue:
     @staticmethod
     def of(node: torch.fx.Node, place: Place) -> "Issue":
         kind = _torch.COLLECTIVE_KINDS[node.target]
-        buffer = node.meta["val"] if kind == "all_gather" else node.args[0].meta["val"]
+        buffer = KINDS[kind].buffer(node.args[0].meta["val"], node.meta["val"])
         axes = {group: axis for axis, group in place.groups.items()}
         return Issue(kind, axes[node.args[-1]], buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
+from autoshard.collectives import KINDS
 from autoshard.runtime.carriers.gloo_messages import NOTE
 from autoshard.runtime.ranks.place import axes_of_ranks
 
 
 @dataclass(frozen=True)
 class Issued:
-    """One call: kind, mesh axis (or several taken as one, "dp+tp"), bytes per rank by the convention of cost/collectives.py."""
+    """One call: kind, mesh axis (or several taken as one, "dp+tp"), bytes per rank by the convention of collectives/__init__.py."""
 
     kind: str
     axis: str
@@ -32,7 +33,7 @@ class _Recorder(_torch.DispatchMode):
         out = func(*args, **(kwargs or {}))
         kind = _torch.COLLECTIVE_KINDS.get(func)
         if kind is not None:
-            self.note(kind, str(args[-1]), out if kind == "all_gather" else args[0])
+            self.note(kind, str(args[-1]), KINDS[kind].buffer(args[0], out))
         return out
 
     def note(self, kind: str, group: str, buffer: torch.Tensor) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from autoshard.program import flow
 from autoshard.seeds.seeds import Seeds
-from autoshard.cost import collectives, compute
+from autoshard import collectives
+from autoshard.cost import compute
 from autoshard.cost.cluster import HEAVY as HEAVY  # formulate and assemble take it from here
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.redistribute import Redistribution, Step

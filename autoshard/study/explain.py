@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.collectives import RUN
+from autoshard.cost.redistribute import SLICE
 from autoshard.decide.make_plan import Chosen, price
 from autoshard.space.cost_table import CostTable
 from autoshard.study.diff import PlanDiff
@@ -19,8 +21,7 @@ from autoshard.recompute.undecided import program_with
 from autoshard.base.spec import ShardingSpec, Spec, shard_counts
 
 MOST = 24
-COLLECTIVE_WORDS = {"all_gather": "AllGather", "all_to_all": "AllToAll", "all_reduce": "AllReduce",
-                    "reduce_scatter": "ReduceScatter", "slice": "Slice"}
+COLLECTIVE_WORDS = {SLICE: "Slice"} | {name: kind.words for name, kind in RUN.items()}
 
 
 @dataclass(frozen=True)

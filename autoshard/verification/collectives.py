@@ -5,20 +5,15 @@ one group are in the order of their coordinates on its axes. Ranks that get the 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from autoshard import _torch
-from autoshard.errors import LoweringError
+from autoshard.collectives import KINDS
 from autoshard.base.mesh import Mesh
 
 Ranked = list[Any]
 """One value per rank, in mesh order."""
-REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def groups(mesh: Mesh, axes: Sequence[int]) -> list[list[int]]:
@@ -37,34 +32,6 @@ def run_collective(target: Any, x: Ranked, arguments: Sequence[Any], mesh: Mesh)
     kind, axes = _torch.COLLECTIVE_KINDS[target], mesh.axes(str(arguments[-1]).removeprefix("axis:"))
     out: Ranked = [None] * mesh.size
     for ranks in groups(mesh, axes):
-        for rank, piece in zip(ranks, _KINDS[kind]([x[r] for r in ranks], arguments), strict=True):
+        for rank, piece in zip(ranks, KINDS[kind].reference([x[r] for r in ranks], arguments), strict=True):
             out[rank] = piece
     return out
-
-
-def reduced(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """All pieces combined, in order. Raises LoweringError for an unknown operation."""
-    if op not in REDUCE:
-        raise LoweringError(f"no reduction {op!r}; known are {', '.join(REDUCE)}")
-    return reduce(REDUCE[op], pieces)
-
-
-def _all_gather(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> Ranked:
-    return [torch.cat(pieces)] * len(pieces)
-
-
-def _all_reduce(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> Ranked:
-    return [reduced(pieces, arguments[0])] * len(pieces)
-
-
-def _reduce_scatter(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> Ranked:
-    return list(reduced(pieces, arguments[0]).chunk(len(pieces)))
-
-
-def _all_to_all(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> Ranked:
-    sent = [p.split(list(arguments[1])) for p in pieces]
-    return [torch.cat([s[i] for s in sent]) for i in range(len(pieces))]
-
-
-_KINDS: dict[str, Callable[[list[torch.Tensor], Sequence[Any]], Ranked]] = {
-    "all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}

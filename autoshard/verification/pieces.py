@@ -8,7 +8,8 @@ import torch
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import R, REDUCE_OPS, Spec, local_shape
-from autoshard.verification.collectives import Ranked, reduced
+from autoshard.collectives.reduce_ops import combined
+from autoshard.verification.collectives import Ranked
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ def joined(pieces: Ranked, meta: TensorMeta, spec: Spec, mesh: Mesh) -> Joined:
         elif placement >= 0:
             parts = [torch.cat(s, placement) for s in sets]
         else:
-            parts = [reduced(s, REDUCE_OPS[placement]) for s in sets]
+            parts = [combined(s, REDUCE_OPS[placement]) for s in sets]
     return Joined(parts[0].reshape(meta.shape), off)
 
 

@@ -14,7 +14,7 @@ from math import gcd, prod
 import torch
 
 from autoshard import _torch
-from autoshard.cost import collectives
+from autoshard import collectives
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.lower.emit import VIEWS, Part
@@ -32,7 +32,7 @@ KINDS = {target: kind for kind, target in _torch.COLLECTIVES.items()}
 @dataclass(frozen=True)
 class Seen:
     """A collective call found in a lowered graph. `axis`: a mesh axis, or several taken as one ("dp+tp"). nbytes per rank, see
-    cost/collectives.py."""
+    collectives/__init__.py."""
 
     kind: str
     axis: str
@@ -51,7 +51,7 @@ def collectives_in(lowered: Lowered) -> tuple[Seen, ...]:
 def seen_at(node: torch.fx.Node) -> Seen:
     part: Part = node.meta["part"]
     kind = KINDS[node.target]
-    buffer = node.meta["val"] if kind == "all_gather" else node.args[0].meta["val"]
+    buffer = collectives.KINDS[kind].buffer(node.args[0].meta["val"], node.meta["val"])
     return Seen(kind, str(node.args[-1]).removeprefix("axis:"), buffer.numel() * buffer.dtype.itemsize, part.window,
                 part.hideable, part.kind == "compute")
 

@@ -16,7 +16,7 @@ from autoshard.calibrate.report import label, page, show, warnings
 from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.calibrate.toml import profile_text
-from autoshard.cost import collectives
+from autoshard import collectives
 from autoshard.cost.cluster import COLLECTIVES, AxisLink, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import UsageError

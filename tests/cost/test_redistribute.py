@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.cost import collectives
+from autoshard import collectives
 from autoshard.cost.cluster import available, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.redistribute import Redistribution, Step, layout, step_seconds

@@ -17,12 +17,11 @@ import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.mesh import Mesh
+from autoshard.collectives.reduce_ops import COMBINE
 from autoshard.rules import registry
 from autoshard.rules.types import Row
-from autoshard.base.spec import PMAX, PMIN, PSUM, R, Placement, Spec, divides, local_shape, shard_offset
+from autoshard.base.spec import PMAX, PSUM, REDUCE_OPS, R, Placement, Spec, divides, local_shape, shard_offset
 
-_COMBINE = {PSUM: torch.add, PMAX: torch.maximum, PMIN: torch.minimum}
-_REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _PATIENCE_S = 20.0
 
 
@@ -90,7 +89,7 @@ def _merge(group: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
         return torch.cat(list(group), placement)
     out = group[0]
     for p in group[1:] if placement != R else ():
-        out = _COMBINE[placement](out, p)
+        out = COMBINE[REDUCE_OPS[placement]](out, p)
     return out
 
 
@@ -123,7 +122,7 @@ class _Exchange:
         for other in range(self.mesh.size):
             c = self.mesh.coordinates(other)
             if all(a == b for i, (a, b) in enumerate(zip(c, mine, strict=True)) if i != axis):
-                out = self.held[other] if out is None else _REDUCE[reduce_op](out, self.held[other])
+                out = self.held[other] if out is None else COMBINE[reduce_op](out, self.held[other])
         self.barrier.wait(_PATIENCE_S)
         return out
 

@@ -1,0 +1,61 @@
+"""`Collective`: everything the package knows about one kind of collective, as one value."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from autoshard.collectives.levels import Levels
+
+Steps = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+class Emitter(Protocol):
+    """What writes a redistribution, as `before` and `after` see it: pieces of tensors, nothing else (see lower/emit.py)."""
+
+    def at_least_1d(self, x: Any) -> Any: ...
+    def cut(self, x: Any, dim: int, n: int) -> Any: ...
+    def join(self, pieces: Any, dim: int) -> Any: ...
+    def split(self, x: Any, dim: int, n: int) -> Any: ...
+    def drop_first(self, x: Any) -> Any: ...
+
+
+def unchanged(emit: Emitter, x: Any, step: Any, n: int) -> Any:
+    return x
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind. Gathers and scatters work on dim 0 of what they are called on.
+
+    name        as plans, profiles and reports in JSON write it;  words: as people do
+    counted     the bytes convention: which buffer `nbytes` is of, what goes "in" or what comes "out"
+    seconds     (nbytes as float64 array, levels of the axis) -> seconds
+    per_byte    (ranks) -> bytes that one rank sends in a ring, per byte of `nbytes`
+    steps       (ranks) -> steps that pay a link's latency where curves are measured
+    target      torch's functional op; None for kinds that plans do not run
+    arguments   (rows of the tensor, ranks, reduce op) -> what `target` takes between tensor and group
+    reference   (the group's tensors, those arguments) -> the group's results: what the kind means, in one process
+    changes     (source, target placement) -> whether this kind is the step between them
+    before      makes of a local tensor what `target` is called on: (emitter, tensor, step, ranks);  after: of its result
+                the local tensor
+    """
+
+    name: str
+    words: str
+    counted: Literal["in", "out"]
+    seconds: Callable[[np.ndarray, Levels], np.ndarray]
+    per_byte: Callable[[int], float]
+    steps: Callable[[int], int]
+    target: Any = None
+    arguments: Callable[[int, int, str], tuple[Any, ...]] = lambda rows, n, reduce_op: ()
+    reference: Callable[[list[Any], Sequence[Any]], list[Any]] | None = None
+    changes: Callable[[int, int], bool] = lambda source, target: False
+    before: Callable[[Emitter, Any, Any, int], Any] = unchanged
+    after: Callable[[Emitter, Any, Any, int], Any] = unchanged
+
+    def buffer(self, sent: Any, received: Any) -> Any:
+        """The one of the two whose bytes count."""
+        return received if self.counted == "out" else sent

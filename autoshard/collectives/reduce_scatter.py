@@ -1,0 +1,40 @@
+"""ReduceScatter: all ranks' tensors are combined, and every rank gets one piece of the result."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard import _torch
+from autoshard.base.spec import is_partial, is_shard
+from autoshard.collectives import all_gather
+from autoshard.collectives.kind import Collective, Emitter
+from autoshard.collectives.levels import Levels
+from autoshard.collectives.reduce_ops import combined
+
+
+def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
+    """The same steps as `all_gather` in reverse order, hence the same seconds for S = the input buffer.
+
+    8 H100, S = 1e9: 2.409 ms."""
+    return all_gather.seconds(size, levels, "reduce_scatter")
+
+
+def reference(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> list[torch.Tensor]:
+    return list(combined(pieces, arguments[0]).chunk(len(pieces)))
+
+
+def before(emit: Emitter, x: Any, step: Any, n: int) -> Any:
+    return emit.cut(x, step.dst_dim, n)
+
+
+def after(emit: Emitter, y: Any, step: Any, n: int) -> Any:
+    return emit.drop_first(y)
+
+
+REDUCE_SCATTER = Collective(
+    "reduce_scatter", "ReduceScatter", counted="in", seconds=seconds, per_byte=lambda n: (n - 1) / n, steps=lambda n: n - 1,
+    target=_torch.COLLECTIVES["reduce_scatter"], arguments=lambda rows, n, reduce_op: (reduce_op, n), reference=reference,
+    changes=lambda source, target: is_partial(source) and is_shard(target), before=before, after=after)
