@@ -49,7 +49,7 @@ def cases() -> dict[str, dict]:
         found[f"{model} tight {budget}"] = dict(model=model, mesh="a=2,b=2", training=True, memory_budget=budget, time_limit=40.0)
     for name, seeds in SEEDS.items():
         found[f"gpt seeds {name}"] = dict(model="gpt", mesh="a=2,b=2", training=True, seeds=seeds)
-    found["llama 8b"] = dict(model="llama", size="8b", batch=16, seq=8192, mesh="a=8,b=8", training=True, cluster="h100-dgx", time_limit=600.0)
+    found["llama 8b"] = dict(model="llama", size="8B", batch=16, seq=8192, mesh="a=8,b=8", training=True, cluster="h100-dgx", time_limit=600.0)
     return found
 
 
