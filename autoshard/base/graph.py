@@ -14,7 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-Phase = Literal["forward", "backward"]
+Phase = str
+"""Name of the window that an op runs in."""
+FORWARD, BACKWARD = "forward", "backward"
+"""The windows of a training step; inference has the first."""
 Kind = Literal["param", "buffer", "input", "tangent", "call", "output"]
 
 
@@ -175,11 +178,20 @@ def map_args(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Window:
+    """A part of a step that runs as one program: its name and its ops in execution order. What it makes and a later window
+    reads is saved between them."""
+
+    name: Phase
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
 class Graph:
     """A forward graph, or a joint forward + backward graph, in execution order.
 
-    `in_tree`/`out_tree` describe how the user calls the model (pytree specs as JSON text; see trace).
-    `state` maps extra facts: tied names (alias -> kept name), unused parameters, and so on."""
+    `in_tree`/`out_tree` describe how the user calls the model (pytree specs as JSON text; see trace). `tied`: (alias, name
+    that is kept) of parameters that are one tensor; `unused`: parameters that no op reads."""
 
     ops: tuple[Op, ...]
     training: bool
@@ -196,6 +208,23 @@ class Graph:
     def order(self) -> dict[str, int]:
         """Position of every op by name."""
         return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """What a step consists of, in order: the ops by the window they run in."""
+        ops: dict[Phase, list[Op]] = {}
+        for op in self.ops:
+            ops.setdefault(op.phase, []).append(op)
+        return tuple(Window(name, tuple(its)) for name, its in ops.items())
+
+    @cached_property
+    def window_index(self) -> dict[Phase, int]:
+        """Position of every window by name."""
+        return {w.name: i for i, w in enumerate(self.windows)}
+
+    def window_of(self, name: str) -> int:
+        """Position of the window in which the op runs."""
+        return self.window_index[self.by_name[name].phase]
 
     def op(self, name: str) -> Op:
         return self.by_name[name]

@@ -17,7 +17,8 @@ from autoshard.base.checked_types import check_types
 FORMAT = 1
 AGAIN = "_again"
 """Ends the name of an op's second run, in backward."""
-Window = Literal["forward", "backward"]
+Window = str
+"""Name of a window: see `base.graph.Window`."""
 AT_THE_END = {"reduce_gradients": "at the end"}
 """Setting of a plan that keeps all gradients of parameters unreduced until backward is through, as ZeRO-1 does. Without it
 each is reduced as soon as it is made."""
@@ -92,7 +93,7 @@ class Moment:
     the value redistributed (`kind` says which). `live`: bytes per category, in the order of `CATEGORIES`."""
 
     index: int
-    window: Literal["forward", "backward", "update"]
+    window: Window  # or "update"
     kind: str
     op: str
     module: str

@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.space.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
 from autoshard.formulate.copies import State
 from autoshard.formulate.problem_of import Formulation
-from autoshard.base.graph import Op, Ref
+from autoshard.base.graph import Graph, Op, Ref
 from autoshard.decide.shown_tensors import layouts
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
@@ -20,7 +20,6 @@ from autoshard.search.problem import Solution
 from autoshard.recompute.undecided import decided
 from autoshard.base.spec import Spec
 
-WINDOWS: tuple[Window, Window] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,23 @@ def chosen_by(formulation: Formulation, choice: np.ndarray) -> Chosen:
             source, wanted = bare.out_spec(ref), bare.in_spec(op.name, i)
             key = (ref, op.phase, wanted)
             if source != wanted and key not in copies:
-                copies[key] = (ref, source, Copy(str(ref), op.phase, wanted, "kept" if _is_kept(states, key, copies) else "made"))
+                copies[key] = (ref, source, Copy(str(ref), op.phase, wanted, "kept" if _is_kept(table.graph, states, key, copies) else "made"))
     return Chosen(table, strategies, tuple(copies.values()))
 
 
-def _is_kept(states: Mapping[tuple[Ref, Spec], State], key: tuple[Ref, Window, Spec], copies: Mapping) -> bool:
-    """A kept state counts only where forward reads the copy too; else backward makes it, at the same price."""
+def _is_kept(graph: Graph, states: Mapping[tuple[Ref, Spec], State], key: tuple[Ref, Window, Spec], copies: Mapping) -> bool:
+    """A kept state counts only where an earlier window reads the copy too; else this one makes it, at the same price."""
     ref, window, spec = key
-    if window != "backward" or (ref, "forward", spec) not in copies:
+    if not copied_before(graph, key, copies):
         return False
     found = states.get((ref, spec))
     return found is not None and found.name == "kept"
+
+
+def copied_before(graph: Graph, key: tuple[Ref, Window, Spec], copies: Mapping[tuple[Ref, Window, Spec], Any]) -> bool:
+    """Whether a window before that of `key` reads the same copy."""
+    ref, window, spec = key
+    return any((ref, earlier.name, spec) in copies for earlier in graph.windows[:graph.window_index[window]])
 
 
 def price(chosen: Chosen) -> dict[str, float]:
@@ -81,7 +86,7 @@ def price(chosen: Chosen) -> dict[str, float]:
     on the host, where there is some."""
     table, overlap = chosen.table, chosen.table.cluster.overlap
     compute = blocking = update = 0.0
-    heavy, hide = dict.fromkeys(WINDOWS, 0.0), dict.fromkeys(WINDOWS, 0.0)
+    heavy, hide = dict.fromkeys(table.graph.window_index, 0.0), dict.fromkeys(table.graph.window_index, 0.0)
     for op in table.graph.ops:
         cost, s = table.ops[op.name], chosen.strategies[op.name]
         compute += float(cost.compute[s])
@@ -96,7 +101,7 @@ def price(chosen: Chosen) -> dict[str, float]:
             hide[copy.window] += seconds
         else:
             blocking += seconds
-    exposed = sum(max(0.0, hide[w] - overlap.eta * heavy[w]) for w in WINDOWS)
+    exposed = sum(max(0.0, hide[w] - overlap.eta * heavy[w]) for w in hide)
     hideable = sum(hide.values())
     paid = overlap.interference * hideable + (1.0 - overlap.interference) * exposed
     host = sum(float(table.ops[op.name].update[chosen.strategies[op.name]]) for op in chosen.on_host)

@@ -2,45 +2,67 @@
 
 A value that several consumers read in one spec is redistributed once. The node of that redistribution has the states
 
-    absent         nobody reads the value in this spec
-    own            the producer made it in this spec
-    made           redistributed for the one window (forward or backward) that reads it
-    forward / backward / both   redistributed in that window, or once in each
-    kept           redistributed in forward and kept until backward
+    absent     nobody reads the value in this spec
+    own        the producer made it in this spec
+    made       redistributed in every window that it serves
+    kept       redistributed in a window and kept until a later one
 
-Seconds that may hide behind compute sit on the states, so there is one `made` state per distinct price.
+Of values that one window reads only, there is one `made` state; where several do, there is a state for every set of windows,
+and for each of them whether it is made there or kept from an earlier one. Seconds that may hide behind compute sit on the states,
+so there is one such state per distinct price.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 
 import numpy as np
 
 from autoshard.base.graph import Ref
-from autoshard.base.plan import Window
 from autoshard.base.spec import Spec
 from autoshard.space.strategies import SpecIndex
 
-Serves = tuple[bool, bool]  # readable in the forward window, in the backward window
+ABSENT, OWN, MADE, KEPT = "absent", "own", "made", "kept"
 
 
 @dataclass(frozen=True)
 class State:
-    """One state of a copy node. `times`: how often the redistribution runs; `price`: its seconds where the
-    state fixes them (overlap), else None and the producer edge carries them."""
+    """One state of a copy node. Per window of the step: whether readers there find the value (`serves`), and how often the
+    redistribution runs there (`times`). `price`: its seconds where the state fixes them (overlap), else None and the producer
+    edge carries them."""
 
     name: str
-    serves: Serves
-    times: tuple[int, int]
+    serves: tuple[bool, ...]
+    times: tuple[int, ...]
     price: float | None = None
 
 
-ABSENT = State("absent", (False, False), (0, 0))
-OWN = State("own", (True, True), (0, 0))
-MADE = {"forward": State("made", (True, True), (1, 0)), "backward": State("made", (True, True), (0, 1))}
-OWN_FORWARD = State("own", (True, False), (0, 0))
-BOTH_WINDOWS = (State("forward", (True, False), (1, 0)), State("backward", (False, True), (0, 1)),
-                State("both", (True, True), (1, 1)), State("kept", (True, True), (1, 0)))
+def absent(windows: int) -> State:
+    return State(ABSENT, (False,) * windows, (0,) * windows)
+
+
+def own(windows: int, until: int | None = None) -> State:
+    """The producer's. `until`: only in the windows before that one."""
+    return State(OWN, tuple(until is None or w < until for w in range(windows)), (0,) * windows)
+
+
+@cache
+def made(windows: int, readers: frozenset[int]) -> tuple[State, ...]:
+    """The ways to have a value in the windows that read it, those that serve fewer first."""
+    if len(readers) == 1:
+        return (State(MADE, (True,) * windows, tuple(int(w in readers) for w in range(windows))),)
+    out = []
+    for how in product((None, MADE, KEPT), repeat=len(readers)):
+        first = next((i for i, h in enumerate(how) if h is not None), None)
+        if first is None or how[first] == KEPT:
+            continue  # nothing is made, or nothing was made before
+        at = dict(zip(sorted(readers), how, strict=True))
+        state = State(KEPT if KEPT in how else MADE, tuple(at.get(w) is not None for w in range(windows)),
+                      tuple(int(at.get(w) == MADE) for w in range(windows)))
+        out.append(((sum(state.serves), how.count(KEPT), first), state))
+    return tuple(state for _, state in sorted(out, key=lambda x: x[0]))
 
 
 @dataclass(frozen=True)
@@ -53,15 +75,16 @@ class CopyNode:
     readers: tuple[tuple[str, int], ...]
 
 
-def copy_states(src: SpecIndex, spec: Spec, prices: np.ndarray, windows: set[Window], priced: bool,
-                in_source: bool) -> tuple[State, ...]:
-    """States of the copy in `spec` of a value made in the specs `src`, at `prices` (seconds from each). `priced`: they sit on
-    the states; `in_source`: backward reads the value through its source."""
+def copy_states(src: SpecIndex, spec: Spec, prices: np.ndarray, readers: Collection[int], windows: int, priced: bool,
+                source: int | None) -> tuple[State, ...]:
+    """States of the copy in `spec` of a value made in the specs `src`, at `prices` (seconds from each), which the windows
+    `readers` of `windows` read. `priced`: the prices sit on the states; `source`: the window that reads the value through its
+    source, if one does."""
     possible = sorted({float(p) for s, p in zip(src.specs, prices, strict=True) if s != spec and np.isfinite(p)})
-    plain = BOTH_WINDOWS if len(windows) == 2 else (MADE[next(iter(windows))],)
-    made = [State(s.name, s.serves, s.times, p) for s in plain for p in possible] if priced else list(plain)
-    own = ([OWN_FORWARD] if in_source and len(windows) == 2 else []) + [OWN]
-    return (ABSENT, *(own if spec in src.specs else []), *(made if possible else []))
+    plain = made(windows, frozenset(readers))
+    moved = [replace(s, price=p) for s in plain for p in possible] if priced else list(plain)
+    owned = ([own(windows, until=source)] if source is not None and len(readers) > 1 else []) + [own(windows)]
+    return (absent(windows), *(owned if spec in src.specs else []), *(moved if possible else []))
 
 
 def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple[State, ...]) -> np.ndarray:
@@ -69,26 +92,26 @@ def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple
     out = np.zeros((len(src.specs), len(states)))
     for p, (source, price) in enumerate(zip(src.specs, prices, strict=True)):
         for s, state in enumerate(states):
-            if state.name == "own":
+            if state.name == OWN:
                 out[p, s] = 0.0 if source == spec else np.inf
-            elif state is not ABSENT:
+            elif state.name != ABSENT:
                 fits = source != spec and np.isfinite(price) and (state.price is None or state.price == price)
                 out[p, s] = np.inf if not fits else 0.0 if state.price is not None else price * sum(state.times)
     return out
 
 
-def with_source(producer: np.ndarray, states: tuple[State, ...]) -> np.ndarray:
-    """[producer specs x state of the source, states]: what serves backward is the source's, which may be off; copies of
-    forward are kept of what does not run again."""
-    kept = np.array([s.name == "kept" for s in states])
-    needs = np.array([s.serves[1] and s is not ABSENT for s in states]) & ~kept
+def with_source(producer: np.ndarray, states: Sequence[State], window: int) -> np.ndarray:
+    """[producer specs x state of the source, states]: what serves `window` is the source's, which may be off; copies of
+    earlier windows are kept of what does not run again."""
+    kept = np.array([s.name == KEPT for s in states])
+    needs = np.array([s.serves[window] for s in states]) & ~kept
     barred = np.stack([np.where(needs, np.inf, 0.0), np.zeros(len(states)), np.where(kept, np.inf, 0.0)])
     return (producer[:, None, :] + barred[None]).reshape(-1, len(states))
 
 
-def reader_table(dst: SpecIndex, spec: Spec, states: tuple[State, ...], backward: bool) -> np.ndarray:
+def reader_table(dst: SpecIndex, spec: Spec, states: Sequence[State], window: int) -> np.ndarray:
     """[states, consumer specs]: inf where the consumer reads `spec` and the state does not serve its window."""
     out = np.zeros((len(states), len(dst.specs)))
     if spec in dst.specs:
-        out[[not s.serves[backward] for s in states], dst.specs.index(spec)] = np.inf
+        out[[not s.serves[window] for s in states], dst.specs.index(spec)] = np.inf
     return out

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.formulate.copies import OWN, OWN_FORWARD, CopyNode, State
+from autoshard.formulate.copies import KEPT, OWN, CopyNode, State, own
 from autoshard.cost.memory import stored_parts
 from autoshard.program.flow import param_derived
 from autoshard.space.cost_table import CostTable
@@ -48,7 +48,7 @@ def without_idle(formulation: Formulation, choice: np.ndarray) -> np.ndarray:
     if table.base is None:
         return choice
     program, _ = decided(table, formulation.strategy_of(choice))
-    read = {r.op for op in program.graph.ops if op.phase == "backward" for r in op.refs}
+    read = {r.op for window in program.graph.windows[1:] for op in window.ops for r in op.refs}
     idle = {op.name for op in table.graph.ops if is_source(op) and op.name not in read and first_run(op.name) not in read}
     out = np.array(choice)
     for n, unit in enumerate(units.units):
@@ -57,8 +57,9 @@ def without_idle(formulation: Formulation, choice: np.ndarray) -> np.ndarray:
             same = np.flatnonzero(np.all(np.stack(unit.picked, axis=1) == wanted, axis=1))
             out[n] = same[0] if len(same) else choice[n]
     for i, copy in enumerate(formulation.copies, len(units.units)):
-        if copy.value.op + AGAIN in idle and copy.states[out[i]] is OWN and OWN_FORWARD in copy.states:
-            out[i] = copy.states.index(OWN_FORWARD)
+        if copy.value.op + AGAIN in idle and copy.states[out[i]].name == OWN:
+            early = own(len(table.graph.windows), until=table.graph.window_of(copy.value.op + AGAIN))
+            out[i] = copy.states.index(early) if early in copy.states else out[i]
     return out if np.isfinite(evaluate(formulation.problem, out)) else choice
 
 
@@ -130,15 +131,19 @@ def last_reads(graph: Graph) -> dict[Ref, int]:
 def _copy(formulation: Formulation, copy: CopyNode, now: int) -> np.ndarray:
     graph = formulation.table.graph
     nbytes = local_bytes(formulation.table, copy.value, copy.spec)
-    spans = {w: [graph.order[name] for name, _ in copy.readers if graph.op(name).phase == w] for w in ("forward", "backward")}
+    spans = [[graph.order[name] for name, _ in copy.readers if graph.window_of(name) == w] for w in range(len(graph.windows))]
     return np.array([nbytes if _is_alive(s, spans, now) else 0.0 for s in copy.states])
 
 
-def _is_alive(state: State, spans: dict[str, list[int]], now: int) -> bool:
-    made = [w for w, times in zip(("forward", "backward"), state.times, strict=True) if times]
-    if state.name == "kept":
-        return min(spans["forward"]) <= now <= max(spans["backward"])
-    return any(spans[w] and min(spans[w]) <= now <= max(spans[w]) for w in made)
+def _is_alive(state: State, spans: list[list[int]], now: int) -> bool:
+    """From the first reader of a window that makes the copy to its last one, or to the last of the windows it is kept for."""
+    alive: list[tuple[int, int]] = []
+    for served, times, span in zip(state.serves, state.times, spans, strict=True):
+        if times and span:
+            alive.append((min(span), max(span)))
+        elif served and span and state.name == KEPT:
+            alive[-1] = alive[-1][0], max(span)
+    return any(first <= now <= last for first, last in alive)
 
 
 def _gathered(formulation: Formulation, moment: str) -> Iterator[Amounts]:

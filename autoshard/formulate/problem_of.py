@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.formulate.copies import ABSENT, CopyNode, State, copy_states, producer_table, reader_table, with_source
+from autoshard.formulate.copies import KEPT, CopyNode, State, copy_states, producer_table, reader_table, with_source
 from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
 from autoshard.space.cost_table import HEAVY, CostTable
 from autoshard.base.graph import Op, Ref
-from autoshard.base.plan import AGAIN, Window
+from autoshard.base.plan import AGAIN
 from autoshard.recompute.rewrite import is_source
 from autoshard.space.decision_units import Unit, Units, find_units
 from autoshard.rules import registry
@@ -36,7 +36,7 @@ from autoshard.recompute.undecided import open_units, source_state
 from autoshard.base.spec import NOWHERE, Spec
 from autoshard.space.strategies import SpecIndex
 
-MEMORY, FORWARD, BACKWARD = 0, 1, 2
+MEMORY, FIRST_WINDOW = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,11 @@ class _Builder:
     @property
     def update_row(self) -> int:
         """The row of memory at the optimizer's update."""
-        return BACKWARD + 1 if self.overlaps else MEMORY + 1
+        return FIRST_WINDOW + (len(self.table.graph.windows) if self.overlaps else 0)
+
+    def window_row(self, op: str) -> int:
+        """The row of what may hide in the window in which the op runs; only where it may."""
+        return FIRST_WINDOW + self.table.graph.window_of(op)
 
     def shared(self, key: object, make) -> object:
         if key not in self.memo:
@@ -113,8 +117,8 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     limits = {r: unreachable(items, r) if memory_limit is None else _left(table, memory_limit) for r in rows.values()}
     row_limit, row_price = [limits.pop(MEMORY)], [np.inf]
     if b.overlaps:
-        row_limit += [0.0, 0.0]
-        row_price += [1.0 - b.kappa] * 2
+        row_limit += [0.0] * len(table.graph.windows)
+        row_price += [1.0 - b.kappa] * len(table.graph.windows)
     row_limit += limits.values()
     row_price += [np.inf] * len(limits)
     problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
@@ -163,7 +167,7 @@ def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
         if op.kind == "param":
             _add_stored(b, node, op, picked)
         if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
-            b.add_items(node, FORWARD if op.phase == "forward" else BACKWARD, -b.eta * cost.compute[picked])
+            b.add_items(node, b.window_row(name), -b.eta * cost.compute[picked])
 
 
 def _add_stored(b: _Builder, node: int, op: Op, picked: np.ndarray) -> None:
@@ -199,7 +203,7 @@ class _Reader:
     op: str
     index: int
     specs: SpecIndex
-    window: Window
+    window: int
 
 
 def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
@@ -211,7 +215,7 @@ def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
         node = b.units.index(name)
         if node != home and ref not in b.table.graph.op(name).kept:
             specs = b.units.inputs(name, index)
-            reader = _Reader(node, name, index, specs, b.table.graph.op(name).phase)
+            reader = _Reader(node, name, index, specs, b.table.graph.window_of(name))
             found.setdefault((node, reader.window, specs.specs, specs.index.tobytes()), reader)
     return list(found.values())
 
@@ -280,10 +284,11 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
                    layers: Mapping[str, int]) -> None:
     src, source = b.units.outputs(ref), _source(b, ref)
     seconds = b.table.table(ref, src, _target(b, spec))
-    windows = {r.window for r in readers}
-    in_source = source is not None and "backward" in windows
-    states = b.shared(("states", id(seconds), len(windows), min(windows), priced, in_source),
-                      lambda: copy_states(src, spec, seconds[:, 0], windows, priced, in_source))
+    windows, every_window = frozenset(r.window for r in readers), len(b.table.graph.windows)
+    through = b.table.graph.window_of(source.op) if source is not None else None
+    through = through if through in windows else None
+    states = b.shared(("states", id(seconds), windows, priced, through),
+                      lambda: copy_states(src, spec, seconds[:, 0], windows, every_window, priced, through))
     node = len(b.costs)
     copy = CopyNode(ref, spec, states, tuple((r.op, r.index) for r in readers))
     b.copies.append(copy)
@@ -291,22 +296,22 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
         [(s.price or 0.0) * sum(s.times) * b.kappa for s in states])))
     b.groups.append(_copy_group(b, copy, layers))
     producer, index = b.shared(("producer", id(states)), lambda: producer_table(src, spec, seconds[:, 0], states)), src.index
-    if in_source:
+    if through is not None:
         there = b.shared(("there", source, id(src)), lambda: source_state(b.units, source))
-        producer = b.shared(("producer and source", id(producer)), lambda: with_source(producer, states))
+        producer = b.shared(("producer and source", id(producer)), lambda: with_source(producer, states, through))
         index = b.shared(("producer and source", id(src), there.tobytes()), lambda: index * 3 + there)
     every = b.shared(("every", len(states)), lambda: np.arange(len(states)))
     b.edges.append(Edge(b.units.index(ref.op), node, producer, index, every))
     for r in readers:
         table = b.shared(("reader", id(states), r.specs.specs, r.window),
-                         lambda r=r: reader_table(r.specs, spec, states, r.window == "backward"))
+                         lambda r=r: reader_table(r.specs, spec, states, r.window))
         b.edges.append(Edge(node, r.node, table, every, r.specs.index))
     if priced:
-        for row, window in ((FORWARD, 0), (BACKWARD, 1)):
-            b.add_items(node, row, np.array([(s.price or 0.0) * s.times[window] for s in states]))
-    if len(windows) == 2:
-        extra = max(0.0, local_bytes(b.table, ref, spec) - (0.0 if in_source else _least_saved(b, ref)))
-        b.add_items(node, MEMORY, np.array([extra if s.name == "kept" else 0.0 for s in states]))
+        for window in range(every_window):
+            b.add_items(node, FIRST_WINDOW + window, np.array([(s.price or 0.0) * s.times[window] for s in states]))
+    if len(windows) > 1:
+        extra = max(0.0, local_bytes(b.table, ref, spec) - (0.0 if through is not None else _least_saved(b, ref)))
+        b.add_items(node, MEMORY, np.array([extra if s.name == KEPT else 0.0 for s in states]))
 
 
 def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
@@ -343,8 +348,9 @@ def _is_saved(b: _Builder, ref: Ref) -> bool:
     """Whether forward makes this value and backward reads it; parameters, buffers and inputs are there anyway."""
     graph = b.table.graph
     readers = (graph.op(name) for name, _ in graph.users.get(ref, ()))
-    return (graph.op(ref.op).phase == "forward" and graph.op(storage_root(graph, ref).op).kind == "call"
-            and any(op.phase == "backward" and not is_source(op) for op in readers))
+    made = graph.window_of(ref.op)
+    return (graph.op(storage_root(graph, ref).op).kind == "call"
+            and any(graph.window_of(op.name) > made and not is_source(op) for op in readers))
 
 
 def _least_saved(b: _Builder, ref: Ref) -> float:

@@ -1,6 +1,6 @@
-"""Graph + Plan -> two local FX graphs, forward and backward, with explicit functional collectives.
+"""Graph + Plan -> a local FX graph per window (forward and backward in training), with explicit functional collectives.
 
-Both are built directly, node by node: a redistribution becomes its steps' collectives on the logical local
+They are built directly, node by node: a redistribution becomes its steps' collectives on the logical local
 tensor, an op becomes what its rule runs on local tensors. Nothing in them knows the rank: slices and
 vocabulary offsets read `coord_<axis>` placeholders, and collectives name their mesh axis. `bind` fills both
 in. Every node carries the tensor it makes (a fake one) in `meta["val"]`, so shapes and strides are known
@@ -17,7 +17,7 @@ import torch
 from autoshard.lower.attention_kernels import on_device
 from autoshard.lower.emit import Emitter, Part
 from autoshard.errors import LoweringError
-from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import BACKWARD, Call, Graph, Op, Ref, TensorMeta, map_args
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan, Window
 from autoshard.rules import registry
@@ -26,6 +26,7 @@ from autoshard.lower.schedule import (
     Instruction,
     Route,
     Schedule,
+    WindowSchedule,
     deferred,
     made_as,
     parameter_gradients,
@@ -60,6 +61,7 @@ class Called:
 class LocalGraph:
     """One window. `takes` in placeholder order, `gives` in output order, `calls` the ops in it."""
 
+    window: Window
     graph: torch.fx.Graph
     takes: tuple[Port, ...]
     gives: tuple[Port, ...]
@@ -68,35 +70,49 @@ class LocalGraph:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """`backward` is None for a graph without one. `ports` give metas and specs of inputs and outputs."""
+    """The local graphs of all windows, in order."""
 
     mesh: Mesh
     schedule: Schedule
-    forward: LocalGraph
-    backward: LocalGraph | None
+    windows: tuple[LocalGraph, ...]
+
+    @property
+    def forward(self) -> LocalGraph:
+        """The first window: of a training step its forward, of inference all there is."""
+        return self.windows[0]
+
+    @property
+    def backward(self) -> LocalGraph | None:
+        """The window that makes gradients; None without training."""
+        return next((w for w in self.windows[1:] if w.window == BACKWARD), None)
 
 
 def lower(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> Lowered:
     """Raises LoweringError naming the op whose local form cannot be built, PlanError for a plan that does not
     fit the graph."""
     played = schedule(graph, plan, mesh, route)
-    forward = _Lowering(graph, plan, mesh, played, "forward").run()
-    backward = _Lowering(graph, plan, mesh, played, "backward", saved_strides(forward)).run() if graph.training else None
-    return Lowered(mesh, played, forward, backward)
+    windows: list[LocalGraph] = []
+    for window in played.windows:
+        windows.append(_Lowering(graph, plan, mesh, played, window, saved_strides(windows)).run())
+    return Lowered(mesh, played, tuple(windows))
 
 
-def saved_strides(forward: LocalGraph) -> dict[Held, tuple[int, ...]]:
-    """How what forward saves lies in memory: backward gets it as it is, and some kernels take their inputs for contiguous."""
-    (results,) = next(n for n in forward.graph.nodes if n.op == "output").args
-    return {port.name: node.meta["val"].stride() for port, node in zip(forward.gives, results, strict=True) if port.kind == "saved"}
+def saved_strides(windows: Sequence[LocalGraph]) -> dict[Held, tuple[int, ...]]:
+    """How what these windows save lies in memory: later ones get it as it is, and some kernels take their inputs for contiguous."""
+    strides = {}
+    for window in windows:
+        (results,) = next(n for n in window.graph.nodes if n.op == "output").args
+        strides |= {port.name: node.meta["val"].stride() for port, node in zip(window.gives, results, strict=True) if port.kind == "saved"}
+    return strides
 
 
 def lower_deferred(graph: Graph, plan: Plan, mesh: Mesh, route: Route, forward: LocalGraph) -> tuple[LocalGraph, LocalGraph]:
     """For `no_sync`: a backward, after `forward`, that hands out parameters' gradients as they are made, and the reductions
     left out of it, from those to the stored placements."""
     later = deferred(graph, plan)
-    backward = _Lowering(graph, later, mesh, schedule(graph, later, mesh, route), "backward", saved_strides(forward)).run()
-    return backward, _reductions(graph, plan, mesh, route)
+    played = schedule(graph, later, mesh, route)
+    window = next(w for w in played.windows if w.name == BACKWARD)
+    return _Lowering(graph, later, mesh, played, window, saved_strides((forward,))).run(), _reductions(graph, plan, mesh, route)
 
 
 def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGraph:
@@ -104,7 +120,7 @@ def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGrap
     for op in parameter_gradients(graph):
         meta, made, wanted = graph.meta(op.refs[0]), made_as(plan, op.refs[0]), plan.ops[op.name].inputs[0]
         x = emit.placeholder(op.target, local_tensor_shape(meta, made, mesh), meta.dtype)
-        part = Part("redistribute", str(op.refs[0]), "backward", True)
+        part = Part("redistribute", str(op.refs[0]), BACKWARD, True)
         with emit.part(part):
             steps = route(meta.logical_shape, meta.dtype, made, wanted)
             counts = shard_counts(meta.ndim, made, mesh.sizes)
@@ -118,7 +134,7 @@ def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGrap
     takes = [Port("coord", n.name) if n.name in emit.extra_ports else None for n in graph_.nodes if n.op == "placeholder"]
     order = iter(ports)
     named = tuple(Port(*emit.extra_ports[t.name]) if t else next(order) for t in takes)
-    return LocalGraph(graph_, named, tuple(ports))
+    return LocalGraph(BACKWARD, graph_, named, tuple(ports))
 
 
 @dataclass(frozen=True)
@@ -173,10 +189,10 @@ def is_dense(t: torch.Tensor) -> bool:
 class _Lowering:
     """Builds one window's graph. `env` holds the proxy of every held value that exists so far; `strides`: of saved values."""
 
-    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, played: Schedule, window: Window,
-                 strides: Mapping[Held, tuple[int, ...]] | None = None) -> None:
-        self.strides = strides or {}
-        self.graph, self.plan, self.mesh, self.played, self.window = graph, plan, mesh, played, window
+    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, played: Schedule, work: WindowSchedule,
+                 strides: Mapping[Held, tuple[int, ...]]) -> None:
+        self.graph, self.plan, self.mesh, self.played, self.work, self.strides = graph, plan, mesh, played, work, strides
+        self.window = work.name
         self.emit = Emitter(mesh)
         self.env: dict[Held, Any] = {}
         self.ports: dict[str, Port] = {}
@@ -184,22 +200,23 @@ class _Lowering:
 
     def run(self) -> LocalGraph:
         self._placeholders()
-        for instruction in self.played.window(self.window):
+        for instruction in self.work.instructions:
             getattr(self, f"_{instruction.kind}")(instruction)
         gives = self._gives()
         graph = self.emit.finish(self._results(gives))
         ports = {**self.ports, **{n: Port(*p) for n, p in self.emit.extra_ports.items()}}
         takes = tuple(ports[n.name] for n in graph.nodes if n.op == "placeholder")
-        return LocalGraph(graph, takes, tuple(port for port, _ in gives), tuple(self.calls))
+        return LocalGraph(self.window, graph, takes, tuple(port for port, _ in gives), tuple(self.calls))
 
     def _placeholders(self) -> None:
-        kinds = ("param", "buffer", "input") if self.window == "forward" else ("param", "buffer")
-        for op in self.graph.of_kind(*kinds):
-            self._placeholder(Port(op.kind, op.target), Held(Ref(op.name), self.plan.ops[op.name].outputs[0]))
-        if self.window == "backward":
-            for held in self.played.saved:
-                self._placeholder(Port("saved", held), held)
-            for op in self.graph.of_kind("tangent"):
+        """Parameters and buffers, what is handed in, what earlier windows saved."""
+        for op in self.graph.of_kind("param", "buffer", "input"):
+            if op.kind != "input" or op.phase == self.window:
+                self._placeholder(Port(op.kind, op.target), Held(Ref(op.name), self.plan.ops[op.name].outputs[0]))
+        for held in self.work.takes:
+            self._placeholder(Port("saved", held), held)
+        for op in self.graph.of_kind("tangent"):
+            if op.phase == self.window:
                 self._placeholder(Port("tangent", op.target), Held(Ref(op.name), self.plan.ops[op.name].outputs[0]))
 
     def _placeholder(self, port: Port, held: Held) -> None:
@@ -256,9 +273,7 @@ class _Lowering:
             if op.phase == self.window and op.refs:
                 kind, _, name = str(op.target).partition(":")
                 out.append((Port(kind, int(name) if kind == "user" else name), self.played.outputs[op.name]))
-        if self.window == "forward":
-            out += [(Port("saved", held), held) for held in self.played.saved]
-        return out
+        return out + [(Port("saved", held), held) for held in self.work.saves]
 
     def _result(self, port: Port, held: Held) -> Any:
         if held not in self.env:

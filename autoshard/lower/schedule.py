@@ -1,4 +1,4 @@
-"""Graph + Plan -> Schedule: what one rank does, in order, in each window (forward, backward).
+"""Graph + Plan -> Schedule: what one rank does, in order, in each window of the step (forward and backward in training).
 
 A value is *held* in a spec. Ops make held values, redistributions make further ones, each (value, window,
 spec) once however many ops read it. The order is a function of the graph and the plan alone, so all ranks
@@ -57,17 +57,22 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class WindowSchedule:
+    """One window. `takes`: the values of earlier windows that it reads (stored parameters and buffers are not among them), in
+    the order of first use; `saves`: what later windows take of those that it makes."""
+
+    name: Window
+    instructions: tuple[Instruction, ...]
+    takes: tuple[Held, ...] = ()
+    saves: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """`saved`: the values backward reads that forward makes (stored parameters and buffers are not among
-    them). `outputs`: per output op, the held value it hands out."""
+    """The windows in order. `outputs`: per output op, the held value it hands out."""
 
-    forward: tuple[Instruction, ...]
-    backward: tuple[Instruction, ...]
-    saved: tuple[Held, ...]
+    windows: tuple[WindowSchedule, ...]
     outputs: Mapping[str, Held]
-
-    def window(self, name: Window) -> tuple[Instruction, ...]:
-        return self.forward if name == "forward" else self.backward
 
 
 def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int = 2) -> Schedule:
@@ -78,11 +83,16 @@ def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int =
     if missing:
         raise PlanError(f"the plan has no specs for op {missing[0]!r} ({len(missing)} in all); it was made for another graph")
     hideable = param_derived(graph) | (frozenset() if reduces_at_the_end(plan.settings) else gradient_bound(graph))
-    forward, backward = (_Window(graph, plan, mesh, route, hideable, w) for w in ("forward", "backward"))
-    saved = tuple(dict.fromkeys(h for h in backward.from_forward()
-                                if graph.op(h.ref.op).kind not in STORED or h.spec != made_as(plan, h.ref)))
+    windows = [_Window(graph, plan, mesh, route, hideable, w.name) for w in graph.windows]
+    takes = [tuple(dict.fromkeys(h for h in w.from_earlier() if graph.op(h.ref.op).kind not in STORED or h.spec != made_as(plan, h.ref)))
+             for w in windows]
+    done = []
+    for i, w in enumerate(windows):
+        later = tuple(dict.fromkeys(h for taken in takes[i + 1:] for h in taken))
+        saves = tuple(h for h in later if h not in takes[i] and w.has(h))
+        done.append(WindowSchedule(w.window, w.instructions(prefetch, {*later}), takes[i], saves))
     outputs = {op.name: Held(op.refs[0], plan.ops[op.name].inputs[0]) for op in graph.of_kind("output") if op.refs}
-    return Schedule(forward.instructions(prefetch, set(saved)), backward.instructions(prefetch, set()), saved, outputs)
+    return Schedule(tuple(done), outputs)
 
 
 def reduces_at_the_end(settings: Mapping[str, Any]) -> bool:
@@ -143,12 +153,18 @@ class _Window:
             if source == "made":
                 yield Held(held.ref, made_as(self.plan, held.ref)), held
 
-    def from_forward(self) -> Iterator[Held]:
-        """What this (backward) window needs of forward, in the order of first use."""
+    def from_earlier(self) -> Iterator[Held]:
+        """What this window needs of earlier ones, in the order of first use."""
         for held in self.first:
-            if self.graph.op(held.ref.op).phase == "forward":
+            if self.graph.window_of(held.ref.op) < self.graph.window_index[self.window]:
                 kept = self.copies.get(held) == "kept"
                 yield held if kept else Held(held.ref, made_as(self.plan, held.ref))
+
+    def has(self, held: Held) -> bool:
+        """Whether this window makes or is handed the value, as a result or as a copy."""
+        if held.spec != made_as(self.plan, held.ref):
+            return self.copies.get(held) == "made"
+        return self.graph.op(held.ref.op).phase == self.window
 
     def instructions(self, prefetch: int, keep: set[Held]) -> tuple[Instruction, ...]:
         issue, wait = self._communication(prefetch)

@@ -14,7 +14,7 @@ from autoshard.base.graph import Graph, Ref
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 from autoshard.base.plan import Plan, Window
-from autoshard.lower.schedule import Held, Instruction, Schedule
+from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 
 FOREVER = 2**62
 
@@ -57,12 +57,11 @@ class _Use:
 def play(graph: Graph, plan: Plan, schedule: Schedule, footprints: Footprints) -> Played:
     """One training step (or one forward) of `plan` on one rank, without the optimizer's state and update."""
     player = _Player(graph, plan, footprints)
-    player.enter(schedule)
-    player.window("forward", schedule)
-    if graph.training:
-        tangents = player.turn(schedule)
-        player.window("backward", schedule)
-        player.leave(tangents)
+    player.enter(schedule.windows[0].name)
+    for i, window in enumerate(schedule.windows):
+        handed = player.turn(schedule, i) if i else []
+        player.window(window, schedule)
+        player.leave(handed)
     return Played(tuple(player.buffers), tuple(player.times))
 
 
@@ -70,15 +69,17 @@ class _Player:
     def __init__(self, graph: Graph, plan: Plan, footprints: Footprints) -> None:
         self.graph, self.plan, self.footprints, self.mesh = graph, plan, footprints, plan.mesh
         self.buffers: list[Buffer] = []
-        self.times: list[tuple[Window, Instruction | None]] = [("forward", None)]  # time 0: before anything runs
+        self.times: list[tuple[Window, Instruction | None]] = []
         self.env: dict[Held, tuple[Buffer, Strides]] = {}
         self.uses: Counter[Held] = Counter()
         self.started: dict[Held, _Use] = {}
 
     # --- borders ---
 
-    def enter(self, schedule: Schedule) -> None:
-        """Parameters and buffers for good; inputs as the user holds them, and this rank's copy where it needs one."""
+    def enter(self, first: Window) -> None:
+        """Time 0, before anything runs: parameters and buffers for good; inputs as the user holds them, and this rank's copy where
+        it needs one."""
+        self.times.append((first, None))
         whole = self.plan.settings.get("inputs", "global") == "global"
         for op in self.graph.of_kind("param", "buffer", "input"):
             held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
@@ -96,22 +97,24 @@ class _Player:
         cut = [d for d, (n, m) in enumerate(zip(shape, local, strict=True)) if n != m]
         return all(n == 1 for n in local[:max(cut, default=0)])
 
-    def turn(self, schedule: Schedule) -> list[Buffer]:
-        """Between the windows: what backward does not need goes, tangents come and are returned. Saved values are arguments there,
-        which lowering takes for contiguous."""
+    def turn(self, schedule: Schedule, i: int) -> list[Buffer]:
+        """Before window i: what no window from there on needs goes, tangents come and are returned. Saved values are arguments
+        there, which lowering takes for contiguous."""
+        window = schedule.windows[i].name
+        needed = dict.fromkeys(held for later in schedule.windows[i:] for held in later.takes)
         for op in self.graph.of_kind("output"):
             if str(op.target).startswith("mutation:") and op.name in schedule.outputs:
                 self._let_go(self.env[schedule.outputs[op.name]][0])
-        stay = {held: self.env[held][0] for held in (*schedule.saved, *self._stored())}
+        stay = {held: self.env[held][0] for held in (*needed, *self._stored()) if held in self.env}
         self.env = {held: (buffer, self._contiguous(held)) for held, buffer in stay.items()}
         for buffer in self.buffers:
             buffer.reads = 0
-        self.times.append(("backward", None))
-        tangents = [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("tangent")]
+        self.times.append((window, None))
+        tangents = [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("tangent") if op.phase == window]
         return [self._given(held, "temporaries") for held in tangents]
 
     def leave(self, tangents: list[Buffer]) -> None:
-        """After backward: until then autograd holds what it called backward with."""
+        """After a window: until then autograd holds what it called it with."""
         for buffer in tangents:
             self._let_go(buffer)
 
@@ -133,29 +136,29 @@ class _Player:
 
     # --- one window ---
 
-    def window(self, name: Window, schedule: Schedule) -> None:
-        instructions = [i for i in schedule.window(name) if i.kind != "free"]
+    def window(self, window: WindowSchedule, schedule: Schedule) -> None:
+        instructions = [i for i in window.instructions if i.kind != "free"]
         self.uses = Counter(held for i in instructions if i.kind != "wait" for held in i.reads)
-        for held in (*self._stored(), *(held for held, _ in self._leaving(name, schedule))):
+        for held in (*self._stored(), *(held for held, _ in self._leaving(window, schedule))):
             self.uses[held] += 1
         for held, (buffer, _) in self.env.items():
             buffer.given, buffer.reads = True, buffer.reads + self.uses[held]
         for instruction in instructions:
-            {"compute": self._compute, "redistribute": self._issue, "wait": self._complete}[instruction.kind](name, instruction)
+            {"compute": self._compute, "redistribute": self._issue, "wait": self._complete}[instruction.kind](window.name, instruction)
         seen: set[Held] = set()
-        for held, category in self._leaving(name, schedule):
+        for held, category in self._leaving(window, schedule):
             buffer = self.env[held][0]
             buffer.holders += held in seen
             seen.add(held)
             if buffer.category not in ("parameters", "buffers", "inputs"):
                 buffer.category = category
 
-    def _leaving(self, name: Window, schedule: Schedule) -> list[tuple[Held, str]]:
+    def _leaving(self, window: WindowSchedule, schedule: Schedule) -> list[tuple[Held, str]]:
         """Values that outlive the window, with what they are kept for."""
         kinds = {"user": "outputs", "grad": "gradients", "mutation": "temporaries"}
         out = [(schedule.outputs[op.name], kinds[str(op.target).partition(":")[0]])
-               for op in self.graph.of_kind("output") if op.phase == name and op.name in schedule.outputs]
-        return out + [(held, "saved") for held in schedule.saved] if name == "forward" else out
+               for op in self.graph.of_kind("output") if op.phase == window.name and op.name in schedule.outputs]
+        return out + [(held, "saved") for held in window.saves]
 
     def _compute(self, window: Window, instruction: Instruction) -> None:
         op = self.graph.op(instruction.op)

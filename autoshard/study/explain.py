@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard.collectives import RUN
 from autoshard.cost.redistribute import SLICE
-from autoshard.decide.make_plan import Chosen, price
+from autoshard.decide.make_plan import Chosen, copied_before, price
 from autoshard.space.cost_table import CostTable
 from autoshard.study.diff import PlanDiff
 from autoshard.errors import PlanError
@@ -238,7 +238,7 @@ def with_strategies(chosen: Chosen, strategies: Mapping[str, int]) -> Chosen:
             source, wanted = bare.out_spec(ref), bare.in_spec(op.name, i)
             key = (ref, op.phase, wanted)
             if source != wanted and key not in copies:
-                again = op.phase == "backward" and (ref, wanted) in kept and (ref, "forward", wanted) in copies
+                again = (ref, wanted) in kept and copied_before(chosen.table.graph, key, copies)
                 copies[key] = (ref, source, Copy(str(ref), op.phase, wanted, "kept" if again else "made"))
     return replace(bare, copies=tuple(copies.values()))
 

@@ -44,7 +44,7 @@ class Seen:
 
 def collectives_in(lowered: Lowered) -> tuple[Seen, ...]:
     """Every collective of one step, in the order it is issued."""
-    graphs = [g for g in (lowered.forward, lowered.backward) if g is not None]
+    graphs = lowered.windows
     return tuple(seen_at(node) for g in graphs for node in g.graph.nodes if node.target in KINDS)
 
 
@@ -64,7 +64,7 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
     compute = blocking = 0.0
     chains = fused(graph) if cluster.device.fuses else {}
     overlap, total = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
-    for local in (g for g in (lowered.forward, lowered.backward) if g is not None):
+    for local in lowered.windows:
         heavy = 0.0
         for called in local.calls:
             seconds = _op_seconds(graph, called, cluster, chains.get(called.op))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.program.flow import param_derived
-from autoshard.formulate.copies import CopyNode, State
+from autoshard.formulate.copies import KEPT, OWN, CopyNode, State
 from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Op, Ref
 from autoshard.base.spec import R, Spec
@@ -110,21 +110,21 @@ def complete(formulation: Formulation, picked: np.ndarray, keep: bool = True) ->
         return specs.specs[spec_of(specs, name)] == copy.spec
 
     def state_of(copy: CopyNode) -> int:
-        windows = {table.graph.op(name).phase for name, i in copy.readers if reads(copy, name, i)}
+        windows = {table.graph.window_of(name) for name, i in copy.readers if reads(copy, name, i)}
         if not windows:
             return 0
         specs = units.outputs(copy.value)
         source = spec_of(specs, copy.value.op)
         target = SpecIndex((copy.spec,), np.zeros(1, dtype=np.int64))
         price = float(table.table(copy.value, specs, target)[source, 0]) if specs.specs[source] != copy.spec else None
-        fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == "own") == (price is None)
+        fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == OWN) == (price is None)
                 and (s.price is None or s.price == price)]
         again = not keep and copy.value in derived
-        return min(fits, key=lambda i: (again and copy.states[i].name == "kept", sum(copy.states[i].times),
-                                        copy.states[i].name == "kept"), default=0)
+        return min(fits, key=lambda i: (again and copy.states[i].name == KEPT, sum(copy.states[i].times),
+                                        copy.states[i].name == KEPT), default=0)
 
     return np.concatenate([picked, np.array([state_of(c) for c in formulation.copies], dtype=np.int64)])
 
 
-def _serves(state: State, windows: set[str]) -> bool:
-    return all(state.serves[w == "backward"] for w in windows)
+def _serves(state: State, windows: set[int]) -> bool:
+    return all(state.serves[w] for w in windows)
