@@ -10,6 +10,7 @@ from autoshard import _torch
 from autoshard.errors import UsageError
 from autoshard.runtime.carriers import carry
 from autoshard.runtime.in_place import overwrite
+from autoshard.runtime.opaque import enclose
 from autoshard.runtime.straight import straight
 from autoshard.seeded import seeded, seeded_op
 from autoshard.whole import whole_of
@@ -30,6 +31,7 @@ def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], S
         if whole := whole_of(node):
             raise UsageError(f"{whole.shared.label} runs whole, as the Python it is, which backend='inductor' cannot compile; use "
                              "backend='eager'")
+    enclose(module.graph, module.meta.get("carriers", {}))
     seeds = _seeds_as_tensors(module.graph)
     module.recompile()
     compiled: list[Any] = []

@@ -24,6 +24,8 @@ LOST = 60.0
 JOIN = 600.0
 """Seconds that ranks wait for those that have not called `compile`."""
 LOOK = 0.05
+STOP = 60.0
+"""Seconds that an exit waits for the thread, which needs a core for a moment; many processes may share one."""
 
 
 @dataclass(frozen=True)
@@ -122,4 +124,4 @@ def _beat(store: Any, key: str, told: list[Any], quiet: threading.Event) -> None
 def _stop(quiet: threading.Event, thread: threading.Thread) -> None:
     quiet.set()
     if thread is not threading.current_thread():
-        thread.join(5.0)
+        thread.join(STOP)
