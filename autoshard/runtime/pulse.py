@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from autoshard.errors import AutoshardError
 
 log = logging.getLogger("autoshard")
@@ -109,7 +111,7 @@ def missing(store: Any, prefix: str, ranks: Sequence[int], waited: float) -> str
 
 def _beat(store: Any, key: str, told: list[Any], quiet: threading.Event) -> None:
     count = 0
-    while True:
+    while dist.is_initialized():  # whoever destroyed the process group has nothing to tell, and the store may be gone
         call, agreeing, what = told
         count += 1
         try:
