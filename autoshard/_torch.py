@@ -276,6 +276,20 @@ def process_group(name: str) -> Any:
     return torch._C._distributed_c10d._resolve_process_group(name)
 
 
+def transport(group: Any, device_type: str) -> str:
+    """What a process group moves tensors of a device type with: "gloo", "nccl", ...; "" where it cannot. Asks the group, because the
+    name it was made with may be of several ("cpu:gloo,cuda:nccl") or none ("undefined")."""
+    try:
+        return group._get_backend(torch.device(device_type)).name()
+    except RuntimeError:  # no backend for that device
+        return ""
+
+
+def forget_groups(device_mesh: Any) -> None:
+    """Make a mesh let go of its process groups, which ends their threads if nobody else holds them. For destroyed ones."""
+    device_mesh._pg_registry.clear()
+
+
 def timeout(group: Any) -> float:
     """Seconds after which gloo gives a collective of this group up."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -58,7 +58,6 @@ WITHOUT: dict[str, dict[str, Callable]] = {
     "axes taken as one": {"autoshard.cost.redistribute.axis_sets": alone,
                           "autoshard.cost.redistribute.layout": redistribute.layout.__wrapped__},
     "collectives in shared memory": {"autoshard.runtime.ranks.place.share_memory": no_memory},
-    "nor as messages": {"autoshard.runtime.execute.backends.carry": nothing},
     "kernels called directly": {"autoshard._torch.kernel": as_it_is},
 }
 

@@ -21,7 +21,7 @@ from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.sample import Sample
 from autoshard.collectives import wire_bytes
 from autoshard.runtime.carriers import gloo_messages
-from autoshard.runtime.carriers.choose import carries_all_reduce, start
+from autoshard.runtime.carriers.choose import start
 from autoshard.runtime.ranks.place import Place
 
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 25))
@@ -158,13 +158,13 @@ def collective_work(place: Place, link_of: Sequence[int]) -> Iterator[Work]:
 def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tensor, received: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, part, numel = buffer, buffer[:len(buffer) // n], len(buffer)
     tag, wait = place.groups[name], _torch.WAIT
-    library, carrier = {**_torch.COLLECTIVES, "all_reduce": _torch.ALL_REDUCE_IN_PLACE}, place.carriers().get(tag)  # in place where its input dies
+    library, carrier = {**_torch.COLLECTIVES, "all_reduce_": _torch.ALL_REDUCE_IN_PLACE}, place.carriers().get(tag)
     rows = [numel // n] * n
-    for kind, args in (("all_gather", (part, n)), ("reduce_scatter", (x, "sum", n)), ("all_to_all", (x, rows, rows)), ("all_reduce", (x, "sum"))):
-        if carrier is not None and (kind != "all_reduce" or carries_all_reduce(carrier, 4 * numel)):
-            yield kind, lambda begin=start(kind, carrier), args=args: gloo_messages.land(begin(*args, carrier))
+    for kind, args in (("all_gather", (part, n)), ("reduce_scatter", (x, "sum", n)), ("all_to_all", (x, rows, rows)), ("all_reduce_", (x, "sum"))):  # in place, where its input dies
+        if carrier is not None:
+            yield kind.rstrip("_"), lambda begin=start(kind, carrier), args=args: gloo_messages.land(begin(*args, carrier))
         else:
-            yield kind, lambda call=library[kind], args=args: wait(call(*args, tag))
+            yield kind.rstrip("_"), lambda call=library[kind], args=args: wait(call(*args, tag))
     if place.device_mesh is None:
         return
     group, me = place.device_mesh.get_group(axis), place.coordinates[axis]

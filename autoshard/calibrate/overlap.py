@@ -19,7 +19,7 @@ from autoshard import _torch
 from autoshard.calibrate.measure import Stopwatch
 from autoshard.cost.cluster import Overlap
 from autoshard.runtime.carriers import gloo_messages
-from autoshard.runtime.carriers.choose import carries_all_reduce, start
+from autoshard.runtime.carriers.choose import start
 from autoshard.runtime.ranks.place import Place
 
 SIDE = 512
@@ -89,8 +89,8 @@ def _collective(place: Place, kind: str, axis: int, nbytes: int) -> tuple[Callab
     x = torch.ones(numel // n if kind == "all_gather" else numel, device=place.device)
     rest = {"all_gather": (n,), "reduce_scatter": ("sum", n), "all_reduce": ("sum",), "all_to_all": ([numel // n] * n,) * 2}[kind]
     carrier = place.carriers().get(tag)
-    if carrier is not None and (kind != "all_reduce" or carries_all_reduce(carrier, 4 * numel)):
-        begin = start(kind, carrier)
+    if carrier is not None:
+        begin = start("all_reduce_" if kind == "all_reduce" else kind, carrier)
         return lambda: begin(x, *rest, carrier), gloo_messages.land
     return lambda: _torch.COLLECTIVES[kind](x, *rest, tag), _torch.WAIT
 

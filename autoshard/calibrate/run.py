@@ -11,6 +11,7 @@ from datetime import date, timedelta
 import torch
 import torch.distributed as dist
 
+from autoshard import _torch
 from autoshard.calibrate.fit import Error, errors, fit
 from autoshard.calibrate.measure import Progress, measure
 from autoshard.calibrate.overlap import Timing, fitted, measure_overlap
@@ -120,7 +121,7 @@ def _machine(name: str, place: Place) -> tuple[Machine, tuple[int, ...]]:
     used = tuple(sorted(set(link_of)))
     link_of = [used.index(i) for i in reversed(link_of)]
     device, memory = _device(place.device, local)
-    backend = dist.get_backend() if dist.is_initialized() else "one process"
+    backend = _torch.transport(dist.group.WORLD, place.device.type) if dist.is_initialized() else "one process"
     return Machine(name, device, backend, place.mesh.size, memory, tuple(links[i] for i in used),
                    tuple((local, place.mesh.size)[i] for i in used), date.today().isoformat()), tuple(link_of)
 

@@ -27,7 +27,7 @@ CASES = [Case("mlp", "dp=2,tp=2", "data parallel"), Case("mlp", "dp=2,tp=2", "fu
 def gathered(group: dist.ProcessGroup) -> list[int]:
     """Ranks in the order in which a gather puts them, by messages and by gloo's own collective."""
     mine, n = torch.tensor([dist.get_rank()]), group.size()
-    messages = gloo_messages.land(gloo_messages.all_gather(mine, n, group)).tolist()
+    messages = gloo_messages.land(gloo_messages.all_gather(mine, n, gloo_messages.Members(group))).tolist()
     assert _torch.WAIT(_torch.COLLECTIVES["all_gather"](mine, n, group.group_name)).tolist() == messages
     return messages
 

@@ -31,9 +31,10 @@ def same_as_gloo() -> int:
         x = torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(dist.get_rank())).mul(9).to(dtype)
         calls = [("all_gather", over_shared_memory.all_gather, (n,)), ("all_to_all", over_shared_memory.all_to_all, ([2] * n, [2] * n)),
                  *(("reduce_scatter", over_shared_memory.reduce_scatter, (op, n)) for op in ("sum", "max", "min"))]
-        pending = [(kind, run(x, *rest, memory), _torch.COLLECTIVES[kind](x, *rest, name)) for kind, run, rest in calls]  # all under way
-        for kind, flight, functional in pending[::-1]:  # landed in another order than issued
-            got, want = gloo_messages.land(flight), _torch.WAIT(functional)
+        wanted = [_torch.WAIT(_torch.COLLECTIVES[kind](x, *rest, name)) for kind, _, rest in calls]  # one at a time: docs/runtime.md
+        pending = [(kind, run(x, *rest, memory), want) for (kind, run, rest), want in zip(calls, wanted, strict=True)]  # all under way
+        for kind, flight, want in pending[::-1]:  # landed in another order than issued
+            got = gloo_messages.land(flight)
             assert not flight.works and got.dtype == want.dtype, kind
             assert torch.allclose(got.double(), want.double(), rtol=1e-12, atol=0.25 if dtype is torch.bfloat16 else 0), f"{kind} {dtype}"
             count += 1

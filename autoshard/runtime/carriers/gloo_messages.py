@@ -7,19 +7,43 @@ issue the same collectives in the same order, which is how messages find each ot
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ReduceOp
+
+from autoshard.errors import UsageError
+from autoshard.lower.overwrite_table import swaps
 
 TAG = 7919
 """Keeps these messages apart from a program's own."""
 NOTE: ContextVar[Callable[[str, str, torch.Tensor], None] | None] = ContextVar("note", default=None)
 """Told of every call made here (kind, group, buffer), for whoever records collectives."""
 COMBINE = {"sum": torch.Tensor.add_, "max": lambda a, b: torch.maximum(a, b, out=a), "min": lambda a, b: torch.minimum(a, b, out=a)}
+REDUCE = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+
+
+class Members:
+    """The ranks of a process group, `world` their global ranks. Does not keep the group alive: its threads end with the last who holds it,
+    and must end before the interpreter does (leaving.py)."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.name, self.me, self.n = group.group_name, group.rank(), group.size()
+        self.world = tuple(dist.get_process_group_ranks(group))
+        self._group = weakref.ref(group)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Raises UsageError once it is gone."""
+        found = self._group()
+        if found is None:
+            raise UsageError("the model's process group was destroyed; call torch.distributed.destroy_process_group() after its last step")
+        return found
 
 
 @dataclass
@@ -38,25 +62,25 @@ def land(flight: Flight) -> torch.Tensor:
     return flight.finish()
 
 
-def all_gather(x: torch.Tensor, n: int, group: ProcessGroup) -> Flight:
+def all_gather(x: torch.Tensor, n: int, group: Members) -> Flight:
     out = x.new_empty((n * x.shape[0], *x.shape[1:]))
     pieces = out.chunk(n)
     works = _exchange("all_gather", out, [x] * n, pieces, group)
-    pieces[group.rank()].copy_(x)
+    pieces[group.me].copy_(x)
     return Flight(works, lambda: out, (x,))
 
 
-def all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Flight:
+def all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Members) -> Flight:
     out = torch.empty_like(x)
     mine, theirs = x.split(list(sent)), out.split(list(received))
     works = _exchange("all_to_all", x, mine, theirs, group)
-    theirs[group.rank()].copy_(mine[group.rank()])
+    theirs[group.me].copy_(mine[group.me])
     return Flight(works, lambda: out, (x,))
 
 
-def reduce_scatter(x: torch.Tensor, op: str, n: int, group: ProcessGroup) -> Flight:
+def reduce_scatter(x: torch.Tensor, op: str, n: int, group: Members) -> Flight:
     """Takes n - 1 pieces beside `x`: the own one is added where it lies."""
-    mine, me = x.chunk(n), group.rank()
+    mine, me = x.chunk(n), group.me
     got = [None if i == me else torch.empty_like(mine[0]) for i in range(n)]
     works = _exchange("reduce_scatter", x, mine, got, group)
 
@@ -72,23 +96,31 @@ def reduce_scatter(x: torch.Tensor, op: str, n: int, group: ProcessGroup) -> Fli
     return Flight(works, finish, (x,))
 
 
-def all_reduce_(x: torch.Tensor, op: str, group: ProcessGroup) -> Flight:
-    """Two ranks only: each adds the other's buffer to its own."""
+def all_reduce(x: torch.Tensor, op: str, group: Members) -> Flight:
+    return all_reduce_(x.clone(), op, group)
+
+
+def all_reduce_(x: torch.Tensor, op: str, group: Members) -> Flight:
+    """Of two ranks each adds the other's buffer to its own. Large buffers and more ranks are gloo's own, in c10d's call: functional
+    collectives under way at once corrupt memory, see docs/runtime.md."""
+    if not swaps(group.n, x.nbytes):
+        note("all_reduce", x, group)
+        return Flight([dist.all_reduce(x, REDUCE[op], group.group, async_op=True)], lambda: x, (x,))
     got = torch.empty_like(x)
     works = _exchange("all_reduce", x, [x, x], [got, got], group)
     return Flight(works, lambda: COMBINE[op](x, got), (x,))
 
 
-def note(kind: str, buffer: torch.Tensor, group: ProcessGroup) -> None:
+def note(kind: str, buffer: torch.Tensor, group: Members) -> None:
     told = NOTE.get()
     if told is not None:
-        told(kind, group.group_name, buffer)
+        told(kind, group.name, buffer)
 
 
 def _exchange(kind: str, buffer: torch.Tensor, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor | None],
-              group: ProcessGroup) -> list[Any]:
+              group: Members) -> list[Any]:
     """Start all messages to and from the other ranks, nearest first. `buffer`: whose bytes the call counts."""
     note(kind, buffer, group)
-    me, n = group.rank(), group.size()
-    works = [group.recv([receive[(me - k) % n]], (me - k) % n, TAG) for k in range(1, n)]
-    return works + [group.send([send[(me + k) % n]], (me + k) % n, TAG) for k in range(1, n)]
+    me, n, through = group.me, group.n, group.group
+    works = [through.recv([receive[(me - k) % n]], (me - k) % n, TAG) for k in range(1, n)]
+    return works + [through.send([send[(me + k) % n]], (me + k) % n, TAG) for k in range(1, n)]

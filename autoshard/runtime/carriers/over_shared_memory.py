@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import torch
 
-from autoshard import _torch
-from autoshard.lower.overwrite_table import swaps
 from autoshard.runtime.carriers import gloo_messages
 from autoshard.runtime.carriers.gloo_messages import COMBINE, Flight, note
 from autoshard.runtime.carriers.shared_memory import Post, Shared
@@ -67,10 +65,14 @@ def reduce_scatter(x: torch.Tensor, op: str, n: int, shared: Shared) -> Flight:
     return Flight([], finish, (x,))
 
 
+def all_reduce(x: torch.Tensor, op: str, shared: Shared) -> Flight:
+    return all_reduce_(x.clone(), op, shared)
+
+
 def all_reduce_(x: torch.Tensor, op: str, shared: Shared) -> Flight:
     post = shared.post(x)
     if post is None:
-        return _without(x, op, shared)
+        return gloo_messages.all_reduce_(x, op, shared.group)
     note("all_reduce", x, shared.group)
 
     def finish() -> torch.Tensor:
@@ -83,14 +85,6 @@ def all_reduce_(x: torch.Tensor, op: str, shared: Shared) -> Flight:
         return x
 
     return Flight([], finish, (x,))
-
-
-def _without(x: torch.Tensor, op: str, shared: Shared) -> Flight:
-    """As it is done where no memory is shared."""
-    if swaps(shared.n, x.nbytes):
-        return gloo_messages.all_reduce_(x, op, shared.group)
-    pending = _torch.ALL_REDUCE_IN_PLACE(x, op, shared.group.group_name)
-    return Flight([], lambda: _torch.WAIT(pending), (x,))
 
 
 def _sum(post: Post, op: str, shared: Shared, dtype: torch.dtype, first: int, total: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from autoshard.errors import AutoshardError
+from autoshard.runtime.carriers.gloo_messages import Members
 
 RING = 64 << 20
 """Bytes of posts in a segment: gradients on their way at once are at most this many (schedule.IN_FLIGHT), others wait one by one.
@@ -64,9 +65,9 @@ class Segment:
 class Shared:
     """The segments of a group's ranks. `pids`: their processes."""
 
-    def __init__(self, group: ProcessGroup, segments: list[Segment], pids: list[int], timeout: float) -> None:
+    def __init__(self, group: Members, segments: list[Segment], pids: list[int], timeout: float) -> None:
         self.group, self.segments, self.timeout = group, segments, timeout
-        self.me, self.n = group.rank(), group.size()
+        self.me, self.n = group.me, group.n
         self.mine = segments[self.me]
         self.others = [k % self.n for k in range(self.me + 1, self.me + self.n)]
         self._alive = {rank: os.pidfd_open(pids[rank]) for rank in self.others}
@@ -144,7 +145,7 @@ class Shared:
                                          "same program")
 
     def _name(self, rank: int) -> str:
-        return f"rank {dist.get_global_rank(self.group, rank)}"
+        return f"rank {self.group.world[rank]}"
 
     def _gone(self, rank: int) -> bool:
         ended = select.poll()
@@ -170,7 +171,7 @@ def share_memory(group: ProcessGroup, timeout: float) -> Shared | None:
     dist.all_gather_object(agreed, all(segments), group=group)  # after this nobody needs the file any more
     if fd is not None:
         os.close(fd)
-    return Shared(group, segments, [pid for pid, _, _ in known], timeout) if all(agreed) else None
+    return Shared(Members(group), segments, [pid for pid, _, _ in known], timeout) if all(agreed) else None
 
 
 def _close(fds: tuple[int, ...]) -> None:

@@ -10,6 +10,7 @@ from autoshard import _torch
 from autoshard.errors import UsageError
 from autoshard.runtime.carriers.choose import carry
 from autoshard.lower.passes.in_place import overwrite
+from autoshard.runtime.execute.compiler_ops import enclose
 from autoshard.runtime.execute.eager import straight
 from autoshard.base.random import seeded, seeded_op
 from autoshard.program.opaque import whole_of
@@ -30,6 +31,7 @@ def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], S
         if whole := whole_of(node):
             raise UsageError(f"{whole.shared.label} runs whole, as the Python it is, which backend='inductor' cannot compile; use "
                              "backend='eager'")
+    enclose(module.graph, module.meta.get("carriers", {}))
     seeds = _seeds_as_tensors(module.graph)
     module.recompile()
     compiled: list[Any] = []

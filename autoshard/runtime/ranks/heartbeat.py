@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from autoshard.errors import AutoshardError
 
 log = logging.getLogger("autoshard")
@@ -24,6 +26,8 @@ LOST = 60.0
 JOIN = 600.0
 """Seconds that ranks wait for those that have not called `compile`."""
 LOOK = 0.05
+STOP = 60.0
+"""Seconds that an exit waits for the thread, which needs a core for a moment; many processes may share one."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def missing(store: Any, prefix: str, ranks: Sequence[int], waited: float) -> str
 
 def _beat(store: Any, key: str, told: list[Any], quiet: threading.Event) -> None:
     count = 0
-    while True:
+    while dist.is_initialized():  # whoever destroyed the process group has nothing to tell, and the store may be gone
         call, agreeing, what = told
         count += 1
         try:
@@ -122,4 +126,4 @@ def _beat(store: Any, key: str, told: list[Any], quiet: threading.Event) -> None
 def _stop(quiet: threading.Event, thread: threading.Thread) -> None:
     quiet.set()
     if thread is not threading.current_thread():
-        thread.join(5.0)
+        thread.join(STOP)

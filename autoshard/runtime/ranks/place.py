@@ -16,8 +16,11 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard import _torch
 from autoshard.errors import MeshError
 from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.runtime.carriers.choose import Carrier
+from autoshard.runtime.carriers.gloo_messages import Members
+from autoshard.runtime.ranks.leaving import leave_in_order
 from autoshard.runtime.ranks.heartbeat import JOIN, Pulse, meet
-from autoshard.runtime.carriers.shared_memory import Shared, share_memory
+from autoshard.runtime.carriers.shared_memory import share_memory
 from autoshard.base.spec import Spec
 
 
@@ -56,18 +59,18 @@ class Place:
         if self.device_mesh is None or self.device.type != "cpu":
             return {}
         found = {name: _torch.process_group(name) for name in self.groups.values()}
-        return {name: group for name, group in found.items() if dist.get_backend(group) == "gloo"}
+        return {name: group for name, group in found.items() if _torch.transport(group, self.device.type) == "gloo"}
 
-    def carriers(self) -> dict[str, "dist.ProcessGroup | Shared"]:
-        """What carries collectives of these groups, by name: memory where all ranks of a group are on this machine. All ranks ask in
-        the same order."""
+    def carriers(self) -> dict[str, Carrier]:
+        """What carries collectives of these groups, by name: memory where all ranks of a group are on this machine, else messages. All
+        ranks ask in the same order."""
         for name, group in self.gloo_groups.items():
             if name not in self._shared:
-                self._shared[name] = share_memory(group, _torch.timeout(group)) or group
+                self._shared[name] = share_memory(group, _torch.timeout(group)) or Members(group)
         return dict(self._shared)
 
     @cached_property
-    def _shared(self) -> dict[str, "dist.ProcessGroup | Shared"]:
+    def _shared(self) -> dict[str, Carrier]:
         return {}
 
     @cached_property
@@ -129,7 +132,7 @@ def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
         names = mesh.mesh_dim_names
         if not names:
             raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=(\"dp\", \"tp\")")
-        return _placed(Mesh(tuple(names), tuple(mesh.shape)), mesh, device, join_timeout)
+        return _placed(Mesh(tuple(names), tuple(mesh.shape)), mesh, device, join_timeout, started=False)
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized() and "RANK" not in os.environ:
@@ -143,10 +146,11 @@ def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
     if dist.is_initialized() and mesh.ndim > 1:  # one axis takes the group that is there
         store, rank = _torch.default_store(), dist.get_rank()
         meet(store, f"autoshard/meet/{mesh}/{store.add(f'autoshard/meets/{mesh}/{rank}', 1)}", rank, range(world), join_timeout)
-    return _placed(mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names), device, join_timeout)
+    started = not dist.is_initialized()
+    return _placed(mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names), device, join_timeout, started)
 
 
-def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: float) -> Place:
+def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: float, started: bool) -> Place:
     coordinates = device_mesh.get_coordinate()
     if coordinates is None:
         raise MeshError(f"rank {dist.get_rank()} is not part of the mesh; call compile on its ranks only")
@@ -154,4 +158,6 @@ def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: floa
         device = device_mesh.device_type
         if device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
+    if torch.device(device).type == "cpu":
+        leave_in_order(device_mesh, started)
     return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), torch.device(device), join_timeout)

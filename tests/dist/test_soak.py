@@ -1,0 +1,18 @@
+"""A shortened soak: every way of carrying collectives on a busy machine. The long one is `python benchmarks/soak.py --seconds 1800`."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_soak(ranks: int) -> None:
+    command = [sys.executable, SOAK, "--ranks", str(ranks), "--seconds", "30", "--busy", "4", "--stall", "120"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0 and done.stdout.count("losses as in a quiet run, status 0") == 3, done.stdout + done.stderr

@@ -1,0 +1,125 @@
+"""However a program makes its process group, the same program runs: by shared memory, or by messages where none is shared; and never a
+functional collective, several of which at once corrupt memory over gloo (docs/runtime.md)."""
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import assert_same_training, on_ranks, twins  # noqa: E402
+from planners import random_planner  # noqa: E402
+
+import autoshard  # noqa: E402
+from autoshard import _torch  # noqa: E402
+from autoshard.lower.overwrite_table import SWAP  # noqa: E402
+from autoshard.runtime.compile import Settings  # noqa: E402
+from autoshard.runtime.carriers.gloo_messages import Members  # noqa: E402
+from autoshard.runtime.module import CompiledModule  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
+from autoshard.runtime.carriers.shared_memory import Shared  # noqa: E402
+from autoshard.runtime.step import Function  # noqa: E402
+from models import moe, resnet  # noqa: E402
+
+pytestmark = pytest.mark.dist
+README = "text alone, as in README"
+WAYS: dict[str, Callable[[], Any]] = {  # what a program does before, and the mesh that it gives
+    README: lambda: "dp=2,tp=2",
+    "a DeviceMesh alone": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+    "gloo, then text": lambda: (dist.init_process_group("gloo"), "dp=2,tp=2")[1],
+    "no back end named, then a DeviceMesh": lambda: (dist.init_process_group(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))[1],
+    "a back end for each device, then text": lambda: (dist.init_process_group("cpu:gloo"), "dp=2,tp=2")[1],
+}
+
+
+class Refuse(_torch.DispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in _torch.COLLECTIVE_KINDS and func is not _torch.WAIT, f"{func} runs"
+        return func(*args, **(kwargs or {}))
+
+
+BIND = Function.of
+
+
+def refusing(*args: Any) -> Function:
+    """A bound graph that fails where a functional collective runs."""
+    made = BIND(*args)
+
+    def call(values: list[Any]) -> Any:
+        with Refuse():
+            return made.call(values)
+
+    return Function(made.takes, made.gives, call, made.issues)
+
+
+class Wide(nn.Module):
+    """Its gradients are too large for two ranks to swap: gloo reduces them where no memory is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, SWAP // 8 // 512 + 64), nn.Linear(SWAP // 8 // 512 + 64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+    @staticmethod
+    def build() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        return Wide(), (torch.randn(8, 512), torch.randn(8, 8))
+
+
+def train(mesh: Any, build: Callable[[], Any], loss: Callable[..., torch.Tensor], compiled_of: Callable[[nn.Module], CompiledModule]) -> CompiledModule:
+    model, reference, batch = twins(build, torch.float64)
+    compiled = compiled_of(model)
+    assert_same_training(compiled, reference, [batch] * 2, lambda model, batch: model(*batch), lambda model, batch: loss(model(*batch[:-1]), batch[-1]))
+    assert any(step.issues for step in compiled._steps.values())
+    return compiled
+
+
+def data_parallel(mesh: Any) -> CompiledModule:
+    return train(mesh, Wide.build, nn.functional.mse_loss, lambda model: autoshard.compile(
+        model, mesh, loss_fn=nn.functional.mse_loss, cluster="cpu-gloo", cache=False, seeds={"input:*": "dp,-", "*.weight": "-,-"}))
+
+
+def every_way(ports: list[int]) -> None:
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="localhost")
+    for port, (name, way) in zip(ports, WAYS.items(), strict=True):
+        dist.barrier()
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(port)
+        mesh = way()
+        for shared in (True, False) if name == README else (True,):
+            with patch.object(Function, "of", staticmethod(refusing)), no_memory(not shared):
+                place = data_parallel(mesh).place
+                carriers = place.carriers()
+                assert set(carriers) == set(place.groups.values()) and all(isinstance(c, Shared if shared else Members) for c in carriers.values()), (
+                    f"{name}: {carriers}")
+    for shared in (True, False):
+        for module in (moe, resnet):  # with calls of every kind, some of them inside ops
+            with patch.object(Function, "of", staticmethod(refusing)), no_memory(not shared):
+                train(mesh, module.build, module.loss, lambda model: CompiledModule(model, locate(mesh), Settings(random_planner(0), loss_fn=module.loss)))
+
+
+def no_memory(really: bool) -> Any:
+    return patch("autoshard.runtime.ranks.place.share_memory", return_value=None) if really else nullcontext()
+
+
+def test_every_way_in_runs_the_same_program() -> None:
+    sockets = [socket.create_server(("localhost", 0)) for _ in WAYS]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    on_ranks(4, every_way, ports, timeout=600)
+
