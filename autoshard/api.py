@@ -13,7 +13,7 @@ from torch import nn
 
 from autoshard.annotate import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
 from autoshard.assemble import make_plan
-from autoshard.cost.cluster import load_cluster
+from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
 from autoshard.feasible import cpu_seconds
 from autoshard.formulate import Formulation
@@ -27,6 +27,7 @@ from autoshard.precision import Precision
 from autoshard.reachable import reachable
 from autoshard.rules.factors import factor_graph
 from autoshard.report.whole import whole_notes
+from autoshard.runtime.cache import planner_key
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.pulse import JOIN
@@ -105,31 +106,33 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
         return plan_traced(traced, mesh, options, clock=Clock(progress), has_loss=loss_fn is not None,
-                           fixed={**stored, **inputs})
+                           fixed={**stored, **inputs}, profile=profile)
 
     return compile_model(model, mesh, planner, example_inputs=example_inputs, example_kwargs=example_kwargs,
                          loss_fn=loss_fn, training=training, precision=precision, inputs=inputs, outputs=outputs,
-                         batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=repr(options),
+                         batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=planner_key(options, profile),
                          checkpoint=checkpoint, device=device, join_timeout=join_timeout, marks=options.marks, fallback=fallback)
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
-                model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None) -> Plan:
+                model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None,
+                profile: Cluster | None = None) -> Plan:
     """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
-    buffers and inputs by name come before seeds: that is how they are held already."""
+    buffers and inputs by name come before seeds: that is how they are held already. `profile`: what `options.cluster` held
+    when it was read; without it, it is read now."""
     clock = clock or Clock(None)
-    return decide(prices(traced, mesh, options, clock=clock, fixed=fixed), options, clock=clock, has_loss=has_loss,
+    return decide(prices(traced, mesh, options, clock=clock, fixed=fixed, profile=profile), options, clock=clock, has_loss=has_loss,
                   model_info=model_info)
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None,
-           fixed: Mapping[str, Spec] | None = None) -> CostTable:
+           fixed: Mapping[str, Spec] | None = None, profile: Cluster | None = None) -> CostTable:
     """What every strategy and every change of layout costs; explaining and comparing plans start from here too."""
     clock = clock or Clock(None)
     with clock("simplify"):
         graph = factor_graph(simplify(traced.graph))
         seeds = _holding(resolve_seeds(graph, mesh, options.seeds), graph, fixed or {})
-        profile = load_cluster(options.cluster)
+        profile = profile or load_cluster(options.cluster)
     with clock("strategies"):
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.outputs))
     with clock("costs"):

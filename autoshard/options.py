@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UsageError
@@ -51,6 +51,12 @@ class Options:
         from autoshard.annotate import seed_text
 
         return {key: seed_text(value) for key, value in self.seeds.items()}
+
+    @property
+    def text(self) -> str:
+        """All options but the cluster, whose numbers count and not its name; equal for equal options in every process."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("cluster", "seeds")}
+        return f"{values}, seeds {sorted(self.marks.items())}"
 
     def memory_limit(self, cluster: Cluster) -> float:
         """Bytes a rank may use: the budget, else what the device has."""
