@@ -15,6 +15,7 @@ from autoshard.annotate import Seeds, marks, resolve_seeds, seed_text, was_given
 from autoshard.assemble import make_plan
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
+from autoshard.errors import Interrupted
 from autoshard.feasible import cpu_seconds
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
@@ -31,6 +32,8 @@ from autoshard.runtime.cache import planner_key
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.pulse import JOIN
+from autoshard.search import Clock as SearchClock
+from autoshard.search.interrupt import stopping
 from autoshard.simplify import simplify
 from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
@@ -54,7 +57,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     optimizer      "adamw", "adam", "sgd", "momentum", "none", or a torch.optim class
     seeds          see annotate.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
-    time_limit     seconds the search may take; the best plan so far is returned with its gap
+    time_limit     seconds of wall clock for the phase "search" (see docs/search.md), after tracing and pricing; the best plan so far
+                   is returned with its gap. Ctrl-C there does the same: the plan's `interrupted` is True
     search         backend of the search: auto, milp, cp_sat, local, brute; or propagate: spread the seeds, search nothing
     fallback       "replicate": submodules that cannot be traced run whole on every rank, and the report says what that costs;
                    "error": a TraceError lists all places that cannot be traced
@@ -62,7 +66,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    host_link; step with `autoshard.local_update(optimizer)` then
     progress       called with (phase, detail)
 
-    Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
+    Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError; Interrupted (also a KeyboardInterrupt) on
+    Ctrl-C before there is a plan."""
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
     mesh, clock = as_mesh(mesh), Clock(progress)
@@ -106,7 +111,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
         return plan_traced(traced, mesh, options, clock=Clock(progress), has_loss=loss_fn is not None,
-                           fixed={**stored, **inputs}, profile=profile)
+                           fixed={**stored, **inputs}, profile=profile, interruptible=False)  # who stops a training script wants it to end
 
     return compile_model(model, mesh, planner, example_inputs=example_inputs, example_kwargs=example_kwargs,
                          loss_fn=loss_fn, training=training, precision=precision, inputs=inputs, outputs=outputs,
@@ -116,13 +121,13 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
                 model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None,
-                profile: Cluster | None = None) -> Plan:
+                profile: Cluster | None = None, interruptible: bool = True) -> Plan:
     """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
     buffers and inputs by name come before seeds: that is how they are held already. `profile`: what `options.cluster` held
     when it was read; without it, it is read now."""
     clock = clock or Clock(None)
     return decide(prices(traced, mesh, options, clock=clock, fixed=fixed, profile=profile), options, clock=clock, has_loss=has_loss,
-                  model_info=model_info)
+                  model_info=model_info, interruptible=interruptible)
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None,
@@ -142,23 +147,26 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None
 
 
 def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
-           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None) -> Plan:
+           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None, interruptible: bool = True) -> Plan:
     """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
-    fit, it is part of the search what backward runs again instead of keeping it. Raises InfeasibleError."""
+    fit, it is part of the search what backward runs again instead of keeping it. `interruptible`: Ctrl-C ends the search with the
+    best plan so far, whose status says so. Raises InfeasibleError, and Interrupted where there is no plan yet."""
     clock, limit = clock or Clock(None), options.memory_limit(table.cluster)
     settings = options.settings(table.graph.training, has_loss)
     with clock("formulate"):
         asked = asked_of(formulation or formulated(table, options), settings)
         spread = propagate(asked.formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
         asked.known.extend([spread.choice] if spread else [])
-        programs = Programs(asked, options, settings)
-    with clock("search"):
+    programs = Programs(asked, options, settings, SearchClock(options.time_limit))
+    with clock("search"), stopping(programs.clock, interruptible):
         if options.search == PROPAGATE:
             solution = taken(asked.formulation, spread)
         else:
             asked, solution = searched(programs, clock.search)
-    if solution.choice is None:
-        raise programs.nothing_fits(solution, spread.choice if options.search == PROPAGATE else None)
+        if solution.choice is None and programs.clock.stopped:
+            raise Interrupted("interrupted before a plan that fits was found; there is no plan yet")
+        if solution.choice is None:
+            raise programs.nothing_fits(solution, spread.choice if options.search == PROPAGATE else None)
     with clock("assemble"):
         found = make_plan(asked.formulation, solution, memory_limit=limit, model=model_info or {}, settings=settings,
                           seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table), played=asked.played)
@@ -226,7 +234,12 @@ class Clock:
         log = logging.getLogger(f"autoshard.{phase}")
         log.debug("begins")
         start, cpu = time.perf_counter(), cpu_seconds()
-        yield
+        try:
+            yield
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted in the phase {phase!r}; there is no plan yet") from None
         self.seconds[phase] = time.perf_counter() - start
         self.cpu_seconds[phase] = cpu_seconds() - cpu
         log.info("took %.2f s (%.2f s of CPU time)", self.seconds[phase], self.cpu_seconds[phase])

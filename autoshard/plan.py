@@ -15,6 +15,8 @@ from autoshard.spec import Spec, format_spec, parse_spec
 from autoshard.typed import check_types
 
 FORMAT = 1
+INTERRUPTED = "best found before it was interrupted"
+"""The status of a plan whose search was stopped by Ctrl-C, as `search.problem.Status` says it; reading a plan loads no solver."""
 AGAIN = "_again"
 """Ends the name of an op's second run, in backward."""
 Window = Literal["forward", "backward"]
@@ -186,6 +188,11 @@ class Plan:
             return self
         note = f"backward runs {len(again)} ops of forward again to save memory"
         return replace(self, graph_hash=graph_hash, recompute=again, notes=(*self.notes, note))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended its search."""
+        return self.status == INTERRUPTED
 
     @property
     def peak(self) -> Moment | None:

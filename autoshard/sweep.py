@@ -23,6 +23,7 @@ class Point:
     budget: float
     plan: Plan | None
     why: str = ""
+    proven: bool = False  # that there is none
 
     @property
     def split(self) -> float:
@@ -54,7 +55,7 @@ def sweep(table: CostTable, options: Options, budgets: Sequence[float] = (), *, 
     for budget in sorted(budgets, reverse=True):
         say(f"budget {budget:.4g} bytes")
         points.append(_point(table, options, budget, has_loss, model))
-        if points[-1].plan is None and "(not proven" not in points[-1].why:
+        if points[-1].plan is None and points[-1].proven:
             break  # a smaller one fits even less
     return tuple(_best(p, points) for p in points)
 
@@ -63,7 +64,7 @@ def _point(table: CostTable, options: Options, budget: float, has_loss: bool, mo
     try:
         return Point(budget, api.decide(table, replace(options, memory_budget=budget), has_loss=has_loss, model_info=model))
     except InfeasibleError as e:
-        return Point(budget, None, str(e))
+        return Point(budget, None, str(e), e.proven)
 
 
 def _best(point: Point, points: Sequence[Point]) -> Point:
