@@ -158,7 +158,7 @@ def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, 
         spread = propagate(asked.formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
         asked.known.extend([spread.choice] if spread else [])
     programs = Programs(asked, options, settings, SearchClock(options.time_limit))
-    with clock("search"), stopping(programs.clock, interruptible):
+    with stopping(programs.clock, interruptible), clock("search"):
         if options.search == PROPAGATE:
             solution = taken(asked.formulation, spread)
         else:
@@ -230,11 +230,11 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._progress(phase, "")
         log = logging.getLogger(f"autoshard.{phase}")
         log.debug("begins")
         start, cpu = time.perf_counter(), cpu_seconds()
         try:
+            self._progress(phase, "")
             yield
         except Interrupted:
             raise

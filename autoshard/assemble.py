@@ -167,7 +167,7 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     table, graph = chosen.table, chosen.table.graph
     predicted = price(chosen)
     objective = predicted["step_s"]
-    bound = min(float(solution.bound), objective)
+    bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
     step = (played or Plays(formulation, settings))(solution.choice)
     memory = step.summary(table.cluster.device.allocator_slack, memory_limit)
     bare = bare_plan(chosen, settings)

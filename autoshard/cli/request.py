@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
 
 import typer
 
+from autoshard.cli.common import INTERRUPTED
 from autoshard.cli.read import parse_precision, parse_seeds
 
 if TYPE_CHECKING:
@@ -126,7 +127,11 @@ def takes_request(command: Callable[..., None], **defaults: Any) -> Callable[...
     own = {n: p for n, p in inspect.signature(command).parameters.items() if n != "request"}
 
     def run(**given: Any) -> None:
-        command(request=Request(**{name: given.pop(name) for name in shared}), **given)
+        try:
+            command(request=Request(**{name: given.pop(name) for name in shared}), **given)
+        except KeyboardInterrupt as stopped:  # also `Interrupted`, which says more
+            typer.echo(f"{stopped}" or "interrupted; there is no result yet", err=True)
+            raise typer.Exit(INTERRUPTED) from None
 
     hints = {**get_type_hints(Request, include_extras=True), **get_type_hints(command, include_extras=True)}
     both = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*shared.values(), *own.values())]
