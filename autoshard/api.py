@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.annotate import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
+from autoshard.arguments import check_arguments, check_called
 from autoshard.assemble import make_plan
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.cost_table import CostTable, Training, build_cost_table
@@ -19,8 +20,8 @@ from autoshard.errors import Interrupted
 from autoshard.feasible import cpu_seconds
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
-from autoshard.mesh import Mesh, parse_mesh
-from autoshard.options import Options, Progress, parse_bytes
+from autoshard.mesh import Mesh, mesh_of
+from autoshard.options import PROPAGATE, Options, Progress, parse_bytes
 from autoshard.plan import Plan
 from autoshard.programs import Programs, asked_of, formulated, searched
 from autoshard.propagate import propagate, taken
@@ -39,8 +40,6 @@ from autoshard.spec import Spec
 from autoshard.strategies import enumerate_strategies
 from autoshard.trace import Traced, trace
 
-PROPAGATE = "propagate"
-
 
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
@@ -54,26 +53,33 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     example_inputs the positional inputs (real, fake or meta tensors); with `loss_fn` the last one is the
                    target and the graph computes loss_fn(model(*inputs[:-1]), target)
     training       None: with gradients when grad mode is on and some parameter is trainable
-    optimizer      "adamw", "adam", "sgd", "momentum", "none", or a torch.optim class
+    optimizer      "adamw", "adam", "sgd", "momentum", "nadam", "radam", "adamax", "rmsprop", "adagrad", "adafactor", "adamw8bit",
+                   "adam8bit", "none", or a torch.optim class of one of these names
+    precision      Precision(param=, master=, reduce=), each of "bf16", "fp16", "fp32", "fp64"; None: the model's own dtypes
+    inputs         "global": every rank gets the whole batch; "local": each gets its own part
+    outputs        "replicate": whole on every rank; "dtensor", "local": as the plan splits them
     seeds          see annotate.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
     time_limit     seconds of wall clock for the phase "search" (see docs/search.md), after tracing and pricing; the best plan so far
                    is returned with its gap. Ctrl-C there does the same: the plan's `interrupted` is True
-    search         backend of the search: auto, milp, cp_sat, local, brute; or propagate: spread the seeds, search nothing
+    search         backend of the search: "auto", "milp", "cp_sat", "local", "brute"; or "propagate": spread the seeds, search nothing
     fallback       "replicate": submodules that cannot be traced run whole on every rank, and the report says what that costs;
                    "error": a TraceError lists all places that cannot be traced
-    offload        "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
+    offload        "none"; "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
                    host_link; step with `autoshard.local_update(optimizer)` then
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError; Interrupted (also a KeyboardInterrupt) on
     Ctrl-C before there is a plan."""
+    check_arguments(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, training=training, precision=precision, seeds=seeds,
+                    cluster=cluster, memory_budget=memory_budget, time_limit=time_limit, progress=progress)
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
     mesh, clock = as_mesh(mesh), Clock(progress)
     profile = load_cluster(options.cluster)
     profile.links_for(mesh)  # a bad cluster or mesh is reported before the long work
     options.check_offload(profile, training is not False)
+    check_called(model, example_inputs, example_kwargs)
     with clock("trace"):
         traced = trace(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn=loss_fn,
                        training=training, precision=precision, marks=options.marks, fallback=fallback)
@@ -103,10 +109,14 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
+    check_arguments(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, training=training, precision=precision, seeds=seeds,
+                    cluster=cluster, memory_budget=memory_budget, time_limit=time_limit, plan=plan, progress=progress)
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
     profile = load_cluster(options.cluster)
     profile.links_for(as_mesh(mesh))
+    if example_inputs is not None:
+        check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
@@ -196,12 +206,7 @@ def _holding(seeds: Seeds, graph: Graph, fixed: Mapping[str, Spec]) -> Seeds:
 
 def as_mesh(mesh: Any) -> Mesh:
     """A Mesh from text, a Mesh, or a torch DeviceMesh. Raises MeshError."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    if isinstance(mesh, str):
-        return parse_mesh(mesh)
-    names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
-    return Mesh(tuple(names), tuple(mesh.shape))
+    return mesh_of(mesh)
 
 
 def default_cluster(mesh: Any) -> str:

@@ -17,6 +17,9 @@ UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
 MODES = {"inputs": ("global", "local"), "outputs": ("replicate", "dtensor", "local"),
          "fallback": ("error", "replicate"), "offload": ("none", "optimizer")}
 
+PROPAGATE = "propagate"
+"""In place of a search backend: spread the seeds, search nothing."""
+
 Progress = Callable[[str, str], None]
 
 
@@ -37,6 +40,10 @@ class Options:
     offload: str = "none"
 
     def __post_init__(self) -> None:
+        from autoshard.search import BACKENDS  # loads the solvers
+
+        if self.search not in (known := (*BACKENDS, PROPAGATE)):
+            raise UsageError(f"no search backend {self.search!r}; there are {', '.join(known)}")
         for name, allowed in MODES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")

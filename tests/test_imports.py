@@ -35,7 +35,7 @@ LAYERS = (
     ("sources",),
     ("copy_nodes",),
     ("formulate",),
-    ("incumbents", "options"),
+    ("incumbents", "options", "arguments"),
     ("schedule",),
     ("attention_kernels", "emit", "lower", "reprice"),
     ("memory",),
