@@ -11,6 +11,7 @@ from autoshard.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
 from autoshard.copy_nodes import State
 from autoshard.formulate import Formulation
 from autoshard.graph import Op, Ref
+from autoshard.kinds import kind_of
 from autoshard.layouts import layouts
 from autoshard.memory.footprint import Footprints
 from autoshard.memory.timeline import Timeline, timeline
@@ -171,12 +172,13 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     step = (played or Plays(formulation, settings))(solution.choice)
     memory = step.summary(table.cluster.device.allocator_slack, memory_limit)
     bare = bare_plan(chosen, settings)
-    return replace(
+    found = replace(
         bare, model=dict(model), layouts=layouts(graph, bare.ops, bare.placements), collectives=collectives(chosen),
         fallbacks=fallbacks(chosen), predicted=predicted, memory=memory, timeline=step.moments(), largest=step.largest(),
         objective_s=objective, bound_s=bound, gap=max(0.0, objective - bound) / max(objective, 1e-30),
         status=solution.status.value, seeds=dict(seeds), notes=(*notes, *_host_notes(bare, predicted, memory)),
         search=_search_facts(formulation, solution))
+    return replace(found, kind=kind_of(found))
 
 
 def _host_notes(plan: Plan, predicted: Mapping[str, float], memory: Mapping[str, float | None]) -> tuple[str, ...]:

@@ -155,6 +155,7 @@ class Plan:
     model       reference, batch, seq, dtype ... as the user gave them
     settings    optimizer, precision, inputs, outputs, training, loss
     placements  stored spec per parameter and buffer
+    kind        what kind of plan it is, in one sentence (see kinds.py)
     layouts     weights, inputs, module outputs and user outputs with shape and spec, for reports
     """
 
@@ -176,6 +177,7 @@ class Plan:
     status: str
     seeds: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    kind: str = ""
     layouts: tuple[Layout, ...] = ()
     timeline: tuple[Moment, ...] = ()
     largest: tuple[Alive, ...] = ()

@@ -21,7 +21,7 @@ LAYERS = (
     ("spec",),
     ("plan", "precision"),
     ("graph",),
-    ("layouts",),
+    ("layouts", "kinds"),
     ("rules", "cost"),
     ("flow", "fusion"),
     ("naming", "given"),
