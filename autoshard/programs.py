@@ -25,11 +25,12 @@ from autoshard.plan import AGAIN
 from autoshard.recompute import candidates
 from autoshard.search import Clock
 from autoshard.search.board import Progress
-from autoshard.search.problem import Solution, Status
+from autoshard.search.problem import Solution, Status, row_loads
 from autoshard.sources import open_table, program_with
 
 
-AMPLE = 0.5  # of the time limit for the search with ample memory
+AMPLE = 0.5  # of the time limit for the search with ample memory, where memory may matter
+ROOMY = 0.7  # of the limit; below it there is room
 UNSURE = 0.5  # of what is left for a search after which, as far as is known, it may have to be said why nothing fits
 LEANEST = 0.5  # of what is left then for the plan that needs least memory
 
@@ -112,13 +113,20 @@ def _searched(programs: Programs, how: Mapping[str, Any]) -> tuple[Asked, Soluti
     if not asked.formulation.table.graph.training:
         part = clock.part(_share(programs))
         return asked, search_within(asked.formulation, limit, measure=asked.played, incumbents=asked.known, clock=part, **how)
-    free = search_ample(asked.formulation, incumbents=asked.known, clock=clock.part(AMPLE), **how)
+    share = 1.0 if _is_roomy(asked) else AMPLE
+    free = search_ample(asked.formulation, incumbents=asked.known, clock=clock.part(share), **how)
     if free.choice is None or fits_exactly(asked.formulation, asked.played(free.choice), limit):
         return asked, free
     if asked.formulation.table.training.offload:
         asked.known.extend(made_to_fit(asked.formulation, [free.choice], asked.played, limit))
     tried, found = _tight(programs, how)
     return tried, with_bound(found, max(free.bound, found.bound))
+
+
+def _is_roomy(asked: Asked) -> bool:
+    """Whether all plans known, those that split nothing among them, leave room on every memory row: then memory will hardly matter."""
+    problem, rows = asked.formulation.problem, np.array(list(asked.formulation.memory_rows.values()))
+    return all(bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows])) for choice in asked.known)
 
 
 def _share(programs: Programs) -> float:

@@ -23,7 +23,7 @@ MODELS = {"mlp": mlp, "gpt": gpt, "llama": llama, "moe": moe}
 def compared(name: str, mesh: str) -> Comparison:
     module = MODELS[name]
     model, batch = module.build(**({"batch": 64} if name == "mlp" else {"batch": 8}))
-    return comparison(trace(model, batch, loss_fn=module.loss), parse_mesh(mesh), Options(cluster="h100-dgx", time_limit=20), has_loss=True,
+    return comparison(trace(model, batch, loss_fn=module.loss), parse_mesh(mesh), Options(cluster="h100-dgx", time_limit=120), has_loss=True,
                       model={"reference": name})
 
 

@@ -54,7 +54,7 @@ class Request:
     seeds: Annotated[Optional[Path], typer.Option(help="YAML file of seeds, GLOB: AXIS,... a line.")] = None
     time_limit: Annotated[float, typer.Option(
         help="Seconds of wall clock for each search (loading, tracing and pricing come before it): then, or on Ctrl-C, the best plan so far is "
-             "returned with its gap. In training half of it goes to the search with ample memory; where memory is tight the rest is shared by "
+             "returned with its gap. In training, where memory may be tight, half of it goes to the search with ample memory and the rest is shared by "
              "up to six searches: a limit too short for one of them shows as a wide gap, or as a budget found too small without proof.")] = 60.0
     search: Annotated[str, typer.Option(
         help="Search backend: auto (picks one), milp, cp_sat, local or brute; or propagate: spread the seeds, search nothing.")] = "auto"
