@@ -42,7 +42,7 @@ class CtrlC:
         self.phase, self.sent = phase, 0
 
     def __call__(self, phase: str, detail: str) -> None:
-        if phase == self.phase and not self.sent and (not detail or phase in ("load", "regrets")):
+        if phase == self.phase and not self.sent and (not detail or phase != "search"):
             self.sent += 1
             signal.raise_signal(signal.SIGINT)
 
@@ -78,6 +78,14 @@ def test_before_the_search_there_is_a_sentence(monkeypatch, capsys, phase):
 @pytest.mark.parametrize("command", ("compare", "op"))
 def test_after_the_search_there_is_a_sentence(monkeypatch, capsys, command):
     code, out, err = run(monkeypatch, capsys, command, {"compare": "baselines", "op": "regrets"}[command])
+    assert code == 130 and out == "" and err.startswith("interrupted")
+
+
+@pytest.mark.parametrize("phase", ("trace", "plan", "run"))
+def test_verify_is_ended(monkeypatch, capsys, phase):
+    module = cli.verify_command
+    monkeypatch.setitem(COMMANDS, "verify", (module, ("verify", *MODEL, "--plans", "searched")))
+    code, out, err = run(monkeypatch, capsys, "verify", phase)
     assert code == 130 and out == "" and err.startswith("interrupted")
 
 
