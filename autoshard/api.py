@@ -12,14 +12,16 @@ from typing import Any
 from torch import nn
 
 from autoshard.seeds.seeds import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
+from autoshard.decide.arguments import check_arguments, check_called
 from autoshard.decide.make_plan import make_plan
-from autoshard.cost.cluster import load_cluster
+from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.space.cost_table import CostTable, Training, build_cost_table
+from autoshard.errors import Interrupted
 from autoshard.decide.fit import cpu_seconds
 from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Graph
-from autoshard.base.mesh import Mesh, parse_mesh
-from autoshard.decide.options import Options, Progress, parse_bytes
+from autoshard.base.mesh import Mesh, mesh_of
+from autoshard.decide.options import PROPAGATE, Options, Progress, parse_bytes
 from autoshard.base.plan import Plan
 from autoshard.decide.attempts import Programs, asked_of, formulated, searched
 from autoshard.decide.walks.propagate import propagate, taken
@@ -27,15 +29,16 @@ from autoshard.base.precision import Precision
 from autoshard.space.reachable import reachable
 from autoshard.rules.factors import factor_graph
 from autoshard.decide.opaque_notes import whole_notes
+from autoshard.runtime.cache import planner_key
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.heartbeat import JOIN
+from autoshard.search import Clock as SearchClock
+from autoshard.search.interrupt import stopping
 from autoshard.program.simplify import simplify
 from autoshard.base.spec import Spec
 from autoshard.space.strategies import enumerate_strategies
 from autoshard.program.trace import Traced, trace
-
-PROPAGATE = "propagate"
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
@@ -50,24 +53,33 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     example_inputs the positional inputs (real, fake or meta tensors); with `loss_fn` the last one is the
                    target and the graph computes loss_fn(model(*inputs[:-1]), target)
     training       None: with gradients when grad mode is on and some parameter is trainable
-    optimizer      "adamw", "adam", "sgd", "momentum", "none", or a torch.optim class
+    optimizer      "adamw", "adam", "sgd", "momentum", "nadam", "radam", "adamax", "rmsprop", "adagrad", "adafactor", "adamw8bit",
+                   "adam8bit", "none", or a torch.optim class of one of these names
+    precision      Precision(param=, master=, reduce=), each of "bf16", "fp16", "fp32", "fp64"; None: the model's own dtypes
+    inputs         "global": every rank gets the whole batch; "local": each gets its own part
+    outputs        "replicate": whole on every rank; "dtensor", "local": as the plan splits them
     seeds          see seeds/seeds.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
-    time_limit     seconds the search may take; the best plan so far is returned with its gap
-    search         backend of the search: auto, milp, cp_sat, local, brute; or propagate: spread the seeds, search nothing
+    time_limit     seconds of wall clock for the phase "search" (see docs/search.md), after tracing and pricing; the best plan so far
+                   is returned with its gap. Ctrl-C there does the same: the plan's `interrupted` is True
+    search         backend of the search: "auto", "milp", "cp_sat", "local", "brute"; or "propagate": spread the seeds, search nothing
     fallback       "replicate": submodules that cannot be traced run whole on every rank, and the report says what that costs;
                    "error": a TraceError lists all places that cannot be traced
-    offload        "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
+    offload        "none"; "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
                    host_link; step with `autoshard.local_update(optimizer)` then
     progress       called with (phase, detail)
 
-    Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError."""
+    Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError; Interrupted (also a KeyboardInterrupt) on
+    Ctrl-C before there is a plan."""
+    check_arguments(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, training=training, precision=precision, seeds=seeds,
+                    cluster=cluster, memory_budget=memory_budget, time_limit=time_limit, progress=progress)
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
     mesh, clock = as_mesh(mesh), Clock(progress)
     profile = load_cluster(options.cluster)
     profile.links_for(mesh)  # a bad cluster or mesh is reported before the long work
     options.check_offload(profile, training is not False)
+    check_called(model, example_inputs, example_kwargs)
     with clock("trace"):
         traced = trace(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn=loss_fn,
                        training=training, precision=precision, marks=options.marks, fallback=fallback)
@@ -97,39 +109,45 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
+    check_arguments(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, training=training, precision=precision, seeds=seeds,
+                    cluster=cluster, memory_budget=memory_budget, time_limit=time_limit, plan=plan, progress=progress)
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
                       parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
     profile = load_cluster(options.cluster)
     profile.links_for(as_mesh(mesh))
+    if example_inputs is not None:
+        check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
         return plan_traced(traced, mesh, options, clock=Clock(progress), has_loss=loss_fn is not None,
-                           fixed={**stored, **inputs})
+                           fixed={**stored, **inputs}, profile=profile, interruptible=False)  # who stops a training script wants it to end
 
     return compile_model(model, mesh, planner, example_inputs=example_inputs, example_kwargs=example_kwargs,
                          loss_fn=loss_fn, training=training, precision=precision, inputs=inputs, outputs=outputs,
-                         batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=repr(options),
+                         batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=planner_key(options, profile),
                          checkpoint=checkpoint, device=device, join_timeout=join_timeout, marks=options.marks, fallback=fallback)
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
-                model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None) -> Plan:
+                model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None,
+                profile: Cluster | None = None, interruptible: bool = True) -> Plan:
     """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
-    buffers and inputs by name come before seeds: that is how they are held already."""
+    buffers and inputs by name come before seeds: that is how they are held already. `profile`: what `options.cluster` held
+    when it was read; without it, it is read now."""
     clock = clock or Clock(None)
-    return decide(prices(traced, mesh, options, clock=clock, fixed=fixed), options, clock=clock, has_loss=has_loss,
-                  model_info=model_info)
+    return decide(prices(traced, mesh, options, clock=clock, fixed=fixed, profile=profile), options, clock=clock, has_loss=has_loss,
+                  model_info=model_info, interruptible=interruptible)
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None,
-           fixed: Mapping[str, Spec] | None = None) -> CostTable:
+           fixed: Mapping[str, Spec] | None = None, profile: Cluster | None = None) -> CostTable:
     """What every strategy and every change of layout costs; explaining and comparing plans start from here too."""
     clock = clock or Clock(None)
     with clock("simplify"):
         graph = factor_graph(simplify(traced.graph))
         seeds = _holding(resolve_seeds(graph, mesh, options.seeds), graph, fixed or {})
-        profile = load_cluster(options.cluster)
+        profile = profile or load_cluster(options.cluster)
     with clock("strategies"):
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.outputs))
     with clock("costs"):
@@ -139,23 +157,26 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None
 
 
 def decide(table: CostTable, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,
-           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None) -> Plan:
+           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None, interruptible: bool = True) -> Plan:
     """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
-    fit, it is part of the search what backward runs again instead of keeping it. Raises InfeasibleError."""
+    fit, it is part of the search what backward runs again instead of keeping it. `interruptible`: Ctrl-C ends the search with the
+    best plan so far, whose status says so. Raises InfeasibleError, and Interrupted where there is no plan yet."""
     clock, limit = clock or Clock(None), options.memory_limit(table.cluster)
     settings = options.settings(table.graph.training, has_loss)
     with clock("formulate"):
         asked = asked_of(formulation or formulated(table, options), settings)
         spread = propagate(asked.formulation, table.seeds) if options.search == PROPAGATE or table.seeds else None
         asked.known.extend([spread.choice] if spread else [])
-        programs = Programs(asked, options, settings)
-    with clock("search"):
+    programs = Programs(asked, options, settings, SearchClock(options.time_limit))
+    with stopping(programs.clock, interruptible), clock("search"):
         if options.search == PROPAGATE:
             solution = taken(asked.formulation, spread)
         else:
             asked, solution = searched(programs, clock.search)
-    if solution.choice is None:
-        raise programs.nothing_fits(solution, spread.choice if options.search == PROPAGATE else None)
+        if solution.choice is None and programs.clock.stopped:
+            raise Interrupted("interrupted before a plan that fits was found; there is no plan yet")
+        if solution.choice is None:
+            raise programs.nothing_fits(solution, spread.choice if options.search == PROPAGATE else None)
     with clock("assemble"):
         found = make_plan(asked.formulation, solution, memory_limit=limit, model=model_info or {}, settings=settings,
                           seeds={k: seed_text(v) for k, v in options.seeds.items()}, notes=_seed_notes(table), played=asked.played)
@@ -185,12 +206,7 @@ def _holding(seeds: Seeds, graph: Graph, fixed: Mapping[str, Spec]) -> Seeds:
 
 def as_mesh(mesh: Any) -> Mesh:
     """A Mesh from text, a Mesh, or a torch DeviceMesh. Raises MeshError."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    if isinstance(mesh, str):
-        return parse_mesh(mesh)
-    names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
-    return Mesh(tuple(names), tuple(mesh.shape))
+    return mesh_of(mesh)
 
 
 def default_cluster(mesh: Any) -> str:
@@ -219,11 +235,16 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._progress(phase, "")
         log = logging.getLogger(f"autoshard.{phase}")
         log.debug("begins")
         start, cpu = time.perf_counter(), cpu_seconds()
-        yield
+        try:
+            self._progress(phase, "")
+            yield
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted in the phase {phase!r}; there is no plan yet") from None
         self.seconds[phase] = time.perf_counter() - start
         self.cpu_seconds[phase] = cpu_seconds() - cpu
         log.info("took %.2f s (%.2f s of CPU time)", self.seconds[phase], self.cpu_seconds[phase])

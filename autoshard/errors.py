@@ -38,7 +38,15 @@ class ProblemError(UsageError):
 
 
 class InfeasibleError(AutoshardError):
-    """No plan fits the memory limit or satisfies all seeds."""
+    """No plan fits the memory limit or satisfies all seeds. `proven`: there is none; else none was found."""
+
+    def __init__(self, message: str = "", proven: bool = False) -> None:
+        super().__init__(message)
+        self.proven = proven
+
+
+class Interrupted(AutoshardError, KeyboardInterrupt):
+    """Ctrl-C before there was a plan. A KeyboardInterrupt too: where nobody catches it, a script ends as it does otherwise."""
 
 
 class PlanError(UsageError):

@@ -4,8 +4,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from autoshard.errors import MeshError
+
+
+MOST_RANKS = 2**24
+"""More than any machine has; sizes of tensors times ranks stay exact in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class Mesh:
         twice = sorted({n for n in self.names if self.names.count(n) > 1})
         if twice:
             raise MeshError(f"mesh axis {twice[0]!r} is named twice; give every axis its own name")
+        if self.size > MOST_RANKS:
+            raise MeshError(f"mesh {self} has {self.size} ranks; the most is {MOST_RANKS}")
 
     @property
     def ndim(self) -> int:
@@ -62,6 +69,27 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+
+
+def mesh_of(value: Any) -> Mesh:
+    """A Mesh from text, a Mesh, or a torch DeviceMesh. Raises MeshError."""
+    if isinstance(value, Mesh):
+        return value
+    if isinstance(value, str):
+        return parse_mesh(value)
+    if hasattr(value, "mesh_dim_names") and hasattr(value, "shape"):  # a DeviceMesh: this module does not know torch
+        return Mesh(tuple(value.mesh_dim_names or (f"d{i}" for i in range(value.ndim))), tuple(value.shape))
+    raise MeshError(f"the mesh is {value!r:.60}, a {type(value).__name__}; write it as text, {_as_text(value)!r}, or give an autoshard.Mesh or a torch "
+                    "DeviceMesh")
+
+
+def _as_text(value: Any) -> str:
+    """What was most likely meant."""
+    sizes = list(value.values() if isinstance(value, dict) else value) if isinstance(value, (dict, list, tuple)) else [value]
+    if not sizes or not all(type(n) is int and n > 0 for n in sizes):
+        return "dp=2,tp=4"
+    names = list(value) if isinstance(value, dict) else ["dp", "tp", "sp"][:len(sizes)] if len(sizes) < 4 else [f"d{i}" for i in range(len(sizes))]
+    return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
 def parse_mesh(text: str) -> Mesh:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,13 @@ from autoshard.base.spec import Spec, format_spec, parse_spec
 from autoshard.base.checked_types import check_types
 
 FORMAT = 1
+INTERRUPTED = "best found before it was interrupted"
+"""The status of a plan whose search was stopped by Ctrl-C, as `search.problem.Status` says it; reading a plan loads no solver."""
+REQUIRED = ("copies", "collectives", "fallbacks", "notes", "stages")  # of the lists of a plan file
+SHAPES: dict[str, type] = {"mesh": str, **dict.fromkeys(("ops", "placements"), dict),
+                           **dict.fromkeys(("copies", "collectives", "fallbacks", "notes", "layouts", "timeline", "largest", "recompute", "offload",
+                                            "stages"), list)}
+"""What JSON has for a field that is read as something else."""
 AGAIN = "_again"
 """Ends the name of an op's second run, in backward."""
 Window = str
@@ -149,6 +156,7 @@ class Plan:
     model       reference, batch, seq, dtype ... as the user gave them
     settings    optimizer, precision, inputs, outputs, training, loss
     placements  stored spec per parameter and buffer
+    kind        what kind of plan it is, in one sentence (see kinds.py)
     layouts     weights, inputs, module outputs and user outputs with shape and spec, for reports
     """
 
@@ -170,6 +178,7 @@ class Plan:
     status: str
     seeds: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    kind: str = ""
     layouts: tuple[Layout, ...] = ()
     timeline: tuple[Moment, ...] = ()
     largest: tuple[Alive, ...] = ()
@@ -187,6 +196,11 @@ class Plan:
             return self
         note = f"backward runs {len(again)} ops of forward again to save memory"
         return replace(self, graph_hash=graph_hash, recompute=again, notes=(*self.notes, note))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended its search."""
+        return self.status == INTERRUPTED
 
     @property
     def peak(self) -> Moment | None:
@@ -221,8 +235,10 @@ class Plan:
             raise PlanError(f"{origin} is not a plan of format {FORMAT} (found {found!r}); plan the model again")
         try:
             return _decode_plan(data)
-        except (KeyError, TypeError, ValueError, AttributeError, UsageError) as e:
-            raise PlanError(f"{origin} is not a valid plan: {type(e).__name__}: {e}") from None
+        except KeyError as e:
+            raise PlanError(f"{origin} is not a valid plan: {e} is missing; plan the model again") from None
+        except (TypeError, ValueError, AttributeError, UsageError) as e:
+            raise PlanError(f"{origin} is not a valid plan: {e}; plan the model again") from None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":
@@ -302,25 +318,44 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
     unknown = sorted(set(data) - known)
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}")
+    for name, value in data.items():
+        if not isinstance(value, SHAPES.get(name, object)):
+            raise ValueError(f"{name} is {json.dumps(value):.60}, not a {'table' if SHAPES[name] is dict else 'list' if SHAPES[name] is list else 'text'}")
+    if not data["ops"]:
+        raise ValueError("it has no ops")
     out = dict(data)
     out["mesh"] = parse_mesh(data["mesh"])
-    out["ops"] = {k: OpPlan(tuple(map(parse_spec, v["in"])), tuple(map(parse_spec, v["out"])))
+    out["ops"] = {k: _entry(f"ops[{k!r:.60}]", v, lambda v: OpPlan(tuple(map(parse_spec, v["in"])), tuple(map(parse_spec, v["out"]))))
                   for k, v in data["ops"].items()}
-    out["placements"] = {k: parse_spec(v) for k, v in data["placements"].items()}
-    out["copies"] = tuple(Copy(**{**c, "spec": parse_spec(c["spec"])}) for c in data["copies"])
-    out["collectives"] = tuple(Collective(**c) for c in data["collectives"])
-    out["fallbacks"] = tuple(Fallback(**c) for c in data["fallbacks"])
-    out["notes"] = tuple(data["notes"])
-    out["layouts"] = tuple(Layout(**{**x, "shape": tuple(x["shape"]), "spec": parse_spec(x["spec"])})
-                           for x in data.get("layouts", ()))
-    out["timeline"] = tuple(Moment(**{**m, "live": tuple(m["live"])}) for m in data.get("timeline", ()))
-    out["largest"] = tuple(Alive(**a) for a in data.get("largest", ()))
-    out["recompute"] = tuple(data.get("recompute", ()))
-    out["offload"] = tuple(data.get("offload", ()))
-    out["stages"] = tuple(data["stages"])
+    out["placements"] = {k: _entry(f"placements[{k!r:.60}]", v, parse_spec, str) for k, v in data["placements"].items()}
+    for name, make in ENTRIES.items():
+        out[name] = tuple(_entry(f"{name}[{i}]", v, make) for i, v in enumerate(data[name] if name in REQUIRED else data.get(name, ())))
+    for name in ("notes", "stages", "recompute", "offload"):
+        out[name] = tuple(data[name] if name in REQUIRED else data.get(name, ()))
     plan = Plan(**out)
     check_types(plan)
     device = plan.cluster.get("device", {})
     if not isinstance(device, dict) or not isinstance(device.get("name", ""), str):
         raise ValueError(f"cluster['device'] is {device!r:.60}")
     return plan
+
+
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "copies": lambda c: Copy(**{**c, "spec": parse_spec(c["spec"])}),
+    "collectives": lambda c: Collective(**c),
+    "fallbacks": lambda c: Fallback(**c),
+    "layouts": lambda x: Layout(**{**x, "shape": tuple(x["shape"]), "spec": parse_spec(x["spec"])}),
+    "timeline": lambda m: Moment(**{**m, "live": tuple(m["live"])}),
+    "largest": lambda a: Alive(**a),
+}
+"""What the lists of a plan hold, made from JSON."""
+
+
+def _entry(where: str, value: Any, make: Callable[[Any], Any], shape: type = dict) -> Any:
+    """`make(value)`. Raises ValueError naming the place for what cannot be made into that."""
+    if not isinstance(value, shape):
+        raise ValueError(f"{where} is {json.dumps(value):.60}, not a {'table' if shape is dict else 'text'}")
+    try:
+        return make(value)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{where} is {json.dumps(value):.80}, which has other keys or values than it must") from None

@@ -27,6 +27,8 @@ TARGET = 0.03
 """Seconds of compute to hide behind: long beside the start of a collective."""
 PROBE = 2**22
 """Bytes of the buffer whose time says how large the others must be."""
+NOISE = 0.1
+"""Relative: by how much the times of one run may contradict one another without a word."""
 USELESS = 0.95
 """Above this interference hiding gains nothing that can be told from noise."""
 
@@ -41,8 +43,14 @@ class Timing:
 
     @property
     def hidden(self) -> float:
-        """Share of the shorter of the two that running together saved."""
-        return (self.compute + self.collective - self.both) / min(self.compute, self.collective)
+        """Share of the shorter of the two that running together saved, from 0 to 1."""
+        saved = (self.compute + self.collective - self.both) / min(self.compute, self.collective)
+        return min(max(saved, 0.0), 1.0)
+
+    @property
+    def possible(self) -> bool:
+        """Together they take no less than the longer and no more than both in turn; else the machine changed its speed in between."""
+        return max(self.compute, self.collective) <= self.both * (1 + NOISE) and self.both <= (self.compute + self.collective) * (1 + NOISE)
 
 
 def measure_overlap(place: Place, rounds: int = 7) -> tuple[Timing, Timing]:

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from autoshard.calibrate.fit import Error
 from autoshard.calibrate.run import Calibration
+from autoshard.calibrate.overlap import Timing
 from autoshard.calibrate.sample import Sample
 from autoshard.errors import UsageError
 from autoshard.report.tables import report_console, section, table
@@ -35,7 +36,7 @@ def show(found: Calibration, console: Console | None = None) -> None:
         short, long = found.timings
         console.print(f"Overlap of a matmul and an all_reduce: {_percent(short.hidden)} of a short one hides, {_percent(long.hidden)} "
                       f"beside a long one; eta {overlap.eta:.2f}, interference {overlap.interference:.2f}")
-    for line in warnings(found.errors):
+    for line in (*warnings(found.errors), *contradictions(found.timings)):
         console.print(f"[yellow]{escape(line)}[/yellow]")
 
 
@@ -51,6 +52,13 @@ def warnings(errors: Sequence[Error]) -> list[str]:
     if noise > NOISY:
         out.append(f"the same thing took {noise:.0%} more or less time from round to round: something else is running here")
     return out
+
+
+def contradictions(timings: Sequence[Timing] | None) -> list[str]:
+    """A line where the overlap was measured as something that cannot be."""
+    odd = [t for t in timings or () if not t.possible]
+    return [f"overlap: compute alone took {1e3 * t.compute:.3g} ms, the collective alone {1e3 * t.collective:.3g} ms and both together {1e3 * t.both:.3g} ms, which "
+            "cannot be on one machine at one speed: calibrate again when it is quiet, or with more --seconds" for t in odd]
 
 
 def page(found: Calibration, path: Path) -> None:

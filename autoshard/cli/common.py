@@ -1,12 +1,26 @@
 """Options that several commands have."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it (128 + SIGINT): with the best plan so far, or with a sentence where there is none."""
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report; files are written, and --json is printed.")]
 OutputOption = Annotated[Optional[Path], typer.Option("--output", "-o", help="Save the result as JSON.")]
 HtmlOption = Annotated[Optional[Path], typer.Option("--html", metavar="FILE", help="Write a report to open in a browser: one file, no network.")]
+
+
+def end_with(statuses: Iterable[str], quiet: bool) -> None:
+    """The exit code says whether Ctrl-C ended one of the searches, by the statuses of their plans."""
+    from autoshard.base.plan import INTERRUPTED as BY_THE_USER
+
+    if BY_THE_USER in statuses:
+        if not quiet:
+            typer.echo("interrupted: what is shown is about the best plan found so far", err=True)
+        raise typer.Exit(INTERRUPTED)

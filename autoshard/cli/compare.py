@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from autoshard.cli.common import HtmlOption, JsonOption, QuietOption
+from autoshard.cli.common import HtmlOption, JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Request
 from autoshard.errors import InfeasibleError
@@ -55,3 +55,4 @@ def compare(request: Request,
         from autoshard.report.compare import show
 
         show(found)
+    end_with([found.chosen.note], quiet)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from autoshard.cli.common import JsonOption, QuietOption
+from autoshard.cli.common import JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Asked, Request
 from autoshard.errors import PlanError, UsageError
@@ -42,14 +42,15 @@ def explain(request: Request,
         raise UsageError(f"give one of --edge, --op and --why-not{f', not {len(asks)}' if asks else ''}; for example --op h.0.mlp.c_fc")
     with progress_shown(not quiet) as progress:
         asked, plan = _asked(request, progress)
-        found = (_edge(asked, plan, edge, source, rows, progress) if edge else _op(asked, plan, op, rows, progress) if op
-                 else _why_not(asked, plan, why_not, progress))
+        found, statuses = (_edge(asked, plan, edge, source, rows, progress) if edge else _op(asked, plan, op, rows, progress) if op
+                           else _why_not(asked, plan, why_not, progress))
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:
         from autoshard.report.explain import show
 
         show(found)
+    end_with(statuses, quiet)
 
 
 def _asked(request: Request, progress: Callable) -> tuple[Asked, Any]:
@@ -79,44 +80,45 @@ def as_planned(request: Request, plan: Any) -> Request:
                    seed=[f"{k}={v}" for k, v in plan.seeds.items()], seeds=None)
 
 
-def _chosen(asked: Asked, plan: Any, progress: Callable) -> Any:
-    """What the plan chose, on today's tables; searched first where there is no plan."""
+def _chosen(asked: Asked, plan: Any, progress: Callable) -> tuple[Any, tuple[str, ...]]:
+    """What the plan chose, on today's tables; searched first where there is no plan, and then with the search's status."""
     from autoshard import api
     from autoshard.study.explain import chosen_by
 
     table = api.prices(asked.traced, asked.mesh, asked.options, clock=api.Clock(progress))
-    plan = plan or api.decide(table, asked.options, clock=api.Clock(progress), has_loss=asked.has_loss)
-    return chosen_by(plan, table)
+    found = plan or api.decide(table, asked.options, clock=api.Clock(progress), has_loss=asked.has_loss)
+    return chosen_by(found, table), () if plan else (found.status,)
 
 
-def _edge(asked: Asked, plan: Any, text: str, source: str | None, rows: int, progress: Callable) -> Any:
+def _edge(asked: Asked, plan: Any, text: str, source: str | None, rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard import api
     from autoshard.seeds.seeds import specs_of
     from autoshard.study.explain import edge_table
     from autoshard.seeds.names import find_edge
 
     if source is None:
-        chosen = _chosen(asked, plan, progress)
-        return edge_table(chosen.table, find_edge(chosen.table.graph, text), chosen, most=rows)
+        chosen, statuses = _chosen(asked, plan, progress)
+        return edge_table(chosen.table, find_edge(chosen.table.graph, text), chosen, most=rows), statuses
     table = api.prices(asked.traced, asked.mesh, asked.options, clock=api.Clock(progress))
     edge = find_edge(table.graph, text)
     sources = specs_of(source, table.graph.meta(edge[0]), asked.mesh, f"--source {source}")
-    return edge_table(table, edge, sources=sources, most=rows)
+    return edge_table(table, edge, sources=sources, most=rows), ()
 
 
-def _op(asked: Asked, plan: Any, name: str, rows: int, progress: Callable) -> Any:
+def _op(asked: Asked, plan: Any, name: str, rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard.study.explain import op_table
     from autoshard.seeds.names import find_op
 
-    chosen = _chosen(asked, plan, progress)
+    chosen, statuses = _chosen(asked, plan, progress)
     progress("regrets", name)
-    return op_table(chosen, find_op(chosen.table.graph, name).name, most=rows)
+    return op_table(chosen, find_op(chosen.table.graph, name).name, most=rows), statuses
 
 
-def _why_not(asked: Asked, plan: Any, text: str, progress: Callable) -> Any:
+def _why_not(asked: Asked, plan: Any, text: str, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard.study.why_not import why_not
 
     name, _, layout = text.rpartition("=")
     if not name or not layout:
         raise UsageError(f"cannot read --why-not {text!r}; write for example layers.0.mlp.w1=S(0),R")
-    return why_not(asked.traced, asked.mesh, asked.options, name, layout, plan=plan, has_loss=asked.has_loss, progress=progress)
+    found = why_not(asked.traced, asked.mesh, asked.options, name, layout, plan=plan, has_loss=asked.has_loss, progress=progress)
+    return found, found.statuses[1:]

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from autoshard.cli.common import JsonOption, QuietOption
+from autoshard.cli.common import JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Request
 
@@ -34,12 +34,14 @@ def memory(request: Request,
         from autoshard.api import Clock, prices
         from autoshard.study.sweep import sweep
 
-        table = prices(asked.traced, asked.mesh, asked.options, clock=Clock(progress))
+        clock = Clock(progress)
+        table = prices(asked.traced, asked.mesh, asked.options, clock=clock)
         points = sweep(table, asked.options, wanted, steps=steps, has_loss=asked.has_loss, model=asked.model,
-                       say=lambda text: progress("search", text))
+                       say=lambda text: progress("search", text), clock=clock)
     if as_json:
         sys.stdout.write(json.dumps([p.to_dict() for p in points], indent=1, sort_keys=True) + "\n")
     elif not quiet:
         from autoshard.report.sweep import show
 
         show(points)
+    end_with([p.plan.status for p in points if p.plan is not None], quiet)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard.cli.common import HtmlOption, JsonOption, OutputOption, QuietOption
+from autoshard.cli.common import HtmlOption, JsonOption, OutputOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Request
 from autoshard.errors import InfeasibleError, UsageError
@@ -53,6 +53,7 @@ def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
         typer.echo(f"Plan saved to {output}; show it again with: autoshard report {output}", err=True)
     if html is not None and not (as_json or quiet):
         typer.echo(f"Report saved to {html}; open it in a browser", err=True)
+    end_with([found.status], quiet)
 
 
 def report(

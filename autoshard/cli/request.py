@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
 
 import typer
 
+from autoshard.cli.common import INTERRUPTED
 from autoshard.cli.read import parse_precision, parse_seeds
 
 if TYPE_CHECKING:
@@ -42,16 +43,21 @@ class Request:
     batch: Annotated[Optional[int], typer.Option(help="Global batch size of the example inputs.")] = None
     seq: Annotated[Optional[int], typer.Option(help="Sequence length of the example inputs.")] = None
     dtype: Annotated[Optional[str], typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum or none: its state and update are priced.")] = "adamw"
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, nadam, radam, adamax, rmsprop, adagrad, adafactor, adamw8bit, adam8bit or none: its state and update "
+             "are priced. verify trains with adamw, adam, sgd or momentum.")] = "adamw"
     precision: Annotated[Optional[str], typer.Option(
-        help="Mixed precision: bf16 (weights and gradients in fp32), or param=bf16,master=fp32,reduce=fp32.")] = None
+        help="Mixed precision: bf16 (weights and gradients in fp32), or param=bf16,master=fp32,reduce=fp32; each bf16, fp16, fp32 or fp64.")] = None
     hf: Annotated[Optional[Path], typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None
     inference: Annotated[bool, typer.Option("--inference", help="Forward pass only.")] = False
     seed: Annotated[Optional[list[str]], typer.Option(
         help="Fix a sharding: 'GLOB=AXIS,...', per tensor dim an axis, - for whole, ? for open. May be repeated.")] = None
     seeds: Annotated[Optional[Path], typer.Option(help="YAML file of seeds, GLOB: AXIS,... a line.")] = None
-    time_limit: Annotated[float, typer.Option(help="Seconds the search may take; the best plan so far is returned.")] = 60.0
-    search: Annotated[str, typer.Option(help="Search backend; auto picks one.")] = "auto"
+    time_limit: Annotated[float, typer.Option(
+        help="Seconds of wall clock for each search (loading, tracing and pricing come before it): then, or on Ctrl-C, the best plan so far is "
+             "returned with its gap. In training, where memory may be tight, half of it goes to the search with ample memory and the rest is shared by "
+             "up to six searches: a limit too short for one of them shows as a wide gap, or as a budget found too small without proof.")] = 60.0
+    search: Annotated[str, typer.Option(
+        help="Search backend: auto (picks one), milp, cp_sat, local or brute; or propagate: spread the seeds, search nothing.")] = "auto"
     fallback: Annotated[str, typer.Option(
         help="What to do with submodules that cannot be traced: error, or replicate (run them whole on every rank).")] = "error"
     offload: Annotated[str, typer.Option(
@@ -70,14 +76,18 @@ class Request:
 
     def check(self) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
+        import torch
+
         from autoshard.cost.cluster import load_cluster
+        from autoshard.cost.compute import optimizer_state_bytes
         from autoshard.base.mesh import parse_mesh
         from autoshard.decide.options import Options, parse_bytes
 
         cluster = load_cluster(self.cluster)
         cluster.links_for(parse_mesh(self.mesh))
-        parse_bytes(self.memory)
-        Options(optimizer=self.optimizer, offload=self.offload).check_offload(cluster, not self.inference)
+        Options(**{**self.settings, "memory_budget": parse_bytes(self.memory)}).check_offload(cluster, not self.inference)
+        if not self.inference:
+            optimizer_state_bytes(self.optimizer, torch.float32)  # an unknown one, before the work
 
     def load(self, fake: bool = True) -> ModelSpec:
         """The model with example inputs, on the meta device unless `fake` is False. Raises ModelError, UsageError."""
@@ -126,7 +136,11 @@ def takes_request(command: Callable[..., None], **defaults: Any) -> Callable[...
     own = {n: p for n, p in inspect.signature(command).parameters.items() if n != "request"}
 
     def run(**given: Any) -> None:
-        command(request=Request(**{name: given.pop(name) for name in shared}), **given)
+        try:
+            command(request=Request(**{name: given.pop(name) for name in shared}), **given)
+        except KeyboardInterrupt as stopped:  # also `Interrupted`, which says more
+            typer.echo(f"{stopped}" or "interrupted; there is no result yet", err=True)
+            raise typer.Exit(INTERRUPTED) from None
 
     hints = {**get_type_hints(Request, include_extras=True), **get_type_hints(command, include_extras=True)}
     both = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*shared.values(), *own.values())]

@@ -34,7 +34,7 @@ PlansOption = Annotated[Optional[str], typer.Option(
     help="Kinds of plans to make and run, with commas: searched, split, data_parallel, fully_sharded, tensor_parallel, random:SEED.")]
 StepsOption = Annotated[int, typer.Option(min=1, help="Training steps, each with an update by --optimizer.")]
 ProcessesOption = Annotated[bool, typer.Option("--processes", help="Real gloo processes, instead of all ranks in this one.")]
-InputsOption = Annotated[str, typer.Option(help="global, or local: inputs come in split along dim 0 over the first mesh axis.")]
+InputsOption = Annotated[str, typer.Option(help="global (every rank gets the whole batch), or local: inputs come in split along dim 0 over the first mesh axis.")]
 ToleranceOption = Annotated[Optional[float], typer.Option(help="Largest error of a tensor, as a part of its norm.")]
 
 

@@ -177,8 +177,8 @@ def optimizer_state_bytes(name: str, dtype: torch.dtype) -> int:
 
 def _optimizer(name: str) -> tuple[int, int]:
     if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(str(name).lower(), OPTIMIZERS, n=2) or sorted(OPTIMIZERS)
-        raise UsageError(f"no cost for optimizer {name!r}; use {' or '.join(near)}")
+        near = difflib.get_close_matches(str(name).lower(), OPTIMIZERS, n=1)
+        raise UsageError(f"no cost for optimizer {name!r}{f'; did you mean {near[0]}?' if near else ''} (known: {', '.join(OPTIMIZERS)})")
     return OPTIMIZERS[name]
 
 

@@ -12,7 +12,7 @@ from autoshard.decide.make_plan import Plays
 from autoshard.decide.walks.baselines import baselines
 from autoshard.space.cost_table import CostTable
 from autoshard.errors import InfeasibleError
-from autoshard.decide.fit import (NOTHING, Asked, cheapest_known, cpu_seconds, fits_exactly, search_ample, search_within,
+from autoshard.decide.fit import (NOTHING, Asked, cheapest_known, fits_exactly, search_ample, search_within,
                                 stored_is_too_much, with_bound)
 from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.decide.walks.greedy import known_plans
@@ -23,9 +23,16 @@ from autoshard.decide.offload import made_to_fit, search_offloading
 from autoshard.decide.options import Options
 from autoshard.base.plan import AGAIN
 from autoshard.recompute.rewrite import candidates
+from autoshard.search import Clock
 from autoshard.search.board import Progress
-from autoshard.search.problem import Solution, Status
+from autoshard.search.problem import Solution, Status, row_loads
 from autoshard.recompute.undecided import open_table, program_with
+
+
+AMPLE = 0.5  # of the time limit for the search with ample memory, where memory may matter
+ROOMY = 0.7  # of the limit; below it there is room
+UNSURE = 0.5  # of what is left for a search after which, as far as is known, it may have to be said why nothing fits
+LEANEST = 0.5  # of what is left then for the plan that needs least memory
 
 
 def formulated(table: CostTable, options: Options) -> Formulation:
@@ -42,11 +49,13 @@ def asked_of(formulation: Formulation, settings: Mapping[str, Any]) -> Asked:
 
 @dataclass(frozen=True, eq=False)
 class Programs:
-    """The programs that the one of `plain` may become: the same one where nothing is trained. Each is made on first use."""
+    """The programs that the one of `plain` may become: the same one where nothing is trained. Each is made on first use. `clock`:
+    that of the whole search, what it takes to say why nothing fits included."""
 
     plain: Asked
     options: Options
     settings: Mapping[str, Any]
+    clock: Clock
 
     @property
     def limit(self) -> float:
@@ -65,8 +74,16 @@ class Programs:
 
     @cached_property
     def leanest(self) -> Lean | None:
-        """The choice of `lean` that needs least memory, of those that a quarter of the time finds."""
-        return leanest(self.lean, self.options.time_limit / 4)
+        """The choice of `lean` that needs least memory, of those that a part of the time left finds."""
+        return leanest(self.lean, self.clock.part(LEANEST))
+
+    @cached_property
+    def fitting(self) -> Solution | None:
+        """`leanest` as a solution of `lean`, where it fits."""
+        if self.leanest is None:
+            return None
+        found = cheapest_known(self.lean.formulation, self.limit, self.lean.played, [self.leanest[0]])
+        return None if found.choice is None else found
 
     def _of(self, change: Callable[[CostTable], CostTable]) -> Asked:
         table = self.plain.formulation.table
@@ -75,51 +92,76 @@ class Programs:
     def nothing_fits(self, solution: Solution, only: np.ndarray | None = None) -> InfeasibleError:
         """The error to raise where `solution` has no choice. `only`: the one choice that there was, where nothing was searched."""
         lean = self.leanest if only is None else (only, self.plain.played(only))
-        return explain_infeasible(self.open.formulation, solution, self.limit, lean, self.settings, self.options.time_limit / 4)
+        return explain_infeasible(self.open.formulation, solution, self.limit, lean, self.settings, self.clock)
 
 
 def searched(programs: Programs, progress: Progress) -> tuple[Asked, Solution]:
     """The problem searched in the end, and what was found. In training the first one has ample memory: where its best plan
-    fits, nothing else matters."""
-    asked, limit, time_limit = programs.plain, programs.limit, programs.options.time_limit
-    how = {"backend": programs.options.search, "progress": progress}
+    fits, nothing else matters. A plan that fits and is known is returned whatever stops the search."""
+    tried, found = _searched(programs, {"backend": programs.options.search, "progress": progress})
+    if found.choice is None and found.status is not Status.INFEASIBLE:
+        tried, found = _known(programs, tried, found)
+    if programs.clock.stopped and found.choice is not None and found.status is not Status.OPTIMAL:
+        found = replace(found, status=Status.INTERRUPTED)
+    return tried, found
+
+
+def _searched(programs: Programs, how: Mapping[str, Any]) -> tuple[Asked, Solution]:
+    asked, limit, clock = programs.plain, programs.limit, programs.clock
     if stored_is_too_much(asked.formulation):
         return asked, replace(NOTHING, status=Status.INFEASIBLE)
     if not asked.formulation.table.graph.training:
-        return asked, search_within(asked.formulation, limit, measure=asked.played, incumbents=asked.known, time_limit=time_limit, **how)
-    end = cpu_seconds() + time_limit
-    free = search_ample(asked.formulation, incumbents=asked.known, time_limit=time_limit / 2, **how)
+        part = clock.part(_share(programs))
+        return asked, search_within(asked.formulation, limit, measure=asked.played, incumbents=asked.known, clock=part, **how)
+    share = 1.0 if _is_roomy(asked) else AMPLE
+    free = search_ample(asked.formulation, incumbents=asked.known, clock=clock.part(share), **how)
     if free.choice is None or fits_exactly(asked.formulation, asked.played(free.choice), limit):
         return asked, free
     if asked.formulation.table.training.offload:
         asked.known.extend(made_to_fit(asked.formulation, [free.choice], asked.played, limit))
-    tried, found = _tight(programs, end, how)
+    tried, found = _tight(programs, how)
     return tried, with_bound(found, max(free.bound, found.bound))
 
 
-def _tight(programs: Programs, end: float, how: Mapping[str, Any]) -> tuple[Asked, Solution]:
-    """It is open what backward runs again; only where no such plan is found, nothing is, or all: where less is open there is less
-    to miss. The bound is that of the open program, of which the others are a part."""
-    limit, time_limit = programs.limit, programs.options.time_limit
+def _is_roomy(asked: Asked) -> bool:
+    """Whether all plans known, those that split nothing among them, leave room on every memory row: then memory will hardly matter."""
+    problem, rows = asked.formulation.problem, np.array(list(asked.formulation.memory_rows.values()))
+    return all(bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows])) for choice in asked.known)
+
+
+def _share(programs: Programs) -> float:
+    """Of what is left: all of it where a plan that fits is known, else some is kept to look for one, or to say why there is none."""
+    asked = programs.plain
+    return 1.0 if cheapest_known(asked.formulation, programs.limit, asked.played, asked.known).choice is not None else UNSURE
+
+
+def _tight(programs: Programs, how: Mapping[str, Any]) -> tuple[Asked, Solution]:
+    """It is open what backward runs again. Where no such plan is found, the one that needs least memory says whether it is worth
+    to go on: then nothing is run again, or all, since where less is open there is less to miss. The bound is that of the open
+    program, of which the others are a part."""
+    limit, clock = programs.limit, programs.clock
     search = search_offloading if programs.plain.formulation.table.training.offload else search_within
 
-    def within(asked: Asked) -> Solution:
-        left = max(time_limit / 4, end - cpu_seconds())
-        return search(asked.formulation, limit, measure=asked.played, incumbents=asked.known, time_limit=left, **how)
+    def within(asked: Asked, share: float) -> Solution:
+        return search(asked.formulation, limit, measure=asked.played, incumbents=asked.known, clock=clock.part(share), **how)
 
-    first = within(programs.open)
+    if clock.expired():
+        return programs.plain, NOTHING
+    first = within(programs.open, _share(programs))
     if first.status is Status.INFEASIBLE:
         return programs.open, first
-    tried, found = programs.open, first
-    if found.choice is None:
-        tried, found = programs.plain, within(programs.plain)
-    if found.choice is None:
-        tried, found = programs.lean, within(programs.lean)
-    known = [(programs.plain, programs.plain.known)]
-    if found.choice is None and programs.leanest is not None:
-        known.append((programs.lean, [programs.leanest[0]]))
-    for asked, choices in known:
-        other = cheapest_known(asked.formulation, limit, asked.played, choices)
-        if other.cost < found.cost:
-            tried, found = asked, other
-    return (programs.open, first) if found.choice is None else (tried, with_bound(found, first.bound))
+    found = [(programs.open, first)]
+    if first.choice is None and programs.fitting is not None:
+        found += [(asked, within(asked, share)) for asked, share in ((programs.plain, 0.5), (programs.lean, 1.0))]
+    tried, best = min((*found, _known(programs, programs.open, NOTHING)), key=lambda pair: pair[1].cost)
+    return (programs.open, first) if best.choice is None else (tried, with_bound(best, first.bound))
+
+
+def _known(programs: Programs, tried: Asked, found: Solution) -> tuple[Asked, Solution]:
+    """The cheapest plan known that fits; `found` for `tried` where there is none. After Ctrl-C none is looked for."""
+    best = cheapest_known(programs.plain.formulation, programs.limit, programs.plain.played, programs.plain.known)
+    if best.choice is not None:
+        return programs.plain, best
+    if not programs.clock.stopped and programs.fitting is not None:
+        return programs.lean, programs.fitting
+    return tried, found

@@ -2,7 +2,8 @@
 
 The rows of the formulation count only what is surely there, so their bound holds for every plan. A plan found under them is
 played; where it is fuller than allowed, the rows are limited by as much less, and the search goes on; where that does not help,
-the moment gets a row of its own. What is returned fits exactly. Time is CPU time: a busy machine changes nothing.
+the moment gets a row of its own. What is returned fits exactly. Every search runs on a part of one clock, so that all of them
+together keep its time limit, and what stops it stops each.
 """
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from autoshard.search.board import TIED, Progress
 from autoshard.search.problem import Edge, Problem, Solution, Status, evaluate, row_loads
 
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
+FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 
@@ -39,17 +41,17 @@ class Asked:
     known: list[np.ndarray]
 
 
-def search_within(formulation: Formulation, limit: float, *, measure: Measure, time_limit: float, incumbents: Sequence[np.ndarray],
+def search_within(formulation: Formulation, limit: float, *, measure: Measure, clock: Clock, incumbents: Sequence[np.ndarray],
                   **options) -> Solution:
-    """The cheapest plan found whose timeline stays within `limit` bytes. `time_limit` in CPU seconds."""
-    problem, end = formulation.problem, cpu_seconds() + time_limit
+    """The cheapest plan found whose timeline stays within `limit` bytes, in what is left of `clock`."""
+    problem = formulation.problem
     incumbents = possible(problem, incumbents)
-    answer = solve(problem, time_limit=time_limit, incumbents=incumbents, now=cpu_seconds, **options)
+    answer = solve(problem, clock=clock.part(FIRST), incumbents=incumbents, **options)
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
-        answer = fit_memory(formulation, answer, time_limit=max(time_limit / 4, end - cpu_seconds()), **options)
+        answer = fit_memory(formulation, answer, clock=clock.part(FIRST), **options)
     if answer.choice is None:
         return answer
-    return _played(formulation, limit, answer, measure, incumbents, max(time_limit / 4, end - cpu_seconds()), **options)
+    return _played(formulation, limit, answer, measure, incumbents, clock, **options)
 
 
 def cpu_seconds() -> float:
@@ -57,7 +59,7 @@ def cpu_seconds() -> float:
     return time.process_time() + guarded.cpu_seconds()
 
 
-def search_ample(formulation: Formulation, *, time_limit: float, incumbents: Sequence[np.ndarray], progress: Progress | None = None,
+def search_ample(formulation: Formulation, *, clock: Clock, incumbents: Sequence[np.ndarray], progress: Progress | None = None,
                  **options) -> Solution:
     """The cheapest plan when memory is ample; or, where layers repeat, the cheapest that treats them alike, if that is too full for
     certain. Its bound holds whatever the memory, also where backward may run ops again."""
@@ -68,7 +70,7 @@ def search_ample(formulation: Formulation, *, time_limit: float, incumbents: Seq
             progress(*facts)
         board.clock.stop |= facts[-1] == TIED and not fits(problem, rows, board.choice)
 
-    board = Board(ample(problem), Clock(time_limit, now=cpu_seconds), watch)
+    board = Board(ample(problem), clock.part(), watch)
     return solve(board.problem, board=board, incumbents=incumbents, **options)
 
 
@@ -95,14 +97,14 @@ def cheapest_known(formulation: Formulation, limit: float, measure: Measure, cho
 
 
 def _played(formulation: Formulation, limit: float, first: Solution, measure: Measure, incumbents: Sequence[np.ndarray],
-            time_limit: float, **options) -> Solution:
+            clock: Clock, **options) -> Solution:
     """`first` if its timeline fits; else the best of further rounds and of the plans known. The bound stays that of `first`: later
     limits are corrected by one plan and prove nothing."""
     aim = without_slack(formulation, limit)
-    last, known, near, lowered, by_rows, end = first, list(incumbents), first.near, formulation, formulation, cpu_seconds() + time_limit
+    last, known, near, lowered, by_rows = first, list(incumbents), first.near, formulation, formulation
     found, over = first, measure(first.choice).peak - aim
     for n in range(ROUNDS):
-        if over <= 0:
+        if over <= 0 or clock.expired():
             break
         if n < LOWERED and found.choice is None:
             continue
@@ -110,9 +112,8 @@ def _played(formulation: Formulation, limit: float, first: Solution, measure: Me
             grown = lowered = _lowered(lowered, measure(last.choice), last.choice, aim)
         else:
             grown = by_rows = _grown(by_rows, measure(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
-        rest = end - cpu_seconds()  # a search that is cut short is worth little: most end long before, and few rounds are needed
-        left = max(time_limit / ROUNDS, min(rest, 2 * rest / (ROUNDS - n)))
-        found = solve(grown.problem, time_limit=left, incumbents=incumbents, near=near, now=cpu_seconds, **options)
+        share = min(1.0, 2 / (ROUNDS - n))  # a search that is cut short is worth little: most end long before, and few rounds are needed
+        found = solve(grown.problem, clock=clock.part(share), incumbents=incumbents, near=near, **options)
         if found.choice is not None:
             last, over, near = found, measure(found.choice).peak - aim, found.near or near
             known.append(found.choice)
@@ -188,22 +189,24 @@ def fits(problem: Problem, rows: np.ndarray, choice: np.ndarray) -> bool:
     return bool(np.all(row_loads(problem, choice)[rows] <= problem.row_limit[rows]))
 
 
-def fit_memory(formulation: Formulation, first: Solution, *, time_limit: float, progress: Callable | None = None,
+def fit_memory(formulation: Formulation, first: Solution, *, clock: Clock, progress: Callable | None = None,
                **options) -> Solution:
     """Where the search found nothing that fits: price the memory rows, and close in on the price at which plans fit.
 
     At price m per byte the problem has no memory rows, and its bound minus m x the limits is a bound of the whole. The next
     price makes the cheapest plan known that fits and the best that does not equally dear (secant). Returns `first`
     when nothing fits."""
-    problem, share = formulation.problem, time_limit / (ROUNDS + 2)
+    problem = formulation.problem
     rows = np.array(list(formulation.memory_rows.values()))
-    least = solve(least_memory(problem, rows), time_limit=share, now=cpu_seconds, **options)
+    least = solve(least_memory(problem, rows), clock=clock.part(1 / (ROUNDS + 2)), **options)
     if least.choice is None or not fits(problem, rows, least.choice):
         return first
     best = _Point.of(problem, rows, least.choice)
     price, over, bound = 0.0, None, first.bound
-    for _ in range(ROUNDS + 1):
-        answer = solve(memory_priced(problem, rows, price), time_limit=share, incumbents=(best.choice,), now=cpu_seconds, **options)
+    for n in range(ROUNDS + 1):
+        if clock.expired():
+            break
+        answer = solve(memory_priced(problem, rows, price), clock=clock.part(1 / (ROUNDS + 1 - n)), incumbents=(best.choice,), **options)
         bound = max(bound, answer.bound - price * float(problem.row_limit[rows].sum()))
         point = _Point.of(problem, rows, answer.choice)
         if point.excess <= 0 and point.seconds < best.seconds:

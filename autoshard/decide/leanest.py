@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.decide.fit import Asked, ample, cpu_seconds, least_memory, memory_priced, possible, search_within
+from autoshard.decide.fit import Asked, ample, least_memory, memory_priced, possible, search_within
 from autoshard.formulate.problem_of import Formulation, buffer_bytes
 from autoshard.formulate.memory_rows import with_row
 from autoshard.play.timeline import Timeline
@@ -24,40 +24,39 @@ Lean = tuple[np.ndarray, Timeline]
 """A choice, and its memory."""
 
 
-def leanest(asked: Asked, time_limit: float) -> Lean | None:
-    """The choice of least peak found in `time_limit` CPU seconds; None where no choice was found at all."""
-    end = cpu_seconds() + time_limit
-    found = _priced(asked, time_limit / 2)
-    while found is not None and cpu_seconds() < end:
-        less = _within(asked, LESS * found[1].peak, (end - cpu_seconds()) / 2)
+def leanest(asked: Asked, clock: Clock) -> Lean | None:
+    """The choice of least peak found in what is left of `clock`; None where no choice was found at all."""
+    found = _priced(asked, clock.part(0.5))
+    while found is not None and not clock.expired():
+        less = _within(asked, LESS * found[1].peak, clock.part(0.5))
         if less is None:
             break
         found = less
     return found
 
 
-def _priced(asked: Asked, time_limit: float) -> Lean | None:
+def _priced(asked: Asked, clock: Clock) -> Lean | None:
     """Memory is priced, first at the moments that have rows, then also where the plan found is fullest. Seconds count a little:
     of plans alike to the rows the faster one splits what they do not see."""
-    formulation, end, met = asked.formulation, cpu_seconds() + time_limit, possible(asked.formulation.problem, asked.known)
+    formulation, met = asked.formulation, possible(asked.formulation.problem, asked.known)
     played = [(choice, asked.played(choice)) for choice in met[:MOST_PLAYED]]
     for n in range(ROUNDS):
-        choice = _least(formulation, met, max(end - cpu_seconds(), time_limit / ROUNDS) / (ROUNDS - n))
+        choice = _least(formulation, met, clock.part(1 / (ROUNDS - n)))
         if choice is None:
             break
         met.append(choice)
         played.append((choice, asked.played(choice)))
         moment = played[-1][1].moment_of(played[-1][1].peak_time)
-        if moment in formulation.memory_rows or cpu_seconds() > end:
+        if moment in formulation.memory_rows or clock.expired():
             break
         formulation = with_row(formulation, moment)
     return min(played, key=lambda lean: lean[1].peak, default=None)
 
 
-def _least(formulation: Formulation, met: Sequence[np.ndarray], seconds: float) -> np.ndarray | None:
+def _least(formulation: Formulation, met: Sequence[np.ndarray], clock: Clock) -> np.ndarray | None:
     """The choice of least memory in the rows, or the best that treats repeated layers alike."""
     problem, rows = formulation.problem, np.array(list(formulation.memory_rows.values()))
-    start = met[-1] if met else solve(least_memory(problem, rows), time_limit=seconds / 2, now=cpu_seconds).choice
+    start = met[-1] if met else solve(least_memory(problem, rows), clock=clock.part(0.5)).choice
     if start is None:
         return None
     price = DEAR * evaluate(ample(problem), start) / max(row_loads(problem, start)[rows].max(), 1.0)
@@ -65,16 +64,16 @@ def _least(formulation: Formulation, met: Sequence[np.ndarray], seconds: float) 
     def watch(*facts: Any) -> None:
         board.clock.stop |= facts[-1] == TIED
 
-    board = Board(memory_priced(problem, rows, price), Clock(seconds, now=cpu_seconds), watch)
+    board = Board(memory_priced(problem, rows, price), clock.part(), watch)
     return solve(board.problem, board=board, incumbents=(*met, start)).choice
 
 
-def _within(asked: Asked, peak: float, seconds: float) -> Lean | None:
+def _within(asked: Asked, peak: float, clock: Clock) -> Lean | None:
     """A choice of at most this peak, in bytes."""
     formulation = asked.formulation
     table, limits = formulation.table, formulation.problem.row_limit.copy()
     limits[list(formulation.memory_rows.values())] = peak - buffer_bytes(table)
     lower = replace(formulation, problem=replace(formulation.problem, row_limit=limits))
     limit = peak * (1.0 + table.cluster.device.allocator_slack)
-    found = search_within(lower, limit, measure=asked.played, time_limit=seconds, incumbents=())
+    found = search_within(lower, limit, measure=asked.played, clock=clock, incumbents=())
     return None if found.choice is None else (found.choice, asked.played(found.choice))

@@ -11,6 +11,7 @@ from autoshard.space.cost_table import HEAVY, CostTable, inner_bytes, local_shap
 from autoshard.formulate.copies import State
 from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.decide.kinds import kind_of
 from autoshard.decide.shown_tensors import layouts
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
@@ -172,16 +173,17 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     table, graph = chosen.table, chosen.table.graph
     predicted = price(chosen)
     objective = predicted["step_s"]
-    bound = min(float(solution.bound), objective)
+    bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
     step = (played or Plays(formulation, settings))(solution.choice)
     memory = step.summary(table.cluster.device.allocator_slack, memory_limit)
     bare = bare_plan(chosen, settings)
-    return replace(
+    found = replace(
         bare, model=dict(model), layouts=layouts(graph, bare.ops, bare.placements), collectives=collectives(chosen),
         fallbacks=fallbacks(chosen), predicted=predicted, memory=memory, timeline=step.moments(), largest=step.largest(),
         objective_s=objective, bound_s=bound, gap=max(0.0, objective - bound) / max(objective, 1e-30),
         status=solution.status.value, seeds=dict(seeds), notes=(*notes, *_host_notes(bare, predicted, memory)),
         search=_search_facts(formulation, solution))
+    return replace(found, kind=kind_of(found))
 
 
 def _host_notes(plan: Plan, predicted: Mapping[str, float], memory: Mapping[str, float | None]) -> tuple[str, ...]:

@@ -11,22 +11,22 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.cost.memory import stored_parts
-from autoshard.decide.fit import Measure, cpu_seconds, search_within, without_slack
+from autoshard.decide.fit import Measure, search_within, without_slack
 from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Ref
+from autoshard.search.clock import Clock
 from autoshard.search.problem import Solution
 
 ALONE = 2 / 3
 """Part of the time that goes into plans without state on the host."""
 
 
-def search_offloading(formulation: Formulation, limit: float, *, measure: Measure, time_limit: float, incumbents: list[np.ndarray],
+def search_offloading(formulation: Formulation, limit: float, *, measure: Measure, clock: Clock, incumbents: list[np.ndarray],
                       **options) -> Solution:
     """`search_within` where optimizer state may lie on the host: first where none does, then with all open from what was found."""
-    end = cpu_seconds() + time_limit
-    here = search_within(on_device(formulation), limit, measure=measure, time_limit=ALONE * time_limit, incumbents=incumbents, **options)
+    here = search_within(on_device(formulation), limit, measure=measure, clock=clock.part(ALONE), incumbents=incumbents, **options)
     known = [*incumbents, *([] if here.choice is None else [here.choice])]
-    return search_within(formulation, limit, measure=measure, time_limit=max((1 - ALONE) * time_limit, end - cpu_seconds()), incumbents=known, **options)
+    return search_within(formulation, limit, measure=measure, clock=clock, incumbents=known, **options)
 
 
 def on_device(formulation: Formulation) -> Formulation:

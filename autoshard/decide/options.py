@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UsageError
@@ -16,6 +16,9 @@ UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 MODES = {"inputs": ("global", "local"), "outputs": ("replicate", "dtensor", "local"),
          "fallback": ("error", "replicate"), "offload": ("none", "optimizer")}
+
+PROPAGATE = "propagate"
+"""In place of a search backend: spread the seeds, search nothing."""
 
 Progress = Callable[[str, str], None]
 
@@ -37,6 +40,10 @@ class Options:
     offload: str = "none"
 
     def __post_init__(self) -> None:
+        from autoshard.search import BACKENDS  # loads the solvers
+
+        if self.search not in (known := (*BACKENDS, PROPAGATE)):
+            raise UsageError(f"no search backend {self.search!r}; there are {', '.join(known)}")
         for name, allowed in MODES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
@@ -51,6 +58,12 @@ class Options:
         from autoshard.seeds.seeds import seed_text
 
         return {key: seed_text(value) for key, value in self.seeds.items()}
+
+    @property
+    def text(self) -> str:
+        """All options but the cluster, whose numbers count and not its name; equal for equal options in every process."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("cluster", "seeds")}
+        return f"{values}, seeds {sorted(self.marks.items())}"
 
     def memory_limit(self, cluster: Cluster) -> float:
         """Bytes a rank may use: the budget, else what the device has."""

@@ -1,7 +1,7 @@
 """Why no plan fits: a proven lower bound, the least found, when it is fullest and what is alive there, and seeds in the way."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, floor, log10
 from typing import Any
 
@@ -10,35 +10,55 @@ from autoshard.decide.make_plan import Plays
 from autoshard.cost.compute import OPTIMIZERS
 from autoshard.space.cost_table import CostTable
 from autoshard.errors import InfeasibleError
-from autoshard.decide.fit import cpu_seconds, least_memory, least_possible, search_within
+from autoshard.decide.fit import least_memory, least_possible, search_within
 from autoshard.formulate.problem_of import Formulation, buffer_bytes, formulate
 from autoshard.decide.leanest import Lean
 from autoshard.play.timeline import Timeline
 from autoshard.decide.seed_bytes import pinned, without_seeds
-from autoshard.search import solve
-from autoshard.search.problem import Solution, Status
+from autoshard.search import Clock, solve
+from autoshard.search.problem import Problem, Solution, Status
 
 NAMED = 3  # seeds in a message
-DIGITS = 4  # of an amount in a message
+DIGITS, MOST_DIGITS = 4, 12  # of an amount in a message; more than usual where amounts would read the same
 
 
 def explain_infeasible(formulation: Formulation, solution: Solution, limit: float, lean: Lean | None, settings: Mapping[str, Any],
-                       time_limit: float) -> InfeasibleError:
+                       clock: Clock) -> InfeasibleError:
     """The error to raise. `formulation`: of the program that all others are part of; `lean`: the plan of least memory found;
-    `settings`: those of a plan; `time_limit`: CPU seconds for the bound, and as many for a search without the user's seeds."""
+    `settings`: those of a plan; what is left of `clock` goes into the bound and, with seeds, half of it into a search without them."""
     table, problem, rows = formulation.table, formulation.problem, formulation.memory_rows.values()
-    leasts = [solve(least_memory(problem, [row]), time_limit=time_limit / len(rows), now=cpu_seconds) for row in rows]
-    if lean is None or any(least.status is Status.INFEASIBLE for least in leasts):
+    leasts = _leasts(problem, tuple(rows), clock.part(0.5 if table.seeds.matches else 1.0))
+    if any(least.status is Status.INFEASIBLE for least in leasts):
         given = " and the collectives that the model calls itself" if any(map(was_given, table.graph.ops)) else ""
         return InfeasibleError(f"no choice of strategies satisfies all seeds{given}, whatever the memory; "
-                               "take seeds away until a plan exists, or leave dims open with ...")
+                               "take seeds away until a plan exists, or leave dims open with ...", proven=True)
     slack = 1.0 + table.cluster.device.allocator_slack
     bound = slack * (buffer_bytes(table) + max(max(least.bound, least_possible(problem, row)) for least, row in zip(leasts, rows, strict=True)))
-    needs, certain = slack * lean[1].peak, "" if bound > limit else f" (not proven: the search stopped, {solution.status.value})"
-    return InfeasibleError(
-        f"no plan fits in {_text(limit)} per rank{certain}: no plan needs less than {_text(bound, floor)} (proven), and the least found "
-        f"needs {_text(needs, ceil)}. {_when(lean[1])}. Raise the memory budget to {_text(needs, ceil)}, use more ranks or a smaller batch"
-        f"{_offload(table)}{_seeds_in_the_way(table, limit, settings, time_limit)}")
+    proven = bound > limit or solution.status is Status.INFEASIBLE
+    if lean is None:
+        return InfeasibleError(f"the time limit ended the search before any plan was found, for {_text(limit)} per rank or more; no plan needs less "
+                               f"than {_text(bound, floor)} (proven). Give more time (time_limit, --time-limit)", proven=proven)
+    return InfeasibleError(_sentence(limit, bound, slack * lean[1].peak, lean[1], solution)
+                           + f"{_offload(table)}{_seeds_in_the_way(table, limit, settings, clock)}", proven=proven)
+
+
+def _leasts(problem: Problem, rows: Sequence[int], clock: Clock) -> list[Solution]:
+    """Per row the problem of using as little of it as possible, in equal parts of the time left."""
+    return [solve(least_memory(problem, [row]), clock=clock.part(1 / (len(rows) - i))) for i, row in enumerate(rows)]
+
+
+def _sentence(limit: float, bound: float, needs: float, timeline: Timeline, solution: Solution) -> str:
+    """What fits, in amounts with as many digits as tell them apart."""
+    digits = next((d for d in range(DIGITS, MOST_DIGITS) if len({_text(x, digits=d) for x in (limit, bound, needs)}) == 3), DIGITS)
+    budget, low, high = _text(limit, digits=digits), _text(bound, floor, digits), _text(needs, ceil, digits)
+    if bound > limit:
+        start = f"no plan fits in {budget} per rank: no plan needs less than {low} (proven), and the least found needs {high}"
+    elif solution.status is Status.INFEASIBLE:  # proven by the search, though not by one moment alone
+        start = f"no plan fits in {budget} per rank (proven), and the least found needs {high}"
+    else:
+        start = (f"no plan was found that fits in {budget} per rank (not proven: the search stopped, {solution.status.value}): no plan needs less than "
+                 f"{low} (proven), and the least found needs {high}")
+    return f"{start}. {_when(timeline)}. Raise the memory budget to {high}, use more ranks or a smaller batch"
 
 
 def _offload(table: CostTable) -> str:
@@ -47,13 +67,13 @@ def _offload(table: CostTable) -> str:
     return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer][0] else ""
 
 
-def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any], time_limit: float) -> str:
+def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any], clock: Clock) -> str:
     """Whether a plan would fit without the user's seeds, and which of them hold most. Empty where there are none."""
     if not table.seeds.matches:
         return ""
     free = formulate(without_seeds(table.base or table, settings.get("outputs", "replicate")), memory_limit=limit)
     played = Plays(free, settings)
-    found = search_within(free, limit, measure=played, time_limit=time_limit, incumbents=())
+    found = search_within(free, limit, measure=played, clock=clock, incumbents=())
     if found.choice is None:
         return f", or take seeds away, though without all {len(table.seeds.matches)} of them none was found that fits either"
     needs = _text(played(found.choice).peak * (1.0 + table.cluster.device.allocator_slack), ceil)
@@ -71,11 +91,11 @@ def _when(timeline: Timeline) -> str:
             f"the largest tensors there: {alive}")
 
 
-def _text(nbytes: float, rounded: Callable[[float], int] = round) -> str:
+def _text(nbytes: float, rounded: Callable[[float], int] = round, digits: int = DIGITS) -> str:
     """Bytes for a message, in the largest unit that leaves a number above 1. `rounded`: what becomes of further digits: a budget to
     give must not be smaller than what is needed."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
-            digits = 10.0 ** (DIGITS - 1 - floor(log10(nbytes / size)))
-            return f"{rounded(nbytes / size * digits) / digits:.{DIGITS}g} {unit}"
+            scale = 10.0 ** (digits - 1 - floor(log10(nbytes / size)))
+            return f"{rounded(nbytes / size * scale) / scale:.{digits}g} {unit}"
     return f"{rounded(nbytes)} bytes"

@@ -60,10 +60,13 @@ def _(found: OpTable) -> tuple[RenderableType, ...]:
 def _(found: WhyNot) -> tuple[RenderableType, ...]:
     word = "slower" if found.regret_s >= 0 else "faster"
     share = quantities.share(abs(found.regret_s), found.before_s)
-    line = (f"With {found.key}={found.layout} a step takes {quantities.seconds(found.after_s)} instead of {quantities.seconds(found.before_s)}: "
+    what = (f"Without the seed {found.key}={found.seed}" if found.freed else
+            f"With {found.key}={found.layout}{f' instead of the seed {found.seed}' if found.seed else ''}")
+    line = (f"{what} a step takes {quantities.seconds(found.after_s)} instead of {quantities.seconds(found.before_s)}: "
             f"{quantities.seconds(abs(found.regret_s))} ({share or '0 %'}) {word}.")
-    proof = f"free: {found.statuses[0]}; forced: {found.statuses[1]}"
-    return (section("Why not?", Group(Text(line), Text(proof, style="dim"))), *diff_report.parts(found.difference, ("free", "forced")))
+    names = ("seeded", "free" if found.freed else "forced") if found.seed else ("free", "forced")
+    proof = "; ".join(f"{name}: {status}" for name, status in zip(names, found.statuses, strict=True))
+    return (section("Why not?", Group(Text(line), Text(proof, style="dim"))), *diff_report.parts(found.difference, names))
 
 
 def _more(left_out: int) -> list[str]:

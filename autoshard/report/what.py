@@ -200,6 +200,8 @@ def header(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model", ", ".join([reference, *_facts(model)])
     settings = {k: v for k, v in plan.settings.items() if k != "training"}
     yield "mode", ", ".join(["training" if plan.settings.get("training") else "inference", *_facts(settings)])
+    if plan.kind:
+        yield "kind", plan.kind
     yield "mesh", f"{plan.mesh} ({plan.mesh.size} rank{'s' if plan.mesh.size > 1 else ''})"
     device = plan.cluster.get("device", {}).get("name", "")
     yield "cluster", ", ".join(x for x in (str(plan.cluster.get("name", "unnamed")), device) if x)

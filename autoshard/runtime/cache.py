@@ -1,14 +1,22 @@
-"""Plans kept on disk between runs, found by what they depend on."""
+"""Plans kept on disk between runs, found by what they depend on: the program, the mesh, the options, the numbers of the cluster
+profile (not its name or path), and the code that makes plans."""
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from autoshard import errors
+from autoshard.cost.cluster import Cluster
 from autoshard.errors import AutoshardError, UsageError
+from autoshard.decide.options import Options
 from autoshard.base.plan import Plan, write_atomically
 
 log = logging.getLogger("autoshard")
@@ -21,6 +29,23 @@ def cache_folder(cache: bool | str | os.PathLike[str] = True) -> Path | None:
     if cache is True:
         return Path(os.environ.get("AUTOSHARD_CACHE") or Path.home() / ".cache" / "autoshard")
     return Path(cache)
+
+
+def planner_key(options: Options, profile: Cluster) -> str:
+    """Text of everything that decides a plan besides program and mesh, for `key_of` and for messages where ranks differ. Lines:
+    the options without the profile's path, the profile's numbers, the code."""
+    numbers = hashlib.sha256(json.dumps(profile.snapshot(), sort_keys=True).encode()).hexdigest()[:16]
+    return f"{options.text}\ncluster {profile.name} with numbers {numbers}\nautoshard {source_digest()} on torch {torch.__version__}"
+
+
+@cache
+def source_digest(package: Path = Path(errors.__file__).parent) -> str:
+    """Digest of the package's Python files, read once a process (about 20 ms). A constant to raise by hand would be forgotten when
+    a rule or a price changes; which files can change a plan is not sorted out, since planning once more is cheap."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def key_of(*parts: Any) -> str:

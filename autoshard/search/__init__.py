@@ -6,7 +6,6 @@
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,8 +31,8 @@ BACKENDS: dict[str, Callable[..., None]] = {
 
 def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, work_limit: int | None = None,
           threads: int = 2, seed: int = 0, incumbents: Sequence[np.ndarray] = (), progress: Progress | None = None,
-          board: Board | None = None, now: Callable[[], float] = time.monotonic, near: Sequence[np.ndarray] = ()) -> Solution:
-    """Minimise `problem`. `time_limit` in seconds, by the clock or as `now` counts them; `work_limit` in search steps, for runs that must
+          board: Board | None = None, clock: Clock | None = None, near: Sequence[np.ndarray] = ()) -> Solution:
+    """Minimise `problem`. `time_limit` in seconds of wall clock, or a `clock` (a part of another's, say); `work_limit` in search steps, for runs that must
     repeat exactly; `incumbents` are choices to start from; `progress(cost, bound, gap, seconds, message)` is called
     on every improvement. `board` lets another thread watch the best choice and stop the search. `near`: choices of a problem that
     differs in its rows' limits (`Solution.near`), from which prices of the rows are guessed.
@@ -42,7 +41,7 @@ def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, 
     error: its status is `Status.INFEASIBLE`."""
     if backend not in BACKENDS:
         raise ProblemError(f"no search backend {backend!r}; there are {', '.join(sorted(BACKENDS))}")
-    board = board or Board(problem, Clock(time_limit, work_limit, now=now), progress)
+    board = board or Board(problem, clock or Clock(time_limit, work_limit), progress)
     board.near += near
     for choice in incumbents:
         board.offer(np.asarray(choice), "incumbent")

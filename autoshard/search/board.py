@@ -85,7 +85,7 @@ class Board:
             return Status.OPTIMAL
         if self.choice is None:
             return Status.INFEASIBLE if self.infeasible else Status.UNKNOWN
-        if self.clock.stop:
+        if self.clock.stopped:
             return Status.INTERRUPTED
         if self.tied_proven:
             return Status.OPTIMAL_TIED

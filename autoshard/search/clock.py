@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+LATE = 0.05  # of the whole time limit, after which nobody waits for a solver any more
+
+
 @dataclass
 class Clock:
     """`time_limit` in seconds from `start`, as `now` counts them; `work_limit` in steps (a MIP node, a local-search move), None =
-    no limit."""
+    no limit. `whole`: the clock that this one is a part of; what stops that one stops this one."""
 
     time_limit: float
     work_limit: int | None = None
@@ -18,6 +21,7 @@ class Clock:
     work: int = 0
     cut: bool = False  # a share of the time ran out somewhere: a faster machine may find another choice
     now: Callable[[], float] = time.monotonic
+    whole: Clock | None = None
 
     def __post_init__(self) -> None:
         if self.start is None:
@@ -28,15 +32,30 @@ class Clock:
         return self.now() - self.start
 
     @property
+    def stopped(self) -> bool:
+        """Whether somebody asked this clock, or one it is a part of, to stop."""
+        return self.stop or (self.whole is not None and self.whole.stopped)
+
+    @property
     def left(self) -> float:
-        return 0.0 if self.stop else max(0.0, self.time_limit - self.seconds)
+        return 0.0 if self.stopped else max(0.0, self.time_limit - self.seconds)
+
+    def part(self, share: float = 1.0, work_limit: int | None = None) -> Clock:
+        """A clock of its own for a share of what is left."""
+        return Clock(share * self.left, work_limit, now=self.now, whole=self)
+
+    def overdue(self) -> bool:
+        """Whether even a solver that cannot look at its clock must end: a stop was asked for, or the time limit of the whole passed."""
+        if self.whole is not None:
+            return self.stop or self.whole.overdue()
+        return self.stop or self.seconds > (1 + LATE) * self.time_limit
 
     @property
     def out_of_work(self) -> bool:
         return self.work_limit is not None and self.work >= self.work_limit
 
     def expired(self) -> bool:
-        return self.stop or self.out_of_work or self.seconds >= self.time_limit
+        return self.stopped or self.out_of_work or self.seconds >= self.time_limit
 
 
 class Phase:
@@ -61,4 +80,4 @@ class Phase:
     def over(self) -> bool:
         passed = self.fraction >= 1.0
         self.clock.cut |= passed and self.budget is None
-        return self.clock.stop or passed or self.clock.seconds >= self.clock.time_limit
+        return self.clock.stopped or passed or self.clock.seconds >= self.clock.time_limit

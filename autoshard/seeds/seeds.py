@@ -177,7 +177,7 @@ class _Found:
 
     def match(self, key: str, text: str, origin: str) -> int:
         """Apply one seed to everything its key names; how many values that are."""
-        stored = list(_matching(self.graph, key)) or _marked_modules(self.graph, key, text)
+        stored = list(matching(self.graph, key)) or _marked_modules(self.graph, key, text)
         for op in stored:
             self.hold(op.name, op, text, origin)
         if stored or key not in self.graph.by_name or self.graph.op(key).kind != "call":
@@ -251,7 +251,7 @@ def was_given(op: Op) -> bool:
     return op.kind == "call" and str(op.target) == MARKER and bool(given_group(op))
 
 
-def _matching(graph: Graph, key: str) -> Iterable[Op]:
+def matching(graph: Graph, key: str) -> Iterable[Op]:
     """Inputs, outputs and parameters that a key names."""
     kind, _, name = key.partition(":")
     if kind == "input" and name:
@@ -263,6 +263,13 @@ def _matching(graph: Graph, key: str) -> Iterable[Op]:
         tied = dict(graph.tied)
         kept = {tied[a] for a in tied if fnmatchcase(a, key)}
         yield from (op for op in graph.of_kind("param") if fnmatchcase(op.target, key) or op.target in kept)
+
+
+def named_by(graph: Graph, key: str) -> dict[str, Op]:
+    """What `key` names, each under a key of its own."""
+    inputs = [op.name for op in graph.of_kind("input")]
+    own = {"input": lambda op: f"input:{inputs.index(op.name)}", "output": lambda op: str(op.target).replace("user:", "output:", 1)}
+    return {own.get(op.kind, lambda op: str(op.target))(op): op for op in matching(graph, key)}
 
 
 def _marked_modules(graph: Graph, key: str, text: str) -> list[Op]:

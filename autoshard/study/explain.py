@@ -97,7 +97,8 @@ class OpTable:
 
 @dataclass(frozen=True)
 class WhyNot:
-    """The forced choice `key` = `layout`, the step with and without it, and how the plans differ (before: free, after: forced)."""
+    """The forced choice `key` = `layout`, the step with and without it, and how the plans differ (before: free, after: forced).
+    `seed`: what a seed of the user said about `key` before, and did not after; "" where there was none."""
 
     key: str
     layout: str
@@ -105,6 +106,12 @@ class WhyNot:
     after_s: float
     difference: PlanDiff
     statuses: tuple[str, str]
+    seed: str = ""
+
+    @property
+    def freed(self) -> bool:
+        """Whether the seed was taken away with nothing in its place."""
+        return bool(self.seed) and self.layout.replace(" ", "").strip("[]") == self.seed
 
     @property
     def regret_s(self) -> float:
@@ -112,7 +119,7 @@ class WhyNot:
 
     def to_dict(self) -> dict[str, Any]:
         return {"key": self.key, "layout": self.layout, "before_s": self.before_s, "after_s": self.after_s,
-                "regret_s": self.regret_s, "statuses": list(self.statuses), "difference": self.difference.to_dict()}
+                "regret_s": self.regret_s, "seed": self.seed, "statuses": list(self.statuses), "difference": self.difference.to_dict()}
 
 
 def edge_table(table: CostTable, edge: tuple[Ref, str, int], chosen: Chosen | None = None, *,

@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard import api
 from autoshard.space.cost_table import CostTable
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, Interrupted
 from autoshard.decide.options import Options
 from autoshard.base.plan import Plan
 
@@ -23,6 +23,7 @@ class Point:
     budget: float
     plan: Plan | None
     why: str = ""
+    proven: bool = False  # that there is none
 
     @property
     def split(self) -> float:
@@ -40,30 +41,41 @@ class Point:
 
 
 def sweep(table: CostTable, options: Options, budgets: Sequence[float] = (), *, steps: int = 6, has_loss: bool = False,
-          model: Mapping[str, Any] | None = None, say: Callable[[str], None] = lambda text: None) -> tuple[Point, ...]:
+          model: Mapping[str, Any] | None = None, say: Callable[[str], None] = lambda text: None,
+          clock: api.Clock | None = None) -> tuple[Point, ...]:
     """Plans from the largest budget to the smallest. Without `budgets`: from what the fastest plan takes down to an eighth
-    of it, in `steps` equal ratios. A plan for a smaller budget that is faster stands for the larger one too. Raises
+    of it, in `steps` equal ratios. Ctrl-C ends it with the budgets so far. A plan for a smaller budget that is faster stands for the larger one too. Raises
     InfeasibleError where seeds leave no plan at all."""
     if not budgets:
         say("the fastest plan")
-        ample = _point(table, options, UNLIMITED, has_loss, model)
+        ample = _point(table, options, UNLIMITED, has_loss, model, clock)
         if ample.plan is None:
             raise InfeasibleError(ample.why)
+        if ample.plan.interrupted:
+            return (replace(ample, budget=float(ample.plan.memory["total"])),)
         budgets = np.geomspace(float(ample.plan.memory["total"]), float(ample.plan.memory["total"]) / 8, steps).tolist()
     points: list[Point] = []
     for budget in sorted(budgets, reverse=True):
         say(f"budget {budget:.4g} bytes")
-        points.append(_point(table, options, budget, has_loss, model))
-        if points[-1].plan is None and "(not proven" not in points[-1].why:
+        try:
+            points.append(_point(table, options, budget, has_loss, model, clock))
+        except Interrupted:
+            if not points:
+                raise
+            break
+        if points[-1].plan is not None and points[-1].plan.interrupted:
+            break
+        if points[-1].plan is None and points[-1].proven:
             break  # a smaller one fits even less
     return tuple(_best(p, points) for p in points)
 
 
-def _point(table: CostTable, options: Options, budget: float, has_loss: bool, model: Mapping[str, Any] | None) -> Point:
+def _point(table: CostTable, options: Options, budget: float, has_loss: bool, model: Mapping[str, Any] | None,
+           clock: api.Clock | None) -> Point:
     try:
-        return Point(budget, api.decide(table, replace(options, memory_budget=budget), has_loss=has_loss, model_info=model))
+        return Point(budget, api.decide(table, replace(options, memory_budget=budget), has_loss=has_loss, model_info=model, clock=clock))
     except InfeasibleError as e:
-        return Point(budget, None, str(e))
+        return Point(budget, None, str(e), e.proven)
 
 
 def _best(point: Point, points: Sequence[Point]) -> Point:

@@ -1,14 +1,15 @@
 """Why a choice was not made: force it, solve again, and show what changes."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from autoshard import api
-from autoshard.seeds.seeds import Seed
+from autoshard.seeds.seeds import Seed, matching, named_by, seed_text
 from autoshard.base.calling import Traced
 from autoshard.study.diff import diff
-from autoshard.errors import SeedError
+from autoshard.errors import Interrupted, SeedError
 from autoshard.study.explain import WhyNot
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
@@ -22,17 +23,40 @@ def why_not(traced: Traced, mesh: Mesh, options: Options, name: str, layout: str
     """Solve with and without `name` laid out as `layout`. `name`: a parameter, an input, a module (its weight, where it has one,
     else what its last matmul makes) or an op. `plan`: the plan to compare with, else one is searched.
 
-    Raises UsageError for a name nobody has, SeedError for a layout that is impossible, InfeasibleError where nothing fits."""
+    Where a seed of the user holds it, that seed gives way: to `layout`, or to nothing where `layout` is what it says. So the answer is
+    what the seed costs.
+
+    Raises UsageError for a name nobody has, SeedError for a layout that is impossible, InfeasibleError where nothing fits, Interrupted
+    on Ctrl-C in the first of the two searches."""
     clock = api.Clock(progress)
     table = api.prices(traced, mesh, options, clock=clock)
     key = seed_key(table.graph, name)
-    if key in options.seeds:
-        raise SeedError(f"{key} is held by a seed already ({options.seeds[key]}); change that one")
-    forced = replace(options, seeds={**options.seeds, key: Seed(layout, "--why-not")})
+    others, seed = released(table.graph, options.seeds, key)
+    same = bool(seed) and seed_text(layout) == seed
+    forced = replace(options, seeds=others if same else {**others, key: Seed(layout, "--why-not")})
     before = plan or api.decide(table, options, clock=clock, has_loss=has_loss)
+    if before.interrupted and before is not plan:
+        raise Interrupted(f"interrupted in the first of two searches: {before.objective_s:.4g} s a step so far, gap {before.gap:.2%}; there is nothing "
+                          "yet to compare it with")
     after = api.decide(api.prices(traced, mesh, forced, clock=clock), forced, clock=clock, has_loss=has_loss,
                        model_info=before.model)
-    return WhyNot(key, layout, before.objective_s, after.objective_s, diff(before, after), (before.status, after.status))
+    return WhyNot(key, layout, before.objective_s, after.objective_s, diff(before, after), (before.status, after.status), seed)
+
+
+def released(graph: Graph, seeds: Mapping[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The seeds without what they say about `key`, and the text of the seed that held it ("" where none did). A glob goes on to
+    hold the others that it names. Raises SeedError for a seed on what leaves a module: it is part of the trace."""
+    mine, out, held = {op.name for op in matching(graph, key)}, {}, ""
+    for name, value in seeds.items():
+        named = {k: op.name for k, op in named_by(graph, name).items()}
+        if name != key and not mine & set(named.values()):
+            out[name] = value
+            continue
+        if name == key and not named and name not in graph.by_name:
+            raise SeedError(f"{key} is what a module returns and is held by a seed ({seed_text(value)}); change that seed, or leave it out")
+        held = seed_text(value)
+        out |= {k: value for k, op in named.items() if op not in mine and k not in seeds}
+    return out, held
 
 
 def seed_key(graph: Graph, name: str) -> str:

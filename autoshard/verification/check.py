@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoshard import api
+from autoshard.decide.arguments import check_arguments, check_called
 from autoshard.errors import PlanError, UsageError
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
@@ -54,6 +55,9 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     would draw in a run; the model's graph is then run whole with those numbers, and without ranks against torch.
 
     Raises what planning and lowering raise, UsageError for unusable arguments."""
+    check_arguments(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, training=training, precision=precision, seeds=seeds,
+                    cluster=cluster, memory_budget=memory_budget, time_limit=time_limit, plan=plan, progress=progress)
+    check_called(model, example_inputs, example_kwargs)
     if steps < 1:
         raise UsageError(f"steps={steps}: give at least 1")
     names, mesh = check_names(plans), api.as_mesh(mesh)

@@ -63,9 +63,9 @@ class Plans:
 
     def _make(self, name: str) -> Plan:
         if name == "searched":
-            return api.decide(self.table, self.options, has_loss=self.has_loss)
+            return api.decide(self.table, self.options, has_loss=self.has_loss, interruptible=False)
         if name == "split":
-            return api.decide(self._dear, self.options, has_loss=self.has_loss)
+            return api.decide(self._dear, self.options, has_loss=self.has_loss, interruptible=False)
         if name == "tensor_parallel":
             return self._walked(self._without_batch, KNOWN["fully sharded"])
         if name in ("data_parallel", "fully_sharded"):

@@ -12,6 +12,7 @@ from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.fit import errors, fit, monotone
 from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Stopwatch, Work, op_work, time_rounds
 from autoshard.calibrate.overlap import Timing, fitted
+from autoshard.calibrate.report import contradictions
 from autoshard.calibrate.report import label, page, show, warnings
 from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Machine, Sample
@@ -98,6 +99,15 @@ def test_monotone_is_the_isotonic_regression_of_the_logs():
     for _ in range(20):
         noisy = monotone([(a, float(np.exp(rng.standard_normal()))) for a in range(1, 9)])
         assert all(b >= a for a, b in zip(noisy.seconds, noisy.seconds[1:], strict=False))
+
+
+@pytest.mark.parametrize("both", [0.0, 0.001, 0.015, 0.029, 0.036, 0.045, 0.060, 1.0])
+def test_no_share_is_above_all_or_below_nothing(both):
+    """Times are measured one after the other, on a machine that may be busy: they need not fit together."""
+    found = Timing(0.030, 0.015, both)
+    assert 0.0 <= found.hidden <= 1.0 and (found.possible == (0.028 < both < 0.049))
+    assert len(contradictions((found, found))) == 2 * (not found.possible) and contradictions(None) == []
+    assert 0.0 <= fitted(found, found).eta <= 1.0 and 0.0 <= fitted(found, found).interference <= 1.0
 
 
 def test_overlap_from_two_timings():

@@ -108,7 +108,7 @@ def test_a_batch_that_does_not_divide_is_an_obstacle():
 @pytest.mark.parametrize(("name", "mesh", "memory"), [
     ("mlp", "d=4", None), ("gpt", "d=2", None), pytest.param("moe", "dp=2,tp=2", None, marks=pytest.mark.slow)])
 def test_the_chosen_plan_is_never_worse_than_a_baseline_that_fits(name, mesh, memory):
-    found = comparison(traced(name, batch=64), parse_mesh(mesh), Options(cluster="h100-dgx", memory_budget=memory, time_limit=20))
+    found = comparison(traced(name, batch=64), parse_mesh(mesh), Options(cluster="h100-dgx", memory_budget=memory, time_limit=120))
     best = found.best_baseline
     assert best is not None
     assert found.chosen.plan.objective_s <= best.plan.objective_s * (1 + 1e-9)

@@ -12,7 +12,7 @@ from autoshard.decide.walks.baselines import baselines
 from autoshard.decide.fit import search_within
 from autoshard.formulate.problem_of import formulate
 from autoshard.formulate.memory_rows import limited
-from autoshard.search import solve
+from autoshard.search import Clock, solve
 from autoshard.search.problem import evaluate, row_loads
 
 LIMIT, LEAN = 1e9, 18700.0
@@ -33,7 +33,7 @@ def test_a_known_plan_that_a_corrected_row_forbids_is_still_taken():
         peak = 0.0 if np.array_equal(choice, known) else total
         return SimpleNamespace(peak=peak, live=np.array([[peak]]), moment_of=lambda t: "update")
 
-    found = search_within(formulation, LIMIT, measure=measured, time_limit=10, incumbents=[known])
+    found = search_within(formulation, LIMIT, measure=measured, clock=Clock(60), incumbents=[known])
     assert found.cost == pytest.approx(cost["known"], rel=1e-12)
     assert found.bound <= found.cost
 
@@ -47,7 +47,7 @@ def test_within_any_memory_no_baseline_that_fits_is_cheaper(name, mesh):
     peaks = sorted({slack * played(c).peak for c in by_hand})
     for limit in (peaks[0] * 1.0001, peaks[-1] * 0.95, peaks[-1] * 1.0001):
         formulation = formulate(free.table, memory_limit=limit)
-        found = search_within(formulation, limit, measure=played, time_limit=8, incumbents=by_hand)
+        found = search_within(formulation, limit, measure=played, clock=Clock(60), incumbents=by_hand)
         cheapest = min(evaluate(free.problem, c) for c in by_hand if slack * played(c).peak <= limit)
         assert found.choice is not None and found.cost <= cheapest * (1 + 1e-9), limit
         assert slack * played(found.choice).peak <= limit

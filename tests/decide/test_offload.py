@@ -37,7 +37,7 @@ from autoshard.base.spec import local_shape
 from autoshard.program.trace import trace
 from models import mlp
 
-OPTIONS = Options(cluster="h100-dgx", time_limit=10.0, offload="optimizer")
+OPTIONS = Options(cluster="h100-dgx", time_limit=60.0, offload="optimizer")
 BUDGET = 550e3
 H100 = load_cluster("h100-dgx").device
 

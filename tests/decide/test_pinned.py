@@ -15,7 +15,7 @@ from autoshard.program.trace import trace
 from models import mlp
 
 WHOLE = {"layers.1.weight": "-,-", "layers.0.weight": "d,-", "layers.0.bias": "-", "input:0": "d,-"}
-OPTIONS = Options(cluster="h100-dgx", time_limit=10.0, seeds=WHOLE)
+OPTIONS = Options(cluster="h100-dgx", time_limit=60.0, seeds=WHOLE)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def build():
 
 def plan(budget: float | None) -> autoshard.Plan:
     model, _, batch = twins(build, torch.float64)
-    return autoshard.plan(model, MESH, batch, loss_fn=llama.loss, cluster="h100-dgx", time_limit=20, memory_budget=budget)
+    return autoshard.plan(model, MESH, batch, loss_fn=llama.loss, cluster="h100-dgx", time_limit=120, memory_budget=budget)
 
 
 def layers_again(found: autoshard.Plan) -> set[str]:

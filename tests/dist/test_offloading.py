@@ -31,7 +31,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, ...]:
 
 def plan(budget: float | None, offload: str) -> autoshard.Plan:
     model, _, batch = twins(build, torch.float64)
-    return autoshard.plan(model, MESH, batch, loss_fn=gpt.loss, cluster="h100-dgx", time_limit=20, memory_budget=budget, offload=offload)
+    return autoshard.plan(model, MESH, batch, loss_fn=gpt.loss, cluster="h100-dgx", time_limit=120, memory_budget=budget, offload=offload)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Copy, Plan
 from autoshard.space.decision_units import find_units, singletons
 from autoshard.rules.factors import factor_graph
-from autoshard.search import solve
+from autoshard.search import Clock, solve
 from autoshard.program.simplify import simplify
 from autoshard.space.strategies import enumerate_strategies
 from autoshard.program.trace import trace
@@ -191,9 +191,9 @@ def test_a_plan_is_found_under_tight_memory():
     least = [solve(least_memory(formulate(table, memory_limit=1e9).problem, [row]), time_limit=10) for row in rows]
     limit = max(one.cost for one in least) * 1.05
     formulation = formulate(table, memory_limit=limit)
-    found = fit_memory(formulation, NOTHING, time_limit=30)
+    found = fit_memory(formulation, NOTHING, clock=Clock(30))
     exact = solve(formulation.problem, time_limit=30)
     assert max(row_loads(formulation.problem, found.choice)[rows]) <= limit
     assert found.bound <= exact.cost * (1 + 1e-9) <= found.cost * (1 + 2e-9)
     assert evaluate(formulation.problem, found.choice) == pytest.approx(found.cost)
-    assert fit_memory(formulate(table, memory_limit=1.0), NOTHING, time_limit=30) is NOTHING
+    assert fit_memory(formulate(table, memory_limit=1.0), NOTHING, clock=Clock(30)) is NOTHING

@@ -23,7 +23,7 @@ from autoshard.search import solve
 from autoshard.search.problem import row_loads
 from autoshard.program.trace import trace
 
-OPTIONS = Options(cluster="h100-dgx", time_limit=20.0)
+OPTIONS = Options(cluster="h100-dgx", time_limit=120.0)
 
 
 def table_of(name: str, mesh: str) -> CostTable:

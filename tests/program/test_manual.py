@@ -87,7 +87,7 @@ class Softmax(Block):
 
 
 def plan(model: nn.Module, mesh: str = "tp=2", x: torch.Tensor = X, **options):
-    return autoshard.plan(model, mesh, (x,), cluster="h100-dgx", time_limit=20, **options)
+    return autoshard.plan(model, mesh, (x,), cluster="h100-dgx", time_limit=120, **options)
 
 
 def moved(found, phase: str) -> Counter:

@@ -65,7 +65,7 @@ def test_random_ops_are_kept() -> None:
 def test_a_plan_that_recomputes_fits_round_trips_and_costs_what_it_says() -> None:
     sizes = {"batch": 32, "seq": 32, "layers": 4}
     model, batch = llama.build(**sizes)
-    traced, mesh, options = trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=2"), {"cluster": "h100-dgx", "time_limit": 20.0}
+    traced, mesh, options = trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=2"), {"cluster": "h100-dgx", "time_limit": 120.0}
     free = plan_traced(traced, mesh, Options(**options), has_loss=True)
     budget = 0.6 * free.memory["total"]
     plan = plan_traced(traced, mesh, Options(**options, memory_budget=budget), has_loss=True)

@@ -40,7 +40,7 @@ X = torch.randn(32, 64)
 
 
 def plan(model: nn.Module, mesh: str = "dp=2,tp=2", **options):
-    return autoshard.plan(model, mesh, (X,), cluster="h100-dgx", time_limit=20, **options)
+    return autoshard.plan(model, mesh, (X,), cluster="h100-dgx", time_limit=120, **options)
 
 
 def same(*plans) -> None:

@@ -21,7 +21,7 @@ from autoshard.base.plan import AGAIN
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import program_with
 from autoshard.program.trace import trace
-from autoshard.study.why_not import why_not
+from autoshard.study.why_not import released, why_not
 
 MESH = parse_mesh("a=2,b=2,c=2")
 
@@ -46,7 +46,7 @@ def classic():
 
 @pytest.fixture(scope="module")
 def gpt():
-    options = Options(cluster="h100-dgx", time_limit=20)
+    options = Options(cluster="h100-dgx", time_limit=120)
     table = api.prices(traced("gpt", batch=512), parse_mesh("tp=4"), options)
     return table, options, api.decide(table, options)
 
@@ -105,7 +105,7 @@ def test_a_plan_read_back_is_the_plan(gpt):
 
 
 def test_a_plan_that_runs_ops_again_is_explained_too():
-    options = Options(cluster="h100-dgx", time_limit=10)
+    options = Options(cluster="h100-dgx", time_limit=60)
     table = api.prices(traced("mlp"), parse_mesh("d=2"), options)
     program = program_with(table, frozenset(candidates(table.graph)))
     plan = api.decide(program, options).recomputing(table.graph.hash)
@@ -126,8 +126,6 @@ def test_why_not_forces_and_solves_again(gpt):
     assert found.to_dict()["regret_s"] == found.after_s - found.before_s
     same = why_not(program, mesh, options, "h.0.mlp.c_fc.weight", "S(1)", plan=plan)
     assert same.after_s == pytest.approx(found.after_s)
-    with pytest.raises(SeedError, match="held by a seed already"):
-        why_not(program, mesh, replace(options, seeds={"wte.weight": "tp,-"}), "wte.weight", "-,tp")
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -169,3 +167,29 @@ def test_what_differs_is_named():
     assert {"step_s", "total"} <= {c.name for c in found.numbers}
     (change,) = found.collectives
     assert change.before[0] == change.after[0] + 1
+
+
+@pytest.mark.parametrize(("key", "name", "text", "other"), [
+    ("wte.weight", "wte.weight", "tp,-", "-,-"), ("h.*.mlp.c_fc.weight", "h.0.mlp.c_fc", "tp,-", "-,tp"), ("input:0", "input:0", "-,-", "tp,-")])
+def test_why_not_prices_a_seed(gpt, key, name, text, other):
+    """The seed gives way to the forced layout, or to nothing; a glob goes on to hold the others."""
+    _, options, _ = gpt
+    program, mesh, seeded = traced("gpt", batch=512), parse_mesh("tp=4"), replace(options, seeds={key: text})
+    freed = why_not(program, mesh, seeded, name, text)
+    assert freed.seed == text and freed.freed and freed.after_s <= freed.before_s * (1 + 1e-9)
+    forced = why_not(program, mesh, seeded, name, other)
+    assert forced.seed == text and not forced.freed and forced.after_s >= freed.after_s * (1 - 1e-9)
+    assert forced.before_s == pytest.approx(freed.before_s) and forced.to_dict()["seed"] == text
+
+
+def test_a_glob_goes_on_to_hold_the_others(gpt):
+    graph = gpt[0].graph
+    layers = {op.target for op in graph.of_kind("param") if op.target.endswith("mlp.c_fc.weight")} - {"h.0.mlp.c_fc.weight"}
+    others, seed = released(graph, {"h.*.mlp.c_fc.weight": "tp,-", "wte.weight": "-,-"}, "h.0.mlp.c_fc.weight")
+    assert seed == "tp,-" and layers and others == {**dict.fromkeys(layers, "tp,-"), "wte.weight": "-,-"}
+    assert released(graph, {"wte.weight": "-,-"}, "h.0.mlp.c_fc.weight") == ({"wte.weight": "-,-"}, "")
+
+
+def test_a_seed_on_a_module_is_named_as_such(gpt):
+    with pytest.raises(SeedError, match="what a module returns"):
+        released(gpt[0].graph, {"h.0.mlp": "tp,-,-"}, "h.0.mlp")

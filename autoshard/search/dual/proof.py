@@ -41,7 +41,7 @@ def confirm(board: Board) -> bool:
         return False
     try:
         core = build(board.problem)[0]
-        prover = Prover(grid, lambda: clock.stop or clock.seconds > end)
+        prover = Prover(grid, lambda: clock.stopped or clock.seconds > end)
         while True:
             cheaper = prover.search(core.copy(), board.cost - 1.0)
             if cheaper is None:

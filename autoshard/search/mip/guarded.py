@@ -8,7 +8,8 @@ import selectors
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ import numpy as np
 from autoshard.search.mip import worker
 
 log = logging.getLogger("autoshard")
+GLANCE = 0.1  # seconds between two looks at whether anybody still waits for the answer
 GRACE = 10.0  # seconds past its limit before a solver is taken to hang: it looks at its clock between LP solves only
 SHORTEST = 0.05
 
@@ -34,13 +36,18 @@ class Answer:
     values: np.ndarray | None
 
 
+def never() -> bool:
+    """Of a search that nothing but its seconds ends."""
+    return False
+
+
 def solve_program(program: bytes, columns: int, *, solver: str, seconds: float, seed: int,
-                  nodes: int | None = None) -> Answer:
+                  nodes: int | None = None, overdue: Callable[[], bool] = never) -> Answer:
     """Solve a serialized MathOpt model with `solver` ("milp" or "cp_sat") for at most `seconds` and, the same on every
-    machine, at most `nodes` of its search tree."""
+    machine, at most `nodes` of its search tree. Once it is `overdue` its process is ended."""
     request = {"columns": columns, "solver": solver, "seconds": max(SHORTEST, seconds), "seed": seed, "nodes": nodes}
     with _workers().borrowed() as worker:
-        return worker.ask(request, program)
+        return worker.ask(request, program, overdue)
 
 
 def start() -> None:
@@ -63,11 +70,13 @@ class Worker:
                                         stdout=subprocess.PIPE, env=environment, start_new_session=True)
         self.cpu_seconds = 0.0
 
-    def ask(self, request: dict, program: bytes) -> Answer:
+    def ask(self, request: dict, program: bytes, overdue: Callable[[], bool] = never) -> Answer:
         """Kills the process when it does not answer; it is of no use after that."""
         try:
             worker.write(self.process.stdin, request, program)
-            if not self._ready(2 * request["seconds"] + GRACE):
+            if not self._ready(2 * request["seconds"] + GRACE, overdue):
+                if overdue():
+                    return self._give_up("")
                 return self._give_up(f"it did not answer {GRACE:.0f} s after twice its limit of {request['seconds']:.1f} s")
             header, payload = worker.read(self.process.stdout)
         except (EOFError, BrokenPipeError):
@@ -79,14 +88,19 @@ class Worker:
         return Answer(header["reason"], header["limit"], header["bound"], np.frombuffer(payload) if header["found"] else None)
 
     def _give_up(self, why: str) -> Answer:
-        log.warning("a solver process was ended: %s; the search goes on without its answer", why)
+        if why:
+            log.warning("a solver process was ended: %s; the search goes on without its answer", why)
         self.close()
         return Answer("KILLED", "", -np.inf, None)
 
-    def _ready(self, seconds: float) -> bool:
+    def _ready(self, seconds: float, overdue: Callable[[], bool]) -> bool:
+        end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
-            return bool(selector.select(seconds))
+            while not selector.select(GLANCE):
+                if time.monotonic() > end or overdue():
+                    return False
+            return True
 
     @property
     def alive(self) -> bool:
@@ -135,8 +149,9 @@ class Workers:
         if os.getpid() != self._owner:
             return
         with self._lock:
-            for worker in self._idle:
-                worker.close()
+            for worker in self._started:  # also those that a thread still waits for
+                if worker.alive:
+                    worker.close()
             self._idle.clear()
 
 

@@ -99,7 +99,7 @@ def search_mip(board: Board, *, solver: str = "milp", seed: int = 0) -> None:
 
 
 def _finish(board: Board, core: Core, solver: str, seed: int, message: str) -> None:
-    answer = solve_mip(core, board.clock.left, solver=solver, seed=seed)
+    answer = solve_mip(core, board.clock.left, solver=solver, seed=seed, overdue=board.clock.overdue)
     if answer.infeasible:
         board.infeasible = True
         return

@@ -11,13 +11,14 @@ them does which makes no difference, and a solver that sees them one by one trie
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt import model_pb2
 
 from autoshard.search.reductions.core import Core
-from autoshard.search.mip.guarded import solve_program
+from autoshard.search.mip.guarded import never, solve_program
 from autoshard.search.reductions.gather import look
 
 ROWS_PER_ROUND = 12
@@ -42,8 +43,8 @@ class MipAnswer:
 class MipModel:
     """One core as arrays; `solve` may be called again after rows were added."""
 
-    def __init__(self, core: Core):
-        self.core, self.copies = core, _copies(core)
+    def __init__(self, core: Core, overdue: Callable[[], bool] = never):
+        self.core, self.copies, self.overdue = core, _copies(core), overdue
         self.nodes = [same[0] for same in self.copies]
         sizes = [len(core.cost[v]) for v in self.nodes]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -157,7 +158,8 @@ class MipModel:
     def run(self, solver: str, seconds: float, seed: int, nodes: int | None) -> tuple[np.ndarray | None, float, bool, bool]:
         """(how many nodes take each strategy, or None; bound, finished, infeasible) of the program with its present rows."""
         proto, scale = self.proto()
-        answer = solve_program(proto.SerializeToString(), self.n_x, solver=solver, seconds=seconds, seed=seed, nodes=nodes)
+        answer = solve_program(proto.SerializeToString(), self.n_x, solver=solver, seconds=seconds, seed=seed, nodes=nodes,
+                               overdue=self.overdue)
         self.timed |= answer.reason == "KILLED" or answer.limit == "TIME"
         if answer.reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
             return None, np.inf, True, True
@@ -193,9 +195,11 @@ def _copies(core: Core) -> list[list[int]]:
     return list(found.values())
 
 
-def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0, nodes: int | None = None) -> MipAnswer:
+def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0, nodes: int | None = None,
+              overdue: Callable[[], bool] = never) -> MipAnswer:
     """Solve a core exactly with hard rows added as they are violated. A relaxation's optimum is a valid bound, and its
-    solution is returned only when it fits. `nodes` of the search tree a run at most."""
+    solution is returned only when it fits. `nodes` of the search tree a run at most. `overdue`: whether to end a solver that does not
+    look up."""
     clock = datetime.datetime.now
     end = clock() + datetime.timedelta(seconds=seconds)
     if not core.alive:
@@ -204,7 +208,7 @@ def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0
         if (over[hard] > 1e-9 * np.maximum(1.0, np.abs(core.limit[hard]))).any():
             return MipAnswer(None, np.inf, True, True, 0)
         return MipAnswer(np.zeros(len(core.cost), dtype=np.int64), core.constant + float(np.dot(over[~hard], core.price[~hard])), True, False, 0)
-    model, bound = MipModel(core), -np.inf
+    model, bound = MipModel(core, overdue), -np.inf
     while True:
         taken, new_bound, finished, infeasible = model.run(solver, (end - clock()).total_seconds(), seed, nodes)
         bound = max(bound, new_bound)

@@ -116,7 +116,7 @@ def _close_tied(board: Board, quotient: Quotient | None, seed: int) -> None:
 
 
 def _share(board: Board) -> Clock:
-    return Clock(TIED_SHARE * board.clock.left, board.clock.work_limit, now=board.clock.now)
+    return board.clock.part(TIED_SHARE, board.clock.work_limit)
 
 
 def _scaled(planes: list[Plane], factor: float) -> list[Plane]:

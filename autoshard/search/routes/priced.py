@@ -142,6 +142,6 @@ def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES) -> M
     time that is left is not enough for them."""
     joined = core.copy()
     gather(joined)
-    answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes)
+    answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes, overdue=board.clock.overdue)
     board.clock.cut |= answer.timed
     return answer if answer.choice is None else replace(answer, choice=joined.lift(answer.choice, len(core.undo)))

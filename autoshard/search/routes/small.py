@@ -38,7 +38,7 @@ def _try(board: Board, dual: Dual, upper: float, seed: int) -> bool:
         core = shrink(board, dual, upper)
         if table_entries(core) > SMALL_TABLES:
             return False
-        answer = solve_mip(core, board.clock.left, seed=seed)
+        answer = solve_mip(core, board.clock.left, seed=seed, overdue=board.clock.overdue)
     except Infeasible:
         board.raise_bound(upper, "nothing cheaper")
         return True
