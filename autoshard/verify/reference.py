@@ -15,6 +15,7 @@ from autoshard.calling import Traced
 from autoshard.graph import Graph, Op
 from autoshard.interpret import results_of, values
 from autoshard.manual import alone
+from autoshard.no_cache import without_decoding_cache
 from autoshard.precision import Precision
 from autoshard.recorder import is_random
 from autoshard.verify.program import MakeOptimizer
@@ -58,7 +59,7 @@ class Eager:
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers = {}) -> Expected:  # noqa: B006
         self.model.zero_grad()
         args, kwargs = pytree.tree_map(_fresh, (args, dict(kwargs)))
-        with torch.set_grad_enabled(self.graph.training), alone(), self._cast():  # backward may run parts of forward again
+        with torch.set_grad_enabled(self.graph.training), alone(), self._cast(), without_decoding_cache(self.model):  # backward may run parts of forward again
             with self.casting():
                 out = self._call(args, kwargs)
             users = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
