@@ -9,9 +9,11 @@ Accelerate and transformers' Trainer at a map of devices, `fully_shard` and `rep
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
+import torch
 from torch import nn
 
 from autoshard import _torch
@@ -33,15 +35,15 @@ SHARDED = ("on a compiled model: its plan has placed every parameter already; tr
            "the plan has, plan with a smaller memory_budget or with seeds")
 
 SAVE = ("keep the original model, gather the weights with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options="
-        "StateDictOptions(full_state_dict=True, cpu_offload=True)), and let one rank call original.{name}(..., state_dict=weights); "
+        "StateDictOptions(full_state_dict=True, cpu_offload=True)), and let rank 0 call original.save_pretrained(..., state_dict=weights{}); "
         "see docs/hugging-face.md")
 BEFORE = "call it on the original model, and before autoshard.compile where it changes the model"
 LIBRARIES = ("transformers", "diffusers", "huggingface_hub")
 METHODS = {
     "generate": "generation runs another graph for every token; load the weights into the original model (docs/hugging-face.md) and "
                 "generate with that",
-    "save_pretrained": SAVE.format(name="save_pretrained"),
-    "push_to_hub": SAVE.format(name="save_pretrained") + ", then original.push_to_hub()",
+    "save_pretrained": SAVE.format(""),
+    "push_to_hub": SAVE.format(", push_to_hub=True"),
     "from_pretrained": "load the original model, then compile it",
     "gradient_checkpointing_enable": "call it on the original model before autoshard.compile; or give autoshard.compile a memory_budget, "
                                      "and the search decides what backward runs again",
@@ -53,10 +55,11 @@ READS_ONLY = frozenset("""can_generate get_decoder get_encoder get_input_embeddi
     warn_if_padding_and_no_attention_mask""".split())
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
          "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+"""Tables of the model's own hooks."""
 
 
 class Guidance:
-    """What `CompiledModule` inherits: the marks at which FSDP1 and DataParallel are noticed."""
+    """What `CompiledModule` inherits: the marks at which FSDP1 and DataParallel are noticed, and what changes dtypes and devices."""
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -65,6 +68,17 @@ class Guidance:
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> None:
         raise UsageError(f"FullyShardedDataParallel {SHARDED}")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What `to()`, `half()`, `cuda()` and the like go through: nothing to do, or refused."""
+        for t in {(t.dtype, t.device): t for t in (*self.parameters(), *self.buffers())}.values():
+            before = torch.empty(0, dtype=t.dtype, device=t.device)
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise UsageError(f"a compiled model stays {before.dtype} on {before.device}, as its plan has it, and cannot become {after.dtype} "
+                                 f"on {after.device}; call to() on the original model before autoshard.compile, or pass "
+                                 "device= or precision=autoshard.Precision(\"bf16\") to it")
+        return self
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise UsageError(f"DataParallel cannot wrap a compiled model, and need not: {INSTEAD}")
