@@ -77,6 +77,38 @@ def training_loop(page: dict[str, Any]) -> None:
     _resumed(page)
 
 
+def hugging_face(page: dict[str, Any]) -> None:
+    """Training and evaluation on one device, and what was saved."""
+    torch.manual_seed(0)
+    reference = type(page["original"])(page["config"])
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    samplers = [DistributedSampler(page["data"], 2, rank) for rank in range(2)]
+    picked = [[i for s in samplers for i in list(s)[at:at + 8]] for at in range(0, 32, 8)]
+    batches = [{k: torch.stack([page["data"][i][k] for i in p]) for k in page["batch"]} for p in picked]
+    assert not all((b["labels"][:8] >= 0).sum() == (b["labels"][8:] >= 0).sum() for b in batches)  # a mean of means would be off
+    losses = []
+    for batch in batches:
+        loss = reference(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(page["losses"], losses, **CLOSE)
+    same(whole(page["model"].named_parameters()), dict(reference.named_parameters()))
+    with torch.no_grad():
+        evaluated = sum(reference(**batch).loss.item() for batch in batches) / len(batches)
+    torch.testing.assert_close(page["evaluated"], evaluated, **CLOSE)
+    assert page["original"].config.use_cache is True and "past_key_values" not in page["out"]
+    assert "DistributedDataParallel" in page["refusal"]
+    if torch.distributed.get_rank() == 0:
+        for kept in (page["trained"], page["sampler_model"]):
+            for name, p in reference.named_parameters():
+                torch.testing.assert_close(kept.get_parameter(name), p, **CLOSE)
+        prompt = page["batch"]["input_ids"][:1, :4]
+        assert page["tokens"].tolist() == page["trained"].generate(prompt, max_new_tokens=8, do_sample=False).tolist()
+
+
 def _resumed(page: dict[str, Any]) -> None:
     """From the checkpoint the third epoch gives the same, to the bit, as going on did."""
     def third() -> tuple[dict[str, torch.Tensor], list[float]]:

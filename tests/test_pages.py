@@ -15,7 +15,7 @@ END = "dist.destroy_process_group()\n"
 def run_page(page: str, folder: Path, check: str) -> str:
     """Output of the page's blocks as one program on two processes, with `page_checks.CHECK` before its last line."""
     code = "\n".join(code_blocks(ROOT / "docs" / page))
-    assert code.count(END) == 1 and code.endswith(END)
+    assert code.count(END) == 1 and code.endswith(END), "the program ends with the process group"
     checks = f"import page_checks\npage_checks.{check}(globals())\nprint('checked', flush=True)\n"
     program = folder / "program.py"
     program.write_text(code.removesuffix(END) + checks + END)
@@ -29,3 +29,9 @@ def run_page(page: str, folder: Path, check: str) -> str:
 @pytest.mark.dist
 def test_your_training_loop(tmp_path):
     assert run_page("training-loop.md", tmp_path, "training_loop").count("epoch ") == 2
+
+
+@pytest.mark.dist
+def test_with_hugging_face(tmp_path):
+    out = run_page("hugging-face.md", tmp_path, "hugging_face")
+    assert out.count("[[") == 1  # the tokens, printed by rank 0
