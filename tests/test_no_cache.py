@@ -64,6 +64,30 @@ def test_a_cache_asked_for_in_the_call_is_refused():
         trace(model, (), {**inputs, "use_cache": True})
 
 
+class Looks(nn.Module):
+    """A model of transformers that looks at data, so that it runs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)[0]
+        self.inner.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    @staticmethod
+    def _look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if kwargs["input_ids"].max().item() > 1000:
+            raise ValueError("no such token")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=ids).logits * 2
+
+
+def test_a_submodule_that_runs_whole():
+    model, ids = Looks(), build("gpt2")[1]["input_ids"]
+    fast = autoshard.compile(copy.deepcopy(model), "one=1", cluster="cpu-gloo", cache=False, fallback="replicate")
+    torch.testing.assert_close(fast(ids), model(ids))
+    assert any("inner" in note for note in fast.plan.notes)
+
+
 class Own(nn.Module):
     """Its config has a flag of the same name that means something else."""
 
