@@ -88,8 +88,7 @@ def guard(compiled: CompiledModule, visible: nn.Module) -> None:
     """Make the visible tree refuse `fully_shard` and the like, and let its root's methods call the compiled model."""
     for module in (compiled, *visible.modules()):
         module.__dict__[_torch.COMPOSABLE_STATE] = _NoSharding()
-    compiled_model = ref(compiled)  # no cycle: the model is gone with its last name
-    visible.__dict__["forward"] = lambda *args, **kwargs: compiled_model()(*args, **kwargs)
+    visible.__dict__["forward"] = _CallsCompiled(ref(compiled))  # no cycle from here: the model should go with its last name
     visible.__dict__.update({table: {} for table in HOOKS if table in visible.__dict__})  # those of the model are in its graph
 
 
@@ -109,6 +108,19 @@ def attribute(compiled: CompiledModule, visible: nn.Module, name: str) -> Any:
     if inspect.isfunction(method) and method.__module__.split(".")[0] in LIBRARIES and name not in READS_ONLY:
         raise NotCarriedOver(f"a compiled model has no {name}(): {METHODS.get(name, BEFORE)}")
     return getattr(visible, name)
+
+
+class _CallsCompiled:
+    """What `self(...)` runs in a method of the original model."""
+
+    def __init__(self, compiled: ref[CompiledModule]) -> None:
+        self.compiled = compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.compiled()
+        if model is None:
+            raise UsageError("a method of a compiled model was called after the model itself was deleted; keep the model")
+        return model(*args, **kwargs)
 
 
 class _NoSharding(dict):

@@ -94,6 +94,16 @@ def test_methods_of_the_users_own_model():
         model.half_way(x)
 
 
+def test_hooks_on_the_compiled_model_run():
+    model, x, seen = compiled(Own()), torch.randn(3, 4), []
+    model.register_forward_pre_hook(lambda m, args: seen.append("pre"))
+    model.register_forward_hook(lambda m, args, out: seen.append("forward"))
+    model.register_full_backward_hook(lambda m, into, out: seen.append("backward"))
+    for _ in range(2):
+        model(x).sum().backward()
+    assert seen == ["pre", "forward", "backward"] * 2
+
+
 @pytest.mark.parametrize("change", ["half", "bfloat16", "double", "to_bf16", "to_meta"])
 def test_another_dtype_or_device_is_refused(change):
     model = compiled(Own())
