@@ -13,6 +13,10 @@ class UsageError(AutoshardError):
     """An argument, option or file the user gave is not usable."""
 
 
+class NotCarriedOver(UsageError, AttributeError):
+    """An attribute of the original model that its compiled form does not have; `hasattr` is False for it."""
+
+
 class MeshError(UsageError):
     """A mesh that is malformed or does not match the world."""
 

@@ -23,6 +23,7 @@ from autoshard import _torch
 from autoshard.base.calling import TensorLeaf
 from autoshard.errors import UsageError
 from autoshard.base.graph import Call, TensorMeta
+from autoshard.program.no_cache import without_decoding_cache
 from autoshard.program.tape import meta_of
 from autoshard.rules import registry
 from autoshard.rules.types import Rule
@@ -52,7 +53,7 @@ class Frame:
         args, kwargs = pytree.tree_unflatten([inputs[v.index] if isinstance(v, TensorLeaf) else v for v in self.leaves], self.in_spec)
         now, marks = {**state, **before}, {name: t._version for name, t in before.items()}
         device = tensors[0].device.type if tensors else "cpu"
-        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None), without_decoding_cache(self.module):
             out = torch.func.functional_call(self.module, now, args, kwargs)
         if [t._version for t in tensors] != versions:
             raise UsageError(f"{type(self.module).__name__}, which runs whole, writes into an input or a parameter in place; write into a copy")

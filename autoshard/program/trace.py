@@ -37,6 +37,7 @@ from autoshard.errors import TraceError
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.program.opaque_probe import CannotRunWhole, Runner, is_plain
 from autoshard.program.user_collectives import LOCAL_SHAPES, STAND_INS
+from autoshard.program.no_cache import without_decoding_cache
 from autoshard.base.precision import Precision
 from autoshard.program.tape import Tape, meta_of
 from autoshard.program.survey import Answers, ReadsData, Survey, on_data, short, user_errors
@@ -244,7 +245,7 @@ class _Run:
         return t.to(self.precision.compute)
 
     def _forward(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with user_errors("forward", self._hint):
+        with user_errors("forward", self._hint), without_decoding_cache(twin):
             if self.loss_fn is None:
                 return twin(*args, **kwargs)
             return self.loss_fn(twin(*args[:-1], **kwargs), args[-1])
@@ -273,7 +274,7 @@ class _Run:
         """A result leaf that is not a tensor is returned as it was when traced, so it must hold no tensors."""
         if not is_plain(value):
             self.tape.refuse(f"the model returns a {type(value).__module__}.{type(value).__name__}, which is not a pytree of tensors and "
-                             "plain values; return tensors (for a Hugging Face model pass use_cache=False), or register it "
+                             "plain values; return tensors (of a Hugging Face model leave use_cache=True out of the call), or register it "
                              "with torch.utils._pytree.register_pytree_node")
         return value
 

@@ -16,6 +16,7 @@ from autoshard.base.plan import Plan
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.compile import Settings, build
 from autoshard.runtime.ranks.agreement_facts import call_facts
+from autoshard.runtime.guidance import Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, flatten_call, wrap_output
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.params.module_shells import shell
@@ -27,7 +28,7 @@ from autoshard.program.trace import trace
 log = logging.getLogger("autoshard")
 
 
-class CompiledModule(nn.Module):
+class CompiledModule(Guidance, nn.Module):
     """Same parameter and buffer names as the model; parameters are DTensors (plain on one process).
 
     Each variant of a call (training or not, shapes, dtypes, non-tensor arguments) is traced, planned and lowered
@@ -40,6 +41,7 @@ class CompiledModule(nn.Module):
         self._stored = Stored(model, place, settings.precision)
         self._visible = {"root": shell(self._stored.module)}  # in a dict, so that it is no submodule
         root = self._visible["root"]
+        guard(self, root)
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = root.__dict__[table]
         self.training = model.training
@@ -224,9 +226,9 @@ class CompiledModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             visible = self.__dict__.get("_visible", {}).get("root")
-            if visible is None or name.startswith("__") or name not in visible.__dict__:
+            if visible is None or name.startswith("__"):
                 raise
-            return visible.__dict__[name]
+        return attribute(self, visible, name)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UsageError("a compiled model cannot be deep-copied; copy the original model and compile the copy, or use state_dict()")

@@ -15,6 +15,7 @@ from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph, Op
 from autoshard.program.interpret import results_of, values
 from autoshard.program.user_collectives import alone
+from autoshard.program.no_cache import without_decoding_cache
 from autoshard.base.precision import Precision
 from autoshard.program.tape import is_random
 from autoshard.verification.program import MakeOptimizer
@@ -58,7 +59,7 @@ class Eager:
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers = {}) -> Expected:  # noqa: B006
         self.model.zero_grad()
         args, kwargs = pytree.tree_map(_fresh, (args, dict(kwargs)))
-        with torch.set_grad_enabled(self.graph.training), alone(), self._cast():  # backward may run parts of forward again
+        with torch.set_grad_enabled(self.graph.training), alone(), self._cast(), without_decoding_cache(self.model):  # backward may run parts of forward again
             with self.casting():
                 out = self._call(args, kwargs)
             users = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]

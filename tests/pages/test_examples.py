@@ -4,19 +4,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from test_cli import run  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def python(*arguments: object, timeout: float = 300) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=env)
+def python(*arguments: object, timeout: float = 300, cwd: Path | None = None, **environment: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=env, cwd=cwd)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -25,12 +27,52 @@ def code_blocks(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
+README = (ROOT / "README.md").read_text()
+
+
+def readme_line(start: str) -> list[str]:
+    """The words of the one command in README that begins so."""
+    found = [line.strip() for line in README.splitlines() if line.startswith(f"    {start}")]
+    assert len(found) == 1, f"{start}: {found}"
+    return shlex.split(found[0], comments=True)
+
+
 @pytest.mark.dist
-def test_readme_script_copied_into_a_file(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(code_blocks(ROOT / "README.md")[0])
-    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", python(*TORCHRUN, script))]
-    assert len(losses) == 5 and losses[-1] < losses[0]
+def test_readme_script_prints_what_readme_says(tmp_path):
+    """README's file, made into two processes by README's command; nobody makes a process group before it."""
+    block = code_blocks(ROOT / "README.md")[0]
+    program, *arguments = readme_line(".venv/bin/python ")
+    assert block.startswith(f"# {arguments[-1]}\n") and program == ".venv/bin/python"
+    (tmp_path / arguments[-1]).write_text(block)
+    printed = python(*arguments, cwd=tmp_path, AUTOSHARD_CACHE=str(tmp_path)).splitlines()
+    shown = re.search(r"It prints losses.*?```\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    assert len(shown) == 11 and len(printed) == len(shown), printed
+    number = re.compile(r"\d+\.\d+")
+    assert [number.sub("", line) for line in printed] == [number.sub("", line) for line in shown]
+    losses = [[float(x) for line in lines for x in number.findall(line)] for lines in (printed, shown)]
+    assert losses[0] == pytest.approx(losses[1], abs=5e-4) and len(losses[1]) == 5
+
+
+def test_readme_plans_without_devices(run, tmp_path, monkeypatch):  # noqa: F811
+    """Every `autoshard` line in order, then the block below them, with the names of the first script."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for line in README.splitlines() if line.startswith("    autoshard ")] + re.findall(r"`(autoshard [^`]*)`", README)
+    assert len(lines) >= 4
+    for line in lines:
+        code, out, err = run(*shlex.split(line)[1:])
+        assert code == 0 and out, f"{line}: {err}"
+    (tmp_path / "plan.json").unlink()
+    script, plan = code_blocks(ROOT / "README.md")
+    names: dict[str, object] = {}
+    for part in (script[:script.index("model = autoshard.compile")], next(x for x in script.splitlines() if x.startswith("x, target")), plan):
+        exec(part, names)  # noqa: S102
+    assert (tmp_path / "plan.json").exists() and names["plan"].mesh.sizes == (2, 4)
+
+
+def test_readme_names_targets_of_the_makefile():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)(?= |\n|$)", "\n".join(x for x in README.splitlines() if x.startswith("    "))))
+    assert {"install", "demo", "test"} <= named <= targets
 
 
 def test_getting_started_script(tmp_path):

@@ -51,3 +51,15 @@ def test_commands_of_the_reference_pages(run, tmp_path, monkeypatch, page):  # n
     for command in found:
         code, _, err = run(*command)
         assert code == 0, f"{command}: {err}"
+
+
+def test_commands_for_a_config_of_hugging_face(run, tmp_path, monkeypatch):  # noqa: F811
+    import transformers
+    monkeypatch.chdir(tmp_path)
+    transformers.LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                             max_position_embeddings=64, architectures=["LlamaForCausalLM"]).save_pretrained(".")
+    found = commands("hugging-face.md")
+    assert [c[0] for c in found] == ["plan", "report"]
+    for command in found:
+        code, out, err = run(*command)
+        assert code == 0 and out, f"{command}: {err}"

@@ -1,0 +1,42 @@
+"""Models of transformers are traced without their decoding cache.
+
+Most of their configs say `use_cache=True`, which is for `generate()`: the forward pass then returns the keys and values of all
+layers in an object of theirs. A captured graph does not generate, so a config's flag counts as False, in training and in inference, and
+the output has no `past_key_values`. A flag that the call itself passes is left as it is.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def without_decoding_cache(model: nn.Module) -> Iterator[None]:
+    """`use_cache` is False in every transformers config of `model`, nested ones included, inside the block."""
+    before = [(config, config.use_cache) for config in _configs(model) if getattr(config, "use_cache", False)]
+    for config, _ in before:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config, value in before:
+            config.use_cache = value
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """A flag of that name in a config of the user's own may mean anything, so only those of transformers."""
+    library = sys.modules.get("transformers.configuration_utils")
+    if library is None:
+        return []
+    kind, found = library.PreTrainedConfig, {}
+    left = [value for module in model.modules() for value in vars(module).values() if isinstance(value, kind)]
+    while left:
+        config = left.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            left += [value for value in vars(config).values() if isinstance(value, kind)]
+    return list(found.values())
