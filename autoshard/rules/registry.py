@@ -15,9 +15,11 @@ from autoshard.rules import (
     attention,
     contraction,
     conv,
+    distance,
     embedding,
     factory,
     grouped,
+    images,
     index,
     loss,
     marker,
@@ -33,7 +35,7 @@ from autoshard.rules.types import LocalContext, Origin, Row, Rule
 from autoshard.spec import PSUM, R, Placement, is_partial
 
 FAMILIES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
-            grouped, marker)
+            grouped, marker, images, distance)
 
 
 def all_replicate(call: Call) -> Row:

@@ -1,0 +1,125 @@
+"""Ops that move or sample pixels: shuffles between channels and space, windows, borders, grids, memory read by strides.
+
+A letter may stand for dims of different sizes (`c` for C r^2 channels and for C): both split into equal, contiguous blocks that
+belong together, and only where both divide."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from autoshard.graph import Call
+from autoshard.rules.notation import rule
+from autoshard.rules.parts import letters
+from autoshard.rules.types import LocalContext, Rule
+
+aten = torch.ops.aten
+
+
+def _moves(line: str | Callable[[Call], str], **options: Any) -> Rule:
+    """A rule whose op is linear in its first tensor (a `~` marks the others)."""
+    return rule(line, partial="each", family="copy", **options)
+
+
+def _samples(line: str, **options: Any) -> Rule:
+    return rule(line, partial="each", family="gather", **options)
+
+
+# Windows ------------------------------------------------------------------------------------------------
+
+def _im2col_line(call: Call) -> str:
+    """Channels are the major part of the columns; a batch is optional."""
+    lead = letters("n", len(call.inputs[0].shape) - 3)
+    return f"{lead} c h! w! -> {lead} c l!"
+
+
+def _col2im_line(call: Call) -> str:
+    lead = letters("n", len(call.inputs[0].shape) - 2)
+    return f"{lead} c l! -> {lead} c h! w!"
+
+
+def _channel_shuffle_line(call: Call) -> str:
+    image = letters("p", len(call.inputs[0].shape) - 2)
+    return f"n c! {image} -> n c! {image}"
+
+
+# Sampling at the points of a grid -----------------------------------------------------------------------
+
+def _grid_rules(image_dims: int) -> dict[Any, Rule]:
+    """Every point reads the whole image: points split beside a whole image, whose gradient then is a sum over them."""
+    image, points = letters("i", image_dims, "!"), letters("p", image_dims)
+    x, grid, y = f"n c {image}", f"n {points} xy!", f"n c {points}"
+    forward, backward = (getattr(aten, f"grid_sampler_{image_dims}d{end}").default for end in ("", "_backward"))
+    return {forward: _samples(f"{x}, ~{grid} -> {y}"), backward: _samples(f"{y}, ~{x}, ~{grid} -> {x}, {grid}")}
+
+
+def _affine_grid_line(call: Call) -> str:
+    image = letters("p", len(call.argument("size")) - 2, "!")
+    return f"n xy! a! -> n {image} xy!"
+
+
+def _affine_grid(ctx: LocalContext, theta: Any, size: Sequence[int], align_corners: bool) -> Any:
+    return aten.affine_grid_generator.default(theta, [ctx.local_out(0)[0], *size[1:]], align_corners)
+
+
+# Memory by strides --------------------------------------------------------------------------------------
+
+def dense(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor."""
+    return [prod(shape[d + 1:]) for d in range(len(shape))]
+
+
+def _kept(call: Call, shape: Sequence[int]) -> int:
+    """How many leading dims of a contiguous tensor of `shape` are leading dims of the strided view, with all that one entry of
+    them reads inside that entry. The trace makes the tensor contiguous before."""
+    size, stride = call.argument("size"), call.argument("stride")
+    for n in range(min(len(size), len(shape)), 0, -1):
+        same = tuple(size[:n]) == tuple(shape[:n]) and list(stride[:n]) == dense(shape)[:n]
+        last = (call.argument("storage_offset") or 0) + sum((m - 1) * s for m, s in zip(size[n:], stride[n:], strict=True))
+        if same and last < prod(shape[n:]) and 0 not in size:
+            return n
+    return 0
+
+
+def _strided_terms(call: Call) -> tuple[str, str]:
+    """Letters of the tensor and of the strided view."""
+    shape, view = call.inputs[0].shape, call.argument("size")
+    n = _kept(call, shape)
+    lead = letters("d", n)
+    return f"{lead} {letters('x', len(shape) - n, '!')}", f"{lead} {letters('y', len(view) - n, '!')}"
+
+
+def _strided_line(call: Call) -> str:
+    return " -> ".join(_strided_terms(call))
+
+
+def _strided_scatter_line(call: Call) -> str:
+    x, view = _strided_terms(call)
+    return f"{x} + {view} -> {x}"
+
+
+def _strided(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same on the local piece. The copy makes it contiguous, and begins its memory where it begins."""
+    call, src = ctx.call, args[:len(ctx.call.inputs) - 1]
+    n = _kept(call, call.inputs[0].shape)
+    size = [*ctx.local_in(0)[:n], *call.argument("size")[n:]]
+    stride = [*dense(ctx.local_in(0))[:n], *call.argument("stride")[n:]]
+    x = aten.clone.default(x, memory_format=torch.contiguous_format)
+    return call.target(x, *src, size, stride, call.argument("storage_offset") or 0)
+
+
+RULES = {
+    aten.pixel_shuffle.default: _moves("... c h w -> ... c h w"),
+    aten.pixel_unshuffle.default: _moves("... c h w -> ... c h w"),
+    aten.channel_shuffle.default: _moves(_channel_shuffle_line),
+    aten.im2col.default: _moves(_im2col_line),
+    aten.col2im.default: _moves(_col2im_line),
+    **_grid_rules(2),
+    **_grid_rules(3),
+    aten.affine_grid_generator.default: _samples(_affine_grid_line, local=_affine_grid),
+    aten.as_strided.default: _moves(_strided_line, local=_strided),
+    aten.as_strided_copy.default: _moves(_strided_line, local=_strided),
+    aten.as_strided_scatter.default: _moves(_strided_scatter_line, local=_strided),
+}
