@@ -27,17 +27,29 @@ def _samples(line: str, **options: Any) -> Rule:
     return rule(line, partial="each", family="gather", **options)
 
 
-# Windows ------------------------------------------------------------------------------------------------
+# Shuffles and windows -----------------------------------------------------------------------------------
 
-def _im2col_line(call: Call) -> str:
+def _resized(letter: str, old: int, new: int) -> str:
+    """The letter of a dim that changes its size. From or to size 1 is no broadcast: it stays whole."""
+    return f"{letter}!" if 1 in (old, new) else letter
+
+
+def _pixel_line(call: Call) -> str:
+    """Channels, height and width: C r^2, H, W to C, H r, W r, or back."""
+    sizes = zip("chw", call.inputs[0].shape[-3:], call.outputs[0].shape[-3:], strict=True)
+    dims = " ".join(_resized(*s) for s in sizes)
+    return f"... {dims} -> ... {dims}"
+
+
+def _columns_line(call: Call) -> str:
     """Channels are the major part of the columns; a batch is optional."""
-    lead = letters("n", len(call.inputs[0].shape) - 3)
-    return f"{lead} c h! w! -> {lead} c l!"
-
-
-def _col2im_line(call: Call) -> str:
-    lead = letters("n", len(call.inputs[0].shape) - 2)
-    return f"{lead} c l! -> {lead} c h! w!"
+    (x,), (y,) = call.inputs, call.outputs
+    image, columns = "h! w!", "l!"
+    old, new = (image, columns) if "im2col" in str(call.target) else (columns, image)
+    channels = len(x.shape) - len(old.split()) - 1
+    c = _resized("c", x.shape[channels], y.shape[channels])
+    lead = letters("n", channels)
+    return f"{lead} {c} {old} -> {lead} {c} {new}"
 
 
 def _channel_shuffle_line(call: Call) -> str:
@@ -111,11 +123,11 @@ def _strided(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 RULES = {
-    aten.pixel_shuffle.default: _moves("... c h w -> ... c h w"),
-    aten.pixel_unshuffle.default: _moves("... c h w -> ... c h w"),
+    aten.pixel_shuffle.default: _moves(_pixel_line),
+    aten.pixel_unshuffle.default: _moves(_pixel_line),
     aten.channel_shuffle.default: _moves(_channel_shuffle_line),
-    aten.im2col.default: _moves(_im2col_line),
-    aten.col2im.default: _moves(_col2im_line),
+    aten.im2col.default: _moves(_columns_line),
+    aten.col2im.default: _moves(_columns_line),
     **_grid_rules(2),
     **_grid_rules(3),
     aten.affine_grid_generator.default: _samples(_affine_grid_line, local=_affine_grid),

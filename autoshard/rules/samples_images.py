@@ -13,13 +13,17 @@ SHUFFLES = (
     sample(aten.pixel_shuffle.default, T((2, 4), 16, 2, 6), 2),
     sample(aten.pixel_shuffle.default, T(16, 4, 6), 2),
     sample(aten.pixel_shuffle.default, T(2, 4, 2, 6), 2),
+    sample(aten.pixel_shuffle.default, T(2, 4, 1, 6), 2),
     sample(aten.pixel_unshuffle.default, T(2, 4, 8, 12), 2),
+    sample(aten.pixel_unshuffle.default, T(2, 1, 8, 12), 2),
     sample(aten.pixel_unshuffle.default, T(2, 4, 2, 12), 2),
     sample(aten.channel_shuffle.default, T(2, 8, 4, 6), 4),
     sample(aten.channel_shuffle.default, T((2, 4), 8, 6), 2),
     sample(aten.im2col.default, T(2, 4, 6, 6), (2, 2), (1, 1), (0, 0), (2, 2)),
     sample(aten.im2col.default, T(4, 6, 6), (3, 3), (1, 1), (1, 1), (1, 1)),
     sample(aten.im2col.default, T((2, 4), 2, 4, 4), (1, 1), (1, 1), (0, 0), (1, 1)),
+    sample(aten.im2col.default, T(2, 1, 4, 4), (2, 2), (1, 1), (0, 0), (2, 2)),
+    sample(aten.col2im.default, T(2, 4, 9), (6, 6), (2, 2), (1, 1), (0, 0), (2, 2)),
     sample(aten.col2im.default, T(2, 16, 9), (6, 6), (2, 2), (1, 1), (0, 0), (2, 2)),
     sample(aten.col2im.default, T(36, 16), (4, 4), (3, 3), (1, 1), (1, 1), (1, 1)),
 )
@@ -73,6 +77,10 @@ DISTANCES = (
              Fixed(torch.rand(2, 4, 8, dtype=torch.float64) + 4)) for p in (1.0, 2.0, 3.0)),
 )
 
+OTHER = (
+    sample(aten.rrelu_with_noise_backward.default, T(4, 6), T(4, 6), T(4, 6), 0.1, 0.3, True, False),
+)
+
 STRIDED = (
     sample(aten.as_strided.default, T(4, 6, 1, 1), (4, 6, 1, 1), (6, 1, 6, 6)),
     sample(aten.as_strided.default, T(24), (4, 6), (6, 1), 0),
@@ -85,4 +93,7 @@ STRIDED = (
     sample(aten.as_strided_scatter.default, T(4, 8), T(2, 8), (2, 8), (16, 1), 8),
 )
 
-IMAGES: tuple[Sample, ...] = SHUFFLES + BORDERS + SAMPLED + DISTANCES + STRIDED
+SEARCHED: tuple[Sample, ...] = SHUFFLES + STRIDED
+"""Of these missing rows are looked for too. The other kernels read beside their tensors where a row is wrong, or read only the
+shape of some tensor, which therefore may be in any layout."""
+IMAGES: tuple[Sample, ...] = SEARCHED + BORDERS + SAMPLED + DISTANCES + OTHER
