@@ -4,6 +4,7 @@ Splitting the image itself would need an exchange of borders and is not offered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from autoshard.graph import Call, TensorMeta
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import adjust, letters, on_first, output_axes, partial_axes
+from autoshard.rules.parts import adjust, contiguous_inputs, letters, on_first, output_axes, partial_axes
 from autoshard.rules.types import LocalContext, Row, Rule
 from autoshard.spec import R
 
@@ -134,7 +135,7 @@ RULES = {
     aten.adaptive_max_pool2d.default: _image(2, outputs=2),
     aten.adaptive_max_pool2d_backward.default: _image(2, tensors=3),
     aten.adaptive_max_pool3d.default: _image(3, outputs=2),
-    aten.adaptive_max_pool3d_backward.default: _image(3, tensors=3),
+    aten.adaptive_max_pool3d_backward.default: replace(_image(3, tensors=3), local=contiguous_inputs),
     **_pads(),
     aten.upsample_nearest1d.default: _image(1),
     aten.upsample_nearest1d_backward.default: _image(1, sizes=RESIZED),

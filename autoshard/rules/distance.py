@@ -7,6 +7,7 @@ import torch
 
 from autoshard.graph import Call
 from autoshard.rules.notation import rule
+from autoshard.rules.parts import contiguous_inputs
 from autoshard.rules.types import LocalContext
 
 aten = torch.ops.aten
@@ -29,14 +30,8 @@ def _forward(ctx: LocalContext, x1: Any, x2: Any, p: float, mode: int | None) ->
     return aten._cdist_forward.default(x1, x2, p, mode)
 
 
-def _backward(ctx: LocalContext, grad: Any, x1: Any, x2: Any, p: float, distance: Any) -> Any:
-    """The kernel takes the memory of its inputs for contiguous."""
-    grad, x1, x2, distance = (aten.contiguous.default(t) for t in (grad, x1, x2, distance))
-    return aten._cdist_backward.default(grad, x1, x2, p, distance)
-
-
 RULES = {
     aten._cdist_forward.default: rule(_forward_line, family="reduction", local=_forward),
     aten._cdist_backward.default: rule("... p r, ~... p m, ~... r m, ~... p r -> ... p m", family="reduction", partial="each",
-                                       local=_backward),
+                                       local=contiguous_inputs),
 }

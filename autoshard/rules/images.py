@@ -89,18 +89,28 @@ def _kept(call: Call, shape: Sequence[int]) -> int:
     size, stride = call.argument("size"), call.argument("stride")
     for n in range(min(len(size), len(shape)), 0, -1):
         same = tuple(size[:n]) == tuple(shape[:n]) and list(stride[:n]) == dense(shape)[:n]
-        last = (call.argument("storage_offset") or 0) + sum((m - 1) * s for m, s in zip(size[n:], stride[n:], strict=True))
-        if same and last < prod(shape[n:]) and 0 not in size:
+        if same and _last(call, n) < prod(shape[n:]):
             return n
     return 0
 
 
+def _last(call: Call, n: int) -> int:
+    """The last element that the first entry of the leading `n` dims of the view reads."""
+    size, stride = call.argument("size")[n:], call.argument("stride")[n:]
+    return (call.argument("storage_offset") or 0) + sum((m - 1) * s for m, s in zip(size, stride, strict=True))
+
+
 def _strided_terms(call: Call) -> tuple[str, str]:
-    """Letters of the tensor and of the strided view."""
-    shape, view = call.inputs[0].shape, call.argument("size")
+    """Letters of the tensor and of the strided view. Where no dim is the same, one that steps through all of the memory still
+    splits with the tensor's first: autograd writes into flat memory."""
+    shape, size, stride = call.inputs[0].shape, call.argument("size"), call.argument("stride")
+    if 0 in (*shape, *size) or not shape or not size:
+        return letters("x", len(shape), "!"), letters("y", len(size), "!")
     n = _kept(call, shape)
     lead = letters("d", n)
-    return f"{lead} {letters('x', len(shape) - n, '!')}", f"{lead} {letters('y', len(view) - n, '!')}"
+    if not n and size[0] * stride[0] == prod(shape) and _last(call, 1) < stride[0]:
+        n, lead = 1, _resized("d", shape[0], size[0])
+    return f"{lead} {letters('x', len(shape) - n, '!')}", f"{lead} {letters('y', len(size) - n, '!')}"
 
 
 def _strided_line(call: Call) -> str:
@@ -116,10 +126,10 @@ def _strided(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The same on the local piece. The copy makes it contiguous, and begins its memory where it begins."""
     call, src = ctx.call, args[:len(ctx.call.inputs) - 1]
     n = _kept(call, call.inputs[0].shape)
-    size = [*ctx.local_in(0)[:n], *call.argument("size")[n:]]
+    size = ctx.local_in(1) if src else ctx.local_out(0)
     stride = [*dense(ctx.local_in(0))[:n], *call.argument("stride")[n:]]
     x = aten.clone.default(x, memory_format=torch.contiguous_format)
-    return call.target(x, *src, size, stride, call.argument("storage_offset") or 0)
+    return call.target(x, *src, list(size), stride, call.argument("storage_offset") or 0)
 
 
 RULES = {

@@ -11,7 +11,7 @@ import torch
 
 from autoshard.graph import Call, Slot, TensorMeta
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import accumulate_dtype, adjust, cast, input_axes, letters
+from autoshard.rules.parts import accumulate_dtype, adjust, cast, contiguous_inputs, input_axes, letters
 from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
 from autoshard.spec import R
 
@@ -245,12 +245,6 @@ def _weight_norm_backward_line(call: Call) -> str:
     return f"{v}, ~{v}, ~{g}, ~{g} -> {v}, {g}"
 
 
-def _weight_norm_backward(ctx: LocalContext, grad: Any, *args: Any) -> Any:
-    """The kernel wants contiguous memory."""
-    *saved, dim = args
-    return ctx.call.target(aten.contiguous.default(grad), *(aten.contiguous.default(t) for t in saved), dim)
-
-
 def _layer(line: Any) -> Rule:
     return rule(line, family="norm")
 
@@ -260,9 +254,9 @@ def _batch(local: Any) -> Rule:
 
 
 RULES = {
-    aten._weight_norm_interface.default: _layer(_weight_norm_line),
+    aten._weight_norm_interface.default: rule(_weight_norm_line, family="norm", local=contiguous_inputs),
     aten._weight_norm_interface_backward.default: rule(_weight_norm_backward_line, family="norm", partial="each",
-                                                       local=_weight_norm_backward),
+                                                       local=contiguous_inputs),
     aten.native_layer_norm.default: _layer(_layer_norm_line),
     aten.native_layer_norm_backward.default: rule(_layer_norm_backward_line, family="norm", local=_layer_norm_backward),
     aten._fused_rms_norm.default: _layer(_rms_norm_line),

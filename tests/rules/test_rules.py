@@ -8,10 +8,11 @@ from autoshard.emit import Emitter
 from autoshard.lower import Context
 from autoshard.mesh import Mesh
 from autoshard.rules import contraction, distance, factory, images, oracle, pointwise, reduction, registry, view
-from autoshard.rules.oracle import missing_rows, wrong_rows
+from autoshard.rules.oracle import check_rows, missing_rows, wrong_rows
 from autoshard.rules.samples import SAMPLES as GENERAL
 from autoshard.rules.samples import build
 from autoshard.rules.samples_images import IMAGES, SEARCHED
+from autoshard.rules.samples_special import SPECIAL
 from autoshard.spec import PSUM, R, divides
 
 aten = torch.ops.aten
@@ -39,6 +40,14 @@ def test_rows_are_true(s):
     call, tensors = built(s)
     assert registry.origin(call) == "own", "the notation does not fit its own sample"
     wrong = wrong_rows(call, tensors, values=s.values)
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("s", [s for s in SAMPLES + SPECIAL if s.values], ids=[f"{i}-{s.op}" for i, s in enumerate(SAMPLES + SPECIAL) if s.values])
+def test_rows_are_true_for_pieces_that_are_not_contiguous(s):
+    """Some kernels take the memory of their inputs for contiguous, and are silently wrong where it is not."""
+    call, tensors = built(s)
+    wrong = [w for row in registry.rows(call) if (w := check_rows(call, tensors, (row,), (2,), strided=True))]
     assert not wrong, "\n".join(map(str, wrong))
 
 
