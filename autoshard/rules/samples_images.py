@@ -99,7 +99,7 @@ STRIDED = (
     sample(aten.as_strided_scatter.default, T(4, 8), T(2, 8), (2, 8), (16, 1), 8),
 )
 
-SEARCHED: tuple[Sample, ...] = SHUFFLES + STRIDED
+SEARCHED: tuple[Sample, ...] = SHUFFLES
 """Of these missing rows are looked for too. The other kernels read beside their tensors where a row is wrong, or read only the
-shape of some tensor, which therefore may be in any layout."""
-IMAGES: tuple[Sample, ...] = SEARCHED + BORDERS + SAMPLED + DISTANCES + OTHER
+shape of some tensor, which therefore may be in any layout; strided views could split inner dims that they step through evenly."""
+IMAGES: tuple[Sample, ...] = SEARCHED + BORDERS + SAMPLED + DISTANCES + OTHER + STRIDED

@@ -100,7 +100,7 @@ class UNetUpBlock(nn.Module):
 
 
 class SegformerHead(nn.Module):
-    """Feature maps of several sizes brought to one, and the logits to the labels' size."""
+    """Feature maps of several sizes brought to one, between linear layers over their channels."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -111,8 +111,7 @@ class SegformerHead(nn.Module):
         maps = [linear(x.flatten(2).transpose(1, 2)).transpose(1, 2).unflatten(2, x.shape[2:])
                 for linear, x in zip(self.linears, (fine, coarse), strict=True)]
         maps[1] = F.interpolate(maps[1], size=maps[0].shape[2:], mode="bilinear", align_corners=False)
-        logits = self.classify(F.relu(self.fuse(torch.cat(maps, 1))))
-        return F.cross_entropy(F.interpolate(logits, size=labels.shape[-2:], mode="bilinear", align_corners=False), labels)
+        return F.cross_entropy(self.classify(F.relu(self.fuse(torch.cat(maps, 1)))), labels)
 
 
 def _padded(module, x):
@@ -145,7 +144,7 @@ BLOCKS = {
     "convnext": lambda: (ConvNextBlock(), r(4, 96, 6, 6), torch.randint(10, (4,))),
     "swin": lambda: (SwinBlock(), r(4, 8, 8, 32)),
     "unet": lambda: (UNetUpBlock(), r(4, 32, 4, 4), r(4, 32, 4, 4), torch.rand(4)),
-    "segformer": lambda: (SegformerHead(), r(4, 16, 8, 8), r(4, 32, 4, 4), torch.randint(10, (4, 16, 16))),
+    "segformer": lambda: (SegformerHead(), r(4, 16, 8, 8), r(4, 32, 4, 4), torch.randint(10, (4, 8, 8))),
     "glu": lambda: (Lambda(lambda m, x: F.glu(m.linear(x)) + F.glu(m.linear(x), 1).mean(), linear=nn.Linear(8, 16)), r(4, 6, 8)),
     "prelu": lambda: (Lambda(lambda m, x: m.one(m.each(m.linear(x))), linear=nn.Linear(8, 16), each=nn.PReLU(16), one=nn.PReLU()), r(4, 8)),
     "activations": lambda: (Lambda(lambda m, x: sum(f(m.linear(x)) for f in (F.hardswish, F.logsigmoid, F.mish, F.softplus, F.rrelu)),
@@ -164,7 +163,7 @@ BLOCKS = {
                           r(4, 6, 8), r(4, 10, 16)),
     "gru_cell": lambda: (Lambda(lambda m, x: m.cell(x), cell=nn.GRUCell(8, 16)), r(4, 8)),
     "lstm_cell": lambda: (Lambda(lambda m, x: m.cell(x)[0], cell=nn.LSTMCell(8, 16)), r(4, 8)),
-    "gru": lambda: (Lambda(lambda m, x: m.gru(x)[0], gru=nn.GRU(8, 16, batch_first=True)), r(4, 3, 8)),
+    "gru": lambda: (Lambda(lambda m, x: m.gru(x)[0], gru=nn.GRU(8, 16, batch_first=True)), r(4, 2, 8)),
     "orders": lambda: (Lambda(_orders, linear=nn.Linear(8, 16)), r(4, 8)),
     "strides": lambda: (Lambda(lambda m, x: m.linear(x).as_strided((4, 8, 8), (128, 16, 2)) + m.linear(x).as_strided((4, 8, 8), (128, 1, 8)), linear=nn.Linear(8, 16)), r(4, 8, 8)),
 }
