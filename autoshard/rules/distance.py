@@ -1,4 +1,5 @@
-"""Distances between the rows of two matrices: rows of both split, with any batch dims."""
+"""Distances between the rows of two matrices: rows of both split, with any batch dims. Priced as the matrix product that they
+mostly are."""
 from __future__ import annotations
 
 from typing import Any
@@ -31,7 +32,7 @@ def _forward(ctx: LocalContext, x1: Any, x2: Any, p: float, mode: int | None) ->
 
 
 RULES = {
-    aten._cdist_forward.default: rule(_forward_line, family="reduction", local=_forward),
-    aten._cdist_backward.default: rule("... p r, ~... p m, ~... r m, ~... p r -> ... p m", family="reduction", partial="each",
+    aten._cdist_forward.default: rule(_forward_line, family="matmul", local=_forward),
+    aten._cdist_backward.default: rule("... p r, ~... p m, ~... r m, ~... p r -> ... p m", family="matmul", partial="each",
                                        local=contiguous_inputs),
 }

@@ -6,7 +6,6 @@ import torch
 from autoshard.rules.samples import Fixed, Sample, T, sample
 
 aten = torch.ops.aten
-_f32 = torch.float32
 
 SHUFFLES = (
     sample(aten.pixel_shuffle.default, T(2, 16, 4, 6), 2),

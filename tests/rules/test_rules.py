@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from autoshard.emit import Emitter
-from autoshard.lower import Context
+from autoshard.lower import ANY_STRIDES, Context
 from autoshard.mesh import Mesh
 from autoshard.rules import contraction, distance, factory, images, oracle, pointwise, reduction, registry, view
 from autoshard.rules.oracle import check_rows, missing_rows, wrong_rows
@@ -43,12 +43,39 @@ def test_rows_are_true(s):
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("s", [s for s in SAMPLES + SPECIAL if s.values], ids=[f"{i}-{s.op}" for i, s in enumerate(SAMPLES + SPECIAL) if s.values])
+VALUED = [s for s in SAMPLES + SPECIAL if s.values]
+
+
+@pytest.mark.parametrize("s", VALUED, ids=[f"{i}-{s.op}" for i, s in enumerate(VALUED)])
 def test_rows_are_true_for_pieces_that_are_not_contiguous(s):
     """Some kernels take the memory of their inputs for contiguous, and are silently wrong where it is not."""
     call, tensors = built(s)
     wrong = [w for row in registry.rows(call) if (w := check_rows(call, tensors, (row,), (2,), strided=True))]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def backwards(x):
+    """Equal to `x`, its first dim innermost in memory."""
+    order = list(reversed(range(x.ndim)))
+    return x.permute(order).contiguous().permute(order)
+
+
+def with_gaps(x):
+    """Equal to `x`, every second element of a larger tensor."""
+    return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+
+ANYHOW = [s for s in VALUED if registry.rule_of(s.op).family in ANY_STRIDES]
+
+
+@pytest.mark.parametrize("s", ANYHOW, ids=[f"{i}-{s.op}" for i, s in enumerate(ANYHOW)])
+def test_families_that_take_any_strides_do(s, monkeypatch):
+    """The lowering hands them whatever a view made."""
+    call, tensors = built(s)
+    for stored in (backwards, with_gaps):
+        monkeypatch.setattr(oracle, "_reordered", stored)
+        wrong = [w for row in registry.rows(call) if (w := check_rows(call, tensors, (row,), (2,), strided=True))]
+        assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("s", [s for s in GENERAL + SEARCHED if s.values], ids=[str(s) for s in GENERAL + SEARCHED if s.values])
