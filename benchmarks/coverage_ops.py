@@ -40,6 +40,7 @@ from autoshard.rules.factors import factor_graph  # noqa: E402
 from autoshard.rules.check.oracle import Wrong, check_rows, missing_rows  # noqa: E402
 from autoshard.rules.check.samples import SAMPLES  # noqa: E402
 from autoshard.rules.check.samples import build as build_sample  # noqa: E402
+from autoshard.rules.check.samples_images import IMAGES  # noqa: E402
 from autoshard.rules.check.samples_special import SPECIAL  # noqa: E402
 from autoshard.program.simplify import simplify  # noqa: E402
 from autoshard.base.spec import PSUM  # noqa: E402
@@ -223,7 +224,7 @@ def own_samples(options: argparse.Namespace) -> Iterator[tuple[Call, list[torch.
     """The calls of autoshard's own rule tests."""
     if options.ops:
         return
-    for sample in (*SAMPLES, *SPECIAL):
+    for sample in (*SAMPLES, *IMAGES, *SPECIAL):
         yield build_sample(sample)
 
 

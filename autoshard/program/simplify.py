@@ -161,6 +161,42 @@ def _batch_norm_backward(op: Op, state: _State) -> Op | Ref:
     return replace(op, args=(*op.args[:3], None, None, *op.args[5:]))
 
 
+def _copy(op: Op, state: _State) -> Op | Ref:
+    """What is overwritten as a whole does not matter: autograd copies gradients into memory of its own, batch norm and
+    poolings into another layout."""
+    (into, x), out = op.args[:2], op.outputs[0]
+    if state.meta(x) != out or Ref(op.name) in state.returned:
+        return op
+    return x
+
+
+def _strided(op: Op, state: _State) -> Op | Ref:
+    """Memory read in its order is a view; average pooling to one pixel reads its result so. The trace has made the tensor
+    contiguous before."""
+    x, size, stride, *offset = op.args
+    if offset not in ([], [0], [None]) or not _in_order(size, stride, state.meta(x).numel):
+        return op
+    return _view(replace(op, target=aten.view.default, args=(x, size)), state)
+
+
+def _strided_scatter(op: Op, state: _State) -> Op | Ref:
+    """The way back, where all is overwritten."""
+    x, src, size, stride, *offset = op.args
+    if offset not in ([], [0], [None]) or not _in_order(size, stride, state.meta(x).numel) or state.meta(src).dtype != op.outputs[0].dtype:
+        return op
+    return _view(replace(op, target=aten.view.default, args=(src, op.outputs[0].shape)), state)
+
+
+def _in_order(size: tuple[int, ...], stride: tuple[int, ...], numel: int) -> bool:
+    """Whether a strided view is all of a contiguous tensor of `numel` elements, in order."""
+    seen = 1
+    for n, step in zip(reversed(size), reversed(stride), strict=True):
+        if n != 1 and step != seen:
+            return False
+        seen *= n
+    return seen == numel
+
+
 # A value of one phase replaces one of the other only where both are the same memory (views, aliases), so no
 # fold makes a tensor live longer. Equal ops are shared within a phase only: sharing across phases would save a
 # value that the model recomputes.
@@ -178,6 +214,9 @@ FOLDS: Mapping[Any, Fold] = {
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,
     aten.pow.Tensor_Scalar: _power,
+    aten.copy.default: _copy,
+    aten.as_strided.default: _strided,
+    aten.as_strided_scatter.default: _strided_scatter,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call, TensorMeta
+from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.rules.types import LocalContext, Row, Rule
 from autoshard.base.spec import Spec, is_partial, is_shard
 
@@ -51,6 +51,13 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def cast(x: Any, have: torch.dtype, want: torch.dtype) -> Any:
     return x if have == want else aten._to_copy.default(x, dtype=want)
+
+
+def contiguous_inputs(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
+    """Local implementation for kernels that take the memory of their inputs for contiguous, and are silently wrong where it
+    is not."""
+    args = (aten.contiguous.default(a) if isinstance(given, Slot) else a for a, given in zip(args, ctx.call.args, strict=True))
+    return ctx.call.target(*args, **kwargs)
 
 
 def axes_of(ctx: LocalContext, meta: TensorMeta, spec: Spec, dim: int) -> tuple[int, ...]:

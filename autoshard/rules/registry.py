@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call, TensorMeta
-from autoshard.rules.ops import attention, contraction, conv, embedding, factory, grouped, index, loss, marker, norm, pointwise, random, reduction, view
+from autoshard.rules.ops import attention, contraction, conv, distance, embedding, factory, grouped, images, index, loss, marker, norm, pointwise, random, reduction, view
 from autoshard.rules.borrowed import borrowed
 from autoshard.rules.notation import NotationMismatch, is_number
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
 from autoshard.base.spec import PSUM, R, Placement, is_partial
 
 FAMILIES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
-            grouped, marker)
+            grouped, marker, images, distance)
 
 
 def all_replicate(call: Call) -> Row:

@@ -52,6 +52,12 @@ def folded(body):
     (lambda y: y.to(torch.float32).to(torch.float64), ["_to_copy", "_to_copy"]),
     (lambda y: y.t().contiguous().view(-1), ["t", "clone", "view"]),
     (lambda y: y.sin() + y.sin(), ["sin", "add"]),
+    (lambda y: y.as_strided((4, 8), (8, 1)), ["clone"]),
+    (lambda y: y.as_strided((2, 16, 1), (16, 1, 7)), ["clone", "view"]),
+    (lambda y: y.as_strided((2, 8), (16, 1)), ["clone", "as_strided"]),
+    (lambda y: y.as_strided((4, 8), (1, 4)), ["clone", "as_strided"]),
+    (lambda y: torch.zeros_like(y).copy_(y) + 1, ["add"]),
+    (lambda y: torch.zeros_like(y).copy_(y[0]) + 1, ["zeros_like", "select", "copy", "add"]),
     (lambda y: y.t(), ["t"]),
 ])
 def test_folds(body, left):

@@ -13,6 +13,7 @@ aten = torch.ops.aten
 BIG = (128, 64)
 OPS = [
     sample(aten.native_dropout.default, T(*BIG), 0.25, True),
+    sample(aten.rrelu_with_noise_functional.default, T(*BIG), T(*BIG), 0.1, 0.3, True),
     sample(aten.bernoulli.p, T(*BIG), 0.3),
     sample(aten.rand.default, BIG),
     sample(aten.rand_like.default, T(*BIG)),

@@ -5,16 +5,20 @@ import pytest
 import torch
 
 from autoshard.lower.emit import Emitter
-from autoshard.lower.lower import Context
+from autoshard.lower.lower import ANY_STRIDES, Context
 from autoshard.base.mesh import Mesh
 from autoshard.rules import registry
 from autoshard.rules.check import oracle
-from autoshard.rules.ops import contraction, factory, pointwise, reduction, view
-from autoshard.rules.check.oracle import missing_rows, wrong_rows
-from autoshard.rules.check.samples import SAMPLES, build
+from autoshard.rules.ops import contraction, distance, factory, images, pointwise, reduction, view
+from autoshard.rules.check.oracle import check_rows, missing_rows, wrong_rows
+from autoshard.rules.check.samples import SAMPLES as GENERAL
+from autoshard.rules.check.samples import build
+from autoshard.rules.check.samples_images import IMAGES, SEARCHED
+from autoshard.rules.check.samples_special import SPECIAL
 from autoshard.base.spec import PSUM, R, divides
 
 aten = torch.ops.aten
+SAMPLES = GENERAL + IMAGES
 IDS = [f"{i}-{s}" for i, s in enumerate(SAMPLES)]
 
 # Rows the oracle accepts and the rules lack on purpose: op -> inputs of the row.
@@ -23,6 +27,7 @@ LEFT_OUT = {
     aten.copy.default: {(PSUM, PSUM)},                  # what is overwritten may as well be whole
     aten.fill.Tensor: {(PSUM, PSUM)},                   # likewise
     aten.hardsigmoid_backward.default: {(PSUM, PSUM)},  # true only on the middle branch, where samples lie
+    aten.im2col.default: {(2,), (3,)},                  # windows that do not overlap
     aten.all.default: {(0,), (1,)},                     # one shard has the False by chance; bool is never Partial
 }
 
@@ -40,7 +45,42 @@ def test_rows_are_true(s):
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("s", [s for s in SAMPLES if s.values], ids=[str(s) for s in SAMPLES if s.values])
+VALUED = [s for s in SAMPLES + SPECIAL if s.values]
+
+
+@pytest.mark.parametrize("s", VALUED, ids=[f"{i}-{s.op}" for i, s in enumerate(VALUED)])
+def test_rows_are_true_for_pieces_that_are_not_contiguous(s):
+    """Some kernels take the memory of their inputs for contiguous, and are silently wrong where it is not."""
+    call, tensors = built(s)
+    wrong = [w for row in registry.rows(call) if (w := check_rows(call, tensors, (row,), (2,), strided=True))]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def backwards(x):
+    """Equal to `x`, its first dim innermost in memory."""
+    order = list(reversed(range(x.ndim)))
+    return x.permute(order).contiguous().permute(order)
+
+
+def with_gaps(x):
+    """Equal to `x`, every second element of a larger tensor."""
+    return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+
+ANYHOW = [s for s in VALUED if registry.rule_of(s.op).family in ANY_STRIDES]
+
+
+@pytest.mark.parametrize("s", ANYHOW, ids=[f"{i}-{s.op}" for i, s in enumerate(ANYHOW)])
+def test_families_that_take_any_strides_do(s, monkeypatch):
+    """The lowering hands them whatever a view made."""
+    call, tensors = built(s)
+    for stored in (backwards, with_gaps):
+        monkeypatch.setattr(oracle, "_reordered", stored)
+        wrong = [w for row in registry.rows(call) if (w := check_rows(call, tensors, (row,), (2,), strided=True))]
+        assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("s", [s for s in GENERAL + SEARCHED if s.values], ids=[str(s) for s in GENERAL + SEARCHED if s.values])
 def test_no_row_is_missing(s):
     call, tensors = built(s)
     missing = {row.inputs: row for row in missing_rows(call, tensors)}
@@ -57,7 +97,7 @@ def test_left_out_rows_are_still_found():
 
 
 def test_every_general_rule_has_a_sample():
-    tables = (contraction, factory, pointwise, reduction, view)
+    tables = (contraction, distance, factory, images, pointwise, reduction, view)
     sampled_rules = {id(registry.rule_of(s.op)) for s in SAMPLES}
     bare = [str(op) for t in tables for op, rule in t.RULES.items() if id(rule) not in sampled_rules]
     assert not bare
@@ -72,6 +112,9 @@ def test_rows_are_clean(s):
     assert len(set(rows)) == len(rows)
     for row in rows:
         for p, m in zip((*row.inputs, *row.outputs), (*call.inputs, *call.outputs), strict=True):
+            if m is None:
+                assert p == R
+                continue
             assert p < 0 or m.logical_shape[p] > 1
             assert p >= R or m.dtype.is_floating_point or m.dtype.is_complex
 
@@ -83,7 +126,7 @@ def test_local_runs_lower_to_nodes(s):
     mesh = Mesh(("a", "b"), (2, 1))
     for row in registry.rows(call):
         inputs, outputs = (tuple((p, R) for p in placed) for placed in (row.inputs, row.outputs))
-        if not all(divides(m.logical_shape, spec, mesh.sizes)
+        if not all(m is None or divides(m.logical_shape, spec, mesh.sizes)
                    for m, spec in zip((*call.inputs, *call.outputs), (*inputs, *outputs), strict=True)):
             continue
         emit = Emitter(mesh)
@@ -92,5 +135,6 @@ def test_local_runs_lower_to_nodes(s):
         proxies = [emit.placeholder(f"in{i}", context.local_in(i), m.dtype) for i, m in enumerate(call.inputs)]
         args, kwargs = oracle._arguments(call, proxies)
         found = emit.value(registry.run_local(context, *args, **kwargs))
-        shapes = [tuple(v.shape) for v in (found if isinstance(found, (tuple, list)) else (found,))]
-        assert shapes == [context.local_out(i) for i in range(len(call.outputs))], row
+        found = found if isinstance(found, (tuple, list)) else (found,)
+        shapes = [None if v is None else tuple(v.shape) for v in found]
+        assert shapes == [None if m is None else context.local_out(i) for i, m in enumerate(call.outputs)], row

@@ -209,6 +209,10 @@ NORM = (
     sample(_UPDATE, T(4, 6, 2, 2), T(6), T(6), T(6), _positive(6), 0.1, 1e-5),
     sample(aten.batch_norm_backward.default, T(4, 6, 2), T(4, 6, 2), T(6), T(6), _positive(6), T(6), _positive(6), True,
            1e-5, (True, True, True), Fixed(torch.empty(0, dtype=torch.uint8))),
+    sample(aten._weight_norm_interface.default, T(4, 6, 2), T(4, 1, 1)),
+    sample(aten._weight_norm_interface.default, T(4, 6), T(1, 6), 1),
+    *(sample(aten._weight_norm_interface_backward.default, T(4, 6), T(4, 6), g, Fixed(torch.rand(shape, dtype=_f64) + 1), d)
+      for g, shape, d in ((T(4, 1), (4, 1), 0), (T(1, 6), (1, 6), 1))),
 )
 
 _PERM = Fixed(torch.tensor([3, 0, 5, 1, 7, 2]))

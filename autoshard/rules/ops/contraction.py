@@ -1,6 +1,7 @@
 """Products of matrices: a shard of a contracted dim leaves Partial sums."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from autoshard.base.spec import PSUM, R
 aten = torch.ops.aten
 
 
-def _matmul(text: str) -> Rule:
+def _matmul(text: str | Callable[[Call], str]) -> Rule:
     return rule(text, family="matmul", partial="each")
 
 
@@ -41,11 +42,21 @@ def _share_bias(ctx: LocalContext, bias: Any, a: Any, b: Any, *, beta: Any = 1, 
     return ctx.call.target(bias, a, b, beta=beta if parts == 1 else beta / parts, alpha=alpha)
 
 
+def _trilinear_line(call: Call) -> str:
+    """Every operand lacks the dims it is expanded along; products are summed over `sumdim`."""
+    missing = [set(call.argument(f"expand{i}")) for i in (1, 2, 3)]
+    n = len(call.inputs[0].shape) + len(missing[0])
+    terms = [" ".join(f"d{d}" for d in range(n) if d not in gone) for gone in (*missing, set(call.argument("sumdim")))]
+    return f"{', '.join(terms[:3])} -> {terms[3]}"
+
+
 RULES = {
     aten.mm.default: _matmul("m k, k n -> m n"),
     aten.bmm.default: _matmul("b m k, b k n -> b m n"),
     aten.mv.default: _matmul("m k, k -> m"),
     aten.dot.default: _matmul("k, k ->"),
+    aten.vdot.default: _matmul("k, k ->"),
+    aten._trilinear.default: _matmul(_trilinear_line),
     aten.addmm.default: _biased("m k, k n", "m n"),
     aten.baddbmm.default: _biased("b m k, b k n", "b m n"),
     aten.addmv.default: _biased("m k, k", "m"),

@@ -4,6 +4,7 @@ Splitting the image itself would need an exchange of borders and is not offered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from autoshard.base.graph import Call, TensorMeta
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import adjust, letters, on_first, output_axes, partial_axes
+from autoshard.rules.parts import adjust, contiguous_inputs, letters, on_first, output_axes, partial_axes
 from autoshard.rules.types import LocalContext, Row, Rule
 from autoshard.base.spec import R
 
@@ -92,16 +93,25 @@ def _flops(call: Call, pixels: Sequence[Any], weight: Sequence[Any]) -> Any:
 
 
 def _image_line(image_dims: int, tensors: int, outputs: int) -> Any:
-    """All dims but the last `image_dims` are shared by all tensors."""
+    """All dims but the last `image_dims` are shared by all tensors. Of several the first is a gradient, in which ops are linear."""
     def line(call: Call) -> str:
         lead = letters("x", len(call.inputs[0].shape) - image_dims)
         term = f"{lead} {letters('p', image_dims, '!')}"
-        return f"{', '.join([term] * tensors)} -> {', '.join([term] * outputs)}"
+        return f"{', ~'.join([term] * tensors)} -> {', '.join([term] * outputs)}"
     return line
 
 
 def _image(image_dims: int, tensors: int = 1, outputs: int = 1, sizes: tuple[tuple[str, str], ...] = ()) -> Rule:
-    return rule(_image_line(image_dims, tensors, outputs), family="reduction", sizes=sizes)
+    """A maximum has two outputs, and is not linear; all else is."""
+    return rule(_image_line(image_dims, tensors, outputs), family="reduction", sizes=sizes,
+                partial="each" if outputs == 1 else "none")
+
+
+def _pads() -> dict[Any, Rule]:
+    """Borders that repeat or mirror the image."""
+    names = [(f"{kind}_pad{n}d", n) for kind in ("reflection", "replication") for n in (1, 2, 3)]
+    forward = {getattr(aten, name).default: _image(n) for name, n in names}
+    return {**forward, **{getattr(aten, f"{name}_backward").default: _image(n, tensors=2) for name, n in names}}
 
 
 RESIZED = (("input_size", "out0"),)
@@ -124,8 +134,9 @@ RULES = {
     aten._adaptive_avg_pool3d_backward.default: _image(3, tensors=2),
     aten.adaptive_max_pool2d.default: _image(2, outputs=2),
     aten.adaptive_max_pool2d_backward.default: _image(2, tensors=3),
-    aten.reflection_pad2d.default: _image(2),
-    aten.reflection_pad2d_backward.default: _image(2, tensors=2),
+    aten.adaptive_max_pool3d.default: _image(3, outputs=2),
+    aten.adaptive_max_pool3d_backward.default: replace(_image(3, tensors=3), local=contiguous_inputs),
+    **_pads(),
     aten.upsample_nearest1d.default: _image(1),
     aten.upsample_nearest1d_backward.default: _image(1, sizes=RESIZED),
     aten.upsample_nearest2d.default: _image(2),

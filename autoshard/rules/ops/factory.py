@@ -1,6 +1,7 @@
 """Ops that make tensors from nothing: any shard of the output is made in place."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ def _arange(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
     return cast(aten.add.Scalar(aten.mul.Scalar(cast(positions, torch.int64, acc), step), start), acc, dtype)
 
 
+def _new_dense(ctx: LocalContext, x: Any, size: Any, stride: Any, **kwargs: Any) -> Any:
+    """Strides of the whole mean nothing for a piece."""
+    return aten.new_empty.default(x, list(ctx.local_out(0)), **kwargs)
+
+
 _range = rule("-> n", local=_arange)
 _like = Rule(rows=_like_rows, factors=_like_factors, notation="shape of the input")
 _new = Rule(rows=_new_rows, sizes=(("size", "out0"),), notation="dtype of the input")
@@ -72,6 +78,8 @@ RULES = {
                             aten.empty_like.default)},
     **{op: _new for op in (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
                            aten.new_empty.default)},
+    aten.new_empty_strided.default: replace(_new, local=_new_dense),
+    aten.zero.default: _like,
     aten.fill.Scalar: Rule(rows=_like_rows, factors=_like_factors, notation="shape of the input"),
     aten.fill.Tensor: rule("~..., -> ...", partial="each"),
 }

@@ -238,6 +238,7 @@ RULES = {
     aten.index_copy.default: _one(_index_write_line, _scatter),
     aten.index_fill.int_Scalar: _one(_index_write_line, _scatter),
     aten.index.Tensor: _one(_index_line, _index, "each"),
+    aten._unsafe_index.Tensor: _one(_index_line, _index, "each"),
     aten.index_put.default: _one(_index_put_line, _index_put),
     aten._unsafe_index_put.default: _one(_index_put_line, _index_put),
     aten.topk.default: _ordered(2),

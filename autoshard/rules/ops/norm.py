@@ -11,7 +11,7 @@ import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import accumulate_dtype, adjust, cast, input_axes, letters
+from autoshard.rules.parts import accumulate_dtype, adjust, cast, contiguous_inputs, input_axes, letters
 from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
 from autoshard.base.spec import R
 
@@ -226,6 +226,25 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
     return tuple(None if m is None else cast(v, acc, m.dtype) for v, m in zip(results, call.outputs, strict=True))
 
 
+# Weight norm --------------------------------------------------------------------------------------------
+
+def _weight_norm_terms(call: Call, weight: str) -> tuple[str, str]:
+    """Letters of (weight, its norms): one norm per entry of `dim`, over all other dims."""
+    n = len(_meta(call, weight).shape)
+    at = call.argument("dim") % n
+    return tuple(" ".join("x" if d == at else other.format(d) for d in range(n)) for other in ("y{}!", "1"))
+
+
+def _weight_norm_line(call: Call) -> str:
+    v, g = _weight_norm_terms(call, "v")
+    return f"{v}, {g} -> {v}, {g}"
+
+
+def _weight_norm_backward_line(call: Call) -> str:
+    v, g = _weight_norm_terms(call, "saved_v")
+    return f"{v}, ~{v}, ~{g}, ~{g} -> {v}, {g}"
+
+
 def _layer(line: Any) -> Rule:
     return rule(line, family="norm")
 
@@ -235,6 +254,9 @@ def _batch(local: Any) -> Rule:
 
 
 RULES = {
+    aten._weight_norm_interface.default: rule(_weight_norm_line, family="norm", local=contiguous_inputs),
+    aten._weight_norm_interface_backward.default: rule(_weight_norm_backward_line, family="norm", partial="each",
+                                                       local=contiguous_inputs),
     aten.native_layer_norm.default: _layer(_layer_norm_line),
     aten.native_layer_norm_backward.default: rule(_layer_norm_backward_line, family="norm", local=_layer_norm_backward),
     aten._fused_rms_norm.default: _layer(_rms_norm_line),

@@ -2,6 +2,7 @@
 adds what the tag does not say: which ops are linear, so that Partial sums pass."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import isinf
 from typing import Any
@@ -23,7 +24,7 @@ def tagged(target: Any) -> Rule:
     return rule(", ".join(["..."] * tensors) + " -> " + ", ".join(["..."] * outputs))
 
 
-def _linear(text: str) -> Rule:
+def _linear(text: str | Callable[[Call], str]) -> Rule:
     return rule(text, partial="each")
 
 
@@ -40,6 +41,21 @@ def _fills_additive(call: Call) -> Passes:
     return "each" if value == 0 or isinf(value) else "none"
 
 
+def _halved(term: str) -> str:
+    """The dim that holds both halves stays whole."""
+    def line(call: Call) -> str:
+        n = len(call.inputs[0].shape)
+        at = call.argument("dim") % n
+        both, half = (" ".join(f"{word}!" if d == at else f"x{d}" for d in range(n)) for word in ("both", "half"))
+        return term.format(both=both, half=half)
+    return line
+
+
+def _log_sigmoid_line(call: Call) -> str:
+    """The buffer that backward reads has the input's shape on CPUs, and is empty elsewhere."""
+    return f"... -> ..., {'...' if call.outputs[1].shape == call.inputs[0].shape else 'empty!'}"
+
+
 _cast = rule("... -> ...", partial=_keeps_precision, family="copy")
 _sum = _linear("... + ... -> ...")
 _product = _linear("..., ... -> ...")
@@ -51,7 +67,7 @@ _fill = rule("..., ~... -> ...", partial=_fills_additive)
 _backwards = (
     "threshold_backward", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "elu_backward",
     "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward", "softplus_backward",
-    "mish_backward", "native_dropout_backward", "log_sigmoid_backward", "logit_backward",
+    "mish_backward", "native_dropout_backward", "log_sigmoid_backward", "logit_backward", "rrelu_with_noise_backward",
 )
 
 
@@ -87,6 +103,14 @@ RULES = {
     aten._to_copy.default: _cast,
     aten.copy.default: rule("~..., ... -> ...", partial="each", family="copy"),
     aten.lift_fresh_copy.default: rule("... -> ...", partial="each", family="copy"),
+    aten.complex.default: _sum,
+    aten.polar.default: _quotient,
+    aten.hardswish.default: rule("... -> ..."),
+    aten.log_sigmoid_forward.default: rule(_log_sigmoid_line),
+    aten._prelu_kernel.default: rule("..., ... -> ..."),
+    aten._prelu_kernel_backward.default: _linear("..., ~..., ~... -> ..., ..."),
+    aten.glu.default: rule(_halved("{both} -> {half}")),
+    aten.glu_backward.default: _linear(_halved("{half}, ~{both} -> {both}")),
     aten.floor_divide.default: rule("..., ... -> ..."),
     **_backward_rules(),
 }

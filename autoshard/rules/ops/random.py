@@ -31,6 +31,7 @@ SIZE = (("size", "out0"),)
 
 RULES = {
     aten.native_dropout.default: _drawn("... -> ..., ..."),
+    aten.rrelu_with_noise_functional.default: _drawn("..., ... -> ..., ..."),
     **{op: _drawn("... -> ...") for op in (
         aten.bernoulli.default, aten.bernoulli.p, aten.rand_like.default, aten.uniform.default,
         aten.randn_like.default, aten.normal_functional.default, aten.normal.Tensor_float, aten.normal.float_Tensor,

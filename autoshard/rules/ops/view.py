@@ -268,6 +268,8 @@ RULES = {
     aten.slice.Tensor: _view(_slice),
     aten.split.Tensor: _view(_split),
     aten.split_with_sizes.default: _view(_split),
+    aten.unsafe_split.Tensor: _view(_split),
+    aten.unsafe_split_with_sizes.default: _view(_split),
     aten.chunk.default: _view(_split),
     aten.unbind.int: _view(_unbind),
     aten.diagonal.default: _view(_diagonal),
