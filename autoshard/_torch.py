@@ -27,6 +27,9 @@ from autoshard.errors import TraceError
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 READ_MEMORY = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default, torch.ops.aten.as_strided_scatter.default)
+AT_ONCE = {torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default, torch.ops.aten._neg_view.default: torch.ops.aten.neg.default}
+"""Views that only note on the tensor what a later op has to do. Who looks at memory (`view_as_real`, an op that writes in place)
+depends on the note, and a graph of shapes and dtypes does not have it: so the work is done where the view is made."""
 
 
 # --- tracing -----------------------------------------------------------------------------------------
@@ -48,6 +51,7 @@ class Recorder(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READ_MEMORY and self.recording and self._depth == 0:
             args = (self._as_in_memory(args[0]), *args[1:])
+        func = AT_ONCE.get(func, func)
         self._depth += 1
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
