@@ -5,6 +5,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -33,6 +34,15 @@ def meta_of(t: torch.Tensor) -> TensorMeta:
     return TensorMeta(tuple(t.shape), t.dtype)
 
 
+@dataclass(frozen=True)
+class Checkpointed:
+    """Where inside of torch.utils.checkpoint an op runs: in which call of it (-1: not known), and on which line of the user's code in
+    there ("" where torch's own modules run alone)."""
+
+    call: int
+    line: str
+
+
 def is_random(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
@@ -51,6 +61,8 @@ class Tape:
         self._alive: list[Any] = []
         self._counts: dict[str, int] = {}
         self._origin: dict[int, tuple[str, str, str]] = {}
+        self._checkpoint_of: dict[int, int] = {}
+        self._checkpoints: dict[FrameType, int] = {}
         self._twins: dict[Any, list[Op]] = {}
         self._seen: dict[Any, int] = {}
         self._canonical: dict[str, str] = {}
@@ -125,9 +137,10 @@ class Tape:
         """Write an op down, named after `base`; whether it repeats one of the forward pass."""
         args = self._freeze(args)
         kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items())
-        module, source, code, recompute = self._origin_of()
-        key = (target, self._canon(args), self._canon(kwargs), module, source)
-        twin = self._twin(key, recompute)
+        module, source, code, within = self._origin_of()
+        key = (target, self._canon(args), self._canon(kwargs), module, within and within.line)
+        recompute = within is not None and self.phase == "backward"
+        twin = self._twin(within.call, key) if recompute else None
         if twin is not None and is_random(target):
             self._bind_all(results, twin.name)
             return recompute
@@ -137,8 +150,8 @@ class Tape:
         op = Op(name, "call", target, args, kwargs, outputs, self.phase, module, source, code)
         self.add(op)
         self._bind_all(results, name)
-        if self.phase == "forward":
-            self._twins.setdefault(key, []).append(op)
+        if within is not None and self.phase == "forward":
+            self._twins.setdefault((within.call, key), []).append(op)
         elif twin is not None:
             self._canonical[name] = twin.name
         return recompute
@@ -171,44 +184,54 @@ class Tape:
             return Ref(self._canonical.get(value.op, value.op), value.index)
         return tuple(self._canon(v) for v in value) if isinstance(value, tuple) else value
 
-    def _twin(self, key: Any, recompute: bool) -> Op | None:
-        """The forward op that a recomputed op repeats. Random ops must not be drawn again, so they are
+    def _twin(self, call: int, key: Any) -> Op | None:
+        """The forward op that a recomputed op of a call of checkpoint repeats. Random ops must not be drawn again, so they are
         matched by equal arguments, and by order among several with equal arguments."""
-        if not recompute:
-            return None
-        twins = self._twins.get(key)
+        twins = self._twins.get((call, key))
         if not twins:
             if is_random(key[0]):
                 raise TraceError(f"a random op in a checkpointed region has no counterpart in the forward pass{self._at()}; "
                                  "leave the random op out of torch.utils.checkpoint")
             return None
-        n = self._seen[key] = self._seen.get(key, -1) + 1
+        n = self._seen[call, key] = self._seen.get((call, key), -1) + 1
         return twins[n % len(twins)]
 
     # --- where an op comes from ---
 
-    def _origin_of(self) -> tuple[str, str, str, bool]:
-        """(module, source, code, is a recomputation) of the op that runs now. A backward op takes them from
+    def _origin_of(self) -> tuple[str, str, str, Checkpointed | None]:
+        """(module, source, code, where in a checkpoint) of the op that runs now. A backward op takes them from
         the forward op of its autograd node, which shares a sequence number with it."""
         frames = user_frames(sys._getframe(3))
         frame = next(frames, None)
         place = ("", "") if frame is None else place_of(frame.f_code, frame.f_lineno)
+        checkpoint, line = _checkpoint_around(sys._getframe(3))
         if self.phase == "forward":
-            origin = (self.module, *place)
-            self._origin.setdefault(_torch.sequence_number(), origin)
-            return *origin, False
-        module, source, code = self._origin.get(_torch.backward_sequence_number(), ("", "", ""))
-        if frame is None:
-            return module, source, code, False
-        return (self.module or module), *place, _below_checkpoint(frame)
+            origin, number = (self.module, *place), _torch.sequence_number()
+            self._origin.setdefault(number, origin)
+            if checkpoint is None:
+                return *origin, None
+            call = self._checkpoints.setdefault(checkpoint, len(self._checkpoints))
+            self._checkpoint_of.setdefault(number, call)
+            return *origin, Checkpointed(call, line)
+        node = _torch.backward_sequence_number()
+        module, source, code = self._origin.get(node, ("", "", ""))
+        within = None if checkpoint is None else Checkpointed(self._checkpoint_of.get(node, -1), line)
+        if within is not None:
+            module = self.module or module
+        return (module, source, code, within) if frame is None else ((self.module or module), *place, within)
 
 
-def _below_checkpoint(frame: FrameType | None) -> bool:
+def _checkpoint_around(frame: FrameType | None) -> tuple[FrameType | None, str]:
+    """The outermost call of torch.utils.checkpoint that runs now, and the line of the user's code in the innermost."""
+    outermost, line, seen = None, "", ""
     while frame is not None and not frame.f_code.co_filename.endswith("autoshard/trace.py"):
-        if frame.f_code.co_filename == CHECKPOINT_FILE:
-            return True
+        name = frame.f_code.co_filename
+        if name == CHECKPOINT_FILE:
+            outermost, line = frame, line if outermost else seen
+        elif not seen and is_user_file(name) and not name.startswith(HERE):
+            seen = place_of(frame.f_code, frame.f_lineno)[0]
         frame = frame.f_back
-    return False
+    return outermost, line
 
 
 def is_user_file(filename: str) -> bool:
