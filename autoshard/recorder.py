@@ -5,7 +5,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -16,11 +16,12 @@ import torch.utils.checkpoint
 from autoshard import _torch
 from autoshard.errors import TraceError
 from autoshard.graph import Op, Phase, Ref, TensorMeta
+from autoshard.ways_out import on_higher_order
 
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py", "survey.py", "whole.py", "made_up.py", "constants.py")
+RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py", "survey.py", "whole.py", "made_up.py", "constants.py", "ways_out.py")
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
 ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor and reduce_scatter_tensor of torch.distributed._functional_collectives are "
               "taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
@@ -132,6 +133,23 @@ class Tape:
         kwargs = {k: v for k, v in kwargs.items() if k not in DEVICE_KWARGS and v is not torch.strided}
         results = result if isinstance(result, (tuple, list)) else (result,)
         self.record(target, target._schema.name.split("::")[-1], args, kwargs, results)
+
+    def on_higher_order(self, name: str) -> None:
+        """An op that takes functions runs. Raises TraceError where a trace cannot go through it, in a survey too: nothing is known of
+        its result."""
+        frame = next(user_frames(sys._getframe()), None)
+        text = on_higher_order(name, describe(frame.f_code, frame.f_lineno) if frame else "")
+        if text:
+            raise TraceError(text)
+
+    def on_check(self, info: torch.Tensor) -> None:
+        """The model has torch check what `info` says of a result: the op that makes it does so itself from now on."""
+        ref = self.find(info)
+        at = next((i for i in reversed(range(len(self.ops))) if ref is not None and self.ops[i].name == ref.op), None)
+        if at is None or self.ops[at].kind != "call" or all(a.name != "check_errors" for a in self.ops[at].target._schema.arguments):
+            return self.refuse(f"a result of torch.linalg is checked by an op that is not known{self._at()}; use the form that ends in _ex")
+        op = self.ops[at]
+        self.ops[at] = replace(op, kwargs=(*((k, v) for k, v in op.kwargs if k != "check_errors"), ("check_errors", True)))
 
     def record(self, target: Any, base: str, args: Any, kwargs: Mapping[str, Any], results: Sequence[Any]) -> bool:
         """Write an op down, named after `base`; whether it repeats one of the forward pass."""

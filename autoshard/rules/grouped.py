@@ -72,8 +72,8 @@ def grouped_flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> 
     """2 x rows x k x n, times the share of experts held: groups are taken to be equally large."""
     a, b = inputs[:2]
     if len(call.inputs[1].shape) == 3:
-        return 2.0 * prod(a) * b[2] * b[0] / call.inputs[1].shape[0]
-    return 2.0 * prod(a) * b[1] * outputs[0][0] / call.outputs[0].shape[0]
+        return 2.0 * prod(a) * b[2] * b[0] / max(call.inputs[1].shape[0], 1)
+    return 2.0 * prod(a) * b[1] * outputs[0][0] / max(call.outputs[0].shape[0], 1)
 
 
 # The fallback of Hugging Face transformers where torch's own op does not apply ---------------------------

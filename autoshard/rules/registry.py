@@ -19,6 +19,7 @@ from autoshard.rules import (
     factory,
     grouped,
     index,
+    linalg,
     loss,
     marker,
     norm,
@@ -33,7 +34,7 @@ from autoshard.rules.types import LocalContext, Origin, Row, Rule
 from autoshard.spec import PSUM, R, Placement, is_partial
 
 FAMILIES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
-            grouped, marker)
+            grouped, marker, linalg)
 
 
 def all_replicate(call: Call) -> Row:
