@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from autoshard.calling import Traced
 from autoshard.lower import Port, lower
 from autoshard.plan import Plan
 from autoshard.recompute import with_recompute
+from autoshard.runtime.backends import as_run
 from autoshard.runtime.route import route_of
 from autoshard.verify.collectives import Ranked
 from autoshard.verify.pieces import Joined, cut, joined
@@ -34,7 +35,8 @@ class Program:
 
     def __init__(self, traced: Traced, plan: Plan, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self.traced, self.graph, self.plan, self.mesh, self.device = traced, with_recompute(traced.graph, plan.recompute), plan, plan.mesh, device
-        self.lowered = lower(self.graph, plan, self.mesh, route_of(plan))
+        lowered = lower(self.graph, plan, self.mesh, route_of(plan))
+        self.forward, self.backward = (g and replace(g, graph=as_run(g.graph)) for g in (lowered.forward, lowered.backward))
         self.local: dict[str, Ranked] = {}
         everything = {**traced.calling.constants, **state}
         for op in self.graph.of_kind("param", "buffer"):
@@ -48,11 +50,11 @@ class Program:
              watch: Watch = lambda node, value: None) -> Outcome:
         """Forward and backward under tangents of ones. Buffers are written, weights stay until `update`."""
         given = self._inputs(args, kwargs, seed)
-        forward = run_ranks(self.lowered.forward, self.mesh, given, self.device, watch)
+        forward = run_ranks(self.forward, self.mesh, given, self.device, watch)
         given |= {port: value for port, value in forward.items() if port.kind == "saved"}
         results = dict(forward)
-        if self.lowered.backward is not None:
-            backward = run_ranks(self.lowered.backward, self.mesh, given, self.device, watch)
+        if self.backward is not None:
+            backward = run_ranks(self.backward, self.mesh, given, self.device, watch)
             self._grads = {port.name: value for port, value in backward.items() if port.kind == "grad"}
             results |= backward
         for port, value in forward.items():

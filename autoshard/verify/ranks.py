@@ -48,14 +48,26 @@ def _call(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mes
     if node.target is _torch.WAIT or node.target in _torch.COLLECTIVE_KINDS:
         return run_collective(node.target, values[node.args[0]], node.args[1:], mesh)
     extra = {"device": device} if makes_tensor_from_nothing(node) else {}
-    done: dict[tuple[Any, ...], Any] = {}
-    out = []
-    for rank in range(mesh.size):
-        key = tuple(_identity(values[n][rank]) for n in node.all_input_nodes)
-        if key not in done:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][rank])  # noqa: B023
-            done[key] = node.target(*args, **kwargs, **extra)
-        out.append(done[key])
+    ranks = {tuple(_identity(values[n][rank]) for n in node.all_input_nodes): rank for rank in reversed(range(mesh.size))}
+    found = {key: torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][rank]) for key, rank in ranks.items()}  # noqa: B023
+    if _writes(node.target):
+        found = _apart(found)
+    done = {key: node.target(*args, **kwargs, **extra) for key, (args, kwargs) in found.items()}
+    return [done[tuple(_identity(values[n][rank]) for n in node.all_input_nodes)] for rank in range(mesh.size)]
+
+
+def _writes(target: Any) -> bool:
+    """Whether an op writes its result over its first argument."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _apart(found: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
+    """Arguments for an op that writes over the first: ranks that share that tensor, and not the others, get one each."""
+    seen: set[int] = set()
+    out = {}
+    for key, ((first, *rest), kwargs) in found.items():
+        out[key] = ((first.clone() if id(first) in seen else first, *rest), kwargs)
+        seen.add(id(first))
     return out
 
 
