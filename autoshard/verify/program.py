@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from autoshard.calling import Traced
-from autoshard.lower import Port, lower
+from autoshard.errors import LoweringError
+from autoshard.lower import LocalGraph, Port, lower
 from autoshard.plan import Plan
 from autoshard.recompute import with_recompute
 from autoshard.runtime.backends import as_run
 from autoshard.runtime.route import route_of
 from autoshard.verify.collectives import Ranked
 from autoshard.verify.pieces import Joined, cut, joined
-from autoshard.verify.ranks import Watch, run_ranks
+from autoshard.verify.ranks import OpFailed, Watch, run_ranks
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -48,19 +49,28 @@ class Program:
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int,
              watch: Watch = lambda node, value: None) -> Outcome:
-        """Forward and backward under tangents of ones. Buffers are written, weights stay until `update`."""
+        """Forward and backward under tangents of ones. Buffers are written, weights stay until `update`. Raises LoweringError where an
+        op cannot run on a rank's tensors."""
         given = self._inputs(args, kwargs, seed)
-        forward = run_ranks(self.forward, self.mesh, given, self.device, watch)
+        forward = self._run(self.forward, given, watch)
         given |= {port: value for port, value in forward.items() if port.kind == "saved"}
         results = dict(forward)
         if self.backward is not None:
-            backward = run_ranks(self.backward, self.mesh, given, self.device, watch)
+            backward = self._run(self.backward, given, watch)
             self._grads = {port.name: value for port, value in backward.items() if port.kind == "grad"}
             results |= backward
         for port, value in forward.items():
             if port.kind == "mutation":
                 self.local[port.name] = value
         return self._outcome(results)
+
+    def _run(self, local: LocalGraph, given: Mapping[Port, Ranked], watch: Watch) -> dict[Port, Ranked]:
+        try:
+            return run_ranks(local, self.mesh, given, self.device, watch)
+        except OpFailed as e:
+            part = e.node.meta.get("part")
+            op = self.graph.op(part.name) if part is not None and part.kind == "compute" else None
+            raise LoweringError(f"{op.where if op else e.node.format_node()} cannot run on the tensors of a rank: {e}") from e
 
     def weights(self) -> dict[str, Joined]:
         """Parameters by name, put together."""

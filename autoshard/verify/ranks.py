@@ -15,13 +15,21 @@ from autoshard.lower import LocalGraph, Port, makes_tensor_from_nothing
 from autoshard.mesh import Mesh
 from autoshard.verify.collectives import Ranked, run_collective
 
+class OpFailed(Exception):
+    """A node raised on some rank."""
+
+    def __init__(self, node: torch.fx.Node, error: Exception) -> None:
+        super().__init__(str(error))
+        self.node = node
+
+
 Watch = Callable[[torch.fx.Node, Ranked], None]
 
 
 def run_ranks(local: LocalGraph, mesh: Mesh, given: Mapping[Port, Ranked], device: torch.device,
               watch: Watch = lambda node, value: None) -> dict[Port, Ranked]:
     """What the graph gives, by port. `given` has the local tensors of every port it takes but coordinates;
-    `watch` sees every node with its values. Values are dropped after their last use."""
+    `watch` sees every node with its values. Values are dropped after their last use. Raises OpFailed."""
     values: dict[torch.fx.Node, Ranked] = {}
     last = {n: user for user in local.graph.nodes for n in user.all_input_nodes}
     ports = iter(local.takes)
@@ -29,7 +37,7 @@ def run_ranks(local: LocalGraph, mesh: Mesh, given: Mapping[Port, Ranked], devic
         for node in local.graph.nodes:
             if node.op == "output":
                 return dict(zip(local.gives, (values[n] for n in node.args[0]), strict=True))
-            values[node] = _placeholder(next(ports), given, mesh) if node.op == "placeholder" else _call(node, values, mesh, device)
+            values[node] = _placeholder(next(ports), given, mesh) if node.op == "placeholder" else _run(node, values, mesh, device)
             watch(node, values[node])
             for used in node.all_input_nodes:
                 if last[used] is node:
@@ -42,6 +50,13 @@ def _placeholder(port: Port, given: Mapping[Port, Ranked], mesh: Mesh) -> Ranked
         axis = mesh.index(port.name)
         return [mesh.coordinates(r)[axis] for r in range(mesh.size)]
     return given[port]
+
+
+def _run(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mesh, device: torch.device) -> Ranked:
+    try:
+        return _call(node, values, mesh, device)
+    except (RuntimeError, TypeError, ValueError, IndexError) as e:
+        raise OpFailed(node, e) from e
 
 
 def _call(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mesh, device: torch.device) -> Ranked:
