@@ -228,6 +228,11 @@ def has_gradient_hook(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks)
 
 
+def convert(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    """`change` every parameter and buffer of a module in place, as `Module.to` does; it casts complex tensors to real ones."""
+    return module._apply(change)
+
+
 def no_autocast() -> Any:
     """Backward runs outside the user's autocast context."""
     return torch._C._DisableAutocast()
