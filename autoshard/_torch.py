@@ -57,7 +57,8 @@ class Recorder(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READ_MEMORY and self.recording and self._depth == 0:
             args = (self._as_in_memory(args[0]), *args[1:])
-        func = AT_ONCE.get(func, func)
+        if func in AT_ONCE and isinstance(args[0], torch.Tensor):
+            func = AT_ONCE[func]
         if func is CHECKS_RESULT:
             return self.on_check(args[0]) if self.recording and self._depth == 0 and self.on_check else None
         self._depth += 1
