@@ -80,7 +80,7 @@ CONJUGATES = {
     "resolved": (lambda m, x: torch.view_as_real(complexes(m, x).conj().resolve_conj()), X),
     "times": (lambda m, x: torch.view_as_real(complexes(m, x).conj() * complexes(m, x + 1)), X),
     "matmul": (lambda m, x: (complexes(m, x) @ complexes(m, x).mH).abs(), X),
-    "written in place": (lambda m, x: torch.view_as_real(complexes(m, x).conj().mul_(2j).add_(1).resolve_conj()), X),
+    "written in place": (lambda m, x: torch.view_as_real((complexes(m, x) + 1).conj().mul_(2j).add_(1).resolve_conj()), X),
     "spectrum": (lambda m, x: torch.fft.irfft(torch.fft.rfft(m.l(x)).conj() * 2, n=12), X),
 }
 CHECKPOINTS = {
