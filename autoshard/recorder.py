@@ -27,6 +27,8 @@ ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor and reduce_scatter_t
               "taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
 STDLIB = os.path.dirname(os.__file__) + os.sep
 
+SAME_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
 # The device is the runtime's choice, so it is no part of the program: lowering adds `device` to factories.
 DEVICE_KWARGS = frozenset({"device", "pin_memory"})
 
@@ -66,7 +68,7 @@ class Tape:
         self._checkpoints: dict[FrameType, int] = {}
         self._twins: dict[Any, list[Op]] = {}
         self._seen: dict[Any, int] = {}
-        self._canonical: dict[str, str] = {}
+        self._canonical: dict[Ref, Ref] = {}
 
     @property
     def module(self) -> str:
@@ -171,7 +173,9 @@ class Tape:
         if within is not None and self.phase == "forward":
             self._twins.setdefault((within.call, key), []).append(op)
         elif twin is not None:
-            self._canonical[name] = twin.name
+            self._canonical.update((Ref(name, i), Ref(twin.name, i)) for i in range(len(outputs)))
+        if target in SAME_VALUE:  # nested calls of checkpoint hand each other such copies
+            self._canonical[Ref(name)] = self._canon(args[0])
         return recompute
 
     def _bind_all(self, results: Any, name: str) -> None:
@@ -199,7 +203,7 @@ class Tape:
     def _canon(self, value: Any) -> Any:
         """Arguments with recomputed values replaced by the forward values they repeat."""
         if isinstance(value, Ref):
-            return Ref(self._canonical.get(value.op, value.op), value.index)
+            return self._canonical.get(value, value)
         return tuple(self._canon(v) for v in value) if isinstance(value, tuple) else value
 
     def _twin(self, call: int, key: Any) -> Op | None:

@@ -9,7 +9,7 @@ import torch
 
 aten = torch.ops.aten
 
-READS = ("a number or truth value is read out of a tensor (.item(), .tolist(), .numpy(), float(), int(), `if` or `while` on a tensor)",
+READS = ("a number or truth value is read out of a tensor (.item(), .tolist(), float(), int(), `if` or `while` on a tensor)",
          "keep it a tensor (h * h.max() instead of h * h.max().item()), compute both branches and choose by torch.where, or compute it "
          "outside of the model and pass it as an input")
 SELECTS = ("a selection whose length depends on data (indexing by a boolean mask, torch.nonzero, torch.where(condition), "
