@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._ops import HigherOrderOperator
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed import _functional_collectives
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE  # noqa: F401  (where fully_shard() keeps its state)
@@ -22,13 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils import _pytree as pytree  # noqa: F401  (used by everyone else from here)
 
 from autoshard.errors import TraceError
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+CHECKS_RESULT = torch.ops.aten._linalg_check_errors.default
 READ_MEMORY = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default, torch.ops.aten.as_strided_scatter.default)
+AT_ONCE = {torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default, torch.ops.aten._neg_view.default: torch.ops.aten.neg.default}
+"""Views that only note on the tensor what a later op has to do. Who looks at memory (`view_as_real`, an op that writes in place)
+depends on the note, and a graph of shapes and dtypes does not have it: so the work is done where the view is made."""
 
 
 # --- tracing -----------------------------------------------------------------------------------------
@@ -38,18 +43,25 @@ class Recorder(FakeTensorMode):
 
     Sits below functionalization and autograd, so it sees what a device would run and nothing in place.
     Ops that fake tensors run internally to find a shape are not reported. `answer(op, args)` may make up the result of
-    an op that has none without data."""
+    an op that has none without data; `on_check(info)` hears of a check that raises unless all of `info` are 0; `on_higher_order(name)`
+    of ops that take functions."""
 
     def __init__(self, on_op: Callable[..., None]) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.on_op = on_op
         self.recording = False
         self.answer: Callable[[Any, Any], Any] | None = None
+        self.on_check: Callable[[torch.Tensor], None] | None = None
+        self.on_higher_order: Callable[[str], None] | None = None
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READ_MEMORY and self.recording and self._depth == 0:
             args = (self._as_in_memory(args[0]), *args[1:])
+        if func in AT_ONCE and isinstance(args[0], torch.Tensor):
+            func = AT_ONCE[func]
+        if func is CHECKS_RESULT:
+            return self.on_check(args[0]) if self.recording and self._depth == 0 and self.on_check else None
         self._depth += 1
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -100,8 +112,8 @@ def functional_tracing(recorder: Recorder, mode: str) -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)  # then an LSTM is matmuls and pointwise ops; its fused op cannot be split
     try:
         # a submodule under torch.compile runs as the Python it wraps
-        with (torch.compiler.set_stance("force_eager"), _no_data_checks(), enable_python_dispatcher(), recorder,
-              FunctionalTensorMode()):
+        with (torch.compiler.set_stance("force_eager"), _no_data_checks(), _checks_without_effect(), _higher_order_told(recorder),
+              enable_python_dispatcher(), recorder, FunctionalTensorMode()):
             yield
     finally:
         torch._C._set_mkldnn_enabled(one_dnn)
@@ -122,6 +134,35 @@ def _no_data_checks() -> Iterator[None]:
     finally:
         for name, check in kept.items():
             setattr(torch, name, check)
+
+
+@contextlib.contextmanager
+def _checks_without_effect() -> Iterator[None]:
+    """Torch threads checks of linalg results through a graph by tokens, which nobody hands out here: the recorder sees them instead."""
+    effect = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    kept = effect.effect
+    effect.register(None)
+    try:
+        yield
+    finally:
+        effect.register(kept)
+
+
+@contextlib.contextmanager
+def _higher_order_told(recorder: Recorder) -> Iterator[None]:
+    """Tell `recorder.on_higher_order` of ops that take functions (torch.cond and its like) before they run on traced tensors."""
+    kept = HigherOrderOperator.__call__
+
+    def told(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if recorder.on_higher_order is not None and any(map(is_traced, pytree.tree_leaves((args, kwargs)))):
+            recorder.on_higher_order(self.name())
+        return kept(self, *args, **kwargs)
+
+    HigherOrderOperator.__call__ = told
+    try:
+        yield
+    finally:
+        HigherOrderOperator.__call__ = kept
 
 
 @contextlib.contextmanager
@@ -187,6 +228,11 @@ def was_mutated(value: torch.Tensor) -> bool:
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Whether `parameter.register_hook` was called."""
     return bool(parameter._backward_hooks)
+
+
+def convert(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    """`change` every parameter and buffer of a module in place, as `Module.to` does; it casts complex tensors to real ones."""
+    return module._apply(change)
 
 
 def no_autocast() -> Any:

@@ -72,6 +72,11 @@ def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[
     return tuple(args), dict(sorted((kwargs or {}).items()))
 
 
+def as_stored(t: torch.Tensor) -> torch.Tensor:
+    """What a graph takes: contiguous, and with its values in memory, where a conjugate may be a note on the tensor only."""
+    return t.resolve_conj().resolve_neg().contiguous()
+
+
 def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a is b or bool(a == b))
 

@@ -61,14 +61,14 @@ def seconds(kind: str, nbytes: np.ndarray, axis: Axis) -> np.ndarray: ...
 def seconds(kind: str, nbytes: float | np.ndarray, axis: Axis) -> float | np.ndarray:
     """Seconds of collective `kind` with `nbytes` (convention above; an array gives an array) over `axis`.
 
-    0 on one rank. Raises ClusterError for an unknown kind.
+    0 on one rank, and for 0 bytes: nothing is sent then. Raises ClusterError for an unknown kind.
 
     >>> seconds("all_gather", 1e9, axis)   # 8 H100 on NVLink: 24e-6 + 7 x 1.9e-6 + 7/8 x 1e9 / 369e9 = 2.409 ms
     """
     if kind not in KINDS:
         raise ClusterError(f"no formula for collective {kind!r}; there are {', '.join(KINDS)}")
     size = np.asarray(nbytes, dtype=np.float64)
-    out = KINDS[kind].seconds(size, axis.levels) if axis.size > 1 else np.zeros_like(size)
+    out = np.where(size > 0, KINDS[kind].seconds(size, axis.levels), 0.0) if axis.size > 1 else np.zeros_like(size)
     return out if size.ndim else float(out)
 
 

@@ -231,7 +231,7 @@ class Redistribution:
 
     def _all_pairs(self, lay: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> _Solved:
         full = np.array(shape, np.int64)
-        valid = np.all((full % lay.cuts == 0) & (full >= lay.cuts), axis=1)
+        valid = np.all((full % lay.cuts == 0) & ((full >= lay.cuts) | (lay.cuts == 1)), axis=1)  # a dim of size 0 is never cut
         nbytes, rearranged, seconds = self._price(lay, full // lay.cuts, dtype.itemsize)
         legal = valid[lay.src] & valid[lay.dst]
         # Integer prices make sums exact; 2^-50 of the dearest step is far below the 1e-9 that matters.

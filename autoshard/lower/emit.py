@@ -175,16 +175,27 @@ class Emitter:
     # --- collectives ---
 
     def collective(self, kind: str, x: Proxy, axes: Sequence[int], reduce_op: str = "") -> Proxy:
-        """Start a collective over `axes` taken as one, on a contiguous tensor; gathers and scatters work on dim 0."""
+        """Start a collective over `axes` taken as one, on a contiguous tensor; gathers and scatters work on dim 0. Of a tensor of
+        size 0 nothing is sent."""
         group, n = f"axis:{self.mesh.label(axes)}", self.mesh.ranks(axes)
+        if not self.value(x).numel():
+            return self._of_nothing(kind, x, n)
         x = aten.contiguous.default(x)
         if kind not in RUN:
             raise LoweringError(f"no collective of kind {kind!r}; there are {', '.join(RUN)}")
         rows = next(iter(self.value(x).shape), 1)
         return RUN[kind].target(x, *RUN[kind].arguments(rows, n, reduce_op), group)
 
+    def _of_nothing(self, kind: str, x: Proxy, n: int) -> Proxy:
+        """What the collective would make: a tensor of size 0 as well."""
+        if kind in ("all_reduce", "all_to_all"):
+            return x
+        rows, *rest = self._shape(x)
+        return aten.new_empty.default(x, [rows * n if kind == "all_gather" else rows // n, *rest])
+
     def wait(self, x: Proxy) -> Proxy:
-        return _torch.WAIT(x)
+        """The result of what was started."""
+        return _torch.WAIT(x) if x.node.target in _torch.COLLECTIVE_KINDS else x
 
     def redistribute(self, x: Proxy, meta: TensorMeta, counts: Sequence[int], steps: Sequence[Any]) -> Pending:
         """Run `steps` on `x`, a local tensor cut into `counts` pieces per logical dim, up to and including the

@@ -9,7 +9,7 @@ import torch
 
 from autoshard.errors import UsageError
 from autoshard.base.graph import Op, Ref, map_args
-from autoshard.base.calling import Traced
+from autoshard.base.calling import Traced, as_stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,11 @@ def _given(op: Op, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch
     meta = op.outputs[0]
     if op.kind == "tangent":
         default = torch.ones(meta.shape, dtype=meta.dtype, device=device)
-        return tangents.get(op.target, default).contiguous()
+        return as_stored(tangents.get(op.target, default))
     source = inputs if op.kind == "input" else state
     if op.target not in source:
         raise UsageError(f"{op.kind} {op.target!r} has no value; pass it in state")
-    return source[op.target].detach().contiguous()
+    return as_stored(source[op.target].detach())
 
 
 def _call(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:

@@ -48,7 +48,8 @@ class Frame:
         Raises UsageError when an input or a parameter is written in place."""
         inputs, rest = tensors[:self.inputs], tensors[self.inputs:]
         state = dict(zip(self.params, rest, strict=False))
-        before = {name: t.clone() for name, t in zip(self.buffers, rest[len(self.params):], strict=True)}
+        given = dict(zip(self.buffers, rest[len(self.params):], strict=True))
+        before = {name: t.clone() for name, t in given.items()}
         versions = [t._version for t in tensors]
         args, kwargs = pytree.tree_unflatten([inputs[v.index] if isinstance(v, TensorLeaf) else v for v in self.leaves], self.in_spec)
         now, marks = {**state, **before}, {name: t._version for name, t in before.items()}
@@ -57,9 +58,16 @@ class Frame:
             out = torch.func.functional_call(self.module, now, args, kwargs)
         if [t._version for t in tensors] != versions:
             raise UsageError(f"{type(self.module).__name__}, which runs whole, writes into an input or a parameter in place; write into a copy")
-        written = {n: now[n] for n, t in before.items() if now[n] is not t or t._version != marks[n]}
+        written = {n: now[n] for n, t in before.items() if now[n] is not t or t._version != marks[n] or _differs(t, given[n])}
         flat, spec = pytree.tree_flatten(out)
         return flat, spec, written
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether any value does. Batch norm writes its statistics without counting that as a write."""
+    if isinstance(a, _torch.FakeTensor) or isinstance(b, _torch.FakeTensor):
+        return False
+    return not bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,6 +134,11 @@ def _transpose(op: Op, state: _State) -> Op | Ref:
     return inner.args[0] if inner is not None and {d % rank for d in inner.args[1:]} == pair else op
 
 
+def _conjugate(op: Op, state: _State) -> Op | Ref:
+    inner = state.maker(op.args[0], aten.conj_physical.default)
+    return inner.args[0] if inner is not None and inner.phase == op.phase else op
+
+
 def _permute(op: Op, state: _State) -> Op | Ref:
     x, rank = op.args[0], len(op.outputs[0].shape)
     order = tuple(d % rank for d in op.args[1])
@@ -213,6 +218,7 @@ FOLDS: Mapping[Any, Fold] = {
     aten.t.default: _t,
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,
+    aten.conj_physical.default: _conjugate,
     aten.pow.Tensor_Scalar: _power,
     aten.copy.default: _copy,
     aten.as_strided.default: _strided,

@@ -18,12 +18,11 @@ import torch
 from autoshard import _torch
 from autoshard.errors import AutoshardError, TraceError
 from autoshard.program.tape import ONLY_TAKEN, describe, innermost_user_line, user_frames
+from autoshard.program.ways_out import hint_of, on_data
 
 aten = torch.ops.aten
 MOST_ANSWERS = 1000
 """Made-up values in one trace: a loop that ends on none of them must end."""
-ON_DATA = ("replace Python control flow, .item(), .tolist() or boolean indexing on tensors by tensor ops such as "
-           "torch.where, or move that line out of the model")
 
 
 @dataclass(eq=False)
@@ -33,13 +32,13 @@ class Answers:
     Numbers and lengths differ between variants. Truth values take turns at each line of code, so that a loop on one ends."""
 
     variant: int = 0
-    note: Callable[[str], None] = lambda where: None
+    note: Callable[[Any, str, str], None] = lambda op, where, hint: None
     seen: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
         """A result of `op`, or NotImplemented where none can be made up. Runs inside the fake mode."""
         place = user_line()
-        self.note(place)
+        self.note(op, place, hint_of(sys._getframe()))
         turn = self.seen[place] + self.variant
         self.seen[place] += 1
         if self.seen.total() > MOST_ANSWERS:
@@ -164,7 +163,8 @@ def explain(e: BaseException, phase: str) -> str:
     if isinstance(e, AutoshardError):
         return str(e)
     if _reads_data(e):
-        return on_data(phase, where)
+        op = getattr(e, "func", None) if isinstance(e, _torch.DATA_DEPENDENT) else aten._local_scalar_dense.default
+        return on_data(phase, where, op, hint_of(e.__traceback__))
     if "c10d." in str(e):
         return f"the model calls a collective in place{at}\n  {ONLY_TAKEN}"
     if "use_reentrant=True" in str(e):
@@ -174,12 +174,7 @@ def explain(e: BaseException, phase: str) -> str:
 
 def _reads_data(e: BaseException) -> bool:
     """Also where C++ code reads it, as indexing by a list of numbers that are tensors does."""
-    return isinstance(e, _torch.DATA_DEPENDENT) or "its data is not allocated yet" in str(e)
-
-
-def on_data(phase: str, where: str) -> str:
-    at = f"\n  at {where}" if where else ""
-    return f"the {phase} pass depends on the data of a tensor, so it is not one graph{at}\n  {ON_DATA}"
+    return isinstance(e, _torch.DATA_DEPENDENT) or any(said in str(e) for said in ("its data is not allocated yet", ".numpy() is not supported"))
 
 
 def short(e: BaseException) -> str:

@@ -5,6 +5,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -15,16 +16,18 @@ import torch.utils.checkpoint
 from autoshard import _torch
 from autoshard.errors import TraceError
 from autoshard.base.graph import Op, Phase, Ref, TensorMeta
+from autoshard.program.ways_out import on_higher_order
 
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = ("_torch.py", "program/tape.py", "seeds/seeds.py", "program/user_collectives.py", "program/survey.py", "program/opaque.py",
-                   "program/opaque_probe.py", "program/known_values.py")
+RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py", "survey.py", "whole.py", "made_up.py", "constants.py", "ways_out.py")
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
 ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor and reduce_scatter_tensor of torch.distributed._functional_collectives are "
               "taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
 STDLIB = os.path.dirname(os.__file__) + os.sep
+
+SAME_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 # The device is the runtime's choice, so it is no part of the program: lowering adds `device` to factories.
 DEVICE_KWARGS = frozenset({"device", "pin_memory"})
@@ -32,6 +35,15 @@ DEVICE_KWARGS = frozenset({"device", "pin_memory"})
 
 def meta_of(t: torch.Tensor) -> TensorMeta:
     return TensorMeta(tuple(t.shape), t.dtype)
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """Where inside of torch.utils.checkpoint an op runs: in which call of it (-1: not known), and on which line of the user's code in
+    there ("" where torch's own modules run alone)."""
+
+    call: int
+    line: str
 
 
 def is_random(target: Any) -> bool:
@@ -52,9 +64,11 @@ class Tape:
         self._alive: list[Any] = []
         self._counts: dict[str, int] = {}
         self._origin: dict[int, tuple[str, str, str]] = {}
+        self._checkpoint_of: dict[int, int] = {}
+        self._checkpoints: dict[FrameType, int] = {}
         self._twins: dict[Any, list[Op]] = {}
         self._seen: dict[Any, int] = {}
-        self._canonical: dict[str, str] = {}
+        self._canonical: dict[Ref, Ref] = {}
 
     @property
     def module(self) -> str:
@@ -122,13 +136,31 @@ class Tape:
         results = result if isinstance(result, (tuple, list)) else (result,)
         self.record(target, target._schema.name.split("::")[-1], args, kwargs, results)
 
+    def on_higher_order(self, name: str) -> None:
+        """An op that takes functions runs. Raises TraceError where a trace cannot go through it, in a survey too: nothing is known of
+        its result."""
+        frame = next(user_frames(sys._getframe()), None)
+        text = on_higher_order(name, describe(frame.f_code, frame.f_lineno) if frame else "")
+        if text:
+            raise TraceError(text)
+
+    def on_check(self, info: torch.Tensor) -> None:
+        """The model has torch check what `info` says of a result: the op that makes it does so itself from now on."""
+        ref = self.find(info)
+        at = next((i for i in reversed(range(len(self.ops))) if ref is not None and self.ops[i].name == ref.op), None)
+        if at is None or self.ops[at].kind != "call" or all(a.name != "check_errors" for a in self.ops[at].target._schema.arguments):
+            return self.refuse(f"a result of torch.linalg is checked by an op that is not known{self._at()}; use the form that ends in _ex")
+        op = self.ops[at]
+        self.ops[at] = replace(op, kwargs=(*((k, v) for k, v in op.kwargs if k != "check_errors"), ("check_errors", True)))
+
     def record(self, target: Any, base: str, args: Any, kwargs: Mapping[str, Any], results: Sequence[Any]) -> bool:
         """Write an op down, named after `base`; whether it repeats one of the forward pass."""
         args = self._freeze(args)
         kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items())
-        module, source, code, recompute = self._origin_of()
-        key = (target, self._canon(args), self._canon(kwargs), module, source)
-        twin = self._twin(key, recompute)
+        module, source, code, within = self._origin_of()
+        key = (target, self._canon(args), self._canon(kwargs), module, within and within.line)
+        recompute = within is not None and self.phase == "backward"
+        twin = self._twin(within.call, key) if recompute else None
         if twin is not None and is_random(target):
             self._bind_all(results, twin.name)
             return recompute
@@ -138,10 +170,12 @@ class Tape:
         op = Op(name, "call", target, args, kwargs, outputs, self.phase, module, source, code)
         self.add(op)
         self._bind_all(results, name)
-        if self.phase == "forward":
-            self._twins.setdefault(key, []).append(op)
+        if within is not None and self.phase == "forward":
+            self._twins.setdefault((within.call, key), []).append(op)
         elif twin is not None:
-            self._canonical[name] = twin.name
+            self._canonical.update((Ref(name, i), Ref(twin.name, i)) for i in range(len(outputs)))
+        if target in SAME_VALUE:  # nested calls of checkpoint hand each other such copies
+            self._canonical[Ref(name)] = self._canon(args[0])
         return recompute
 
     def _bind_all(self, results: Any, name: str) -> None:
@@ -169,47 +203,57 @@ class Tape:
     def _canon(self, value: Any) -> Any:
         """Arguments with recomputed values replaced by the forward values they repeat."""
         if isinstance(value, Ref):
-            return Ref(self._canonical.get(value.op, value.op), value.index)
+            return self._canonical.get(value, value)
         return tuple(self._canon(v) for v in value) if isinstance(value, tuple) else value
 
-    def _twin(self, key: Any, recompute: bool) -> Op | None:
-        """The forward op that a recomputed op repeats. Random ops must not be drawn again, so they are
+    def _twin(self, call: int, key: Any) -> Op | None:
+        """The forward op that a recomputed op of a call of checkpoint repeats. Random ops must not be drawn again, so they are
         matched by equal arguments, and by order among several with equal arguments."""
-        if not recompute:
-            return None
-        twins = self._twins.get(key)
+        twins = self._twins.get((call, key))
         if not twins:
             if is_random(key[0]):
                 raise TraceError(f"a random op in a checkpointed region has no counterpart in the forward pass{self._at()}; "
                                  "leave the random op out of torch.utils.checkpoint")
             return None
-        n = self._seen[key] = self._seen.get(key, -1) + 1
+        n = self._seen[call, key] = self._seen.get((call, key), -1) + 1
         return twins[n % len(twins)]
 
     # --- where an op comes from ---
 
-    def _origin_of(self) -> tuple[str, str, str, bool]:
-        """(module, source, code, is a recomputation) of the op that runs now. A backward op takes them from
+    def _origin_of(self) -> tuple[str, str, str, Checkpointed | None]:
+        """(module, source, code, where in a checkpoint) of the op that runs now. A backward op takes them from
         the forward op of its autograd node, which shares a sequence number with it."""
         frames = user_frames(sys._getframe(3))
         frame = next(frames, None)
         place = ("", "") if frame is None else place_of(frame.f_code, frame.f_lineno)
+        checkpoint, line = _checkpoint_around(sys._getframe(3))
         if self.phase == "forward":
-            origin = (self.module, *place)
-            self._origin.setdefault(_torch.sequence_number(), origin)
-            return *origin, False
-        module, source, code = self._origin.get(_torch.backward_sequence_number(), ("", "", ""))
-        if frame is None:
-            return module, source, code, False
-        return (self.module or module), *place, _below_checkpoint(frame)
+            origin, number = (self.module, *place), _torch.sequence_number()
+            self._origin.setdefault(number, origin)
+            if checkpoint is None:
+                return *origin, None
+            call = self._checkpoints.setdefault(checkpoint, len(self._checkpoints))
+            self._checkpoint_of.setdefault(number, call)
+            return *origin, Checkpointed(call, line)
+        node = _torch.backward_sequence_number()
+        module, source, code = self._origin.get(node, ("", "", ""))
+        within = None if checkpoint is None else Checkpointed(self._checkpoint_of.get(node, -1), line)
+        if within is not None:
+            module = self.module or module
+        return (module, source, code, within) if frame is None else ((self.module or module), *place, within)
 
 
-def _below_checkpoint(frame: FrameType | None) -> bool:
+def _checkpoint_around(frame: FrameType | None) -> tuple[FrameType | None, str]:
+    """The outermost call of torch.utils.checkpoint that runs now, and the line of the user's code in the innermost."""
+    outermost, line, seen = None, "", ""
     while frame is not None and not frame.f_code.co_filename.endswith("autoshard/program/trace.py"):
-        if frame.f_code.co_filename == CHECKPOINT_FILE:
-            return True
+        name = frame.f_code.co_filename
+        if name == CHECKPOINT_FILE:
+            outermost, line = frame, line if outermost else seen
+        elif not seen and is_user_file(name) and not name.startswith(HERE):
+            seen = place_of(frame.f_code, frame.f_lineno)[0]
         frame = frame.f_back
-    return False
+    return outermost, line
 
 
 def is_user_file(filename: str) -> bool:

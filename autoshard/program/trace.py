@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ from autoshard.program.user_collectives import LOCAL_SHAPES, STAND_INS
 from autoshard.program.no_cache import without_decoding_cache
 from autoshard.base.precision import Precision
 from autoshard.program.tape import Tape, meta_of
-from autoshard.program.survey import Answers, ReadsData, Survey, on_data, short, user_errors
+from autoshard.program.survey import Answers, ReadsData, Survey, short, user_errors
+from autoshard.program.ways_out import on_data
 
 MODES = ("eager", "compiling", "exporting")
 
@@ -140,6 +141,7 @@ class _Run:
             self.tape.on_problem = lambda text: survey.add(text, self.tape.module)
             answers = Answers(note=self._note_data)
         self.recorder.answer = Constants(self.tape, answers)
+        self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
         self.params = dict(model.named_parameters())
         self.buffers = {n: b for n, b in model.named_buffers() if b is not None}
@@ -226,8 +228,8 @@ class _Run:
     def _runs_whole(self, name: str, module: nn.Module) -> Callable[..., Any]:
         return self.runner.forward(name, self.model.get_submodule(name), module)
 
-    def _note_data(self, where: str) -> None:
-        self.survey.add(on_data(self.tape.phase, where), self.tape.module)
+    def _note_data(self, op: Any, where: str, hint: str) -> None:
+        self.survey.add(on_data(self.tape.phase, where, op, hint), self.tape.module)
 
     def _cast_stored(self, twin: nn.Module) -> None:
         """Replace floating parameters and buffers by their casts to the compute dtype, one cast per tensor."""
@@ -274,8 +276,8 @@ class _Run:
         """A result leaf that is not a tensor is returned as it was when traced, so it must hold no tensors."""
         if not is_plain(value):
             self.tape.refuse(f"the model returns a {type(value).__module__}.{type(value).__name__}, which is not a pytree of tensors and "
-                             "plain values; return tensors (of a Hugging Face model leave use_cache=True out of the call), or register it "
-                             "with torch.utils._pytree.register_pytree_node")
+                             "plain values; return tensors (of a Hugging Face model leave use_cache=True out of the call), or register it: "
+                             f"{_registration(value)}")
         return value
 
     def _output(self, target: str, value: torch.Tensor, kwargs: tuple[tuple[str, Any], ...] = ()) -> None:
@@ -392,6 +394,13 @@ def _differentiable(out: Any, users: list[torch.Tensor], leaves: list[Any]) -> l
 def _in_argument(path: tuple[Any, ...], index: int) -> bool:
     """Whether a leaf of (args, kwargs) lies in positional argument `index`."""
     return path[0].idx == 0 and path[1].idx == index
+
+
+def _registration(value: Any) -> str:
+    """How a class of results becomes a pytree."""
+    if is_dataclass(value):
+        return f"torch.export.register_dataclass({type(value).__name__}), once, before the model is compiled"
+    return "torch.utils._pytree.register_pytree_node"
 
 
 def _on_cpu() -> Any:

@@ -5,20 +5,39 @@ place where rows are cleaned, so that no rule has to care about ints, size-1 dim
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from autoshard.base.graph import Call, TensorMeta
-from autoshard.rules.ops import attention, contraction, conv, distance, embedding, factory, grouped, images, index, loss, marker, norm, pointwise, random, reduction, view
+from autoshard.rules.ops import (
+    attention,
+    contraction,
+    conv,
+    distance,
+    embedding,
+    factory,
+    grouped,
+    images,
+    index,
+    linalg,
+    loss,
+    marker,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    view,
+)
 from autoshard.rules.borrowed import borrowed
 from autoshard.rules.notation import NotationMismatch, is_number
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
-from autoshard.base.spec import PSUM, R, Placement, is_partial
+from autoshard.base.spec import PSUM, R, Placement, Spec, is_partial, local_shape, shard_counts
 
 FAMILIES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
-            grouped, marker, images, distance)
+            grouped, marker, images, distance, linalg)
 
 
 def all_replicate(call: Call) -> Row:
@@ -100,6 +119,18 @@ def factors(call: Call) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
         return rule.factors(call)
     except NotationMismatch:
         return plain
+
+
+def takes_pieces(call: Call, specs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
+    """Whether the op's kernel takes the pieces that inputs with `specs` are cut into on mesh axes of `sizes`."""
+    grain = rule_of(call.target).grain
+    if grain is None:
+        return True
+    for meta, spec, multiples in zip(call.inputs, specs, grain(call), strict=True):
+        local, counts = local_shape(meta.logical_shape, spec, sizes), shard_counts(meta.ndim, spec, sizes)
+        if any(counts[d] > 1 and local[d] % n for d, n in multiples.items()):
+            return False
+    return True
 
 
 def run_local(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:

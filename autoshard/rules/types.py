@@ -1,7 +1,7 @@
 """What a rule is: the types every rule file shares."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -78,6 +78,8 @@ class Rule:
     sizes    schema argument name -> "out0" / "in1": that argument is replaced by the local tensor shape.
     flops    (call, local input shapes, local output shapes) -> FLOP; shapes are per logical dim and may
              hold numpy arrays (one entry per strategy); None: 0.
+    grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
+             rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
     family   key of the profile's efficiency table: matmul, attention, conv, pointwise, reduction, norm,
              gather, random, view (free), copy.
     """
@@ -87,6 +89,7 @@ class Rule:
     local: LocalImpl | None = None
     sizes: tuple[tuple[str, str], ...] = ()
     flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
+    grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
     family: str = "pointwise"
     origin: Origin = "own"
     notation: str = field(default="", compare=False)

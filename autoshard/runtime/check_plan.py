@@ -54,6 +54,8 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh) -> str:
         if size > 1 and (_column(chosen.inputs, axis), _column(chosen.outputs, axis)) not in rows:
             return (f"on mesh axis {mesh.names[axis]!r} ({_text(chosen.inputs)} -> {_text(chosen.outputs)}) is none that "
                     "the op's sharding rule has")
+    if not registry.takes_pieces(graph.calls[op.name], chosen.inputs, mesh.sizes):
+        return f"({_text(chosen.inputs)}) cuts its inputs into rows that the op's kernel does not take"
     return ""
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autoshard._torch import pytree
 
 from autoshard import _torch
+from autoshard.base.calling import as_stored
 from autoshard.errors import MeshError, UsageError
 from autoshard.runtime.ranks.place import Place, placements
 from autoshard.base.spec import R, Spec, format_spec
@@ -68,12 +69,12 @@ def localize(t: torch.Tensor, given: Spec | None, wanted: Spec, place: Place) ->
             t = t.to(place.device, non_blocking=True)
         if t.requires_grad:
             t = t.detach()
-        return place.slice(t, wanted).contiguous()
+        return as_stored(place.slice(t, wanted))
     if given != wanted:
         raise UsageError(f"an input comes in as {format_spec(given)} and the plan reads it as {format_spec(wanted)}; "
                          "the plan was made for other inputs, plan again")
     local = t._local_tensor if isinstance(t, DTensor) else t
-    return local.detach().to(place.device).contiguous()
+    return as_stored(local.detach().to(place.device))
 
 
 def wrap_output(local: torch.Tensor, spec: Spec, shape: Sequence[int], mode: str, place: Place) -> torch.Tensor:

@@ -21,7 +21,7 @@ from autoshard.runtime.inputs import localize
 from autoshard.runtime.ranks.place import Place, placements
 from autoshard.runtime.route import route_of
 from autoshard.runtime.params.stored import Stored
-from autoshard.base.calling import Calling
+from autoshard.base.calling import Calling, as_stored
 from autoshard.base.spec import Spec
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
@@ -95,7 +95,7 @@ class Step:
             self.kept_at = {p: i for i, p in enumerate(self.kept)}
             self.saved_at = {p: i for i, p in enumerate(p for p in self.forward.gives if p.kind == "saved")}
 
-        self.own = {name: place.slice(value.to(place.device), plan.placements[name]).contiguous()
+        self.own = {name: as_stored(place.slice(value.to(place.device), plan.placements[name]))
                     for name, value in calling.constants.items() if name in plan.placements}
 
     @property
@@ -160,7 +160,7 @@ class Step:
         as many times too large as there are shards."""
         if self.outputs == "local" and self.shards[i] > 1:
             tangent = tangent / self.shards[i]
-        return tangent.contiguous()
+        return as_stored(tangent)
 
     @cached_property
     def deferred(self) -> tuple[Function, Function]:

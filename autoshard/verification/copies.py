@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from autoshard._torch import pytree
 
+from autoshard import _torch
 from autoshard.errors import UsageError
 
 
 def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy whose floating parameters and buffers are in `dtype` (None: as they are). Raises UsageError for a model
+    """A copy whose floating parameters and buffers are in `dtype` (None: as they are), complex ones as precise. Raises UsageError for a model
     without values."""
     virtual = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if virtual:
@@ -28,20 +29,27 @@ def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     except Exception as e:
         raise UsageError(f"the model cannot be copied ({type(e).__name__}: {str(e).strip()[:120]}); keep objects that cannot be copied out of "
                          "module attributes") from None
-    return twin if dtype is None else twin.to(dtype)
+    return twin if dtype is None else _torch.convert(twin, lambda t: t.to(_precise(t.dtype, dtype)))
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Every floating tensor of a pytree in `dtype`. Raises UsageError for tensors without values."""
+    """Every floating tensor of a pytree in `dtype`, complex ones as precise. Raises UsageError for tensors without values."""
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.is_meta:
             raise UsageError("verify needs real example inputs, and one is on the meta device")
-        moved = leaf.detach().to(dtype) if dtype is not None and leaf.is_floating_point() else leaf.detach()
+        moved = leaf.detach() if dtype is None else leaf.detach().to(_precise(leaf.dtype, dtype))
         return moved.requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(one, tree)
+
+
+def _precise(old: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """What a tensor of `old` becomes where floats become `wanted`."""
+    if old.is_complex:
+        return {torch.float64: torch.complex128, torch.float32: torch.complex64}.get(wanted, old)
+    return wanted if old.is_floating_point else old
 
 
 @contextmanager

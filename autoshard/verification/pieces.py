@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autoshard.base.calling import as_stored
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import R, REDUCE_OPS, Spec, local_shape
@@ -22,7 +23,7 @@ class Joined:
 
 def cut(whole: torch.Tensor, meta: TensorMeta, spec: Spec, mesh: Mesh) -> Ranked:
     """Every rank's contiguous piece; ranks with the same piece share it. `spec` has no Partial."""
-    pieces = [whole.reshape(meta.logical_shape)]
+    pieces = [as_stored(whole).reshape(meta.logical_shape)]
     for placement, n in zip(spec, mesh.sizes, strict=True):
         pieces = [part for p in pieces for part in ([p] * n if placement == R else p.chunk(n, placement))]
     made: dict[int, torch.Tensor] = {}

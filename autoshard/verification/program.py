@@ -2,20 +2,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.base.calling import Traced
-from autoshard.lower.lower import Port, lower
+from autoshard.errors import LoweringError
+from autoshard.lower.lower import LocalGraph, Port, lower
 from autoshard.base.plan import Plan
 from autoshard.recompute.rewrite import with_recompute
+from autoshard.runtime.execute.backends import as_run
 from autoshard.runtime.route import route_of
 from autoshard.verification.collectives import Ranked
 from autoshard.verification.pieces import Joined, cut, joined
-from autoshard.verification.ranks import Watch, run_ranks
+from autoshard.verification.ranks import OpFailed, Watch, run_ranks
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -34,7 +36,8 @@ class Program:
 
     def __init__(self, traced: Traced, plan: Plan, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self.traced, self.graph, self.plan, self.mesh, self.device = traced, with_recompute(traced.graph, plan.recompute), plan, plan.mesh, device
-        self.lowered = lower(self.graph, plan, self.mesh, route_of(plan))
+        lowered = lower(self.graph, plan, self.mesh, route_of(plan))
+        self.forward, self.backward = (g and replace(g, graph=as_run(g.graph)) for g in (lowered.forward, lowered.backward))
         self.local: dict[str, Ranked] = {}
         everything = {**traced.calling.constants, **state}
         for op in self.graph.of_kind("param", "buffer"):
@@ -46,19 +49,28 @@ class Program:
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int,
              watch: Watch = lambda node, value: None) -> Outcome:
-        """Forward and backward under tangents of ones. Buffers are written, weights stay until `update`."""
+        """Forward and backward under tangents of ones. Buffers are written, weights stay until `update`. Raises LoweringError where an
+        op cannot run on a rank's tensors."""
         given = self._inputs(args, kwargs, seed)
-        forward = run_ranks(self.lowered.forward, self.mesh, given, self.device, watch)
+        forward = self._run(self.forward, given, watch)
         given |= {port: value for port, value in forward.items() if port.kind == "saved"}
         results = dict(forward)
-        if self.lowered.backward is not None:
-            backward = run_ranks(self.lowered.backward, self.mesh, given, self.device, watch)
+        if self.backward is not None:
+            backward = self._run(self.backward, given, watch)
             self._grads = {port.name: value for port, value in backward.items() if port.kind == "grad"}
             results |= backward
         for port, value in forward.items():
             if port.kind == "mutation":
                 self.local[port.name] = value
         return self._outcome(results)
+
+    def _run(self, local: LocalGraph, given: Mapping[Port, Ranked], watch: Watch) -> dict[Port, Ranked]:
+        try:
+            return run_ranks(local, self.mesh, given, self.device, watch)
+        except OpFailed as e:
+            part = e.node.meta.get("part")
+            op = self.graph.op(part.name) if part is not None and part.kind == "compute" else None
+            raise LoweringError(f"{op.where if op else e.node.format_node()} cannot run on the tensors of a rank: {e}") from e
 
     def weights(self) -> dict[str, Joined]:
         """Parameters by name, put together."""

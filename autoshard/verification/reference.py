@@ -145,7 +145,7 @@ class Interpreted:
 def repeated(op: Op, inputs: tuple[Any, ...], drawn: tuple[Any, ...]) -> tuple[Any, ...]:
     """A random op's outputs from numbers drawn elsewhere. Of dropout only the mask is taken as it is."""
     if op.target is aten.native_dropout.default:
-        keep, p = drawn[1], op.args[1]
+        keep, p = drawn[1] if len(drawn) > 1 else drawn[0] != 0, op.args[1]  # where nobody reads the mask it is not kept
         scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
         return inputs[0] * keep * scale, keep
     return drawn

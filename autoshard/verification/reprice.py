@@ -90,7 +90,7 @@ def _logical(meta: TensorMeta, local: torch.Tensor, call: Call) -> tuple[int, ..
     is in is known, not which factor they cut; prices depend on products over a tensor dim alone."""
     out: list[int] = []
     for size, factors in zip(local.shape, meta.factors, strict=True):
-        pieces = prod(factors) // size
+        pieces = prod(factors) // size if size else 1  # nothing in any number of pieces is nothing
         out += _cut(factors, pieces, call)
     return tuple(out)
 

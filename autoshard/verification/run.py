@@ -174,7 +174,7 @@ class PlanRun:
         def draw(node: torch.fx.Node, pieces: list[Any]) -> None:
             held = node.meta.get("held")
             if held is not None and held.ref.op in self.random:
-                whole = joined(pieces, program.graph.meta(held.ref), held.spec, program.mesh).whole
+                whole = joined(pieces, program.graph.meta(held.ref), held.spec, program.mesh).whole.clone()  # an op may write over it
                 drawn.setdefault(held.ref.op, {})[held.ref.index] = whole
             watch(node, pieces)
 

@@ -21,6 +21,18 @@ STEP = Step("slice", (0,), -1, -1, "", 0, 0, 0.0, ())
 REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0, 16), (0, 0)])
+def test_tensors_of_size_0(shape):
+    """Every placement that divides reaches every other without Partial, in no time."""
+    moves = Redistribution(MESH, H100)
+    specs = [s for s in all_specs(len(shape), 2) if divides(shape, s, MESH.sizes)]
+    whole = [s for s in specs if PSUM not in s]
+    assert (moves.table(shape, torch.float32, specs, whole) == 0).all() and len(whole) >= 1
+    for a, b in product(specs, whole):
+        steps = moves.steps(shape, torch.float32, a, b)
+        assert all(s.seconds == s.nbytes == s.rearranged == 0 for s in steps) and (not steps or steps[-1].spec == b)
+
+
 def all_specs(ndim, axes, partials=(PSUM,)):
     return list(product((R, *partials, *range(ndim)), repeat=axes))
 

@@ -1,10 +1,12 @@
 """What cannot be one graph is listed in full, each place with its line and module."""
+import dataclasses
 import os
 import re
 
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import while_loop
 
 from autoshard.errors import TraceError
 from autoshard.program.trace import trace
@@ -68,7 +70,7 @@ def test_all_places_at_once_with_their_modules_and_lines():
     assert "3 places to change" in text, "of two modules of the same code there is one"
     for module, place in (("0, 2", line_of(branch)), ("1", line_of(to_numpy)), ("3", line_of(Weird.backward, 2))):
         assert re.search(rf"in {module}: .*\n.*{re.escape(place)}", text), (module, place, text)
-    assert text.count("torch.where") == 2 and "numpy" in text
+    assert text.count("choose by torch.where") == 3, "a way out for each"
     assert 'let 0, 1, 2, 3 run whole on every rank: fallback="replicate"' in text
 
 
@@ -89,6 +91,73 @@ def test_refused_ops_do_not_hide_each_other():
         trace(model, (torch.randn(4, 8),))
     text = str(error.value)
     assert "3 places" in text and "gradient hook" in text and "torch.Generator" in text and "writes into its input" in text
+
+
+def conditional(m, x):
+    return torch.cond(x.sum() > 0, lambda z: m.linear(z), lambda z: m.linear(z) * 2, (x,))
+
+
+def looped(m, x):
+    return while_loop(lambda z: z.sum() < 10, lambda z: (z + 1,), (m.linear(x),))[0]
+
+
+def item(m, x):
+    return m.linear(x) * x.max().item()
+
+
+def nonzero(m, x):
+    return m.linear(x).sum() + x.nonzero().sum()
+
+
+def unique(m, x):
+    return m.linear(x) * torch.unique(x).numel()
+
+
+def counted(m, x):
+    return m.linear(x) * torch.bincount(x.long().abs().flatten()).max()
+
+
+def repeated(m, x):
+    return m.linear(x).repeat_interleave(x.long().abs().sum(1), 0)
+
+
+def compared(m, x):
+    return m.linear(x) if torch.equal(x, x + 1) else x
+
+
+@pytest.mark.parametrize("body, what, way", [
+    (conditional, "torch.cond is not supported", "choose by torch.where"), (looped, "while_loop is not supported", "fixed number of steps"),
+    (item, r"read out of a tensor \(.item\(\)", "keep it a tensor"), (branch, "`if` or `while` on a tensor", "choose by torch.where"),
+    (to_numpy, "read out of a tensor", "keep it a tensor"), (drops_rows, "boolean mask", "masked_fill"), (nonzero, "torch.nonzero", "torch.topk"),
+    (unique, "torch.unique", "scatter_add"), (counted, "torch.bincount", "scatter_add"), (repeated, "repeat_interleave", "output_size"),
+    (compared, "torch.equal", "tolerance"),
+], ids=lambda v: getattr(v, "__name__", ""))
+def test_what_depends_on_data_is_named_with_a_way_out(body, what, way):
+    text = errors_of(body)
+    assert re.search(what, text) and way in text and line_of(body) in text and "let 0 run whole" in text, text
+
+
+def test_what_the_way_out_says_works():
+    def fixed(m, x):
+        h = m.linear(x)
+        chosen = torch.where(x > 0, h, 0) + h.masked_fill(x > 1, 0) * h.max()
+        return chosen.repeat_interleave(torch.tensor([1, 2, 0, 3]), 0, output_size=6), torch.zeros(8).scatter_add(0, x.argmax(1), x[:, 0])
+
+    assert trace(Calls(fixed), (torch.randn(4, 8),)).graph.of_kind("call")
+
+
+def test_torch_modules_that_read_data():
+    with pytest.raises(TraceError, match=r"(?s)BatchNorm with momentum=None.*momentum=0.1.*let 1 run whole"):
+        trace(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)), (torch.randn(4, 8),))
+
+
+def test_results_that_are_no_pytree():
+    @dataclasses.dataclass
+    class Result:
+        values: torch.Tensor
+
+    with pytest.raises(TraceError, match=r"torch.export.register_dataclass\(Result\)"):
+        trace(Calls(lambda m, x: Result(m.linear(x))), (torch.randn(4, 8),))
 
 
 def test_a_loop_on_data_ends():

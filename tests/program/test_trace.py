@@ -247,6 +247,32 @@ def test_checkpoint_recomputes_in_backward(p):
     assert sum(op.target is aten.native_dropout.default for op in traced.graph.ops) == (3 if p else 0), "drawn once"
 
 
+def dropouts(*layers, calls=1):
+    """A model that checkpoints torch's own modules: no line of the user's code runs in there."""
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.last = nn.Sequential(*layers), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.last(sum((i + 1) * checkpoint(self.layers, x, use_reentrant=False) for i in range(calls)))
+
+    return Model()
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("layers", [
+    lambda: (nn.Linear(8, 8), nn.Dropout(0.5)), lambda: (nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 8)),
+    lambda: (Stack(lambda b, x: b(x)), nn.Dropout(0.5)), lambda: (nn.Dropout(0.5), Stack(lambda b, x: checkpoint(b, x, use_reentrant=False), 0.5)),
+], ids=["dropout last", "dropout first read later", "own code before", "nested"])
+def test_what_is_checkpointed_draws_once_without_code_of_the_user(layers, calls):
+    """One input may go through the same region several times, which backward runs again in the opposite order."""
+    traced = check_parity(dropouts(*layers(), calls=calls), (x48(),))
+    drawn = [op for op in traced.graph.ops if op.target is aten.native_dropout.default]
+    assert drawn and {op.phase for op in drawn} == {"forward"}
+    assert any(op.target is aten.addmm.default and op.name.endswith("_recompute") for op in traced.graph.ops)
+
+
 def test_selective_checkpoint():
     context = functools.partial(create_selective_checkpoint_contexts, save_matmuls)
     traced = check_parity(Stack(lambda b, x: checkpoint(b, x, use_reentrant=False, context_fn=context)), (x48(),))

@@ -5,9 +5,11 @@ import torch
 from autoshard.rules import registry
 from autoshard.rules.borrowed import borrowed
 from autoshard.rules.check.oracle import wrong_rows
-from autoshard.rules.check.samples import T, build, sample
+from autoshard.rules.check.samples import Fixed, T, build, sample
 
 aten = torch.ops.aten
+
+POSITIVE = Fixed(torch.eye(2, dtype=torch.float64) * torch.arange(1.0, 5.0, dtype=torch.float64)[:, None, None])
 
 BORROWED = (
     sample(aten.upsample_trilinear3d.default, T(2, 4, 2, 2, 2), (4, 4, 4), False),
@@ -20,7 +22,10 @@ BORROWED = (
     sample(aten._fft_c2c.default, T(4, 6, 8, dtype=torch.complex128), (2,), 0, True),
     sample(aten._fft_r2c.default, T(4, 6, 8), (1,), 0, True),
     sample(aten.linalg_lu_factor_ex.default, T(4, 2, 2)),
-    sample(aten.linalg_solve_triangular.default, T(4, 2, 2), T(4, 2, 6), upper=True),
+    sample(aten.linalg_cholesky_ex.default, POSITIVE),
+    sample(aten._linalg_solve_ex.default, POSITIVE, T(4, 2, 6)),
+    sample(aten._linalg_solve_ex.default, POSITIVE, T(4, 2)),
+    sample(aten.cholesky_inverse.default, POSITIVE),
 )
 
 

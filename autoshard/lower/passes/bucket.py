@@ -82,7 +82,9 @@ def _merge(graph: Graph, members: Sequence[Node]) -> None:
             shape = list(wait.meta["val"].shape)
             size = wait.meta["val"].numel()
             piece = _call(graph, member, aten.slice.Tensor, (done, 1, at, at + size))
-            wait.replace_all_uses_with(_call(graph, member, aten.view.default, (piece, shape)))
+            own = _call(graph, member, aten.view.default, (piece, shape))
+            own.meta.update({mark: wait.meta[mark] for mark in ("held", "copy") if mark in wait.meta})
+            wait.replace_all_uses_with(own)
             at += size
     for wait, member in zip(waits, members, strict=True):
         graph.erase_node(wait)

@@ -226,7 +226,7 @@ def check_rows(call: Call, tensors: Sequence[torch.Tensor], rows: Sequence[Row],
     ins = tuple(zip(*(row.inputs for row in rows), strict=True)) if call.inputs else ()
     outs = tuple(zip(*(row.outputs for row in rows), strict=True))
     metas = (*zip(call.inputs, ins, strict=True), *zip(call.outputs, outs, strict=True))
-    if not all(m is None or divides(m.logical_shape, s, sizes) for m, s in metas):
+    if not all(m is None or divides(m.logical_shape, s, sizes) for m, s in metas) or not registry.takes_pieces(call, ins, sizes):
         return None
     if strided and not _takes_strided(call, tensors):
         return None

@@ -2,7 +2,7 @@
 different where that tells dims apart; `T((2, 4), 6)` is a flat tensor: dim 0 has the factors 2 and 4."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -91,6 +91,42 @@ def build(s: Sample) -> tuple[Call, list[torch.Tensor]]:
     return Call(s.op, args, kwargs, tuple(metas), flat), tensors
 
 
+def emptied(s: Sample) -> Iterator[Sample]:
+    """The sample with every dim of one size made 0, for each size that its tensors have: with the lists of numbers among its
+    arguments (shapes, mostly) as they are, and with that size 0 there too. Torch refuses many of them; what it takes, rules must
+    take. Not for ops whose kernels crash on such calls (`CRASHES`)."""
+    tensors: list[T | Fixed] = []
+    map_args(lambda leaf: tensors.append(leaf) if isinstance(leaf, (T, Fixed)) else None, (s.args, tuple(v for _, v in s.kwargs)))
+    sizes = () if s.op in CRASHES else sorted({size for t in tensors for factors in _dims(t) for size in factors})
+    for n in sizes:
+        for lists_too in (False, True):
+            def change(leaf: Any, n: int = n, now: bool = lists_too) -> Any:
+                if isinstance(leaf, tuple):
+                    return tuple(0 if now and type(v) is int and v == n else change(v, n, now) for v in leaf)
+                return _without(leaf, n) if isinstance(leaf, (T, Fixed)) else leaf
+
+            yield Sample(s.op, tuple(map(change, s.args)), tuple((k, change(v)) for k, v in s.kwargs), s.values)
+
+
+def _dims(t: T | Fixed) -> tuple[tuple[int, ...], ...]:
+    """Factors of every dim."""
+    return t.factors if isinstance(t, T) or t.factors else tuple((n,) for n in t.tensor.shape)
+
+
+def _without(t: T | Fixed, n: int) -> T | Fixed:
+    factors = tuple(tuple(0 if k == n else k for k in f) for f in _dims(t))
+    if isinstance(t, T):
+        return T(*factors, dtype=t.dtype, high=t.high)
+    kept = t.tensor[tuple(slice(prod(f)) for f in factors)]
+    return Fixed(kept, factors if t.factors else ())
+
+
+CRASHES: frozenset[Any] = frozenset({
+    aten._embedding_bag.default, aten._embedding_bag_backward.default, aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default, aten.native_layer_norm_backward.default, aten.native_batch_norm_backward.default,
+    aten.batch_norm_backward.default, aten._grouped_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default})
+"""Torch's CPU kernels read outside of their arguments, divide by zero or leave the result unset, where one of size 0 does not fit the
+others."""
 _b = torch.bool
 _f32 = torch.float32
 

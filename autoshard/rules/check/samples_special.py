@@ -274,4 +274,30 @@ GROUPED = (
     sample(aten._grouped_mm.default, T(16, 8, dtype=_f32), T(8, 32, dtype=_f32), _ENDS),
 )
 
-SPECIAL: tuple[Sample, ...] = EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX + GROUPED
+
+def _definite(batch: int, n: int) -> torch.Tensor:
+    """Symmetric matrices whose eigenvalues are at least 1."""
+    x = torch.randn(batch, n, n, generator=torch.Generator().manual_seed(5), dtype=_f64)
+    return x @ x.mT + torch.eye(n, dtype=_f64)
+
+
+_MATRICES = Fixed(_definite(8, 6))
+_ROOTS = Fixed(torch.linalg.cholesky(_MATRICES.tensor))
+_LU, _PIVOTS = map(Fixed, torch.linalg.lu_factor(_MATRICES.tensor))
+
+LINALG = (
+    *(sample(aten._linalg_svd.default, T((2, 4), 6, 2), full, uv) for full in (False, True) for uv in (False, True)),
+    *(sample(aten._linalg_eigh.default, _flat(_MATRICES, (2, 4), (6,), (6,)), "L", v) for v in (False, True)),
+    *(sample(aten.linalg_qr.default, T(8, 6, 2), mode) for mode in ("reduced", "complete", "r")),
+    sample(aten.linalg_qr.default, T(6, 2)),
+    sample(aten.linalg_pinv.atol_rtol_tensor, T(8, 6, 2)),
+    sample(aten.linalg_pinv.atol_rtol_tensor, T(8, 6, 2), atol=_positive(8), rtol=_positive(1)),
+    sample(aten.linalg_solve_triangular.default, _ROOTS, T(8, 6, 2), upper=False),
+    sample(aten.linalg_solve_triangular.default, _ROOTS, T(8, 2, 6), upper=False, left=False),
+    sample(aten.linalg_solve_triangular.default, Fixed(_ROOTS.tensor[0]), T(8, 6, 2), upper=False),
+    sample(aten.linalg_lu_solve.default, _LU, _PIVOTS, T(8, 6, 2)),
+    sample(aten.linalg_lu_solve.default, _LU, _PIVOTS, T(8, 2, 6), left=False),
+    sample(aten.cholesky_solve.default, T(8, 6, 2), _ROOTS),
+)
+
+SPECIAL: tuple[Sample, ...] = EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX + GROUPED + LINALG

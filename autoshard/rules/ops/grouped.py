@@ -6,12 +6,13 @@ do not split: groups would straddle the cut."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call
+from autoshard.base.graph import Call, TensorMeta
 from autoshard.rules.notation import NotationMismatch, rule
 from autoshard.rules.parts import addressed, input_axes, output_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Rule
@@ -47,6 +48,28 @@ class _Turn:
         return aten.index_select.default(zero_where_not(y, aten.unsqueeze.default(self.used, 1)), 0, ids)
 
 
+ROW_BYTES = 16
+"""What torch's grouped matmul wants the distance of two rows to be a multiple of, in whichever dim the memory runs."""
+
+
+def _grain(call: Call) -> list[dict[int, int]]:
+    """Of both matrices the last two dims: whichever of them is innermost in memory has rows of whole units then."""
+    def of(meta: TensorMeta) -> dict[int, int]:
+        return {i: ROW_BYTES // meta.dtype.itemsize for d in (-2, -1) for i in meta.logical_dims(len(meta.shape) + d)}
+
+    return [of(m) if i < 2 else {} for i, m in enumerate(call.inputs)]
+
+
+def _laid_out(x: Any, shape: Sequence[int], itemsize: int) -> Any:
+    """Innermost in memory a dim whose rows are whole units: one that a redistribution has laid out anew may have the other."""
+    rows, columns = (n * itemsize % ROW_BYTES == 0 for n in shape[-2:])
+    if columns and not rows:
+        return aten.contiguous.default(x)
+    if rows and not columns:
+        return aten.transpose.int(aten.contiguous.default(aten.transpose.int(x, -2, -1)), -2, -1)
+    return x
+
+
 def _grouped_line(call: Call) -> str:
     a, b = (len(m.shape) for m in call.inputs[:2])
     if (a, b) == (2, 3):
@@ -59,21 +82,26 @@ def _grouped_line(call: Call) -> str:
 def _grouped(ctx: LocalContext, a: Any, b: Any, offs: Any = None, *rest: Any, **kwargs: Any) -> Any:
     products = len(ctx.call.inputs[1].shape) == 3
     axes = input_axes(ctx, 1, 0) if products else output_axes(ctx, 0, 0)
-    if not axes:
+
+    def multiply(a: Any, b: Any, offs: Any) -> Any:
+        a, b = (_laid_out(x, ctx.local_in(i), ctx.call.inputs[i].dtype.itemsize) for i, x in enumerate((a, b)))
         return ctx.call.target(a, b, offs, *rest, **kwargs)
+
+    if not axes:
+        return multiply(a, b, offs)
     if products:
         turn = _Turn(ctx, offs, axes, ctx.local_in(1)[0], ctx.local_in(0)[0])
-        return turn.back(ctx.call.target(turn.forth(a), b, turn.offs, *rest, **kwargs))
+        return turn.back(multiply(turn.forth(a), b, turn.offs))
     turn = _Turn(ctx, offs, axes, ctx.local_out(0)[0], ctx.local_in(1)[0])
-    return ctx.call.target(turn.forth(a, 1), turn.forth(b), turn.offs, *rest, **kwargs)
+    return multiply(turn.forth(a, 1), turn.forth(b), turn.offs)
 
 
 def grouped_flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """2 x rows x k x n, times the share of experts held: groups are taken to be equally large."""
     a, b = inputs[:2]
     if len(call.inputs[1].shape) == 3:
-        return 2.0 * prod(a) * b[2] * b[0] / call.inputs[1].shape[0]
-    return 2.0 * prod(a) * b[1] * outputs[0][0] / call.outputs[0].shape[0]
+        return 2.0 * prod(a) * b[2] * b[0] / max(call.inputs[1].shape[0], 1)
+    return 2.0 * prod(a) * b[1] * outputs[0][0] / max(call.outputs[0].shape[0], 1)
 
 
 # The fallback of Hugging Face transformers where torch's own op does not apply ---------------------------
@@ -106,7 +134,7 @@ def _rule(line: str | Callable[[Call], str], local: Any, flops: Any = grouped_fl
     return addressed(base, 1, lambda call: [0] if len(call.inputs[1].shape) == 3 else [])
 
 
-RULES = {aten._grouped_mm.default: _rule(_grouped_line, _grouped)}
+RULES = {aten._grouped_mm.default: replace(_rule(_grouped_line, _grouped), grain=_grain)}
 
 BY_NAME = {
     "transformers.grouped_mm_fallback.default": _rule("m! k, e k n, g! -> m! n", _fallback),

@@ -185,7 +185,7 @@ def _running(call: Call, given: dict[str, Any], mean: Any, var: Any) -> list[Any
     if given.get("running_mean") is None:
         return []
     meta = call.inputs[0]
-    count, acc = prod(meta.shape) // meta.shape[1], accumulate_dtype(meta.dtype)
+    count, acc = prod(meta.shape) // max(meta.shape[1], 1), accumulate_dtype(meta.dtype)
     out = []
     for name, new in (("running_mean", mean), ("running_var", aten.mul.Scalar(var, count / max(count - 1, 1)))):
         new = cast(new, acc, _meta(call, name).dtype)
@@ -213,7 +213,7 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
     if not axes or not train:
         return ctx.call.target(grad, x, weight, running_mean, running_var, mean, invstd, train, eps, mask, *reserve)
     call, meta = ctx.call, ctx.call.inputs[1]
-    acc, count = accumulate_dtype(meta.dtype), prod(meta.shape) // meta.shape[1]
+    acc, count = accumulate_dtype(meta.dtype), prod(meta.shape) // max(meta.shape[1], 1)
     grad, x = cast(grad, call.inputs[0].dtype, acc), cast(x, meta.dtype, acc)
     here = aten.native_batch_norm_backward.default(grad, x, None, None, None, mean, invstd, True, eps, [False, True, True])
     sums = ctx.all_reduce(aten.stack.default([here[1], here[2]]), "sum", axes)

@@ -93,6 +93,7 @@ RULES = {
     aten.real.default: _identity,
     aten.imag.default: _identity,
     aten._conj.default: _identity,
+    aten.conj_physical.default: _identity,
     aten.where.self: _linear("~..., ... + ... -> ..."),
     aten.addcmul.default: _linear("... + ..., ... -> ..."),
     aten.addcdiv.default: _linear("... + ..., ~... -> ..."),

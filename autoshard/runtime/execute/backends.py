@@ -8,12 +8,25 @@ import torch
 
 from autoshard import _torch
 from autoshard.errors import UsageError
+from autoshard.lower.passes.bucket import bucket_gradients
 from autoshard.runtime.carriers.choose import carry
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.runtime.execute.compiler_ops import enclose
 from autoshard.runtime.execute.eager import straight
 from autoshard.base.random import seeded, seeded_op
 from autoshard.program.opaque import whole_of
+
+
+def as_run(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A local graph as the eager backend runs it, but for what carries its collectives: small gradients reduced together, over memory
+    that is free. `verify` runs this too."""
+    out = torch.fx.Graph()
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:  # a copy with every node's name and meta, the output's too
+        values[node] = out.node_copy(node, values.__getitem__)
+    bucket_gradients(out)
+    overwrite(out)
+    return out
 
 
 def eager(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:

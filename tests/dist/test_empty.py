@@ -1,0 +1,80 @@
+"""Tensors of size 0 between processes: what carries collectives takes them, and models that have them train."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks, whole
+from planners import random_planner
+from torch import nn
+
+from autoshard.runtime.carriers import gloo_messages, over_shared_memory
+from autoshard.runtime.compile import Settings
+from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.ranks.place import locate
+from autoshard.runtime.carriers.shared_memory import share_memory
+
+pytestmark = pytest.mark.dist
+
+
+class Frozen(nn.Module):
+    """An empty parameter, an empty slice, and a batch norm with given statistics, whose op makes an empty output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv1d(8, 16, 3, padding=1), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16)
+        self.norm.eval()
+        self.none = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.one(x)).relu().transpose(1, 2)
+        return torch.cat([self.two(h[:, :0]), self.two(h)], 1) + self.none.sum()
+
+
+def carried() -> int:
+    """Calls with nothing to send, between others that have something."""
+    group, n, count = dist.group.WORLD, dist.get_world_size(), 0
+    memory = share_memory(group, 30.0)
+    for kind, carrier in ((gloo_messages, group), (over_shared_memory, memory)) if memory else ((gloo_messages, group),):
+        for shape in ((0, 3), (2 * n, 0), (0,)):
+            x, one = torch.zeros(shape), torch.ones(n)
+            rows = [shape[0] // n] * n
+            pending = [(kind.all_gather(x, n, carrier), (n * shape[0], *shape[1:])), (kind.all_gather(one, n, carrier), (n * n,)),
+                       (kind.all_to_all(x, rows, rows, carrier), shape), (kind.reduce_scatter(x, "sum", n, carrier), (shape[0] // n, *shape[1:])),
+                       (kind.all_reduce_(x, "sum", carrier), shape)]
+            for flight, want in pending:
+                assert tuple(gloo_messages.land(flight).shape) == want, (kind, shape)
+                count += 1
+    return count
+
+
+def trained() -> list[float]:
+    torch.manual_seed(0)
+    model, x = Frozen().double(), torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(1)).double()
+    found = []
+    for seed in (0, 1, 2):
+        alone, sharded = copy.deepcopy(model), CompiledModule(copy.deepcopy(model), locate("d=2"), Settings(random_planner(seed, "replicate")))
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (alone, sharded)]
+        for _ in range(2):
+            for net, optimizer in zip((alone, sharded), optimizers, strict=True):
+                loss = net(x).square().sum()
+                loss.backward()
+                found.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, a), (_, b) in zip(alone.named_parameters(), sharded.named_parameters(), strict=True):
+            assert torch.allclose(a, whole(b)), name
+    assert all(abs(a - b) < 1e-9 * abs(a) for a, b in zip(found[::2], found[1::2], strict=True))
+    return found
+
+
+def both() -> tuple[int, list[float]]:
+    return carried(), trained()
+
+
+def test_nothing_between_processes() -> None:
+    (calls, losses), other = on_ranks(2, both)
+    assert calls >= 15 and len(losses) == 12 and (calls, losses) == other
