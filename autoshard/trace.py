@@ -30,8 +30,9 @@ from torch.utils import _pytree as pytree
 
 from autoshard import _torch
 from autoshard.annotate import annotate, marks_of, was_given
+from autoshard.binding import Binding
 from autoshard.caches import kept_clean
-from autoshard.calling import Calling, TensorLeaf, Traced, arguments
+from autoshard.calling import Calling, TensorLeaf, Traced
 from autoshard.constants import Constants
 from autoshard.errors import TraceError
 from autoshard.graph import Graph, Op, Ref
@@ -47,7 +48,8 @@ MODES = ("eager", "compiling", "exporting")
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
           precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error") -> Traced:
-    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`.
+    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`. Arguments are bound as Python does; the
+    target may also be given by the name that only `loss_fn` has.
 
     Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
     left as it is. `training` asks for the backward pass (default: gradients are enabled and some parameter
@@ -56,7 +58,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
     `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see whole.py).
 
-    Raises TraceError, naming the user's lines, for data-dependent control flow and what else cannot be one graph: all places
+    Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for data-dependent control flow and what else cannot be one graph: all places
     at once, as far as they can be found.
     """
     if training is None:
@@ -64,7 +66,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
 
     def run(whole: Collection[str], survey: Survey | None = None, mode: str = MODES[-1]) -> Traced:
         with torch.random.fork_rng(devices=()):
-            return _Run(model, *arguments(args, kwargs), loss_fn, training, precision, marks or {}, whole, survey,
+            return _Run(model, args, kwargs or {}, loss_fn, training, precision, marks or {}, whole, survey,
                         mode=mode).traced()
 
     return _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
@@ -122,16 +124,14 @@ class _Run:
     goes wrong, and the trace goes on; `answers`: made-up data for a trace of a submodule `alone`, where nothing need be
     differentiable; `mode`: see `_torch.functional_tracing`."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
                  marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
                  answers: Answers | None = None, mode: str = "exporting") -> None:
-        if loss_fn is not None and not args:
-            raise TraceError("with loss_fn the last positional argument is the target, and there is none; pass (x, target)")
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
         self.marks = marks
-        self.args = args
-        self.flat, self.in_spec = pytree.tree_flatten((args, kwargs))
+        self.binding = Binding.of(model, loss_fn)
+        self.flat, self.in_spec = self.binding.flatten(args, kwargs)
         self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
         self.tape = Tape()
         self.recorder = _torch.Recorder(self.tape.on_op)
@@ -184,15 +184,16 @@ class _Run:
 
     def _inputs(self) -> list[torch.Tensor]:
         out, self.leaves, names = [], [], []
+        bound = pytree.tree_unflatten(self.flat, self.in_spec)
         self.targets: set[int] = set()   # tensor inputs that belong to the loss's target
-        for path, value in pytree.tree_flatten_with_path(pytree.tree_unflatten(self.flat, self.in_spec))[0]:
+        for (path, value), name in zip(pytree.tree_flatten_with_path(bound)[0], self.binding.names(self.in_spec), strict=True):
             if isinstance(value, torch.Tensor):
                 self.leaves.append(TensorLeaf(len(out)))
                 t = self._placeholder("input", f"input:{len(out)}", value)
                 needs_grad = value.requires_grad and self.training and value.dtype.is_floating_point
                 out.append(t.requires_grad_(needs_grad))
-                names.append(_path_name(path))
-                if self.loss_fn is not None and _in_argument(path, len(self.args) - 1):
+                names.append(name)
+                if self.loss_fn is not None and _in_argument(path, len(bound[0]) - 1):
                     self.targets.add(len(out) - 1)
             else:
                 self.leaves.append(value)
@@ -351,7 +352,7 @@ class _Run:
                       f"{self.in_spec} {[v for v in self.leaves if not isinstance(v, TensorLeaf)]}", str(out_spec),
                       _tied(self.model), unused)
         inputs = tuple(op.outputs[0] for op in graph.of_kind("input"))
-        return Traced(graph, Calling(self.in_spec, tuple(self.leaves), self.names, inputs, out_spec, out_leaves,
+        return Traced(graph, Calling(self.binding, self.in_spec, tuple(self.leaves), self.names, inputs, out_spec, out_leaves,
                                      dict(self.tape.constants)))
 
 
@@ -396,13 +397,6 @@ def _in_argument(path: tuple[Any, ...], index: int) -> bool:
 def _on_cpu() -> Any:
     """Tensors that the model makes without a device go where the fake weights are."""
     return torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
-
-
-def _path_name(path: tuple[Any, ...]) -> str:
-    """(1, "labels") -> "labels": how messages name an argument."""
-    side, *rest = path
-    text = pytree.keystr(tuple(rest))
-    return f"args{text}" if side.idx == 0 else f"kwargs{text}"
 
 
 def _copy_tree(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

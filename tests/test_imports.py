@@ -26,7 +26,7 @@ LAYERS = (
     ("flow", "fusion"),
     ("naming", "given"),
     ("annotate",),
-    ("calling", "recorder", "caches", "constants", "manual", "survey", "whole", "made_up", "trace", "simplify", "layers", "interpret", "hf_model", "model_ref"),
+    ("binding", "calling", "recorder", "caches", "constants", "manual", "survey", "whole", "made_up", "trace", "simplify", "layers", "interpret", "hf_model", "model_ref"),
     ("recompute",),
     ("strategies",),
     ("reachable",),

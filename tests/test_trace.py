@@ -176,7 +176,7 @@ def test_kwargs_and_baked_values():
             return {"y": super().forward(x) * scale + (0 if mask is None else mask), "scale": scale}
 
     traced = check_parity(Scaled(8, 3), (x48(),), {"scale": 2.0, "mask": torch.randn(3)})
-    assert traced.calling.names == ("args[0]", "kwargs['mask']")
+    assert traced.calling.names == ("x", "mask")
     mask = torch.randn(3)
     assert traced.calling.flatten((x48(),), {"mask": mask, "scale": 2.0})[1] is mask
     with pytest.raises(UsageError, match="argument 2.0 and is called with 3.0"):

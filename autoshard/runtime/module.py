@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoshard.binding import Binding, leaf_key
 from autoshard.errors import UsageError
 from autoshard.plan import Plan
 from autoshard.runtime.agree import alone, share
 from autoshard.runtime.compile import Settings, build
 from autoshard.runtime.facts import call_facts
-from autoshard.runtime.inputs import as_global, flatten_call, wrap_output
+from autoshard.runtime.inputs import as_global, wrap_output
 from autoshard.runtime.place import Place
 from autoshard.runtime.shells import shell
 from autoshard.runtime.step import Function, Step
@@ -37,6 +38,7 @@ class CompiledModule(nn.Module):
     def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
         super().__init__()
         self.place, self.settings, self.passing = place, settings, settings.passing
+        self._binding = Binding.of(model, settings.loss_fn)
         self._stored = Stored(model, place, settings.precision)
         self._visible = {"root": shell(self._stored.module)}  # in a dict, so that it is no submodule
         root = self._visible["root"]
@@ -49,7 +51,7 @@ class CompiledModule(nn.Module):
         self._latest: tuple[Any, Step] | None = None
         self._current: Step | None = None
         self._told = place.pulse.told if place.mesh.size > 1 else [0]
-        self._recipes: dict[Any, tuple[Any, ...]] = {}
+        self._recipes: dict[Any, list[Any]] = {}
         self._wraps = self.passing.outputs == "dtensor" and place.device_mesh is not None
         self._accumulating = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
@@ -59,11 +61,10 @@ class CompiledModule(nn.Module):
     # --- calls ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        flat, tree = flatten_call(args, kwargs)
-        key, tensors = alone(self.place, lambda: self._key(flat, tree))
+        key, flat, tensors = alone(self.place, lambda: self._key(args, kwargs))
         step = self._steps.get(key)
         if step is None or step is not self._current:
-            step = self._enter(key, flat, tree)
+            step = self._enter(key, flat)
         else:
             self._told[0] += 1
         self._calls += 1
@@ -76,45 +77,46 @@ class CompiledModule(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":
         """Trace, plan and lower for these inputs now, without running."""
-        flat, tree = flatten_call(args, kwargs)
-        key, _ = alone(self.place, lambda: self._key(flat, tree))
+        key, flat, _ = alone(self.place, lambda: self._key(args, kwargs))
         if key not in self._steps:
-            self._enter(key, flat, tree)
+            self._enter(key, flat)
         return self
 
-    def _key(self, flat: list[Any], tree: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-        """What a variant depends on, and the tensor inputs. The last part: how each comes in."""
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], list[torch.Tensor]]:
+        """What a variant depends on (the last part: how each tensor comes in), the leaves of the bound call, and the tensors
+        among them."""
+        flat, tree = self._binding.flatten(args, kwargs)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         given = tuple(self.passing.spec(t, self.place) for t in tensors)
-        shapes = tuple((tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else (type(v), v) for v in flat)
+        shapes = tuple((tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else leaf_key(v) for v in flat)
         device = self.place.device.type
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),
                  tuple([p.requires_grad for p in self._trainable]))
-        return (modes, tree, shapes, given), tensors
+        return (modes, tree, shapes, given), flat, tensors
 
-    def _enter(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
+    def _enter(self, key: Any, flat: list[Any], replan: bool = False) -> Step:
         """Change to another variant, which all ranks do in the same call: a rank alone would wait in a collective."""
         if self.place.mesh.size == 1:
             self._seed = torch.initial_seed() if self._seed is None else self._seed
-            self._current = self._build(key, flat, tree, replan) if replan or key not in self._steps else self._steps[key]
+            self._current = self._build(key, flat, replan) if replan or key not in self._steps else self._steps[key]
             return self._current
         facts = call_facts(self._stored.module, self.settings, key, self._told[0] + 1, first=not self._steps)
         with self.place.pulse.together(f"{facts['mode']} with inputs {facts['inputs']}"):
             seed = share(self.place, facts, lambda: str(torch.initial_seed()), self.settings.timeout)
             self._seed = int(seed) if self._seed is None else self._seed
             known = None if replan else self._steps.get(key)
-            self._current = known or self._build(key, flat, tree, replan)
+            self._current = known or self._build(key, flat, replan)
         return self._current
 
-    def _build(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
+    def _build(self, key: Any, flat: list[Any], replan: bool = False) -> Step:
         alone(self.place, lambda: self._refuse_autocast(key[0][1]))
         if self._steps and not replan:
             log.info("new variant of the model (%s): tracing and planning it with the placements of the others",
                      "training" if torch.is_grad_enabled() else "inference")
         given = iter(key[-1])
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
-        args, kwargs = pytree.tree_unflatten(stand_ins, tree)
+        args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
         traced = alone(self.place, lambda: trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn,
                                                  precision=self.settings.precision, marks=self.settings.marks,
@@ -122,7 +124,7 @@ class CompiledModule(nn.Module):
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = build(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
         self._steps[key] = step
-        self._recipes[key] = (stand_ins, tree)
+        self._recipes[key] = stand_ins
         self._latest = (key, step)
         return step
 
@@ -195,11 +197,11 @@ class CompiledModule(nn.Module):
         if self._latest is None:
             raise UsageError("replan() needs a variant to plan for; call the model once before")
         key = self._latest[0]
-        flat, tree = self._recipes[key]
+        flat = self._recipes[key]
         with torch.set_grad_enabled(key[0][0]):
-            step = self._enter(key, flat, tree, replan=True)
+            step = self._enter(key, flat, replan=True)
         self._stored.move(step.plan.placements, optimizer)
-        self._steps, self._recipes = {key: step}, {key: (flat, tree)}
+        self._steps, self._recipes = {key: step}, {key: flat}
         return step.plan
 
     # --- module protocol ---

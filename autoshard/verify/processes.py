@@ -137,7 +137,7 @@ def _train(task: _Task) -> dict[str, Any]:
                 wanted = [i for i in range(len(users)) if i not in constants]
                 torch.autograd.backward([users[i] for i in wanted], [torch.ones_like(users[i]) for i in wanted])
                 optimizer = optimizer or _optimizer(task, compiled)
-            steps.append(_results(compiled, users, pytree.tree_leaves((args, dict(sorted(kwargs.items()))))))
+            steps.append(_results(compiled, users, compiled._binding.flatten(args, kwargs)[0]))
             if task.training:
                 optimizer.step()
                 optimizer.zero_grad()
