@@ -47,27 +47,29 @@ MODES = ("eager", "compiling", "exporting")
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
-          precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error") -> Traced:
+          precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False) -> Traced:
     """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`. Arguments are bound as Python does; the
     target may also be given by the name that only `loss_fn` has.
 
     Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
     left as it is. `training` asks for the backward pass (default: gradients are enabled and some parameter
-    is trainable); dropout and batch norm follow `model.training`. The autocast context around the call holds
+    is trainable or some input requires a gradient); dropout and batch norm follow `model.training`. The autocast context around the call holds
     for the forward. `marks` (glob over module paths -> seed text) hold what leaves these modules as
     `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
+    `hooks_run`: gradient hooks of parameters run outside of the graph, as those of a compiled module do; else they are refused.
     `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see whole.py).
 
     Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for data-dependent control flow and what else cannot be one graph: all places
     at once, as far as they can be found.
     """
     if training is None:
-        training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        inputs = [t for t in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(t, torch.Tensor)]
+        training = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *inputs))
 
     def run(whole: Collection[str], survey: Survey | None = None, mode: str = MODES[-1]) -> Traced:
         with torch.random.fork_rng(devices=()):
             return _Run(model, args, kwargs or {}, loss_fn, training, precision, marks or {}, whole, survey,
-                        mode=mode).traced()
+                        mode=mode, hooks_run=hooks_run).traced()
 
     return _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
 
@@ -127,9 +129,9 @@ class _Run:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
                  marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
-                 answers: Answers | None = None, mode: str = "exporting") -> None:
+                 answers: Answers | None = None, mode: str = "exporting", hooks_run: bool = False) -> None:
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
-        self.marks = marks
+        self.marks, self.hooks_run = marks, hooks_run
         self.binding = Binding.of(model, loss_fn)
         self.flat, self.in_spec = self.binding.flatten(args, kwargs)
         self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
@@ -173,9 +175,9 @@ class _Run:
 
     def _stored_values(self) -> None:
         for name, p in self.params.items():
-            if self.training and _torch.has_gradient_hook(p):
+            if self.training and not self.hooks_run and _torch.has_gradient_hook(p):
                 self.tape.refuse(f"parameter {name!r} has a gradient hook (register_hook), which the graph would not run; "
-                                 "remove it and change the gradients between backward() and the optimizer's step")
+                                 "remove it, and register it on the parameters of the compiled model, where hooks run")
             keep = self.precision is None or not p.dtype.is_floating_point
             t = self._placeholder("param", name, p, None if keep else self.precision.stored)
             self.stored[name] = t.requires_grad_(p.requires_grad and self.training)
@@ -313,14 +315,18 @@ class _Run:
         tangents = [self._tangent(i, users[i]) for i in wanted]
         sources = {n: t for n, t in self.stored.items() if t.requires_grad}
         sources |= {f"input:{i}": t for i, t in enumerate(inputs) if t.requires_grad}
+        trained = any(n in sources for n in self.params)
         if not wanted or not sources:
             if self._goes_on:
+                return
+            if sources and not trained:  # an input that requires a gradient gets none, as in eager mode
+                self.training = False
                 return
             raise TraceError("nothing to differentiate: no output depends on a trainable parameter; "
                              "pass training=False, or set requires_grad on the parameters to train")
         with user_errors("backward"), _torch.no_autocast():
             grads = torch.autograd.grad([users[i] for i in wanted], list(sources.values()), tangents, allow_unused=True)
-        if all(g is None for g in grads) and not self._goes_on:
+        if all(g is None for g in grads) and trained and not self._goes_on:
             raise TraceError("no trainable parameter receives a gradient; do not detach the loss from the parameters")
         for (name, t), g in zip(sources.items(), grads, strict=True):
             if g is not None:

@@ -80,7 +80,8 @@ def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixe
         stored.settle(plan.placements, seed, settings.checkpoint)
     if graph.training:
         keep_on_host(stored.params, plan.offload, afresh=replan)
-    return Step(with_recompute(graph, plan.recompute), traced.calling, plan, program, place, stored, backend_of(settings.backend), settings.passing.outputs)
+    return Step(with_recompute(graph, plan.recompute), traced.calling, plan, program, place, stored, backend_of(settings.backend),
+                settings.passing.outputs, fixed_inputs)
 
 
 def _plan(traced: Traced, graph: Graph, mesh: Mesh, settings: Settings, stored: Mapping[str, Spec],

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard import _torch
+from autoshard.errors import UsageError
 from autoshard.plan import Plan
 from autoshard.precision import Precision
 from autoshard.runtime.backends import backend_of
@@ -42,6 +44,7 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
 
     Raises MeshError, UsageError, PlanError; with example_inputs also what tracing and planning raise."""
     backend_of(backend)
+    _refuse_hooks(model)
     place = locate(mesh, device, join_timeout)
     for axis in batch_axes:
         place.mesh.index(axis)
@@ -56,3 +59,11 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
         with torch.set_grad_enabled(wanted):
             compiled.prepare(*example_inputs, **dict(example_kwargs or {}))
     return compiled
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Compiling copies the model, and a copy of a parameter has no hooks: they would be lost without a word."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and _torch.has_gradient_hook(p):
+            raise UsageError(f"parameter {name!r} has a gradient hook (register_hook or register_post_accumulate_grad_hook), and the compiled model "
+                             "has parameters of its own; register it on those, after compile()")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoshard import _torch
 from autoshard.binding import Binding, leaf_key
 from autoshard.errors import UsageError
 from autoshard.plan import Plan
@@ -87,10 +88,10 @@ class CompiledModule(nn.Module):
         among them."""
         flat, tree = self._binding.flatten(args, kwargs)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
-        given = tuple(self.passing.spec(t, self.place) for t in tensors)
-        shapes = tuple((tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else leaf_key(v) for v in flat)
+        given, grad = tuple(self.passing.spec(t, self.place) for t in tensors), torch.is_grad_enabled()
+        shapes = tuple((tuple(v.shape), v.dtype, grad and v.requires_grad) if isinstance(v, torch.Tensor) else leaf_key(v) for v in flat)
         device = self.place.device.type
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),
                  tuple([p.requires_grad for p in self._trainable]))
         return (modes, tree, shapes, given), flat, tensors
@@ -120,7 +121,7 @@ class CompiledModule(nn.Module):
         self._sync_modes()
         traced = alone(self.place, lambda: trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn,
                                                  precision=self.settings.precision, marks=self.settings.marks,
-                                                 fallback=self.settings.fallback))
+                                                 fallback=self.settings.fallback, hooks_run=True))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = build(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
         self._steps[key] = step
@@ -165,11 +166,23 @@ class CompiledModule(nn.Module):
         """The backward to run now."""
         return step.deferred[0] if self._deferring else step.backward
 
-    def finish_gradients(self, step: Step, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Gradients to hand to autograd, in the order of `step.grad_names`; None for those kept for later."""
-        if not self._deferring:
+    def keeps_apart(self) -> bool:
+        """Whether autograd must not know of the parameters in this call: their hooks would run with None where gradients are kept
+        for later."""
+        return self._accumulating and any(map(_torch.has_gradient_hook, self._trainable))
+
+    def finish_gradients(self, step: Step, grads: Sequence[torch.Tensor], apart: bool = False) -> Sequence[torch.Tensor | None]:
+        """Gradients to hand to autograd, in the order of `step.grad_names`; None for those kept for later, and for parameters
+        that are kept `apart`, whose gradients go to them here."""
+        if not self._deferring and not apart:
             return grads
+        if self.keeps_apart() and not apart:
+            raise UsageError("a parameter has a gradient hook, and no_sync() was entered after the model was called; call the model inside "
+                             "no_sync() as well")
         params = self._stored.params
+        if not self._deferring:
+            self._deliver(step, {n: g for n, g in zip(step.grad_names, grads, strict=True) if n in params})
+            return [None if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
         raw = [g for n, g in zip(step.grad_names, grads, strict=True) if n in params]
         held = self._pending.get(step)
         self._pending[step] = raw if held is None else [a + b for a, b in zip(held, raw, strict=True)]
@@ -179,10 +192,13 @@ class CompiledModule(nn.Module):
                 for name, g in other.reduce(values).items():
                     done[name] = done[name] + g if name in done else g
             self._pending.clear()
-        for name in done.keys() - set(step.grad_names):
-            g = step.as_gradient(name, done[name], params[name].shape)
-            params[name].grad = g if params[name].grad is None else params[name].grad + g
-        return [done.get(n) if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
+        self._deliver(step, {n: g for n, g in done.items() if apart or n not in step.grad_names})
+        return [(None if apart else done.get(n)) if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
+
+    def _deliver(self, step: Step, grads: Mapping[str, torch.Tensor]) -> None:
+        """Add to `.grad` of parameters that autograd does not reach from this call; their hooks run."""
+        if grads:
+            torch.autograd.backward([self._stored.params[n] for n in grads], [step.as_gradient(n, g) for n, g in grads.items()])
 
     # --- plans ---
 
