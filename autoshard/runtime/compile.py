@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from autoshard.graph import Graph
 from autoshard.lower import Lowered, lower
+from autoshard.errors import UsageError
 from autoshard.mesh import Mesh
+from autoshard.options import CHECKS
 from autoshard.plan import Plan
 from autoshard.precision import Precision
 from autoshard.recompute import with_recompute
@@ -40,7 +42,8 @@ class Planner(Protocol):
 @dataclass(frozen=True, eq=False)
 class Settings:
     """How to compile. `key`: text of everything the planner was set to, for the cache. `timeout`: seconds that ranks
-    wait for the leader. `marks`: seeds on what leaves modules, as `trace` wants them; `fallback` too."""
+    wait for the leader. `marks`: seeds on what leaves modules, as `trace` wants them; `fallback` too. `check_inputs`: when ranks
+    compare the numbers of their inputs, see same_inputs.py."""
 
     planner: Planner
     loss_fn: Callable[..., Any] | None = None
@@ -54,6 +57,11 @@ class Settings:
     checkpoint: str | None = None
     marks: Mapping[str, str] = field(default_factory=dict)
     fallback: str = "error"
+    check_inputs: str = CHECKS[0]
+
+    def __post_init__(self) -> None:
+        if self.check_inputs not in CHECKS:
+            raise UsageError(f"check_inputs={self.check_inputs!r} is not one of {', '.join(CHECKS)}")
 
 
 def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixed_inputs: Mapping[str, Spec],

@@ -10,6 +10,7 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard.errors import UsageError
+from autoshard.options import CHECKS
 from autoshard.plan import Plan
 from autoshard.precision import Precision
 from autoshard.runtime.backends import backend_of
@@ -27,7 +28,7 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
                   outputs: str = "replicate", batch_axes: Sequence[str] = (), plan: Plan | str | os.PathLike[str] | None = None,
                   backend: str = "eager", cache: bool | str | os.PathLike[str] = True, key: str = "",
                   checkpoint: str | None = None, device: Any = None, timeout: float = 3600.0, join_timeout: float = JOIN,
-                  marks: Mapping[str, str] | None = None, fallback: str = "error") -> CompiledModule:
+                  marks: Mapping[str, str] | None = None, fallback: str = "error", check_inputs: str = CHECKS[0]) -> CompiledModule:
     """The model as a sharded module. Without `example_inputs` it is planned at its first call.
 
     planner       searches a plan for a traced variant; runs on the leading rank only
@@ -40,6 +41,7 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
     timeout       seconds to wait for the leading rank
     join_timeout  seconds to wait for ranks that have not called this
     marks         seeds on what leaves modules, as `trace` wants them; those of the given plan where there are none
+    check_inputs  when ranks compare the numbers of their inputs: "first" calls of a variant, "always", "never"
     fallback      as `trace` wants it; that of the given plan where it is "error"
 
     Raises MeshError, UsageError, PlanError; with example_inputs also what tracing and planning raise."""
@@ -52,7 +54,8 @@ def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inpu
     settings = Settings(planner, loss_fn, precision, Passing(inputs, outputs, tuple(batch_axes)), backend, loaded,
                         cache_folder(cache), key, timeout, checkpoint,
                         dict(marks or (loaded.seeds if loaded else {})),
-                        loaded.settings.get("fallback", fallback) if loaded and fallback == "error" else fallback)
+                        loaded.settings.get("fallback", fallback) if loaded and fallback == "error" else fallback,
+                        check_inputs)
     compiled = CompiledModule(model, place, settings)
     if example_inputs is not None:
         wanted = torch.is_grad_enabled() and model.training if training is None else training

@@ -20,6 +20,7 @@ from autoshard.runtime.compile import Settings, build
 from autoshard.runtime.facts import call_facts
 from autoshard.runtime.inputs import as_global, wrap_output
 from autoshard.runtime.place import Place
+from autoshard.runtime.same_inputs import compare_inputs, is_due
 from autoshard.runtime.shells import shell
 from autoshard.runtime.step import Function, Step
 from autoshard.runtime.stored import Stored
@@ -65,10 +66,14 @@ class CompiledModule(nn.Module):
         key, flat, tensors = alone(self.place, lambda: self._key(args, kwargs))
         step = self._steps.get(key)
         if step is None or step is not self._current:
-            step = self._enter(key, flat)
+            step = self._enter(key, flat, tensors=tensors)
+        elif self.place.mesh.size > 1 and is_due(step.calls, self.settings.check_inputs):
+            with self.place.pulse.together("the comparison of its inputs"):
+                self._compare_inputs(key, tensors)
         else:
             self._told[0] += 1
         self._calls += 1
+        step.calls += 1
         with self._without_autocast() if key[0][1] else nullcontext():
             outs = step.run(tensors, key[-1], mix(self._seed, self._calls), self)
         if self._wraps:
@@ -96,8 +101,10 @@ class CompiledModule(nn.Module):
                  tuple([p.requires_grad for p in self._trainable]))
         return (modes, tree, shapes, given), flat, tensors
 
-    def _enter(self, key: Any, flat: list[Any], replan: bool = False) -> Step:
-        """Change to another variant, which all ranks do in the same call: a rank alone would wait in a collective."""
+    def _enter(self, key: Any, flat: list[Any], replan: bool = False,
+               tensors: list[torch.Tensor] | None = None) -> Step:
+        """Change to another variant, which all ranks do in the same call: a rank alone would wait in a collective. `tensors`: the
+        inputs of the call that is to run in it."""
         if self.place.mesh.size == 1:
             self._seed = torch.initial_seed() if self._seed is None else self._seed
             self._current = self._build(key, flat, replan) if replan or key not in self._steps else self._steps[key]
@@ -107,6 +114,8 @@ class CompiledModule(nn.Module):
             seed = share(self.place, facts, lambda: str(torch.initial_seed()), self.settings.timeout)
             self._seed = int(seed) if self._seed is None else self._seed
             known = None if replan else self._steps.get(key)
+            if tensors is not None and is_due(known.calls if known else 0, self.settings.check_inputs):
+                self._compare_inputs(key, tensors)
             self._current = known or self._build(key, flat, replan)
         return self._current
 
@@ -128,6 +137,10 @@ class CompiledModule(nn.Module):
         self._recipes[key] = stand_ins
         self._latest = (key, step)
         return step
+
+    def _compare_inputs(self, key: Any, tensors: list[torch.Tensor]) -> None:
+        names = [n for n, leaf in zip(self._binding.names(key[1]), key[2], strict=True) if isinstance(leaf[0], tuple)]
+        compare_inputs(self.place, tensors, key[-1], names, self.passing.inputs, self.settings.timeout)
 
     def _refuse_autocast(self, dtype: Any) -> None:
         """A trace sees CPU tensors, which another device's autocast leaves alone; that of CPUs casts other ops."""
