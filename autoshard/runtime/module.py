@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from autoshard import _torch
 from autoshard.binding import Binding, leaf_key
-from autoshard.errors import UsageError
+from autoshard.errors import AutoshardError, UsageError
 from autoshard.plan import Plan
 from autoshard.runtime.agree import alone, share
 from autoshard.runtime.compile import Settings, build
-from autoshard.runtime.facts import call_facts
+from autoshard.runtime.facts import call_facts, in_words
 from autoshard.runtime.inputs import as_global, wrap_output
 from autoshard.runtime.place import Place
 from autoshard.runtime.same_inputs import compare_inputs, is_due
@@ -68,14 +68,18 @@ class CompiledModule(nn.Module):
         if step is None or step is not self._current:
             step = self._enter(key, flat, tensors=tensors)
         elif self.place.mesh.size > 1 and is_due(step.calls, self.settings.check_inputs):
-            with self.place.pulse.together("the comparison of its inputs"):
+            with self.place.pulse.together(in_words(self._facts(key))):
                 self._compare_inputs(key, tensors)
         else:
             self._told[0] += 1
         self._calls += 1
         step.calls += 1
-        with self._without_autocast() if key[0][1] else nullcontext():
-            outs = step.run(tensors, key[-1], mix(self._seed, self._calls), self)
+        try:
+            with self._without_autocast() if key[0][1] else nullcontext():
+                outs = step.run(tensors, key[-1], mix(self._seed, self._calls), self)
+        except (AutoshardError, RuntimeError) as e:
+            self.name_who_left(e)
+            raise
         if self._wraps:
             outs = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self.place)
                          for t, s, m in zip(outs, step.user_specs, step.user_metas, strict=True))
@@ -109,8 +113,8 @@ class CompiledModule(nn.Module):
             self._seed = torch.initial_seed() if self._seed is None else self._seed
             self._current = self._build(key, flat, replan) if replan or key not in self._steps else self._steps[key]
             return self._current
-        facts = call_facts(self._stored.module, self.settings, key, self._told[0] + 1, first=not self._steps)
-        with self.place.pulse.together(f"{facts['mode']} with inputs {facts['inputs']}"):
+        facts = self._facts(key)
+        with self.place.pulse.together(in_words(facts)):
             seed = share(self.place, facts, lambda: str(torch.initial_seed()), self.settings.timeout)
             self._seed = int(seed) if self._seed is None else self._seed
             known = None if replan else self._steps.get(key)
@@ -137,6 +141,17 @@ class CompiledModule(nn.Module):
         self._recipes[key] = stand_ins
         self._latest = (key, step)
         return step
+
+    def _facts(self, key: Any) -> dict[str, str]:
+        return call_facts(self._stored.module, self.settings, key, self._told[0] + 1, first=not self._steps)
+
+    def name_who_left(self, e: Exception) -> None:
+        """Where a collective fails (with `e`) because a rank does not come: raises AutoshardError, which says which one and why, if
+        that rank told."""
+        left = self.place.pulse.who_left() if self.place.mesh.size > 1 else ""
+        if left:
+            raise AutoshardError(f"{left}: the others ran a variant of the model that they had. Every rank must call the model with inputs of "
+                                 "the same shapes and dtypes, the last batch too") from e
 
     def _compare_inputs(self, key: Any, tensors: list[torch.Tensor]) -> None:
         names = [n for n, leaf in zip(self._binding.names(key[1]), key[2], strict=True) if isinstance(leaf[0], tuple)]

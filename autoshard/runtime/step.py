@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.errors import AutoshardError
 from autoshard.graph import Graph
 from autoshard.lower import LocalGraph, Lowered, Port, bind, lower_deferred
 from autoshard.plan import Plan
@@ -234,7 +235,11 @@ class _Node(torch.autograd.Function):
         arguments = step.backward_arguments(function, ctx.saved_tensors, tangents, ctx.seed)
         del tangents
         _torch.drop_saved(ctx)
-        grads = model.finish_gradients(step, function.call(arguments), ctx.apart)
+        try:
+            grads = model.finish_gradients(step, function.call(arguments), ctx.apart)
+        except (AutoshardError, RuntimeError) as e:
+            model.name_who_left(e)
+            raise
         borders = ctx.borders
         if step.place.device_mesh is None and not borders:
             return (*NO_GRADIENTS, *grads)
