@@ -129,8 +129,7 @@ def leaf_key(value: Any) -> Any:
 
 
 def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
-    default = parameter.default
-    return value is default or type(value) is type(default) and type(value) in PLAIN and value == default
+    return type(value) in PLAIN and type(value) is type(parameter.default) and value == parameter.default
 
 
 def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
@@ -158,7 +157,7 @@ def _target_of(loss_fn: Callable[..., Any]) -> str:
         code = getattr(inspect.unwrap(call), "__code__", None)
         at = f"\n  at {describe(code, code.co_firstlineno)}" if code else ""
         raise UsageError(f"loss_fn {name}{_shown(signature)} is called with two arguments, the model's result and the target, and does not "
-                         f"take them: {e}; give the others a default, or bind them with functools.partial{at}") from None
+                         f"take them: {e}; give it two parameters, and defaults to any others{at}") from None
     names = [n for n in bound.arguments if signature.parameters[n].kind in BY_POSITION]
     return names[1] if len(names) > 1 else "target"
 

@@ -133,7 +133,7 @@ class _Run:
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
         self.marks, self.hooks_run = marks, hooks_run
         self.binding = Binding.of(model, loss_fn)
-        self.flat, self.in_spec = self.binding.flatten(args, kwargs)
+        self.flat, self.in_spec = pytree.tree_flatten(self.binding.arguments(args, kwargs))  # as `flatten` has it, and checked
         self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
         self.tape = Tape()
         self.recorder = _torch.Recorder(self.tape.on_op)
