@@ -226,8 +226,8 @@ def was_mutated(value: torch.Tensor) -> bool:
 
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
-    """Whether `parameter.register_hook` was called."""
-    return bool(parameter._backward_hooks)
+    """Whether `parameter.register_hook` or `register_post_accumulate_grad_hook` was called."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def convert(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:

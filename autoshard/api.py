@@ -95,7 +95,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
             plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
             cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
-            progress: Progress | None = None) -> CompiledModule:
+            check_inputs: str = "first", progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -106,6 +106,10 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     cache          keep plans on disk; True for the default folder, or a folder
     checkpoint     folder of a torch.distributed.checkpoint to fill a meta model from
     join_timeout   seconds to wait for ranks that have not called this; then an AutoshardError names them
+    inputs         "global": every rank passes the same whole batch; "local": every rank passes its own piece of it, which is what a
+                   DataLoader with DistributedSampler gives
+    check_inputs   when ranks compare the numbers of their inputs: "first": at the calls 1, 2, 3, 5, 9, ... of every variant; "always";
+                   "never"
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
@@ -126,7 +130,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     return compile_model(model, mesh, planner, example_inputs=example_inputs, example_kwargs=example_kwargs,
                          loss_fn=loss_fn, training=training, precision=precision, inputs=inputs, outputs=outputs,
                          batch_axes=batch_axes, plan=plan, backend=backend, cache=cache, key=planner_key(options, profile),
-                         checkpoint=checkpoint, device=device, join_timeout=join_timeout, marks=options.marks, fallback=fallback)
+                         checkpoint=checkpoint, device=device, join_timeout=join_timeout, marks=options.marks, fallback=fallback,
+                         check_inputs=check_inputs)
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None" = None, has_loss: bool = False,

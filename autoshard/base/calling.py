@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from autoshard._torch import pytree
 
+from autoshard.program.binding import Binding, leaf_key
 from autoshard.errors import UsageError
 from autoshard.base.graph import Graph, TensorMeta
 
@@ -23,12 +24,14 @@ class TensorLeaf:
 class Calling:
     """How a call of the model maps to the graph.
 
+    binding               how arguments are bound, in the trace and in every call
     leaves / out_leaves   flattened (args, kwargs) / result, with `TensorLeaf`s where tensors are; the other
                           leaves are baked into the graph and must be equal at every call
     inputs                shape and dtype of each tensor input;  names: where each comes from, for messages
     constants             "_constant_i" -> its data
     """
 
+    binding: Binding
     in_spec: Any
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
@@ -40,7 +43,7 @@ class Calling:
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
         """The tensor inputs in graph order. Raises UsageError when the call differs from the traced one in
         structure, in a non-tensor argument, or in a shape or dtype."""
-        flat, spec = pytree.tree_flatten(arguments(args, kwargs))
+        flat, spec = self.binding.flatten(args, kwargs or {})
         if spec != self.in_spec:
             raise UsageError("the model was traced with other arguments: pass the same positional and keyword arguments")
         tensors = []
@@ -48,7 +51,7 @@ class Calling:
             if isinstance(leaf, TensorLeaf):
                 self._check(leaf.index, value)
                 tensors.append(value)
-            elif isinstance(value, torch.Tensor) or not _same(leaf, value):
+            elif isinstance(value, torch.Tensor) or not (leaf is value or leaf_key(leaf) == leaf_key(value)):
                 raise UsageError(f"the model was traced with the argument {leaf!r} and is called with {value!r}; "
                                  "non-tensor arguments are part of the graph, trace again")
         return tuple(tensors)
@@ -67,18 +70,9 @@ class Calling:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
-def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keyword arguments by name, so that their order in a call does not matter."""
-    return tuple(args), dict(sorted((kwargs or {}).items()))
-
-
 def as_stored(t: torch.Tensor) -> torch.Tensor:
     """What a graph takes: contiguous, and with its values in memory, where a conjugate may be a note on the tensor only."""
     return t.resolve_conj().resolve_neg().contiguous()
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a is b or bool(a == b))
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,11 +116,12 @@ def _bytes(table: CostTable, ref: Ref, specs: SpecIndex) -> np.ndarray:
 
 
 def last_reads(graph: Graph) -> dict[Ref, int]:
-    """Per buffer (its first value), the position of the last op that reads it or a view of it. A gradient that leaves is
-    counted as stored, not here."""
+    """Per buffer (its first value), the position of the last op that reads it or a view of it. A parameter's gradient that leaves
+    is counted as stored, not here."""
+    stored = {f"grad:{op.target}" for op in graph.of_kind("param")}
     out: dict[Ref, int] = {}
     for op in graph.ops:
-        for ref in op.refs if not str(op.target).startswith("grad:") else ():
+        for ref in op.refs if op.target not in stored else ():
             if ref in op.kept:  # as long as it is kept, the source stands for it
                 continue
             root = storage_root(graph, ref)

@@ -368,9 +368,9 @@ def storage_root(graph, ref: Ref) -> Ref:
 
 
 def _tie_gradients(b: _Builder) -> None:
-    """A gradient leaves in its parameter's stored spec, a tangent enters as the dual of its output."""
+    """A gradient leaves in its parameter's stored spec, or as its input comes in, a tangent enters as the dual of its output."""
     graph = b.table.graph
-    stored = {op.target: op for op in graph.of_kind("param")}
+    stored = {op.target: op for op in graph.of_kind("param", "input")}
     users = {str(op.target): op for op in graph.of_kind("output")}
     for name, out in users.items():
         if name.startswith("grad:"):

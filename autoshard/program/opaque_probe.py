@@ -15,7 +15,7 @@ from autoshard._torch import pytree
 
 from autoshard import _torch
 from autoshard.seeds.seeds import was_given
-from autoshard.base.calling import TensorLeaf, Traced, arguments
+from autoshard.base.calling import TensorLeaf, Traced
 from autoshard.errors import TraceError, UsageError
 from autoshard.base.graph import Graph, TensorMeta
 from autoshard.program.tape import Tape, is_random, meta_of
@@ -73,7 +73,7 @@ class Runner:
         return lambda *args, **kwargs: self._call(path, original, twin, args, kwargs)
 
     def _call(self, path: str, original: nn.Module, twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        flat, spec = pytree.tree_flatten(arguments(args, kwargs))
+        flat, spec = pytree.tree_flatten((args, dict(kwargs)))
         inputs = [v for v in flat if isinstance(v, torch.Tensor)]
         order = iter(range(len(inputs)))
         leaves = tuple(TensorLeaf(next(order)) if isinstance(v, torch.Tensor) else v for v in flat)

@@ -30,8 +30,9 @@ from autoshard._torch import pytree
 
 from autoshard import _torch
 from autoshard.seeds.seeds import annotate, marks_of, was_given
+from autoshard.program.binding import Binding
 from autoshard.program.lru_caches import kept_clean
-from autoshard.base.calling import Calling, TensorLeaf, Traced, arguments
+from autoshard.base.calling import Calling, TensorLeaf, Traced
 from autoshard.program.known_values import Constants
 from autoshard.errors import TraceError
 from autoshard.base.graph import Graph, Op, Ref
@@ -48,26 +49,29 @@ MODES = ("eager", "compiling", "exporting")
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
-          precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error") -> Traced:
-    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`.
+          precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False) -> Traced:
+    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`. Arguments are bound as Python does; the
+    target may also be given by the name that only `loss_fn` has.
 
     Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
     left as it is. `training` asks for the backward pass (default: gradients are enabled and some parameter
-    is trainable); dropout and batch norm follow `model.training`. The autocast context around the call holds
+    is trainable or some input requires a gradient); dropout and batch norm follow `model.training`. The autocast context around the call holds
     for the forward. `marks` (glob over module paths -> seed text) hold what leaves these modules as
     `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
+    `hooks_run`: gradient hooks of parameters run outside of the graph, as those of a compiled module do; else they are refused.
     `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see program/opaque.py).
 
-    Raises TraceError, naming the user's lines, for data-dependent control flow and what else cannot be one graph: all places
+    Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for data-dependent control flow and what else cannot be one graph: all places
     at once, as far as they can be found.
     """
     if training is None:
-        training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        inputs = [t for t in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(t, torch.Tensor)]
+        training = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *inputs))
 
     def run(whole: Collection[str], survey: Survey | None = None, mode: str = MODES[-1]) -> Traced:
         with torch.random.fork_rng(devices=()):
-            return _Run(model, *arguments(args, kwargs), loss_fn, training, precision, marks or {}, whole, survey,
-                        mode=mode).traced()
+            return _Run(model, args, kwargs or {}, loss_fn, training, precision, marks or {}, whole, survey,
+                        mode=mode, hooks_run=hooks_run).traced()
 
     return _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
 
@@ -124,16 +128,14 @@ class _Run:
     goes wrong, and the trace goes on; `answers`: made-up data for a trace of a submodule `alone`, where nothing need be
     differentiable; `mode`: see `_torch.functional_tracing`."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
                  marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
-                 answers: Answers | None = None, mode: str = "exporting") -> None:
-        if loss_fn is not None and not args:
-            raise TraceError("with loss_fn the last positional argument is the target, and there is none; pass (x, target)")
+                 answers: Answers | None = None, mode: str = "exporting", hooks_run: bool = False) -> None:
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
-        self.marks = marks
-        self.args = args
-        self.flat, self.in_spec = pytree.tree_flatten((args, kwargs))
+        self.marks, self.hooks_run = marks, hooks_run
+        self.binding = Binding.of(model, loss_fn)
+        self.flat, self.in_spec = pytree.tree_flatten(self.binding.arguments(args, kwargs))  # as `flatten` has it, and checked
         self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
         self.tape = Tape()
         self.recorder = _torch.Recorder(self.tape.on_op)
@@ -176,9 +178,9 @@ class _Run:
 
     def _stored_values(self) -> None:
         for name, p in self.params.items():
-            if self.training and _torch.has_gradient_hook(p):
+            if self.training and not self.hooks_run and _torch.has_gradient_hook(p):
                 self.tape.refuse(f"parameter {name!r} has a gradient hook (register_hook), which the graph would not run; "
-                                 "remove it and change the gradients between backward() and the optimizer's step")
+                                 "remove it, and register it on the parameters of the compiled model, where hooks run")
             keep = self.precision is None or not p.dtype.is_floating_point
             t = self._placeholder("param", name, p, None if keep else self.precision.stored)
             self.stored[name] = t.requires_grad_(p.requires_grad and self.training)
@@ -187,15 +189,16 @@ class _Run:
 
     def _inputs(self) -> list[torch.Tensor]:
         out, self.leaves, names = [], [], []
+        bound = pytree.tree_unflatten(self.flat, self.in_spec)
         self.targets: set[int] = set()   # tensor inputs that belong to the loss's target
-        for path, value in pytree.tree_flatten_with_path(pytree.tree_unflatten(self.flat, self.in_spec))[0]:
+        for (path, value), name in zip(pytree.tree_flatten_with_path(bound)[0], self.binding.names(self.in_spec), strict=True):
             if isinstance(value, torch.Tensor):
                 self.leaves.append(TensorLeaf(len(out)))
                 t = self._placeholder("input", f"input:{len(out)}", value)
                 needs_grad = value.requires_grad and self.training and value.dtype.is_floating_point
                 out.append(t.requires_grad_(needs_grad))
-                names.append(_path_name(path))
-                if self.loss_fn is not None and _in_argument(path, len(self.args) - 1):
+                names.append(name)
+                if self.loss_fn is not None and _in_argument(path, len(bound[0]) - 1):
                     self.targets.add(len(out) - 1)
             else:
                 self.leaves.append(value)
@@ -315,14 +318,18 @@ class _Run:
         tangents = [self._tangent(i, users[i]) for i in wanted]
         sources = {n: t for n, t in self.stored.items() if t.requires_grad}
         sources |= {f"input:{i}": t for i, t in enumerate(inputs) if t.requires_grad}
+        trained = any(n in sources for n in self.params)
         if not wanted or not sources:
             if self._goes_on:
+                return
+            if sources and not trained:  # an input that requires a gradient gets none, as in eager mode
+                self.training = False
                 return
             raise TraceError("nothing to differentiate: no output depends on a trainable parameter; "
                              "pass training=False, or set requires_grad on the parameters to train")
         with user_errors("backward"), _torch.no_autocast():
             grads = torch.autograd.grad([users[i] for i in wanted], list(sources.values()), tangents, allow_unused=True)
-        if all(g is None for g in grads) and not self._goes_on:
+        if all(g is None for g in grads) and trained and not self._goes_on:
             raise TraceError("no trainable parameter receives a gradient; do not detach the loss from the parameters")
         for (name, t), g in zip(sources.items(), grads, strict=True):
             if g is not None:
@@ -354,7 +361,7 @@ class _Run:
                       f"{self.in_spec} {[v for v in self.leaves if not isinstance(v, TensorLeaf)]}", str(out_spec),
                       _tied(self.model), unused)
         inputs = tuple(op.outputs[0] for op in graph.of_kind("input"))
-        return Traced(graph, Calling(self.in_spec, tuple(self.leaves), self.names, inputs, out_spec, out_leaves,
+        return Traced(graph, Calling(self.binding, self.in_spec, tuple(self.leaves), self.names, inputs, out_spec, out_leaves,
                                      dict(self.tape.constants)))
 
 
@@ -406,13 +413,6 @@ def _registration(value: Any) -> str:
 def _on_cpu() -> Any:
     """Tensors that the model makes without a device go where the fake weights are."""
     return torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
-
-
-def _path_name(path: tuple[Any, ...]) -> str:
-    """(1, "labels") -> "labels": how messages name an argument."""
-    side, *rest = path
-    text = pytree.keystr(tuple(rest))
-    return f"args{text}" if side.idx == 0 else f"kwargs{text}"
 
 
 def _copy_tree(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -60,12 +60,13 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh) -> str:
 
 
 def _check_storage(plan: Plan, graph: Graph) -> None:
-    """Gradients and new buffers are handed out as their parameters and buffers are stored."""
+    """Gradients and new buffers are handed out as their parameters and buffers are stored, those of inputs as they come in."""
     stored = {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("param", "buffer")}
     for name, spec in stored.items():
         if plan.placements.get(name) != spec:
             raise PlanError(f"the plan stores {name} as {format_spec(plan.placements.get(name, ()))}, and its ops read "
                             f"{format_spec(spec)}; {AGAIN}")
+    stored |= {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("input")}
     for op in graph.of_kind("output"):
         kind, _, name = str(op.target).partition(":")
         if kind in ("grad", "mutation") and name in stored and plan.ops[op.name].inputs[0] != stored[name]:

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from autoshard.base.graph import Graph
 from autoshard.lower.lower import Lowered, lower
+from autoshard.errors import UsageError
 from autoshard.base.mesh import Mesh
+from autoshard.decide.options import CHECKS
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.recompute.rewrite import with_recompute
@@ -40,7 +42,8 @@ class Planner(Protocol):
 @dataclass(frozen=True, eq=False)
 class Settings:
     """How to compile. `key`: text of everything the planner was set to, for the cache. `timeout`: seconds that ranks
-    wait for the leader. `marks`: seeds on what leaves modules, as `trace` wants them; `fallback` too."""
+    wait for the leader. `marks`: seeds on what leaves modules, as `trace` wants them; `fallback` too. `check_inputs`: when ranks
+    compare the numbers of their inputs, see same_inputs.py."""
 
     planner: Planner
     loss_fn: Callable[..., Any] | None = None
@@ -54,6 +57,11 @@ class Settings:
     checkpoint: str | None = None
     marks: Mapping[str, str] = field(default_factory=dict)
     fallback: str = "error"
+    check_inputs: str = CHECKS[0]
+
+    def __post_init__(self) -> None:
+        if self.check_inputs not in CHECKS:
+            raise UsageError(f"check_inputs={self.check_inputs!r} is not one of {', '.join(CHECKS)}")
 
 
 def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixed_inputs: Mapping[str, Spec],
@@ -80,7 +88,8 @@ def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixe
         stored.settle(plan.placements, seed, settings.checkpoint)
     if graph.training:
         keep_on_host(stored.params, plan.offload, afresh=replan)
-    return Step(with_recompute(graph, plan.recompute), traced.calling, plan, program, place, stored, backend_of(settings.backend), settings.passing.outputs)
+    return Step(with_recompute(graph, plan.recompute), traced.calling, plan, program, place, stored, backend_of(settings.backend),
+                settings.passing.outputs, fixed_inputs)
 
 
 def _plan(traced: Traced, graph: Graph, mesh: Mesh, settings: Settings, stored: Mapping[str, Spec],

@@ -1,9 +1,8 @@
 """From what the user passes to local tensors, and from local outputs to what the user gets."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -101,16 +100,3 @@ def shard_batch(batch: Any, model: Any) -> Any:
         return place.slice(t, spec)
 
     return pytree.tree_map(cut, batch)
-
-
-def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Leaves of (args, kwargs) and their structure. Walking a pytree costs as much as several small ops, so the
-    common call, tensors by position, goes without."""
-    if not kwargs and all(isinstance(a, torch.Tensor) for a in args):
-        return list(args), _positional(len(args))
-    return pytree.tree_flatten((args, dict(kwargs)))
-
-
-@cache
-def _positional(n: int) -> Any:
-    return pytree.tree_structure(((0,) * n, {}))

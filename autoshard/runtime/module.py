@@ -11,14 +11,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from autoshard._torch import pytree
 
-from autoshard.errors import UsageError
+from autoshard import _torch
+from autoshard.program.binding import Binding, leaf_key
+from autoshard.errors import AutoshardError, UsageError
 from autoshard.base.plan import Plan
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.compile import Settings, build
-from autoshard.runtime.ranks.agreement_facts import call_facts
+from autoshard.runtime.ranks.agreement_facts import call_facts, in_words
 from autoshard.runtime.guidance import Guidance, attribute, guard
-from autoshard.runtime.inputs import as_global, flatten_call, wrap_output
+from autoshard.runtime.inputs import as_global, wrap_output
 from autoshard.runtime.ranks.place import Place
+from autoshard.runtime.ranks.same_inputs import compare_inputs, is_due
 from autoshard.runtime.params.module_shells import shell
 from autoshard.runtime.step import Function, Step
 from autoshard.runtime.params.stored import Stored
@@ -38,6 +41,7 @@ class CompiledModule(Guidance, nn.Module):
     def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
         super().__init__()
         self.place, self.settings, self.passing = place, settings, settings.passing
+        self._binding = Binding.of(model, settings.loss_fn)
         self._stored = Stored(model, place, settings.precision)
         self._visible = {"root": shell(self._stored.module)}  # in a dict, so that it is no submodule
         root = self._visible["root"]
@@ -51,7 +55,7 @@ class CompiledModule(Guidance, nn.Module):
         self._latest: tuple[Any, Step] | None = None
         self._current: Step | None = None
         self._told = place.pulse.told if place.mesh.size > 1 else [0]
-        self._recipes: dict[Any, tuple[Any, ...]] = {}
+        self._recipes: dict[Any, list[Any]] = {}
         self._wraps = self.passing.outputs == "dtensor" and place.device_mesh is not None
         self._accumulating = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
@@ -61,16 +65,23 @@ class CompiledModule(Guidance, nn.Module):
     # --- calls ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        flat, tree = flatten_call(args, kwargs)
-        key, tensors = alone(self.place, lambda: self._key(flat, tree))
+        key, flat, tensors = alone(self.place, lambda: self._key(args, kwargs))
         step = self._steps.get(key)
         if step is None or step is not self._current:
-            step = self._enter(key, flat, tree)
+            step = self._enter(key, flat, tensors=tensors)
+        elif self.place.mesh.size > 1 and is_due(step.calls, self.settings.check_inputs):
+            with self.place.pulse.together(in_words(self._facts(key))):
+                self._compare_inputs(key, tensors)
         else:
             self._told[0] += 1
         self._calls += 1
-        with self._without_autocast() if key[0][1] else nullcontext():
-            outs = step.run(tensors, key[-1], mix(self._seed, self._calls), self)
+        step.calls += 1
+        try:
+            with self._without_autocast() if key[0][1] else nullcontext():
+                outs = step.run(tensors, key[-1], mix(self._seed, self._calls), self)
+        except (AutoshardError, RuntimeError) as e:
+            self.name_who_left(e)
+            raise
         if self._wraps:
             outs = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self.place)
                          for t, s, m in zip(outs, step.user_specs, step.user_metas, strict=True))
@@ -78,55 +89,75 @@ class CompiledModule(Guidance, nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":
         """Trace, plan and lower for these inputs now, without running."""
-        flat, tree = flatten_call(args, kwargs)
-        key, _ = alone(self.place, lambda: self._key(flat, tree))
+        key, flat, _ = alone(self.place, lambda: self._key(args, kwargs))
         if key not in self._steps:
-            self._enter(key, flat, tree)
+            self._enter(key, flat)
         return self
 
-    def _key(self, flat: list[Any], tree: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-        """What a variant depends on, and the tensor inputs. The last part: how each comes in."""
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], list[torch.Tensor]]:
+        """What a variant depends on (the last part: how each tensor comes in), the leaves of the bound call, and the tensors
+        among them."""
+        flat, tree = self._binding.flatten(args, kwargs)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
-        given = tuple(self.passing.spec(t, self.place) for t in tensors)
-        shapes = tuple((tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else (type(v), v) for v in flat)
+        given, grad = tuple(self.passing.spec(t, self.place) for t in tensors), torch.is_grad_enabled()
+        shapes = tuple((tuple(v.shape), v.dtype, grad and v.requires_grad) if isinstance(v, torch.Tensor) else leaf_key(v) for v in flat)
         device = self.place.device.type
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),
                  tuple([p.requires_grad for p in self._trainable]))
-        return (modes, tree, shapes, given), tensors
+        return (modes, tree, shapes, given), flat, tensors
 
-    def _enter(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
-        """Change to another variant, which all ranks do in the same call: a rank alone would wait in a collective."""
+    def _enter(self, key: Any, flat: list[Any], replan: bool = False,
+               tensors: list[torch.Tensor] | None = None) -> Step:
+        """Change to another variant, which all ranks do in the same call: a rank alone would wait in a collective. `tensors`: the
+        inputs of the call that is to run in it."""
         if self.place.mesh.size == 1:
             self._seed = torch.initial_seed() if self._seed is None else self._seed
-            self._current = self._build(key, flat, tree, replan) if replan or key not in self._steps else self._steps[key]
+            self._current = self._build(key, flat, replan) if replan or key not in self._steps else self._steps[key]
             return self._current
-        facts = call_facts(self._stored.module, self.settings, key, self._told[0] + 1, first=not self._steps)
-        with self.place.pulse.together(f"{facts['mode']} with inputs {facts['inputs']}"):
+        facts = self._facts(key)
+        with self.place.pulse.together(in_words(facts)):
             seed = share(self.place, facts, lambda: str(torch.initial_seed()), self.settings.timeout)
             self._seed = int(seed) if self._seed is None else self._seed
             known = None if replan else self._steps.get(key)
-            self._current = known or self._build(key, flat, tree, replan)
+            if tensors is not None and is_due(known.calls if known else 0, self.settings.check_inputs):
+                self._compare_inputs(key, tensors)
+            self._current = known or self._build(key, flat, replan)
         return self._current
 
-    def _build(self, key: Any, flat: list[Any], tree: Any, replan: bool = False) -> Step:
+    def _build(self, key: Any, flat: list[Any], replan: bool = False) -> Step:
         alone(self.place, lambda: self._refuse_autocast(key[0][1]))
         if self._steps and not replan:
             log.info("new variant of the model (%s): tracing and planning it with the placements of the others",
                      "training" if torch.is_grad_enabled() else "inference")
         given = iter(key[-1])
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
-        args, kwargs = pytree.tree_unflatten(stand_ins, tree)
+        args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
         traced = alone(self.place, lambda: trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn,
                                                  precision=self.settings.precision, marks=self.settings.marks,
-                                                 fallback=self.settings.fallback))
+                                                 fallback=self.settings.fallback, hooks_run=True))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = build(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
         self._steps[key] = step
-        self._recipes[key] = (stand_ins, tree)
+        self._recipes[key] = stand_ins
         self._latest = (key, step)
         return step
+
+    def _facts(self, key: Any) -> dict[str, str]:
+        return call_facts(self._stored.module, self.settings, key, self._told[0] + 1, first=not self._steps)
+
+    def name_who_left(self, e: Exception) -> None:
+        """Where a collective fails (with `e`) because a rank does not come: raises AutoshardError, which says which one and why, if
+        that rank told."""
+        left = self.place.pulse.who_left() if self.place.mesh.size > 1 else ""
+        if left:
+            raise AutoshardError(f"{left}: the others ran a variant of the model that they had. Every rank must call the model with inputs of "
+                                 "the same shapes and dtypes, the last batch too") from e
+
+    def _compare_inputs(self, key: Any, tensors: list[torch.Tensor]) -> None:
+        names = [n for n, leaf in zip(self._binding.names(key[1]), key[2], strict=True) if isinstance(leaf[0], tuple)]
+        compare_inputs(self.place, tensors, key[-1], names, self.passing.inputs, self.settings.timeout)
 
     def _refuse_autocast(self, dtype: Any) -> None:
         """A trace sees CPU tensors, which another device's autocast leaves alone; that of CPUs casts other ops."""
@@ -165,11 +196,23 @@ class CompiledModule(Guidance, nn.Module):
         """The backward to run now."""
         return step.deferred[0] if self._deferring else step.backward
 
-    def finish_gradients(self, step: Step, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Gradients to hand to autograd, in the order of `step.grad_names`; None for those kept for later."""
-        if not self._deferring:
+    def keeps_apart(self) -> bool:
+        """Whether autograd must not know of the parameters in this call: their hooks would run with None where gradients are kept
+        for later."""
+        return self._accumulating and any(map(_torch.has_gradient_hook, self._trainable))
+
+    def finish_gradients(self, step: Step, grads: Sequence[torch.Tensor], apart: bool = False) -> Sequence[torch.Tensor | None]:
+        """Gradients to hand to autograd, in the order of `step.grad_names`; None for those kept for later, and for parameters
+        that are kept `apart`, whose gradients go to them here."""
+        if not self._deferring and not apart:
             return grads
+        if self.keeps_apart() and not apart:
+            raise UsageError("a parameter has a gradient hook, and no_sync() was entered after the model was called; call the model inside "
+                             "no_sync() as well")
         params = self._stored.params
+        if not self._deferring:
+            self._deliver(step, {n: g for n, g in zip(step.grad_names, grads, strict=True) if n in params})
+            return [None if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
         raw = [g for n, g in zip(step.grad_names, grads, strict=True) if n in params]
         held = self._pending.get(step)
         self._pending[step] = raw if held is None else [a + b for a, b in zip(held, raw, strict=True)]
@@ -179,10 +222,13 @@ class CompiledModule(Guidance, nn.Module):
                 for name, g in other.reduce(values).items():
                     done[name] = done[name] + g if name in done else g
             self._pending.clear()
-        for name in done.keys() - set(step.grad_names):
-            g = step.as_gradient(name, done[name], params[name].shape)
-            params[name].grad = g if params[name].grad is None else params[name].grad + g
-        return [done.get(n) if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
+        self._deliver(step, {n: g for n, g in done.items() if apart or n not in step.grad_names})
+        return [(None if apart else done.get(n)) if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
+
+    def _deliver(self, step: Step, grads: Mapping[str, torch.Tensor]) -> None:
+        """Add to `.grad` of parameters that autograd does not reach from this call; their hooks run."""
+        if grads:
+            torch.autograd.backward([self._stored.params[n] for n in grads], [step.as_gradient(n, g) for n, g in grads.items()])
 
     # --- plans ---
 
@@ -197,11 +243,11 @@ class CompiledModule(Guidance, nn.Module):
         if self._latest is None:
             raise UsageError("replan() needs a variant to plan for; call the model once before")
         key = self._latest[0]
-        flat, tree = self._recipes[key]
+        flat = self._recipes[key]
         with torch.set_grad_enabled(key[0][0]):
-            step = self._enter(key, flat, tree, replan=True)
+            step = self._enter(key, flat, replan=True)
         self._stored.move(step.plan.placements, optimizer)
-        self._steps, self._recipes = {key: step}, {key: (flat, tree)}
+        self._steps, self._recipes = {key: step}, {key: flat}
         return step.plan
 
     # --- module protocol ---

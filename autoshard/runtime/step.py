@@ -1,11 +1,11 @@
 """One variant of the model as it runs: two local functions and one autograd node between them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.collectives import KINDS
+from autoshard.errors import AutoshardError
 from autoshard.base.graph import Graph
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, lower_deferred
 from autoshard.base.plan import Plan
@@ -67,11 +68,25 @@ class Function:
         return Function(takes, local.gives, backend(module, name), issues)
 
 
+class Border(NamedTuple):
+    """How an input that gets a gradient comes in: as a DTensor, as this rank's piece, else whole; and from where."""
+
+    dtensor: bool
+    local: bool
+    device: torch.device
+
+    @staticmethod
+    def of(t: torch.Tensor, given: bool) -> "Border":
+        """`given`: whether it comes in placed."""
+        return Border(isinstance(t, DTensor), given and not isinstance(t, DTensor), t.device)
+
+
 class Step:
-    """Runs a variant. Everything that can be settled before the call is settled here."""
+    """Runs a variant. `given`: inputs that come in placed: DTensors, and those of which every rank passes its piece. `calls`: how often it ran. Everything that can be settled before the call is settled here."""
 
     def __init__(self, graph: Graph, calling: Calling, plan: Plan, lowered: Lowered, place: Place, stored: Stored,
-                 backend: Backend, outputs: str) -> None:
+                 backend: Backend, outputs: str, given: Collection[str] = ()) -> None:
+        self.given, self.calls = frozenset(given), 0
         self.graph, self.calling, self.plan, self.lowered = graph, calling, plan, lowered
         self.place, self.stored, self.outputs, self.backend = place, stored, outputs, backend
         self.forward = Function.of(lowered.forward, place, backend, "forward")
@@ -81,7 +96,7 @@ class Step:
         self.user_metas = tuple(graph.meta(graph.op(f"user:{i}").refs[0]) for i in range(len(self.user_specs)))
         self.mutated = tuple(p.name for p in self.forward.gives if p.kind == "mutation")
         self.n_users = len(self.user_specs)
-        self.shards = tuple(prod(s for s, p in zip(place.mesh.sizes, spec, strict=True) if p >= 0) for spec in self.user_specs)
+        self.shards = tuple(_pieces(spec, place) for spec in self.user_specs)
         tangents = {op.target for op in graph.of_kind("tangent")}
         self.constants = tuple(i for i in range(self.n_users) if i not in tangents)
         self.takes = tuple((p.kind, p.name) for p in self.forward.takes)
@@ -91,6 +106,7 @@ class Step:
         self._known: dict[Function, tuple[tuple[str, int], ...]] = {}
         if self.backward:
             self.grad_names = tuple(p.name for p in self.backward.gives)
+            self.input_grads = tuple(i for i, name in enumerate(self.grad_names) if name not in stored.params)
             self.kept = tuple(p for p in self.backward.takes if p.kind in ("param", "buffer"))
             self.kept_at = {p: i for i, p in enumerate(self.kept)}
             self.saved_at = {p: i for i, p in enumerate(p for p in self.forward.gives if p.kind == "saved")}
@@ -118,9 +134,9 @@ class Step:
         inputs = {name: localize(tensors[i], given[i], spec, place) for i, name, spec in self.reads}
         return [inputs[name] if kind == "input" else seed if kind == "seed" else local(name) for kind, name in self.takes]
 
-    def leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What gradients go to, in the order of `grad_names`."""
-        params = self.stored.params
+    def leaves(self, tensors: Sequence[torch.Tensor], apart: bool = False) -> list[torch.Tensor]:
+        """What gradients go to, in the order of `grad_names`. `apart`: autograd does not know the parameters, see `finish_gradients`."""
+        params = dict.fromkeys(self.stored.params, torch.zeros((), requires_grad=True)) if apart else self.stored.params
         return [params[n] if n in params else tensors[int(n.removeprefix("input:"))] for n in self.grad_names]
 
     def write_back(self, values: Sequence[torch.Tensor]) -> None:
@@ -136,7 +152,8 @@ class Step:
             self.write_back(outs[self.n_users:self.n_users + len(self.mutated)])
             return tuple(outs[:self.n_users])
         kept = [self.local(p.name) for p in self.kept]
-        result = _Node.apply(self, model, arguments, kept, seed, *self.leaves(tensors))
+        apart = model.keeps_apart()
+        result = _Node.apply(self, model, arguments, kept, seed, apart, *self.leaves(tensors, apart))
         return result if isinstance(result, tuple) else (result,)
 
     # --- backward ---
@@ -174,17 +191,25 @@ class Step:
         reduction = self.deferred[1]
         return dict(zip((p.name for p in reduction.gives), reduction.call(list(grads)), strict=True))
 
-    def as_gradient(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """A local gradient in the form its leaf (of `shape`) has: a DTensor placed like it, or the whole tensor of an
-        input. On one process without a group that is the local gradient itself."""
+    def as_gradient(self, name: str, local: torch.Tensor, border: "Border | None" = None) -> torch.Tensor:
+        """A local gradient in the form its leaf has: a DTensor placed like it, or of an input (which has a `border`) the whole tensor
+        or this rank's piece. A piece's gradient is that of the mean over the piece, see `_tangent`. On one process without a group
+        that is the local gradient itself."""
         if self.place.device_mesh is None:
-            return local
-        if name in self.stored.params:
+            return local if border is None else local.to(border.device)
+        if border is None:
             return _torch.dtensor_like(local, self.stored.params[name])
-        if shape == local.shape:
-            return local
         spec = self.input_specs[name]
-        return DTensor.from_local(local, self.place.device_mesh, placements(spec), run_check=False).full_tensor()
+        if border.local:
+            return (local * _pieces(spec, self.place)).to(border.device)
+        if border.dtensor or any(p >= 0 for p in spec):
+            found = DTensor.from_local(local, self.place.device_mesh, placements(spec), run_check=False)
+            return found if border.dtensor else found.full_tensor().to(border.device)
+        return local.to(border.device)
+
+
+NO_GRADIENTS = (None,) * 6
+"""Of what `_Node.forward` takes before the leaves."""
 
 
 class _Node(torch.autograd.Function):
@@ -193,12 +218,12 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: Step, model: Any, arguments: list[Any], kept: list[torch.Tensor], seed: int,
-                *leaves: torch.Tensor) -> Any:
+                apart: bool, *leaves: torch.Tensor) -> Any:
         outs = step.forward.call(arguments)
         n, m = step.n_users, len(step.mutated)
         ctx.save_for_backward(*kept, *outs[n + m:])
-        ctx.step, ctx.model, ctx.seed = step, model, seed
-        ctx.shapes = None if step.place.device_mesh is None else [t.shape for t in leaves]
+        ctx.step, ctx.model, ctx.seed, ctx.apart = step, model, seed, apart
+        ctx.borders = {step.grad_names[i]: Border.of(leaves[i], step.grad_names[i] in step.given) for i in step.input_grads}
         step.write_back(outs[n:n + m])
         ctx.mark_non_differentiable(*(outs[i] for i in step.constants))
         return tuple(outs[:n])
@@ -211,10 +236,19 @@ class _Node(torch.autograd.Function):
         arguments = step.backward_arguments(function, ctx.saved_tensors, tangents, ctx.seed)
         del tangents
         _torch.drop_saved(ctx)
-        grads = model.finish_gradients(step, function.call(arguments))
-        if ctx.shapes is None:
-            return (None, None, None, None, None, *grads)
-        return (None,) * 5 + tuple(
-            None if g is None else step.as_gradient(name, g, shape)
-            for name, g, shape in zip(step.grad_names, grads, ctx.shapes, strict=True))
+        try:
+            grads = model.finish_gradients(step, function.call(arguments), ctx.apart)
+        except (AutoshardError, RuntimeError) as e:
+            model.name_who_left(e)
+            raise
+        borders = ctx.borders
+        if step.place.device_mesh is None and not borders:
+            return (*NO_GRADIENTS, *grads)
+        return NO_GRADIENTS + tuple(
+            None if g is None else step.as_gradient(name, g, borders.get(name)) for name, g in zip(step.grad_names, grads, strict=True))
+
+
+def _pieces(spec: Spec, place: Place) -> int:
+    """How many a tensor placed so is cut into."""
+    return prod(size for size, p in zip(place.mesh.sizes, spec, strict=True) if p >= 0)
 

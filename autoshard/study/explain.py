@@ -226,9 +226,9 @@ def _regret(chosen: Chosen, op: Op, s: int, base: float) -> float | None:
 
 
 def _gradient_with(chosen: Chosen, op: Op, s: int) -> dict[str, int]:
-    """A parameter's gradient leaves in the spec the parameter is stored in."""
+    """A parameter's gradient leaves in the spec the parameter is stored in, an input's as it comes in."""
     table, name = chosen.table, f"grad:{op.target}"
-    if op.kind != "param" or name not in table.graph.by_name:
+    if op.kind not in ("param", "input") or name not in table.graph.by_name:
         return {}
     stored = table.strategies[op.name].strategy(s)[1][0]
     specs = table.strategies[name].input_specs[0]

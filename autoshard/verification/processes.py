@@ -136,9 +136,9 @@ def _train(task: _Task) -> dict[str, Any]:
             if task.training:
                 wanted = [i for i in range(len(users)) if i not in constants]
                 torch.autograd.backward([users[i] for i in wanted], [torch.ones_like(users[i]) for i in wanted])
-                optimizer = optimizer or _optimizer(task, compiled)
-            steps.append(_results(compiled, users, pytree.tree_leaves((args, dict(sorted(kwargs.items()))))))
-            if task.training:
+                optimizer = optimizer or _optimizer(task, compiled) if any(p.requires_grad for p in compiled.parameters()) else None
+            steps.append(_results(compiled, users, compiled._binding.flatten(args, kwargs)[0]))
+            if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
     return {"steps": steps, "weights": {n: _whole(p) for n, p in compiled.named_parameters()} if task.training else {}}

@@ -51,7 +51,7 @@ class Eager:
 
     def __init__(self, model: nn.Module, traced: Traced, loss_fn: Callable[..., Any] | None, precision: Precision | None = None,
                  casting: Callable[[], Any] = nullcontext) -> None:
-        self.model, self.loss_fn, self.graph = copy.deepcopy(model), loss_fn, traced.graph
+        self.model, self.loss_fn, self.graph, self.binding = copy.deepcopy(model), loss_fn, traced.graph, traced.calling.binding
         self.precision, self.casting = precision, casting
         self.tangents = [op.target for op in traced.graph.of_kind("tangent")]
         self._optimizer: torch.optim.Optimizer | None = None
@@ -65,16 +65,16 @@ class Eager:
             users = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
             if self.tangents:
                 torch.autograd.backward([users[i] for i in self.tangents], [torch.ones_like(users[i]) for i in self.tangents])
-        inputs = [t for t in pytree.tree_leaves((args, dict(sorted(kwargs.items())))) if isinstance(t, torch.Tensor)]
+        inputs = [t for t in self.binding.flatten(args, kwargs)[0] if isinstance(t, torch.Tensor)]
         grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
         grads |= {f"input:{i}": t.grad for i, t in enumerate(inputs) if t.grad is not None}
         buffers = {n: b.detach().clone() for n, b in self.model.named_buffers() if b is not None}
         return Expected(tuple(u.detach() for u in users), grads, buffers)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self.loss_fn is None:
-            return self.model(*self._entering(args), **self._entering(kwargs))
-        return self.loss_fn(self.model(*self._entering(args[:-1]), **self._entering(kwargs)), args[-1])
+        args, kwargs, target = self.binding.split(args, kwargs)
+        out = self.model(*self._entering(args), **self._entering(kwargs))
+        return out if self.loss_fn is None else self.loss_fn(out, *target)
 
     def _entering(self, tree: Any) -> Any:
         """Floating inputs in the policy's dtype."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autoshard.space.cost_table import trained_params
 from autoshard.errors import LoweringError
 from autoshard.base.plan import Plan
 from autoshard.base.random import mix
@@ -90,6 +91,11 @@ class PlanRun:
     def random(self) -> frozenset[str]:
         return random_ops(self.subject.traced.graph)
 
+    @cached_property
+    def trains(self) -> bool:
+        """Whether some parameter gets a gradient: inputs alone may."""
+        return bool(trained_params(self.subject.traced.graph))
+
     @property
     def limit(self) -> float:
         """Of the sharp program."""
@@ -122,7 +128,7 @@ class PlanRun:
                 if exact is not None:
                     limits = self._rounded(expected, self._exactly(exact, numbers))
                 checks += self._compare(run, step, ran.steps[step] if ran else outcome, expected, limits)
-                if training:
+                if training and self.trains:
                     for trained in (reference, exact, program if outcome is not None else None):
                         if trained is not None:
                             trained.update(self.make)
@@ -158,7 +164,7 @@ class PlanRun:
                 a = one.step(own.args, own.kwargs, {})
                 b = other.step(own.args, own.kwargs, {name: a.values[name] for name in self.random})
                 moved |= {(step, *key): off for key, off in self._rounded(a, b).rounding.items()}
-                if own.traced.graph.training:
+                if self.trains:
                     one.update(self.make)
                     other.update(self.make)
         moved |= {(self.steps - 1, *key): off for key, off in _differences("weight", one.weights(), other.weights()).items()}
@@ -242,7 +248,7 @@ class PlanRun:
                     self._step(form, program, step, comparing(program, expected.values, self.limit, step, self.random))
                 except Found as found:
                     return found.wrong
-                if form.traced.graph.training:
+                if self.trains:
                     program.update(self.make)
                     reference.update(self.make)
         return None

@@ -51,7 +51,7 @@ def greedy(formulation: Formulation, rank: Callable[[Spec], float], pick: Callab
     """Strategy per unit: parameters by least `rank` of their storage spec, every other unit what `pick` takes from the
     seconds of its strategies where it stands (the cheapest; inf cannot be reached)."""
     table, units, graph = formulation.table, formulation.units, formulation.table.graph
-    stored = {f"grad:{op.target}": Ref(op.name) for op in graph.of_kind("param")}
+    stored = {f"grad:{op.target}": Ref(op.name) for op in graph.of_kind("param", "input")}
     outputs = {str(op.target): op for op in graph.of_kind("output")}
     picked = np.zeros(len(units.units), dtype=np.int64)
 

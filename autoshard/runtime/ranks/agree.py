@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -32,14 +32,24 @@ def share(place: Place, facts: str | Mapping[str, str], make: Callable[[], str],
     if place.mesh.size == 1:
         return make()
     facts = json.dumps({"program": facts} if isinstance(facts, str) else dict(facts))
+
+    def judge(found: Iterator[tuple[int, str]]) -> str:
+        _compare(facts, place.ranks[0], found)
+        return make()
+
+    return gathered(place, facts, judge, timeout)
+
+
+def gathered(place: Place, text: str, judge: Callable[[Iterator[tuple[int, str]]], str], timeout: float = 3600.0) -> str:
+    """What the leader's `judge` makes of every rank's `text`, as (rank, text) beginning with its own; on every rank. Raises what
+    `judge` raises on all ranks, and as `share` does."""
     store, prefix = _round(place)
     if not place.is_leader:
-        store.set(f"{prefix}/facts/{dist.get_rank()}", f"value {facts}")
+        store.set(f"{prefix}/facts/{dist.get_rank()}", f"value {text}")
         leader = place.ranks[0]
         return _value(_wait(store, f"{prefix}/answer", timeout, f"rank {leader} to plan", place, leader), leader, True)
     try:
-        _compare(store, prefix, place, facts, timeout)
-        text = make()
+        text = judge(_told(store, prefix, place, text, timeout))
     except BaseException as e:
         store.set(f"{prefix}/answer", _described(e))
         raise
@@ -70,12 +80,17 @@ def _of(place: Place) -> str:
     return f"{place.ranks[0]}-{place.ranks[-1]}-{len(place.ranks)}-{place.mesh}"
 
 
-def _compare(store: Any, prefix: str, place: Place, facts: str, timeout: float) -> None:
+def _told(store: Any, prefix: str, place: Place, text: str, timeout: float) -> Iterator[tuple[int, str]]:
+    yield place.ranks[0], text
     for rank in place.ranks[1:]:
-        theirs = _value(_wait(store, f"{prefix}/facts/{rank}", timeout, f"rank {rank} to trace", place, rank), rank)
+        yield rank, _value(_wait(store, f"{prefix}/facts/{rank}", timeout, f"rank {rank} to trace", place, rank), rank)
+
+
+def _compare(facts: str, leader: int, found: Iterator[tuple[int, str]]) -> None:
+    for rank, theirs in found:
         if theirs != facts:
             raise errors.LoweringError(
-                f"ranks {place.ranks[0]} and {rank} call different programs: {_difference(json.loads(facts), json.loads(theirs))}. "
+                f"ranks {leader} and {rank} call different programs: {_difference(json.loads(facts), json.loads(theirs))}. "
                 "Every rank must call the same model in the same mode, with the same options and inputs of the same shapes")
 
 

@@ -24,9 +24,14 @@ def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first:
             "buffers": _tensors(model.named_buffers()), **facts, "options": _options(settings)}
 
 
+def in_words(facts: dict[str, str]) -> str:
+    """What a call is, for messages."""
+    return f"{facts['mode']} with inputs {facts['inputs']}"
+
+
 def _inputs(leaves: Any, given: Any) -> str:
     specs = iter(given)
-    return ", ".join(_tensor(*leaf[:2], next(specs)) if isinstance(leaf[0], tuple) else repr(leaf[1]) for leaf in leaves) or "none"
+    return ", ".join(_tensor(*leaf[:2], next(specs)) if isinstance(leaf[0], tuple) else ", ".join(map(repr, leaf[1:])) for leaf in leaves) or "none"
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype, spec: Spec | None) -> str:

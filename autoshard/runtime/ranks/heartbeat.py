@@ -50,7 +50,7 @@ class Pulse:
     them with the others, what it does]; changing it is cheap enough for every call. `ranks`: all of the mesh."""
 
     def __init__(self, store: Any, prefix: str, rank: int, ranks: Sequence[int], join_timeout: float = JOIN) -> None:
-        self.store, self.prefix, self.ranks, self.join_timeout = store, prefix, ranks, join_timeout
+        self.store, self.prefix, self.rank, self.ranks, self.join_timeout, self._left = store, prefix, rank, ranks, join_timeout, ""
         self.told: list[Any] = [0, False, "it has not called the model yet"]
         self._heard: dict[int, tuple[int, float]] = {}
         store.set(f"{prefix}/{rank}", f"0 0 0 {self.told[2]}")  # now: a rank killed before its thread runs was there
@@ -64,12 +64,33 @@ class Pulse:
     def together(self, what: str) -> Iterator[None]:
         """A call is entered that all ranks prepare together."""
         self.told[:] = [self.told[0] + 1, True, what]
+        self._leave("")
         try:
             yield
         except BaseException as e:
             self.told[1:] = [False, f"it failed there ({type(e).__name__})"]
+            self._leave(f"could not go on with call {self.told[0]} ({what})")
             raise
         self.told[1:] = [False, f"it runs {what}, which it has prepared before"]
+
+    def _leave(self, why: str) -> None:
+        """Say why this rank goes on no further, or ("") that it does: others may wait for it in a collective until its process ends."""
+        if why == self._left:
+            return
+        try:
+            self.store.set(f"{self.prefix}/left/{self.rank}", why)
+            self._left = why
+        except RuntimeError as e:
+            log.debug("nobody is told: %s", e)
+
+    def who_left(self) -> str:
+        """Which ranks said that they go on no further, and why; "" where none did."""
+        try:
+            said = {r: self.store.get(f"{self.prefix}/left/{r}").decode() for r in self.ranks if self.store.check([f"{self.prefix}/left/{r}"])}
+        except RuntimeError as e:  # the store is gone
+            log.debug("nobody can be asked: %s", e)
+            return ""
+        return "; ".join(f"rank {r} {why}" for r, why in said.items() if why)
 
     def trouble(self, rank: int, waited: float) -> str:
         """Why waiting for `rank`, which took `waited` seconds so far, is in vain, or ""."""
