@@ -128,10 +128,10 @@ class _Player:
         return buffer
 
     def _contiguous(self, held: Held) -> Strides:
-        strides: list[int] = []
+        strides, step = [], 1
         for n in reversed(local_tensor_shape(self.graph.meta(held.ref), held.spec, self.mesh)):
-            strides.append(strides[-1] * size if strides else 1)
-            size = max(n, 1)
+            strides.append(step)
+            step *= max(n, 1)
         return tuple(reversed(strides))
 
     # --- one window ---

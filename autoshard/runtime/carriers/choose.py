@@ -27,4 +27,4 @@ def carry(graph: Graph, carriers: Mapping[str, Carrier]) -> None:
 
 def start(kind: str, carrier: Carrier) -> Callable[..., gloo_messages.Flight]:
     """Called with the arguments of the functional collective, the carrier for the group. "all_reduce_" works in place."""
-    return getattr(by_memory if isinstance(carrier, Shared) else gloo_messages, kind)
+    return getattr(over_shared_memory if isinstance(carrier, Shared) else gloo_messages, kind)
