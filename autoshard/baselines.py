@@ -191,25 +191,33 @@ class _Walk:
     # -- parameters ---------------------------------------------------------------------------------
 
     def as_read(self, n: int, cast: bool = False) -> int:
-        """A view of a parameter, in the spec its readers want; a cast (`cast`) in the spec its parameter is stored in, so
-        that what is gathered is the narrow copy."""
-        specs = self.wiring.formulation.units.outputs(Ref(self.wiring.unit(n).name))
+        """What views and casts make of a parameter, in the specs its readers want, each value in its own: a cast may be one unit
+        with its transpose. A cast (`cast`) in the spec its parameter is stored in, so that what is gathered is the narrow copy."""
+        w = self.wiring
         if cast:
-            (read,) = self.wiring.reads[n]
-            stored, targets = self.source(read), self.wiring.targets(read)
+            (read,) = w.reads[n]
+            stored, targets = self.source(read), w.targets(read)
             return int(np.argmin(np.array([t != stored for t in targets.specs])[targets.index]))
-        wanted = self.wanted(n)
-        far = np.array([sum(a != b for a, b in zip(s, wanted, strict=True)) for s in specs.specs])
-        return int(np.argmin(far[specs.index]))
+        off, first = np.zeros(len(w.unit(n))), np.zeros(len(w.unit(n)))
+        for i, (value, wanted) in enumerate(self.wishes(n)):
+            specs = w.formulation.units.outputs(value)
+            far = np.array([sum(a != b for a, b in zip(s, wanted, strict=True)) for s in specs.specs], dtype=float)[specs.index]
+            off += far
+            first = far if i == 0 else first
+        return int(np.lexsort((first, off))[0])
+
+    def wishes(self, n: int) -> list[tuple[Ref, Spec]]:
+        """The values of a unit, and the specs its readers read them in, as far as those are decided."""
+        w = self.wiring
+        reads = [read for read in w.readers[n] if read.reader in self.strategy]
+        specs = ((read.value, w.targets(read)) for read in reads)
+        return [(value, t.specs[t.index[self.strategy[read.reader]]]) for read, (value, t) in zip(reads, specs, strict=True)]
 
     def wanted(self, n: int) -> Spec:
-        """The spec most readers read a value in; the first of them where several are as many."""
+        """The spec most readers read a parameter in; the first of them where several are as many."""
         count: dict[Spec, int] = {}
-        for read in self.wiring.readers[n]:
-            if read.reader in self.strategy:
-                targets = self.wiring.targets(read)
-                spec = targets.specs[targets.index[self.strategy[read.reader]]]
-                count[spec] = count.get(spec, 0) + 1
+        for _, spec in self.wishes(n):
+            count[spec] = count.get(spec, 0) + 1
         whole = (R,) * len(self.scheme.roles)
         return max(count, key=lambda s: count[s]) if count else whole
 
