@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -131,7 +132,7 @@ class _Walk:
         sources = tuple(self.source(r) for r in reads)
         unit = w.unit(n)
         key = (*map(id, unit.picked), *(id(w.formulation.table.ops[m]) for m in unit.members), sources,
-               tuple(r.value in w.param_derived for r in reads))
+               tuple(r.value in w.param_derived for r in reads), tuple(self.stored(self.leaves[r.value]) for r in reads if r.value in self.leaves))
         if key not in self.memo:
             departures = np.zeros(len(unit))
             seconds = np.zeros(len(unit))
@@ -166,7 +167,24 @@ class _Walk:
                 total += wanted != (0 if splits else R)
             else:
                 total += _activation(role, meta.ndim, made, wanted) + (is_partial(wanted) and self._widens(reader)) * 1.5
+                leaves = self.leaves.get(read.value)
+                total += 0.5 * (leaves is not None and not is_partial(wanted) and wanted != self.stored(leaves)[axis])
         return total
+
+    @cached_property
+    def leaves(self) -> dict[Ref, int]:
+        """Unit of the parameter whose gradient a value is, but for casts: it is summed right into the spec it leaves in."""
+        w, graph = self.wiring, self.wiring.formulation.table.graph
+        out = {graph.op(w.unit(n).name).refs[0]: param for n, param in w.ties.items() if w.op(n).kind == "output"}
+        for op in reversed(graph.ops):
+            if op.phase == "backward" and "_to_copy" in str(op.target) and Ref(op.name) in out:
+                out[op.refs[0]] = out[Ref(op.name)]
+        return out
+
+    def stored(self, n: int) -> Spec:
+        """The spec that parameter unit `n` is stored in."""
+        specs = self.wiring.formulation.units.outputs(Ref(self.wiring.unit(n).name))
+        return specs.specs[specs.index[self.strategy[n]]]
 
     def _widens(self, op: Op) -> bool:
         """A cast to a wider dtype: a sum is cheaper before it."""

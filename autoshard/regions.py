@@ -152,8 +152,12 @@ class _Walk:
 
     def _is_side(self, op: Op, ref: Ref) -> bool:
         producer = self.graph.op(ref.op)
-        return (producer.kind in ("param", "buffer", "input") or producer.name in self.constant
+        return (producer.kind in ("param", "buffer", "input") or producer.name in self.constant or self._is_stored(producer)
                 or (op.phase == "backward" and producer.phase == "forward"))
+
+    def _is_stored(self, op: Op) -> bool:
+        """The cast of a parameter by a precision policy stands for the parameter."""
+        return op.kind == "call" and "_to_copy" in str(op.target) and all(self.graph.op(r.op).kind == "param" for r in op.refs)
 
     def _is_constant(self, op: Op) -> bool:
         """Made of constants alone, or in backward of values that forward saved (not of parameters: those are stored)."""
