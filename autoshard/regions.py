@@ -169,7 +169,7 @@ class _Walk:
         if op.name in self.after_sums:
             return None
         blocked = [r for r in main if r in self.partial and not self._is_free(op)]
-        if _is_view(op) and not _accepts_all(self.graph, op):
+        if registry.rule_of(op.target).family == "norm" or _is_view(op) and not _accepts_all(self.graph, op):
             blocked = list(main)
         open_units = {self.unit_of[r.op] for r in main if r not in blocked and self.graph.op(r.op).kind == "call"}
         if not open_units:
