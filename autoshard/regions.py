@@ -166,7 +166,7 @@ class _Walk:
 
     def _home(self, op: Op, main: Sequence[Ref]) -> int | None:
         """The unit `op` joins, or None for one of its own."""
-        if op.name in self.after_sums:
+        if op.name in self.after_sums or self._shares(op):
             return None
         blocked = [r for r in main if r in self.partial and not self._is_free(op)]
         if registry.rule_of(op.target).family == "norm" or _is_view(op) and not _accepts_all(self.graph, op):
@@ -181,6 +181,11 @@ class _Walk:
         if any(r not in known and self.unit_of[r.op] not in open_units for r in main):
             return None
         return self._merge(sorted(open_units)) if not blocked or set(blocked) <= known else None
+
+    def _shares(self, op: Op) -> bool:
+        """A view of what a contraction reads as well: gathered before, a value is gathered once for both."""
+        readers = self.graph.users[op.refs[0]] if _is_view(op) and len(op.refs) == 1 else ()
+        return any((r := self.graph.op(name)).kind == "call" and registry.rule_of(r.target).family == "matmul" for name, _ in readers)
 
     def _merge(self, units: list[int]) -> int:
         first, *others = units
