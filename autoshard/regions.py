@@ -183,8 +183,9 @@ class _Walk:
         return self._merge(sorted(open_units)) if not blocked or set(blocked) <= known else None
 
     def _shares(self, op: Op) -> bool:
-        """A view of what a contraction reads as well: gathered before, a value is gathered once for both."""
-        readers = self.graph.users[op.refs[0]] if _is_view(op) and len(op.refs) == 1 else ()
+        """A view or sum of what a contraction reads as well: moved before, a value moves once for both."""
+        family = registry.rule_of(op.target).family
+        readers = self.graph.users[op.refs[0]] if family in ("view", "reduction") and len(op.refs) == 1 else ()
         return any((r := self.graph.op(name)).kind == "call" and registry.rule_of(r.target).family == "matmul" for name, _ in readers)
 
     def _merge(self, units: list[int]) -> int:
