@@ -25,6 +25,7 @@ from typing import Literal
 
 import numpy as np
 
+from autoshard import flow
 from autoshard.formulate import Formulation
 from autoshard.graph import Op, Ref
 from autoshard.incumbents import complete
@@ -168,7 +169,8 @@ class _Walk:
             else:
                 total += _activation(role, meta.ndim, made, wanted) + (is_partial(wanted) and self._widens(reader)) * 1.5
                 leaves = self.leaves.get(read.value)
-                total += 0.5 * (leaves is not None and not is_partial(wanted) and wanted != self.stored(leaves)[axis])
+                if leaves is not None and not is_partial(wanted) and wanted != self.stored(leaves)[axis]:
+                    total += 16.0 if reader.name in self.last else 0.5
         return total
 
     @cached_property
@@ -180,6 +182,11 @@ class _Walk:
             if op.phase == "backward" and "_to_copy" in str(op.target) and Ref(op.name) in out:
                 out[op.refs[0]] = out[Ref(op.name)]
         return out
+
+    @cached_property
+    def last(self) -> frozenset[str]:
+        """Casts behind which a gradient does not move any more."""
+        return flow.casts_after_sums(self.wiring.formulation.table.graph)
 
     def stored(self, n: int) -> Spec:
         """The spec that parameter unit `n` is stored in."""
