@@ -166,11 +166,10 @@ class _Walk:
 
     def _home(self, op: Op, main: Sequence[Ref]) -> int | None:
         """The unit `op` joins, or None for one of its own."""
-        if op.name in self.after_sums or self._shares(op):
+        if op.name in self.after_sums:
             return None
         blocked = [r for r in main if r in self.partial and not self._is_free(op)]
-        if registry.rule_of(op.target).family == "norm" or _is_view(op) and (
-                not _accepts_all(self.graph, op) or self._widens(op)):
+        if _is_view(op) and not _accepts_all(self.graph, op):
             blocked = list(main)
         open_units = {self.unit_of[r.op] for r in main if r not in blocked and self.graph.op(r.op).kind == "call"}
         if not open_units:
@@ -182,19 +181,6 @@ class _Walk:
         if any(r not in known and self.unit_of[r.op] not in open_units for r in main):
             return None
         return self._merge(sorted(open_units)) if not blocked or set(blocked) <= known else None
-
-    def _widens(self, op: Op) -> bool:
-        """An expand of what is no pointwise op's: a dim that was not there before may be split."""
-        maker = self.graph.op(op.refs[0].op)
-        while maker.kind == "call" and _is_view(maker) and len(maker.refs) == 1:
-            maker = self.graph.op(maker.refs[0].op)
-        return "expand" in str(op.target) and maker.kind == "call" and registry.rule_of(maker.target).family not in CHEAP
-
-    def _shares(self, op: Op) -> bool:
-        """A view or sum of what a contraction reads as well: moved before, a value moves once for both."""
-        family = registry.rule_of(op.target).family
-        readers = self.graph.users[op.refs[0]] if family in ("view", "reduction") and len(op.refs) == 1 else ()
-        return any((r := self.graph.op(name)).kind == "call" and registry.rule_of(r.target).family == "matmul" for name, _ in readers)
 
     def _merge(self, units: list[int]) -> int:
         first, *others = units
