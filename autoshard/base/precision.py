@@ -25,9 +25,10 @@ class Precision:
              where they enter; None computes in the stored dtype
     master   dtype parameters are stored in and the optimizer sees; gradients are returned in it
     reduce   dtype gradients are summed over ranks in: equal to `master` the reduction comes after the
-             gradient's cast, equal to `param` before it
+             gradient's cast, equal to `param` before it; a gradient that a model computes in a wider dtype (norms, say)
+             is rounded to it on every rank before. Neither of the two: gradients are cast to it and back
 
-    Batch norms keep their parameters and statistics in `master`: running averages in bf16 stop moving.
+    Batch norms keep their parameters, statistics and gradients in `master`: running averages in bf16 stop moving.
     Raises UsageError for an unknown dtype name.
     """
 
@@ -51,6 +52,13 @@ class Precision:
     @property
     def reduction(self) -> torch.dtype:
         return DTYPES[self.reduce]
+
+    def through_reduction(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient in `master`, cast to `reduce` and back where neither `param` nor `master` is that dtype: it would never be
+        in it otherwise."""
+        if not gradient.dtype.is_floating_point or self.reduction in (self.compute, self.stored):
+            return gradient
+        return gradient.to(self.reduction).to(gradient.dtype)
 
     def cast(self, model: nn.Module) -> None:
         """Put casts to the compute dtype where `model` holds floating parameters and buffers, one per tensor. They are

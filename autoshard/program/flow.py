@@ -2,12 +2,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.rules import registry
+from autoshard.rules.types import Row
+from autoshard.base.spec import PSUM
+
+PART = Row((PSUM,), (PSUM,))
+"""A part of a sum stays one."""
 
 
 def is_passing(op: Op) -> bool:
@@ -65,14 +71,52 @@ def gradients_at_once(graph: Graph) -> Graph:
 
 
 def reduction_dtypes(graph: Graph) -> dict[Ref, torch.dtype]:
-    """Under a precision policy: per gradient-bound value, the dtype its sum over ranks must be taken in."""
-    out: dict[Ref, torch.dtype] = {}
+    """Under a precision policy: per gradient-bound value, the dtype its sum over ranks must be taken in. Gradients that are never in
+    that dtype (those of batch norms, which stay in the stored one) are left out: they are summed as they are."""
+    wanted: dict[Ref, torch.dtype] = {}
     for op in reversed(graph.ops):
-        wanted = dict(op.kwargs).get("reduce") if op.kind == "output" else out.get(Ref(op.name)) if is_passing(op) else None
-        if wanted is not None:
-            out[op.refs[0]] = wanted
+        dtype = dict(op.kwargs).get("reduce") if op.kind == "output" else wanted.get(Ref(op.name)) if is_passing(op) else None
+        if dtype is not None:
+            wanted[op.refs[0]] = dtype
     bound = gradient_bound(graph)
-    return {ref: dtype for ref, dtype in out.items() if ref in bound}
+    wanted = {ref: dtype for ref, dtype in wanted.items() if ref in bound}
+    before, later = _met_before(graph, wanted), _met_later(graph, wanted)
+    return {ref: dtype for ref, dtype in wanted.items() if ref in before or ref in later}
+
+
+def _met_before(graph: Graph, wanted: Mapping[Ref, torch.dtype]) -> set[Ref]:
+    """Values that are in the dtype wanted of them, or were before they got here."""
+    out: set[Ref] = set()
+    for op in graph.ops:
+        for ref in (Ref(op.name, i) for i in range(len(op.outputs))):
+            if ref in wanted and (graph.meta(ref).dtype == wanted[ref] or is_passing(op) and op.refs[0] in out):
+                out.add(ref)
+    return out
+
+
+def _met_later(graph: Graph, wanted: Mapping[Ref, torch.dtype]) -> set[Ref]:
+    """Values that are in the dtype wanted of them on every way to a gradient output."""
+    out: set[Ref] = set()
+    for op in reversed(graph.ops):
+        for ref in (Ref(op.name, i) for i in range(len(op.outputs))):
+            if ref in wanted and (graph.meta(ref).dtype == wanted[ref] or all(Ref(u) in out for u, _ in graph.users[ref])):
+                out.add(ref)
+    return out
+
+
+def casts_of_parts(graph: Graph) -> frozenset[str]:
+    """Casts that make a gradient as narrow as a precision policy wants it summed over ranks: each rank rounds its own part, and the
+    sum comes after. Elsewhere parts of a sum must not be rounded."""
+    wanted = reduction_dtypes(graph)
+    return frozenset(r.op for r, dtype in wanted.items()
+                     if is_passing(op := graph.op(r.op)) and op.refs[0] in wanted and graph.meta(r).dtype == dtype
+                     and _narrows(op, graph.meta(op.refs[0]).dtype))
+
+
+def rows_of(graph: Graph, op: Op, of_parts: Collection[str]) -> tuple[Row, ...]:
+    """Every way to run a call over one mesh axis: its rule's, and Partial to Partial for one of `of_parts` (`casts_of_parts`)."""
+    rows = registry.rows(graph.calls[op.name])
+    return (*rows, PART) if op.name in of_parts and PART not in rows else rows
 
 
 def casts_after_sums(graph: Graph) -> frozenset[str]:

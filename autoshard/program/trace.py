@@ -347,6 +347,7 @@ class _Run:
         kwargs: tuple[tuple[str, Any], ...] = ()
         if self.precision is not None:
             kwargs = (("reduce", self.precision.reduction),)
+            g = self.precision.through_reduction(g)
         self._output(f"grad:{name}", g, kwargs)
 
     # --- result ---

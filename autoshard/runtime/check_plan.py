@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.errors import PlanError
+from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
-from autoshard.rules import registry
 from autoshard.base.spec import Spec, divides, format_spec, is_partial
 
 AGAIN = "plan the model again"
@@ -22,13 +22,14 @@ def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
         raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
                         "shapes or dtypes of its inputs, the loss or the precision differ; plan again")
     known: dict[object, str] = {}
+    of_parts = casts_of_parts(graph)
     for op in graph.ops:
         if op.name not in plan.ops:
             raise PlanError(f"the plan has nothing about {op.where}; {AGAIN}")
         chosen = plan.ops[op.name]
-        key = (graph.calls[op.name] if op.kind == "call" else op.name, chosen)
+        key = (graph.calls[op.name] if op.kind == "call" else op.name, chosen, op.name in of_parts)
         if key not in known:
-            known[key] = _wrong(op, chosen, graph, mesh)
+            known[key] = _wrong(op, chosen, graph, mesh, of_parts)
         if known[key]:
             raise PlanError(f"the plan's strategy for {op.where} {known[key]}; {AGAIN}")
     _check_storage(plan, graph)
@@ -36,7 +37,7 @@ def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
         raise PlanError(f"the plan keeps the optimizer state of {unknown[0]} on the host, which is no parameter; {AGAIN}")
 
 
-def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh) -> str:
+def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset[str]) -> str:
     """Why an op cannot run so, or ""."""
     metas = (*(graph.meta(r) for r in op.refs), *op.outputs)
     specs = (*chosen.inputs, *chosen.outputs)
@@ -49,7 +50,7 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh) -> str:
             return f"has the placement {format_spec(spec)}, which does not split a tensor of shape {meta.logical_shape} evenly"
     if op.kind != "call":
         return "leaves a stored tensor Partial" if any(is_partial(p) for s in specs for p in s) else ""
-    rows = {(r.inputs, r.outputs) for r in registry.rows(graph.calls[op.name])}
+    rows = {(r.inputs, r.outputs) for r in rows_of(graph, op, of_parts)}
     for axis, size in enumerate(mesh.sizes):
         if size > 1 and (_column(chosen.inputs, axis), _column(chosen.outputs, axis)) not in rows:
             return (f"on mesh axis {mesh.names[axis]!r} ({_text(chosen.inputs)} -> {_text(chosen.outputs)}) is none that "

@@ -98,7 +98,7 @@ def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> Unit:
 
 def find_units(table: CostTable) -> Units:
     """Group the ops as described above and enumerate every unit's strategies; equal units share their arrays."""
-    graph, walk, memo = table.graph, _Walk(table.graph, flow.casts_after_sums(table.graph)), {}
+    graph, walk, memo = table.graph, _Walk(table.graph, flow.casts_after_sums(table.graph), flow.casts_of_parts(table.graph)), {}
     for op in graph.ops:
         walk.visit(op)
     units: list[Unit] = []
@@ -119,10 +119,12 @@ class _Walk:
     unit_of   op -> unit;  members, sources per unit (sources: what its ops read from outside, side inputs aside)
     joinable  sources -> the cheap unit on exactly these sources
     partial   values that may be Partial;  passing: ops that may read Partial
-    after_sums  casts of gradients that are summed over ranks before: layouts change between units only, so they begin one"""
+    after_sums  casts of gradients that are summed over ranks before: layouts change between units only, so they begin one
+    of_parts    casts of gradients that are summed over ranks after them"""
 
     graph: Graph
     after_sums: frozenset[str] = frozenset()
+    of_parts: frozenset[str] = frozenset()
     unit_of: dict[str, int] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
     sources: list[frozenset[Ref]] = field(default_factory=list)
@@ -150,8 +152,12 @@ class _Walk:
 
     def _is_side(self, op: Op, ref: Ref) -> bool:
         producer = self.graph.op(ref.op)
-        return (producer.kind in ("param", "buffer", "input") or producer.name in self.constant
+        return (producer.kind in ("param", "buffer", "input") or producer.name in self.constant or self._is_stored(producer)
                 or (op.phase == "backward" and producer.phase == "forward"))
+
+    def _is_stored(self, op: Op) -> bool:
+        """The cast of a parameter by a precision policy stands for the parameter."""
+        return op.kind == "call" and "_to_copy" in str(op.target) and all(self.graph.op(r.op).kind == "param" for r in op.refs)
 
     def _is_constant(self, op: Op) -> bool:
         """Made of constants alone, or in backward of values that forward saved (not of parameters: those are stored)."""
@@ -186,7 +192,7 @@ class _Walk:
         return first
 
     def _note_partial(self, op: Op, main: Sequence[Ref], cheap: bool, joined: bool) -> None:
-        rows = registry.rows(self.graph.calls[op.name]) if op.kind == "call" else ()
+        rows = flow.rows_of(self.graph, op, self.of_parts) if op.kind == "call" else ()
         reads = any(r in self.partial for r in op.refs)
         sums = op.phase == "backward" and str(op.target) == "aten.add.Tensor" and all(r in self.partial for r in main)
         if not cheap or (self._is_free(op) and (joined or not reads)) or sums or "_to_copy" in str(op.target):

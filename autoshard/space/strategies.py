@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.seeds.seeds import Seeds
 from autoshard.errors import SeedError
+from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.base.graph import Call, Graph, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.rules import registry
@@ -86,12 +87,13 @@ def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str
     Raises SeedError when a seed leaves an op without a strategy."""
     cache: dict[object, StrategySet] = {}
     result: dict[str, StrategySet] = {}
+    of_parts = casts_of_parts(graph)
     for op in graph.ops:
         seed = seeds.specs.get(op.name)
         reads = tuple((i, seeds.reads[op.name, i]) for i in range(len(op.refs)) if (op.name, i) in seeds.reads) if seeds.reads else ()
-        key = (graph.calls[op.name] if op.kind == "call" else _placeholder_key(op, graph, outputs), seed, reads)
+        key = (graph.calls[op.name] if op.kind == "call" else _placeholder_key(op, graph, outputs), seed, reads, op.name in of_parts)
         if key not in cache:
-            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, outputs), reads, seeds)
+            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, outputs, of_parts), reads, seeds)
         result[op.name] = cache[key]
     return result
 
@@ -121,10 +123,10 @@ def _is_fixed(op: Op, outputs: str) -> bool:
     return op.kind == "output" and str(op.target).startswith("mutation:")
 
 
-def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, outputs: str) -> StrategySet:
+def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, outputs: str, of_parts: frozenset[str]) -> StrategySet:
     seed = seeds.specs.get(op.name)
     if op.kind == "call":
-        found = call_strategies(graph.calls[op.name], mesh)
+        found = call_strategies(graph.calls[op.name], mesh, rows_of(graph, op, of_parts))
         if seed is not None:
             found = found.keep(np.array([tuple(row) in seed for row in found.outputs[:, 0].tolist()], dtype=bool))
     else:
@@ -168,9 +170,9 @@ def with_host(strategies: Strategies, names: Iterable[str]) -> Strategies:
     return out
 
 
-def call_strategies(call: Call, mesh: Mesh) -> StrategySet:
-    """Product of the call's rows over the mesh axes, without those that do not divide evenly."""
-    rows = registry.rows(call)
+def call_strategies(call: Call, mesh: Mesh, rows: tuple[Row, ...] | None = None) -> StrategySet:
+    """Product of the call's rows (by default its rule's) over the mesh axes, without those that do not divide evenly."""
+    rows = registry.rows(call) if rows is None else rows
     n_in, n_out = len(call.inputs), len(call.outputs)
     one = np.array([[*r.inputs, *r.outputs] for r in rows], dtype=np.int8).reshape(len(rows), n_in + n_out)
     usable = [[i for i in range(len(rows)) if _row_divides(rows[i], call, size)] for size in mesh.sizes]

@@ -1,23 +1,31 @@
 """Plans by hand are what their names say, and no searched plan is worse than one that fits."""
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from steering import MODELS, formulation_of, traced
 
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.walks.baselines import baseline, baselines, schemes
+from autoshard.cli.read import parse_precision
 from autoshard.study.compare import comparison
 from autoshard.base.mesh import parse_mesh
 from autoshard.decide.options import Options
 from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.program.trace import trace
 from autoshard.decide.walks.reads import Wiring
 
 
 def plans_of(name: str, mesh: str, **shape):
-    formulation = formulation_of(traced(name, **shape), mesh)
+    return planned(formulation_of(traced(name, **shape), mesh))
+
+
+def planned(formulation):
+    """Every baseline as a plan, by name."""
     found = {}
     for scheme, choice in baselines(formulation):
         cost = evaluate(formulation.problem, choice)
@@ -139,3 +147,27 @@ def test_what_fits_nowhere_is_a_row():
     assert not any(row.fits for row in found.contenders) and found.best_baseline is None
 
 
+
+
+@pytest.mark.parametrize("policy", ["param=bf16,master=fp32,reduce=fp32", "param=bf16,master=fp32,reduce=bf16"])
+@pytest.mark.parametrize("name, mesh", [("llama", "tp=4"), ("llama", "dp=2,tp=2"), ("gpt", "dp=2,tp=2")])
+def test_a_policy_changes_no_plan_by_hand(name, mesh, policy):
+    """Casts stand between a weight and its readers, and between a gradient and its output: calls and placements are those of the
+    model in bf16."""
+    module = importlib.import_module(f"models.{name}")
+    found = {}
+    for precision, dtype in ((None, torch.bfloat16), (parse_precision(policy), torch.float32)):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                model, inputs = module.build("tiny")
+        finally:
+            torch.set_default_dtype(before)
+        program = trace(model, inputs, loss_fn=module.loss, training=True, precision=precision)
+        found[precision] = planned(formulation_of(program, mesh))
+    plain, cast = found.values()
+    for scheme in plain:
+        assert cast[scheme].placements == plain[scheme].placements, scheme
+        assert calls(cast[scheme], "forward") == calls(plain[scheme], "forward"), scheme
+        assert calls(cast[scheme], "backward") == calls(plain[scheme], "backward"), scheme

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
+from autoshard.program import flow
 from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Op, Ref
 from autoshard.decide.walks.greedy import complete
@@ -131,7 +133,7 @@ class _Walk:
         sources = tuple(self.source(r) for r in reads)
         unit = w.unit(n)
         key = (*map(id, unit.picked), *(id(w.formulation.table.ops[m]) for m in unit.members), sources,
-               tuple(r.value in w.param_derived for r in reads))
+               tuple(r.value in w.param_derived for r in reads), tuple(self.stored(self.leaves[r.value]) for r in reads if r.value in self.leaves))
         if key not in self.memo:
             departures = np.zeros(len(unit))
             seconds = np.zeros(len(unit))
@@ -166,7 +168,30 @@ class _Walk:
                 total += wanted != (0 if splits else R)
             else:
                 total += _activation(role, meta.ndim, made, wanted) + (is_partial(wanted) and self._widens(reader)) * 1.5
+                leaves = self.leaves.get(read.value)
+                if leaves is not None and not is_partial(wanted) and wanted != self.stored(leaves)[axis]:
+                    total += 16.0 if reader.name in self.last else 0.5
         return total
+
+    @cached_property
+    def leaves(self) -> dict[Ref, int]:
+        """Unit of the parameter whose gradient a value is, but for casts: it is summed right into the spec it leaves in."""
+        w, graph = self.wiring, self.wiring.formulation.table.graph
+        out = {graph.op(w.unit(n).name).refs[0]: param for n, param in w.ties.items() if w.op(n).kind == "output"}
+        for op in reversed(graph.ops):
+            if op.phase == "backward" and "_to_copy" in str(op.target) and Ref(op.name) in out:
+                out[op.refs[0]] = out[Ref(op.name)]
+        return out
+
+    @cached_property
+    def last(self) -> frozenset[str]:
+        """Casts behind which a gradient does not move any more."""
+        return flow.casts_after_sums(self.wiring.formulation.table.graph)
+
+    def stored(self, n: int) -> Spec:
+        """The spec that parameter unit `n` is stored in."""
+        specs = self.wiring.formulation.units.outputs(Ref(self.wiring.unit(n).name))
+        return specs.specs[specs.index[self.strategy[n]]]
 
     def _widens(self, op: Op) -> bool:
         """A cast to a wider dtype: a sum is cheaper before it."""
@@ -191,25 +216,33 @@ class _Walk:
     # -- parameters ---------------------------------------------------------------------------------
 
     def as_read(self, n: int, cast: bool = False) -> int:
-        """A view of a parameter, in the spec its readers want; a cast (`cast`) in the spec its parameter is stored in, so
-        that what is gathered is the narrow copy."""
-        specs = self.wiring.formulation.units.outputs(Ref(self.wiring.unit(n).name))
+        """What views and casts make of a parameter, in the specs its readers want, each value in its own: a cast may be one unit
+        with its transpose. A cast (`cast`) in the spec its parameter is stored in, so that what is gathered is the narrow copy."""
+        w = self.wiring
         if cast:
-            (read,) = self.wiring.reads[n]
-            stored, targets = self.source(read), self.wiring.targets(read)
+            (read,) = w.reads[n]
+            stored, targets = self.source(read), w.targets(read)
             return int(np.argmin(np.array([t != stored for t in targets.specs])[targets.index]))
-        wanted = self.wanted(n)
-        far = np.array([sum(a != b for a, b in zip(s, wanted, strict=True)) for s in specs.specs])
-        return int(np.argmin(far[specs.index]))
+        off, first = np.zeros(len(w.unit(n))), np.zeros(len(w.unit(n)))
+        for i, (value, wanted) in enumerate(self.wishes(n)):
+            specs = w.formulation.units.outputs(value)
+            far = np.array([sum(a != b for a, b in zip(s, wanted, strict=True)) for s in specs.specs], dtype=float)[specs.index]
+            off += far
+            first = far if i == 0 else first
+        return int(np.lexsort((first, off))[0])
+
+    def wishes(self, n: int) -> list[tuple[Ref, Spec]]:
+        """The values of a unit, and the specs its readers read them in, as far as those are decided."""
+        w = self.wiring
+        reads = [read for read in w.readers[n] if read.reader in self.strategy]
+        specs = ((read.value, w.targets(read)) for read in reads)
+        return [(value, t.specs[t.index[self.strategy[read.reader]]]) for read, (value, t) in zip(reads, specs, strict=True)]
 
     def wanted(self, n: int) -> Spec:
-        """The spec most readers read a value in; the first of them where several are as many."""
+        """The spec most readers read a parameter in; the first of them where several are as many."""
         count: dict[Spec, int] = {}
-        for read in self.wiring.readers[n]:
-            if read.reader in self.strategy:
-                targets = self.wiring.targets(read)
-                spec = targets.specs[targets.index[self.strategy[read.reader]]]
-                count[spec] = count.get(spec, 0) + 1
+        for _, spec in self.wishes(n):
+            count[spec] = count.get(spec, 0) + 1
         whole = (R,) * len(self.scheme.roles)
         return max(count, key=lambda s: count[s]) if count else whole
 
