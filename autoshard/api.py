@@ -11,34 +11,34 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.seeds.seeds import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
-from autoshard.decide.arguments import check_arguments, check_called
-from autoshard.decide.make_plan import make_plan
-from autoshard.cost.cluster import Cluster, load_cluster
-from autoshard.space.cost_table import CostTable, Training, build_cost_table
-from autoshard.errors import Interrupted
-from autoshard.decide.fit import cpu_seconds
-from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh, mesh_of
-from autoshard.decide.options import PROPAGATE, Options, Progress, parse_bytes
 from autoshard.base.plan import Plan
-from autoshard.decide.attempts import Programs, asked_of, formulated, searched
-from autoshard.decide.walks.propagate import propagate, taken
 from autoshard.base.precision import Precision
-from autoshard.space.reachable import reachable
-from autoshard.rules.factors import factor_graph
+from autoshard.base.spec import Spec
+from autoshard.cost.cluster import Cluster, load_cluster
+from autoshard.decide.arguments import check_arguments, check_called
+from autoshard.decide.attempts import Programs, asked_of, formulated, searched
+from autoshard.decide.fit import cpu_seconds
+from autoshard.decide.make_plan import make_plan
 from autoshard.decide.opaque_notes import whole_notes
+from autoshard.decide.options import PROPAGATE, Options, Progress, parse_bytes
+from autoshard.decide.walks.propagate import propagate, taken
+from autoshard.errors import Interrupted
+from autoshard.formulate.problem_of import Formulation
+from autoshard.program.simplify import simplify
+from autoshard.program.trace import Traced, trace
+from autoshard.rules.factors import factor_graph
 from autoshard.runtime.cache import planner_key
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.heartbeat import JOIN
 from autoshard.search import Clock as SearchClock
 from autoshard.search.interrupt import stopping
-from autoshard.program.simplify import simplify
-from autoshard.base.spec import Spec
+from autoshard.seeds.seeds import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
+from autoshard.space.cost_table import CostTable, Training, build_cost_table
+from autoshard.space.reachable import reachable
 from autoshard.space.strategies import enumerate_strategies
-from autoshard.program.trace import Traced, trace
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,

@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 def about() -> dict[str, Any]:
     """What a figure means nothing without; for JSON."""
-    return {"device": _device(), "torch": torch.__version__, "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC", "commit": _commit()}
+    return {"device": _device(), "torch": torch.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "commit": _commit()}
 
 
 def line(facts: dict[str, Any], *more: str) -> str:

@@ -28,10 +28,10 @@ from live_bytes import step_peak  # noqa: E402
 import autoshard  # noqa: E402
 from autoshard.api import prices  # noqa: E402
 from autoshard.base.mesh import parse_mesh  # noqa: E402
-from autoshard.decide.options import Options  # noqa: E402
 from autoshard.base.plan import Plan  # noqa: E402
-from autoshard.study.sweep import Point, sweep  # noqa: E402
+from autoshard.decide.options import Options  # noqa: E402
 from autoshard.program.trace import trace  # noqa: E402
+from autoshard.study.sweep import Point, sweep  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 4, "width": 256, "heads": 8, "vocab": 1024, "context": 64},

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
+from by_hand_hybrid import average, deal_out_experts, deal_out_tables
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -29,8 +29,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-
-from by_hand_hybrid import average, deal_out_experts, deal_out_tables
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from by_hand import PLANS, Trained
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-
-from by_hand import PLANS, Trained
 
 import autoshard
 

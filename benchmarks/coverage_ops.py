@@ -32,20 +32,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from autoshard.base.calling import Traced  # noqa: E402
-from autoshard.errors import AutoshardError  # noqa: E402
 from autoshard.base.graph import Call  # noqa: E402
+from autoshard.base.spec import PSUM  # noqa: E402
+from autoshard.base.spec import divides as fits  # noqa: E402
+from autoshard.errors import AutoshardError  # noqa: E402
 from autoshard.program.interpret import values  # noqa: E402
+from autoshard.program.simplify import simplify  # noqa: E402
+from autoshard.program.trace import trace  # noqa: E402
 from autoshard.rules import registry  # noqa: E402
-from autoshard.rules.factors import factor_graph  # noqa: E402
 from autoshard.rules.check.oracle import Wrong, check_rows, missing_rows  # noqa: E402
 from autoshard.rules.check.samples import SAMPLES  # noqa: E402
 from autoshard.rules.check.samples import build as build_sample  # noqa: E402
 from autoshard.rules.check.samples_images import IMAGES  # noqa: E402
 from autoshard.rules.check.samples_special import SPECIAL  # noqa: E402
-from autoshard.program.simplify import simplify  # noqa: E402
-from autoshard.base.spec import PSUM  # noqa: E402
-from autoshard.base.spec import divides as fits  # noqa: E402
-from autoshard.program.trace import trace  # noqa: E402
+from autoshard.rules.factors import factor_graph  # noqa: E402
 
 DTYPES = ("float64", "float32", "bfloat16", "int64", "bool", "complex128")
 SIZES = (2, 3, 4, 5)

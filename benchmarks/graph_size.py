@@ -16,10 +16,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # models/ is not part of the package
 
-from autoshard.space.layers import repeated_layers  # noqa: E402
 from autoshard.base.precision import Precision  # noqa: E402
 from autoshard.program.simplify import simplify, stats  # noqa: E402
 from autoshard.program.trace import trace  # noqa: E402
+from autoshard.space.layers import repeated_layers  # noqa: E402
 
 
 def measure(reference: str) -> None:

@@ -29,9 +29,9 @@ from about import about, line, markdown  # noqa: E402
 from contenders import SIZES, Contender, contender, subject  # noqa: E402
 from rounds import CLOCKS, interleaved, ratio, spread  # noqa: E402
 
-from autoshard.cost import redistribute  # noqa: E402
-from autoshard.collectives import wire_bytes  # noqa: E402
 from autoshard.base.mesh import parse_mesh  # noqa: E402
+from autoshard.collectives import wire_bytes  # noqa: E402
+from autoshard.cost import redistribute  # noqa: E402
 
 
 def as_it_is(op: Any) -> Any:

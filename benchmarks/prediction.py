@@ -43,9 +43,9 @@ from forced import data_parallel, fully_sharded, tensor_parallel  # noqa: E402
 from rounds import interleaved  # noqa: E402
 
 import autoshard  # noqa: E402
-from autoshard.cost.cluster import Cluster  # noqa: E402
-from autoshard.collectives import seconds  # noqa: E402
 from autoshard.base.mesh import Mesh  # noqa: E402
+from autoshard.collectives import seconds  # noqa: E402
+from autoshard.cost.cluster import Cluster  # noqa: E402
 from models import gpt, llama, mlp, resnet  # noqa: E402
 
 MODELS = {

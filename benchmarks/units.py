@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import argparse
 
-from autoshard.seeds.seeds import Seeds
 from autoshard.api import as_mesh
 from autoshard.cost.cluster import load_cluster
-from autoshard.space.cost_table import Training, build_cost_table
 from autoshard.formulate.problem_of import formulate
 from autoshard.program.load import load_model
-from autoshard.space.decision_units import find_units, singletons
-from autoshard.rules.factors import factor_graph
 from autoshard.program.simplify import simplify
-from autoshard.space.strategies import enumerate_strategies
 from autoshard.program.trace import trace
+from autoshard.rules.factors import factor_graph
+from autoshard.seeds.seeds import Seeds
+from autoshard.space.cost_table import Training, build_cost_table
+from autoshard.space.decision_units import find_units, singletons
+from autoshard.space.strategies import enumerate_strategies
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import AutoshardError, Mesh, cli
 from autoshard.cost.compute import OPTIMIZERS
-from autoshard.errors import InfeasibleError, MeshError, ModelError, PlanError, UsageError
 from autoshard.decide.options import MODES, Options
+from autoshard.errors import InfeasibleError, MeshError, ModelError, PlanError, UsageError
 from autoshard.search import BACKENDS
 
 MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)

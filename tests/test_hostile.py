@@ -14,12 +14,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoshard
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import Plan
 from autoshard.cli import app
 from autoshard.cli.read import parse_seeds
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.errors import AutoshardError, PlanError
-from autoshard.base.mesh import parse_mesh
-from autoshard.base.plan import Plan
 from autoshard.report.text import show
 from autoshard.report.what import to_json
 from autoshard.runtime.cache import cached

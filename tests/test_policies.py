@@ -10,10 +10,10 @@ from torch import nn
 
 from autoshard import Precision
 from autoshard.api import as_mesh, plan_traced
-from autoshard.cli.read import parse_precision
-from autoshard.program.flow import casts_of_parts, reduction_dtypes
 from autoshard.base.graph import Ref
+from autoshard.cli.read import parse_precision
 from autoshard.decide.options import Options
+from autoshard.program.flow import casts_of_parts, reduction_dtypes
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
 

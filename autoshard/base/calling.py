@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from autoshard._torch import pytree
 
-from autoshard.program.binding import Binding, leaf_key
-from autoshard.errors import UsageError
+from autoshard._torch import pytree
 from autoshard.base.graph import Graph, TensorMeta
+from autoshard.errors import UsageError
+from autoshard.program.binding import Binding, leaf_key
 
 
 @dataclass(frozen=True)

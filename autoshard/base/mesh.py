@@ -8,7 +8,6 @@ from typing import Any
 
 from autoshard.errors import MeshError
 
-
 MOST_RANKS = 2**24
 """More than any machine has; sizes of tensors times ranks stay exact in 64 bits."""
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from autoshard.errors import PlanError, UsageError
+from autoshard.base.checked_types import check_types
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import Spec, format_spec, parse_spec
-from autoshard.base.checked_types import check_types
+from autoshard.errors import PlanError, UsageError
 
 FORMAT = 1
 INTERRUPTED = "best found before it was interrupted"

@@ -16,10 +16,10 @@ Dims are **logical** dims: a tensor dim that a view made by flattening keeps its
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
-from autoshard.errors import MeshError, UsageError
 from autoshard.base.mesh import Mesh
+from autoshard.errors import MeshError, UsageError
 
 Placement = int
 Spec = tuple[Placement, ...]
@@ -41,7 +41,7 @@ def is_partial(p: Placement) -> bool:
     return p <= PSUM
 
 
-@lru_cache(maxsize=None)
+@cache
 def format_placement(p: Placement) -> str:
     return f"S{p}" if p >= 0 else "R" if p == R else "P" if p == PSUM else f"P{REDUCE_OPS[p]}"
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.cost.cluster import HEAVY
 from autoshard.cost.compute import call_bytes, compute_dtype, op_name
-from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.rules.registry import rule_of
 
 aten = torch.ops.aten

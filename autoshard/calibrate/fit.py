@@ -13,9 +13,9 @@ from statistics import geometric_mean, median
 
 import torch
 
-from autoshard.calibrate.sample import Machine, Sample
 from autoshard import collectives
-from autoshard.cost.cluster import (FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster)
+from autoshard.calibrate.sample import Machine, Sample
+from autoshard.cost.cluster import FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.curve import Curve
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.sample import Sample
-from autoshard.collectives import wire_bytes
+from autoshard.collectives import RUN, wire_bytes
 from autoshard.runtime.carriers import gloo_messages
 from autoshard.runtime.carriers.choose import start
 from autoshard.runtime.ranks.place import Place
@@ -158,19 +159,25 @@ def collective_work(place: Place, link_of: Sequence[int]) -> Iterator[Work]:
 def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tensor, received: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, part, numel = buffer, buffer[:len(buffer) // n], len(buffer)
     tag, wait = place.groups[name], _torch.WAIT
-    library, carrier = {**_torch.COLLECTIVES, "all_reduce_": _torch.ALL_REDUCE_IN_PLACE}, place.carriers().get(tag)
-    rows = [numel // n] * n
-    for kind, args in (("all_gather", (part, n)), ("reduce_scatter", (x, "sum", n)), ("all_to_all", (x, rows, rows)), ("all_reduce_", (x, "sum"))):  # in place, where its input dies
+    carrier = place.carriers().get(tag)
+    for kind, collective in RUN.items():
+        args = (part if collective.counted == "out" else x, *collective.arguments(numel, n, "sum"))
+        in_place = kind == "all_reduce"  # as programs run it where its input dies
         if carrier is not None:
-            yield kind.rstrip("_"), lambda begin=start(kind, carrier), args=args: gloo_messages.land(begin(*args, carrier))
+            yield kind, partial(_carried, start(kind + "_" * in_place, carrier), args, carrier)
         else:
-            yield kind.rstrip("_"), lambda call=library[kind], args=args: wait(call(*args, tag))
+            call = _torch.ALL_REDUCE_IN_PLACE if in_place else collective.target
+            yield kind, lambda call=call, args=args: wait(call(*args, tag))
     if place.device_mesh is None:
         return
     group, me = place.device_mesh.get_group(axis), place.coordinates[axis]
     members = dist.get_process_group_ranks(group)
     yield "broadcast", lambda: dist.broadcast(x, members[0], group=group)
     yield "send_recv", lambda: _shift(x, received, members[(me + 1) % n], members[(me - 1) % n], group)
+
+
+def _carried(begin: Callable[..., Any], args: tuple[Any, ...], carrier: Any) -> Any:
+    return gloo_messages.land(begin(*args, carrier))
 
 
 def _shift(x: torch.Tensor, received: torch.Tensor, to: int, source: int, group: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from autoshard import _torch
 from autoshard.calibrate.measure import Stopwatch
+from autoshard.collectives import RUN
 from autoshard.cost.cluster import Overlap
 from autoshard.runtime.carriers import gloo_messages
 from autoshard.runtime.carriers.choose import start
@@ -94,8 +95,8 @@ def _collective(place: Place, kind: str, axis: int, nbytes: int) -> tuple[Callab
     does it: messages where gloo carries them, else the library's collective."""
     n, tag = place.mesh.sizes[axis], place.groups[place.mesh.names[axis]]
     numel = max(nbytes // 4 // n, 1) * n
-    x = torch.ones(numel // n if kind == "all_gather" else numel, device=place.device)
-    rest = {"all_gather": (n,), "reduce_scatter": ("sum", n), "all_reduce": ("sum",), "all_to_all": ([numel // n] * n,) * 2}[kind]
+    x = torch.ones(numel // n if RUN[kind].counted == "out" else numel, device=place.device)
+    rest = RUN[kind].arguments(numel, n, "sum")
     carrier = place.carriers().get(tag)
     if carrier is not None:
         begin = start("all_reduce_" if kind == "all_reduce" else kind, carrier)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoshard.calibrate.fit import Error
-from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.overlap import Timing
+from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Sample
 from autoshard.errors import UsageError
 from autoshard.report.tables import report_console, section, table

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
+from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.calibrate.fit import Error, errors, fit
 from autoshard.calibrate.measure import Progress, measure
 from autoshard.calibrate.overlap import Timing, fitted, measure_overlap
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.cost.cluster import Cluster, Overlap
 from autoshard.errors import ClusterError, MeshError
-from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.runtime.ranks.place import Place, locate
 
 PEER_WORDS = ("gloo", "nccl", "connection", "peer", "timed out", "timeout")

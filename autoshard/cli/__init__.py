@@ -1,7 +1,7 @@
 """The command line: one file per command. torch is imported only by commands that need it, when they run."""
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -46,7 +46,7 @@ app.command(epilog=calibrate_command.EXAMPLES)(calibrate_command.calibrate)
 @app.callback()
 def options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every phase with its seconds, as --logs all.")] = False,
-    logs: Annotated[Optional[str], typer.Option(envvar="AUTOSHARD_LOGS", help="Phases to log: all, or +search,trace.")] = None,
+    logs: Annotated[str | None, typer.Option(envvar="AUTOSHARD_LOGS", help="Phases to log: all, or +search,trace.")] = None,
 ) -> None:
     if verbose or logs:
         from autoshard.base.logs import configure

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,10 +29,10 @@ EXAMPLES = """
 
 def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write, a .toml file.")],
-    mesh: Annotated[Optional[str], typer.Option(help="Mesh axes to measure: dp=2,tp=2. Default: nodes, and ranks in a node.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Mesh axes to measure: dp=2,tp=2. Default: nodes, and ranks in a node.")] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 45.0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a peer before giving up.")] = 60.0,
-    plot: Annotated[Optional[Path], typer.Option(help="Page with the plots. Default: beside the profile, .html.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Page with the plots. Default: beside the profile, .html.")] = None,
     quiet: QuietOption = False,
 ) -> None:
     """Measure collectives and ops on this machine, and write the cluster profile that repeats them. Start it with torchrun."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,8 +12,8 @@ INTERRUPTED = 130
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report; files are written, and --json is printed.")]
-OutputOption = Annotated[Optional[Path], typer.Option("--output", "-o", help="Save the result as JSON.")]
-HtmlOption = Annotated[Optional[Path], typer.Option("--html", metavar="FILE", help="Write a report to open in a browser: one file, no network.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Save the result as JSON.")]
+HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report to open in a browser: one file, no network.")]
 
 
 def end_with(statuses: Iterable[str], quiet: bool) -> None:

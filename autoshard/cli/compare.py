@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -25,7 +25,7 @@ EXAMPLES = """
 
 
 def compare(request: Request,
-            save_dir: Annotated[Optional[Path], typer.Option(help="Save every plan as JSON in this folder.")] = None,
+            save_dir: Annotated[Path | None, typer.Option(help="Save every plan as JSON in this folder.")] = None,
             html: HtmlOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Price DDP, ZeRO, FSDP and tensor parallelism beside the plan that the search chooses for MODEL."""
     from autoshard.base.plan import check_folder, check_writable

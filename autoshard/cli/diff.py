@@ -27,8 +27,8 @@ def diff(
     quiet: QuietOption = False,
 ) -> None:
     """Show what differs between two plans: placements, collectives, times, memory. Exit code 0: nothing, 1: something."""
-    from autoshard.study.diff import diff as compare
     from autoshard.base.plan import Plan
+    from autoshard.study.diff import diff as compare
 
     found = compare(Plan.load(a), Plan.load(b))
     if as_json:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -30,10 +30,10 @@ Names are parameters, module paths or ops; a layout is AXIS,... per dim (dp,-) o
 
 
 def explain(request: Request,
-            edge: Annotated[Optional[str], typer.Option(help="PRODUCER->CONSUMER: prices of every change of layout in between.")] = None,
-            op: Annotated[Optional[str], typer.Option(help="Strategies of an op: its time, bytes, and the regret of each.")] = None,
-            why_not: Annotated[Optional[str], typer.Option(help="NAME=LAYOUT: force it, solve again, show what changes.")] = None,
-            source: Annotated[Optional[str], typer.Option(help="With --edge: the producer's layout; default: the chosen one.")] = None,
+            edge: Annotated[str | None, typer.Option(help="PRODUCER->CONSUMER: prices of every change of layout in between.")] = None,
+            op: Annotated[str | None, typer.Option(help="Strategies of an op: its time, bytes, and the regret of each.")] = None,
+            why_not: Annotated[str | None, typer.Option(help="NAME=LAYOUT: force it, solve again, show what changes.")] = None,
+            source: Annotated[str | None, typer.Option(help="With --edge: the producer's layout; default: the chosen one.")] = None,
             rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 24,
             as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Say why a plan is what it is: the price table of an edge, the strategies of an op, or what a forced choice would cost."""
@@ -92,9 +92,9 @@ def _chosen(asked: Asked, plan: Any, progress: Callable) -> tuple[Any, tuple[str
 
 def _edge(asked: Asked, plan: Any, text: str, source: str | None, rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard import api
+    from autoshard.seeds.names import find_edge
     from autoshard.seeds.seeds import specs_of
     from autoshard.study.explain import edge_table
-    from autoshard.seeds.names import find_edge
 
     if source is None:
         chosen, statuses = _chosen(asked, plan, progress)
@@ -106,8 +106,8 @@ def _edge(asked: Asked, plan: Any, text: str, source: str | None, rows: int, pro
 
 
 def _op(asked: Asked, plan: Any, name: str, rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
-    from autoshard.study.explain import op_table
     from autoshard.seeds.names import find_op
+    from autoshard.study.explain import op_table
 
     chosen, statuses = _chosen(asked, plan, progress)
     progress("regrets", name)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -21,7 +21,7 @@ EXAMPLES = """
 
 
 def memory(request: Request,
-           budget: Annotated[Optional[list[str]], typer.Option(
+           budget: Annotated[list[str] | None, typer.Option(
                help="Memory a rank may use: 40GiB. May be repeated; default: from what the fastest plan takes downwards.")] = None,
            steps: Annotated[int, typer.Option(min=2, max=50, help="How many budgets, where none is given.")] = 6,
            as_json: JsonOption = False, quiet: QuietOption = False) -> None:

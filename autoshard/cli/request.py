@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -15,9 +15,9 @@ from autoshard.cli.read import parse_precision, parse_seeds
 if TYPE_CHECKING:
     from autoshard.base.calling import Traced
     from autoshard.base.mesh import Mesh
-    from autoshard.program.load import ModelSpec
-    from autoshard.decide.options import Options
     from autoshard.base.plan import Plan
+    from autoshard.decide.options import Options
+    from autoshard.program.load import ModelSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,22 +36,22 @@ class Request:
     """The options as given; nothing is loaded before `load` or `plan`."""
 
     mesh: Annotated[str, typer.Option(help="Mesh axes with sizes, major first: dp=2,tp=4.")]
-    model: Annotated[Optional[str], typer.Argument(
+    model: Annotated[str | None, typer.Argument(
         help="name:size from models/ (llama:8b), or package.module:factory; left out with --hf.")] = None
     cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file.")] = "h100-dgx"
-    memory: Annotated[Optional[str], typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")] = None
-    batch: Annotated[Optional[int], typer.Option(help="Global batch size of the example inputs.")] = None
-    seq: Annotated[Optional[int], typer.Option(help="Sequence length of the example inputs.")] = None
-    dtype: Annotated[Optional[str], typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None
+    memory: Annotated[str | None, typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")] = None
+    batch: Annotated[int | None, typer.Option(help="Global batch size of the example inputs.")] = None
+    seq: Annotated[int | None, typer.Option(help="Sequence length of the example inputs.")] = None
+    dtype: Annotated[str | None, typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, nadam, radam, adamax, rmsprop, adagrad, adafactor, adamw8bit, adam8bit or none: its state and update "
              "are priced. verify trains with adamw, adam, sgd or momentum.")] = "adamw"
-    precision: Annotated[Optional[str], typer.Option(
+    precision: Annotated[str | None, typer.Option(
         help="Mixed precision: bf16 (weights and gradients in fp32), or param=bf16,master=fp32,reduce=fp32; each bf16, fp16, fp32 or fp64.")] = None
-    hf: Annotated[Optional[Path], typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None
+    hf: Annotated[Path | None, typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None
     inference: Annotated[bool, typer.Option("--inference", help="Forward pass only.")] = False
-    seed: Annotated[Optional[list[str]], typer.Option(
+    seed: Annotated[list[str] | None, typer.Option(
         help="Fix a sharding: 'GLOB=AXIS,...', per tensor dim an axis, - for whole, ? for open. May be repeated.")] = None
-    seeds: Annotated[Optional[Path], typer.Option(help="YAML file of seeds, GLOB: AXIS,... a line.")] = None
+    seeds: Annotated[Path | None, typer.Option(help="YAML file of seeds, GLOB: AXIS,... a line.")] = None
     time_limit: Annotated[float, typer.Option(
         help="Seconds of wall clock for each search (loading, tracing and pricing come before it): then, or on Ctrl-C, the best plan so far is "
              "returned with its gap. In training, where memory may be tight, half of it goes to the search with ample memory and the rest is shared by "
@@ -78,9 +78,9 @@ class Request:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
         import torch
 
+        from autoshard.base.mesh import parse_mesh
         from autoshard.cost.cluster import load_cluster
         from autoshard.cost.compute import optimizer_state_bytes
-        from autoshard.base.mesh import parse_mesh
         from autoshard.decide.options import Options, parse_bytes
 
         cluster = load_cluster(self.cluster)

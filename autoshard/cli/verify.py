@@ -5,7 +5,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -29,13 +29,13 @@ EXAMPLES = """
 Exit code: 0 all numbers agree, 1 a mismatch, 2 nothing could be compared.
 """
 
-PlanOption = Annotated[Optional[Path], typer.Option(help="Verify this plan, made for the same model, mesh, batch and seq.")]
-PlansOption = Annotated[Optional[str], typer.Option(
+PlanOption = Annotated[Path | None, typer.Option(help="Verify this plan, made for the same model, mesh, batch and seq.")]
+PlansOption = Annotated[str | None, typer.Option(
     help="Kinds of plans to make and run, with commas: searched, split, data_parallel, fully_sharded, tensor_parallel, random:SEED.")]
 StepsOption = Annotated[int, typer.Option(min=1, help="Training steps, each with an update by --optimizer.")]
 ProcessesOption = Annotated[bool, typer.Option("--processes", help="Real gloo processes, instead of all ranks in this one.")]
 InputsOption = Annotated[str, typer.Option(help="global (every rank gets the whole batch), or local: inputs come in split along dim 0 over the first mesh axis.")]
-ToleranceOption = Annotated[Optional[float], typer.Option(help="Largest error of a tensor, as a part of its norm.")]
+ToleranceOption = Annotated[float | None, typer.Option(help="Largest error of a tensor, as a part of its norm.")]
 
 
 def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None, steps: StepsOption = 1,

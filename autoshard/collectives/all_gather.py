@@ -43,5 +43,5 @@ def after(emit: Emitter, y: Any, step: Any, n: int) -> Any:
 
 ALL_GATHER = Collective(
     "all_gather", "AllGather", counted="out", seconds=seconds, per_byte=lambda n: (n - 1) / n, steps=lambda n: n - 1,
-    target=_torch.COLLECTIVES["all_gather"], arguments=lambda rows, n, reduce_op: (n,), reference=reference,
+    target=_torch.COLLECTIVES["all_gather"], arguments=lambda rows, n, reduce_op: (n,), rows=lambda rows, n: rows * n, reference=reference,
     changes=lambda source, target: is_shard(source) and target == R, before=before, after=after)

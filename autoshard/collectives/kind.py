@@ -37,6 +37,7 @@ class Collective:
     steps       (ranks) -> steps that pay a link's latency where curves are measured
     target      torch's functional op; None for kinds that plans do not run
     arguments   (rows of the tensor, ranks, reduce op) -> what `target` takes between tensor and group
+    rows        (rows of the tensor it is called on, ranks) -> rows of the result
     reference   (the group's tensors, those arguments) -> the group's results: what the kind means, in one process
     changes     (source, target placement) -> whether this kind is the step between them
     before      makes of a local tensor what `target` is called on: (emitter, tensor, step, ranks);  after: of its result
@@ -51,6 +52,7 @@ class Collective:
     steps: Callable[[int], int]
     target: Any = None
     arguments: Callable[[int, int, str], tuple[Any, ...]] = lambda rows, n, reduce_op: ()
+    rows: Callable[[int, int], int] = lambda rows, n: rows
     reference: Callable[[list[Any], Sequence[Any]], list[Any]] | None = None
     changes: Callable[[int, int], bool] = lambda source, target: False
     before: Callable[[Emitter, Any, Any, int], Any] = unchanged

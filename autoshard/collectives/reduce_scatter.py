@@ -36,5 +36,6 @@ def after(emit: Emitter, y: Any, step: Any, n: int) -> Any:
 
 REDUCE_SCATTER = Collective(
     "reduce_scatter", "ReduceScatter", counted="in", seconds=seconds, per_byte=lambda n: (n - 1) / n, steps=lambda n: n - 1,
-    target=_torch.COLLECTIVES["reduce_scatter"], arguments=lambda rows, n, reduce_op: (reduce_op, n), reference=reference,
+    target=_torch.COLLECTIVES["reduce_scatter"], arguments=lambda rows, n, reduce_op: (reduce_op, n), rows=lambda rows, n: rows // n,
+    reference=reference,
     changes=lambda source, target: is_partial(source) and is_shard(target), before=before, after=after)

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from autoshard.base.mesh import Mesh
 from autoshard.collectives import KINDS
 from autoshard.cost.curve import Curve
 from autoshard.cost.reader import Reader
 from autoshard.errors import ClusterError
-from autoshard.base.mesh import Mesh
 
 VERSION = 1
 OPTIMIZER = "optimizer"

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from autoshard.base.graph import Call
 from autoshard.cost.cluster import HEAVY, OPTIMIZER, Device, HostLink
 from autoshard.errors import UsageError
-from autoshard.base.graph import Call
 from autoshard.rules.registry import rule_of
 
 # Ops that read only as much of one input as they write: op -> position of that tensor input.

@@ -11,10 +11,10 @@ from math import prod
 
 import torch
 
-from autoshard.cost.compute import optimizer_state_bytes
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import Spec, local_shape
+from autoshard.cost.compute import optimizer_state_bytes
 
 EIGHT_BIT, BLOCK, SMALLEST = ("adamw8bit", "adam8bit"), 256, 4096
 WORKSPACE = {

@@ -30,20 +30,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import combinations, product
-from math import prod
-from typing import Literal
 
 import numpy as np
 import torch
 
 from autoshard import collectives
+from autoshard.base.mesh import Mesh
+from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_partial, is_shard
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import LoweringError
-from autoshard.base.mesh import Mesh
-from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_partial, is_shard
 
 SLICE = "slice"
 """The step that sends nothing: a rank takes its piece of what it holds."""
@@ -101,7 +99,7 @@ def axis_sets(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return (*((a,) for a in range(len(sizes))), *(c for k in range(2, len(wide) + 1) for c in combinations(wide, k)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> Layout:
     """States over Replicate, Shard(0..ndim-1) and at most one kind of Partial out of `partials` (sum and max on
     two axes of one tensor do not commute, so such a state has no moves and is left out)."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import ModelError, UsageError
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
+from autoshard.errors import ModelError, UsageError
 
 Check = tuple[Callable[[Any], bool], str]
 OPTIONAL: dict[str, Check] = {

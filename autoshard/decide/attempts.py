@@ -8,26 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.decide.make_plan import Plays
-from autoshard.decide.walks.baselines import baselines
-from autoshard.space.cost_table import CostTable
-from autoshard.errors import InfeasibleError
-from autoshard.decide.fit import (NOTHING, Asked, cheapest_known, fits_exactly, search_ample, search_within,
-                                stored_is_too_much, with_bound)
-from autoshard.formulate.problem_of import Formulation, formulate
-from autoshard.decide.walks.greedy import known_plans
-from autoshard.space.layers import repeated_layers
+from autoshard.base.plan import AGAIN
+from autoshard.decide.fit import NOTHING, Asked, cheapest_known, fits_exactly, search_ample, search_within, stored_is_too_much, with_bound
 from autoshard.decide.leanest import Lean, leanest
-from autoshard.decide.why_nothing_fits import explain_infeasible
+from autoshard.decide.make_plan import Plays
 from autoshard.decide.offload import made_to_fit, search_offloading
 from autoshard.decide.options import Options
-from autoshard.base.plan import AGAIN
+from autoshard.decide.walks.baselines import baselines
+from autoshard.decide.walks.greedy import known_plans
+from autoshard.decide.why_nothing_fits import explain_infeasible
+from autoshard.errors import InfeasibleError
+from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.recompute.rewrite import candidates
+from autoshard.recompute.undecided import open_table, program_with
 from autoshard.search import Clock
 from autoshard.search.board import Progress
 from autoshard.search.problem import Solution, Status, row_loads
-from autoshard.recompute.undecided import open_table, program_with
-
+from autoshard.space.cost_table import CostTable
+from autoshard.space.layers import repeated_layers
 
 AMPLE = 0.5  # of the time limit for the search with ample memory, where memory may matter
 ROOMY = 0.7  # of the limit; below it there is room

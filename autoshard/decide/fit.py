@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from autoshard.decide.make_plan import Plays
-from autoshard.formulate.problem_of import Formulation, unreachable
 from autoshard.formulate.memory_rows import limited, with_row, without_idle
+from autoshard.formulate.problem_of import Formulation, unreachable
 from autoshard.play.timeline import Timeline
 from autoshard.search import Board, Clock, solve
-from autoshard.search.mip import guarded
 from autoshard.search.board import TIED, Progress
+from autoshard.search.mip import guarded
 from autoshard.search.problem import Edge, Problem, Solution, Status, evaluate, row_loads
 
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows

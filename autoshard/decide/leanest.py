@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.decide.fit import Asked, ample, least_memory, memory_priced, possible, search_within
-from autoshard.formulate.problem_of import Formulation, buffer_bytes
 from autoshard.formulate.memory_rows import with_row
+from autoshard.formulate.problem_of import Formulation, buffer_bytes
 from autoshard.play.timeline import Timeline
 from autoshard.search import Board, Clock, solve
 from autoshard.search.board import TIED

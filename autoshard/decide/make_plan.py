@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.space.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
-from autoshard.formulate.copies import State
-from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
+from autoshard.base.spec import Spec
 from autoshard.decide.kinds import kind_of
 from autoshard.decide.shown_tensors import layouts
+from autoshard.formulate.copies import State
+from autoshard.formulate.problem_of import Formulation
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
-from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
+from autoshard.recompute.undecided import decided
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
-from autoshard.recompute.undecided import decided
-from autoshard.base.spec import Spec
-
+from autoshard.space.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
 
 
 @dataclass(frozen=True)

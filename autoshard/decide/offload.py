@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.base.graph import Ref
 from autoshard.cost.memory import stored_parts
 from autoshard.decide.fit import Measure, search_within, without_slack
 from autoshard.formulate.problem_of import Formulation
-from autoshard.base.graph import Ref
 from autoshard.search.clock import Clock
 from autoshard.search.problem import Solution
 

@@ -1,9 +1,9 @@
 """What a plan says about submodules that run whole, because they cannot be traced."""
 from __future__ import annotations
 
+from autoshard.base import quantities
 from autoshard.base.graph import Graph, Op
 from autoshard.base.plan import Plan
-from autoshard.base import quantities
 from autoshard.program.opaque import Whole
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from autoshard.errors import UsageError
 from autoshard.base.precision import Precision
+from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
     from autoshard.cost.cluster import Cluster

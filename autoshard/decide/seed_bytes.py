@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from autoshard.seeds.seeds import Seeds, specs_of, was_given
-from autoshard.cost.memory import stored_bytes, value_bytes
-from autoshard.space.cost_table import CostTable, build_cost_table
 from autoshard.base.graph import Op, TensorMeta
-from autoshard.space.reachable import reachable
 from autoshard.base.spec import Spec
+from autoshard.cost.memory import stored_bytes, value_bytes
+from autoshard.seeds.seeds import Seeds, specs_of, was_given
+from autoshard.space.cost_table import CostTable, build_cost_table
+from autoshard.space.reachable import reachable
 from autoshard.space.strategies import enumerate_strategies
 
 OPEN = "..."

@@ -5,18 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil, floor, log10
 from typing import Any
 
-from autoshard.seeds.seeds import was_given
-from autoshard.decide.make_plan import Plays
 from autoshard.cost.compute import OPTIMIZERS
-from autoshard.space.cost_table import CostTable
-from autoshard.errors import InfeasibleError
 from autoshard.decide.fit import least_memory, least_possible, search_within
-from autoshard.formulate.problem_of import Formulation, buffer_bytes, formulate
 from autoshard.decide.leanest import Lean
-from autoshard.play.timeline import Timeline
+from autoshard.decide.make_plan import Plays
 from autoshard.decide.seed_bytes import pinned, without_seeds
+from autoshard.errors import InfeasibleError
+from autoshard.formulate.problem_of import Formulation, buffer_bytes, formulate
+from autoshard.play.timeline import Timeline
 from autoshard.search import Clock, solve
 from autoshard.search.problem import Problem, Solution, Status
+from autoshard.seeds.seeds import was_given
+from autoshard.space.cost_table import CostTable
 
 NAMED = 3  # seeds in a message
 DIGITS, MOST_DIGITS = 4, 12  # of an amount in a message; more than usual where amounts would read the same

@@ -11,16 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.formulate.copies import KEPT, OWN, CopyNode, State, own
-from autoshard.cost.memory import stored_parts
-from autoshard.program.flow import param_derived
-from autoshard.space.cost_table import CostTable
-from autoshard.formulate.problem_of import Formulation, local_bytes, storage_root
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.plan import AGAIN
+from autoshard.cost.memory import stored_parts
+from autoshard.formulate.copies import KEPT, OWN, CopyNode, State, own
+from autoshard.formulate.problem_of import Formulation, local_bytes, storage_root
+from autoshard.program.flow import param_derived
 from autoshard.recompute.rewrite import is_source
-from autoshard.search.problem import Items, evaluate
 from autoshard.recompute.undecided import decided, first_run
+from autoshard.search.problem import Items, evaluate
+from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex
 
 Amounts = tuple[int, np.ndarray]

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -18,14 +17,14 @@ from torch.fx.proxy import GraphAppendingTracer, Proxy
 from torch.overrides import TorchFunctionMode
 
 from autoshard import _torch
+from autoshard.base.graph import TensorMeta
+from autoshard.base.mesh import Mesh
+from autoshard.base.random import seeded
 from autoshard.collectives import RUN
 from autoshard.cost.redistribute import SLICE
 from autoshard.errors import LoweringError
-from autoshard.base.graph import TensorMeta
-from autoshard.base.mesh import Mesh
-from autoshard.program.tape import is_random
-from autoshard.base.random import seeded
 from autoshard.program.opaque import SeededWhole, Whole
+from autoshard.program.tape import is_random
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -188,10 +187,8 @@ class Emitter:
 
     def _of_nothing(self, kind: str, x: Proxy, n: int) -> Proxy:
         """What the collective would make: a tensor of size 0 as well."""
-        if kind in ("all_reduce", "all_to_all"):
-            return x
-        rows, *rest = self._shape(x)
-        return aten.new_empty.default(x, [rows * n if kind == "all_gather" else rows // n, *rest])
+        rows, *rest = self._shape(x) or [1]
+        return x if RUN[kind].rows(rows, n) == rows else aten.new_empty.default(x, [RUN[kind].rows(rows, n), *rest])
 
     def wait(self, x: Proxy) -> Proxy:
         """The result of what was started."""

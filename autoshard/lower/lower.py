@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from autoshard.lower.attention_kernels import on_device
-from autoshard.lower.emit import Emitter, Part
-from autoshard.errors import LoweringError
 from autoshard.base.graph import BACKWARD, Call, Graph, Op, Ref, TensorMeta, map_args
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan, Window
-from autoshard.rules import registry
+from autoshard.base.spec import Spec, is_shard, local_shape, shard_counts
+from autoshard.errors import LoweringError
+from autoshard.lower.attention_kernels import on_device
+from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.schedule import (
     Held,
     Instruction,
@@ -32,8 +32,7 @@ from autoshard.lower.schedule import (
     parameter_gradients,
     schedule,
 )
-from autoshard.base.spec import Spec, is_shard, local_shape, shard_counts
-
+from autoshard.rules import registry
 
 ANY_STRIDES = ("matmul", "pointwise", "view", "reduction", "copy")
 """Op families whose kernels are right for tensors with any strides."""

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from autoshard.cost.memory import value_bytes
-from autoshard.errors import PlanError
-from autoshard.program.flow import gradient_bound, param_derived
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import AT_THE_END, Plan, Window
 from autoshard.base.spec import Spec, format_spec
+from autoshard.cost.memory import value_bytes
+from autoshard.errors import PlanError
+from autoshard.program.flow import gradient_bound, param_derived
 
 Route = Callable[[tuple[int, ...], Any, Spec, Spec], "tuple[Any, ...]"]
 """(logical shape, dtype, source spec, target spec) -> steps: `cost.redistribute.Redistribution.steps`."""

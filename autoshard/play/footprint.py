@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from autoshard import _torch
-from autoshard.cost.cluster import Cluster
-from autoshard.lower.emit import Emitter, Part
 from autoshard.base.graph import Call, Op, TensorMeta
-from autoshard.lower.lower import emit_op, local_tensor_shape
-from autoshard.lower.overwrite_table import swaps, takers
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan
-from autoshard.lower.schedule import Instruction
 from autoshard.base.spec import shard_counts
+from autoshard.cost.cluster import Cluster
+from autoshard.lower.emit import Emitter, Part
+from autoshard.lower.lower import emit_op, local_tensor_shape
+from autoshard.lower.overwrite_table import swaps, takers
+from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque import whole_of
 
 Strides = tuple[int, ...]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from autoshard.cost.memory import value_bytes
 from autoshard.base.graph import Graph, Ref
-from autoshard.lower.lower import local_tensor_shape
-from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 from autoshard.base.plan import Plan, Window
+from autoshard.cost.memory import value_bytes
+from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
+from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 
 FOREVER = 2**62
 

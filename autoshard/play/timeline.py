@@ -14,13 +14,13 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.cost.memory import host_workspace, scalar_bytes, stored_parts, update_workspace
 from autoshard.base.graph import Graph, Op
+from autoshard.base.plan import CATEGORIES, Alive, Moment, Plan, Window
+from autoshard.base.spec import format_spec
+from autoshard.cost.memory import host_workspace, scalar_bytes, stored_parts, update_workspace
+from autoshard.lower.schedule import Instruction, Route, schedule
 from autoshard.play.footprint import Footprints
 from autoshard.play.play import Buffer, Played, play
-from autoshard.base.plan import CATEGORIES, Alive, Moment, Plan, Window
-from autoshard.lower.schedule import Instruction, Route, schedule
-from autoshard.base.spec import format_spec
 
 MOST_MOMENTS = 400
 MOST_TENSORS = 12

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from autoshard._torch import pytree
 
+from autoshard._torch import pytree
 from autoshard.errors import UsageError
 from autoshard.program.tape import describe
 
@@ -47,7 +47,7 @@ class Binding:
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
         """Leaves of the bound (args, kwargs) and their structure. Walking a pytree costs as much as several small ops, so the
         common call, tensors by position, goes without. Raises UsageError where Python would not take the call."""
-        if not kwargs and all([isinstance(a, torch.Tensor) for a in args]):
+        if not kwargs and all(isinstance(a, torch.Tensor) for a in args):
             return list(args), _positional(len(args))
         return pytree.tree_flatten(self.arguments(args, kwargs))
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.spec import PSUM
 from autoshard.rules import registry
 from autoshard.rules.types import Row
-from autoshard.base.spec import PSUM
 
 PART = Row((PSUM,), (PSUM,))
 """A part of a sum stays one."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from autoshard._torch import pytree
 
+from autoshard._torch import pytree
 from autoshard.errors import AutoshardError, ModelError, UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from autoshard._torch import pytree
 
 from autoshard import _torch
+from autoshard._torch import pytree
 from autoshard.program.tape import TORCH_DIR
 
 

@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from autoshard._torch import pytree
 
 from autoshard import _torch
+from autoshard._torch import pytree
 from autoshard.base.calling import TensorLeaf
-from autoshard.errors import UsageError
 from autoshard.base.graph import Call, TensorMeta
+from autoshard.base.random import generator_of, seeded
+from autoshard.errors import UsageError
 from autoshard.program.no_cache import without_decoding_cache
 from autoshard.program.tape import meta_of
 from autoshard.rules import registry
 from autoshard.rules.types import Rule
-from autoshard.base.random import generator_of, seeded
 
 
 @dataclass(frozen=True, eq=False)

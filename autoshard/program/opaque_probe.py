@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from autoshard._torch import pytree
 
 from autoshard import _torch
-from autoshard.seeds.seeds import was_given
+from autoshard._torch import pytree
 from autoshard.base.calling import TensorLeaf, Traced
-from autoshard.errors import TraceError, UsageError
 from autoshard.base.graph import Graph, TensorMeta
+from autoshard.errors import TraceError, UsageError
+from autoshard.program.opaque import Frame, Outcome, Shared, Whole, plain, shape_text
 from autoshard.program.tape import Tape, is_random, meta_of
 from autoshard.rules import registry
-from autoshard.program.opaque import Frame, Outcome, Shared, Whole, plain, shape_text
+from autoshard.seeds.seeds import was_given
 
 VARIANTS = 2
 MOST_BYTES = 1 << 30

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from autoshard.program.flow import gradients_at_once
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta, map_args
+from autoshard.program.flow import gradients_at_once
 from autoshard.program.tape import is_random
 
 aten = torch.ops.aten
@@ -169,7 +169,7 @@ def _batch_norm_backward(op: Op, state: _State) -> Op | Ref:
 def _copy(op: Op, state: _State) -> Op | Ref:
     """What is overwritten as a whole does not matter: autograd copies gradients into memory of its own, batch norm and
     poolings into another layout."""
-    (into, x), out = op.args[:2], op.outputs[0]
+    x, out = op.args[1], op.outputs[0]
     if state.meta(x) != out or Ref(op.name) in state.returned:
         return op
     return x

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 import torch.utils.checkpoint
 
 from autoshard import _torch
-from autoshard.errors import TraceError
 from autoshard.base.graph import Op, Phase, Ref, TensorMeta
+from autoshard.errors import TraceError
 from autoshard.program.ways_out import on_higher_order
 
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
@@ -289,7 +289,7 @@ def innermost_user_line(tb: TracebackType | None) -> str:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def place_of(code: CodeType, line: int) -> tuple[str, str]:
     """("file.py:12", text of that line); the path is relative when it lies below the working directory."""
     path = code.co_filename

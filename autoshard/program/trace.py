@@ -26,23 +26,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from autoshard._torch import pytree
 
 from autoshard import _torch
-from autoshard.seeds.seeds import annotate, marks_of, was_given
-from autoshard.program.binding import Binding
-from autoshard.program.lru_caches import kept_clean
+from autoshard._torch import pytree
 from autoshard.base.calling import Calling, TensorLeaf, Traced
-from autoshard.program.known_values import Constants
-from autoshard.errors import TraceError
 from autoshard.base.graph import Graph, Op, Ref
-from autoshard.program.opaque_probe import CannotRunWhole, Runner, is_plain
-from autoshard.program.user_collectives import LOCAL_SHAPES, STAND_INS
-from autoshard.program.no_cache import without_decoding_cache
 from autoshard.base.precision import Precision
-from autoshard.program.tape import Tape, meta_of
+from autoshard.errors import TraceError
+from autoshard.program.binding import Binding
+from autoshard.program.known_values import Constants
+from autoshard.program.lru_caches import kept_clean
+from autoshard.program.no_cache import without_decoding_cache
+from autoshard.program.opaque_probe import CannotRunWhole, Runner, is_plain
 from autoshard.program.survey import Answers, ReadsData, Survey, short, user_errors
+from autoshard.program.tape import Tape, meta_of
+from autoshard.program.user_collectives import LOCAL_SHAPES, STAND_INS
 from autoshard.program.ways_out import on_data
+from autoshard.seeds.seeds import annotate, marks_of, was_given
 
 MODES = ("eager", "compiling", "exporting")
 

@@ -19,8 +19,8 @@ import torch
 
 from autoshard import _torch
 from autoshard.errors import TraceError
-from autoshard.seeds.user_placements import group_text
 from autoshard.program.tape import ONLY_TAKEN, user_line
+from autoshard.seeds.user_placements import group_text
 
 REDUCE = {"sum": "P", "max": "Pmax", "min": "Pmin"}
 LOCAL_SHAPES = ("\n  the model calls collectives itself; its shapes are read as those of one device, where every group has one rank: "

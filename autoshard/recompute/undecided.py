@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autoshard.space.cost_table import CostTable, OpCost, build_cost_table
 from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import AGAIN
-from autoshard.recompute.rewrite import candidates, is_source, is_view, with_recompute, with_sources
-from autoshard.space.decision_units import Unit, Units
 from autoshard.base.spec import NOWHERE
-from autoshard.space.strategies import SpecIndex, StrategySet
+from autoshard.recompute.rewrite import candidates, is_source, is_view, with_recompute, with_sources
+from autoshard.space.cost_table import CostTable, OpCost, build_cost_table
+from autoshard.space.decision_units import Unit, Units
+from autoshard.space.strategies import StrategySet
 
 
 def open_table(table: CostTable) -> CostTable:

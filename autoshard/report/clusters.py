@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from autoshard.cost.cluster import Cluster, available, load_cluster
 from autoshard.base import quantities
+from autoshard.cost.cluster import Cluster, available, load_cluster
 from autoshard.report.tables import report_console, section, table
 
 HEADINGS = ("name", "version", "description")

@@ -8,10 +8,10 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autoshard.study.explain import EdgeTable, OpTable, WhyNot
-from autoshard.report import diff as diff_report
 from autoshard.base import quantities
+from autoshard.report import diff as diff_report
 from autoshard.report.tables import report_console, section, table
+from autoshard.study.explain import EdgeTable, OpTable, WhyNot
 
 CHOSEN = "chosen"
 

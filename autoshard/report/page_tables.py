@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from typing import Any
 
-from autoshard.study.explain import EdgeTable, OpTable
 from autoshard.base.graph import Ref
 from autoshard.base.plan import Copy, Plan
+from autoshard.base.spec import Spec, format_spec
 from autoshard.report import what
 from autoshard.report.collapse import collapse
-from autoshard.base.spec import Spec, format_spec
+from autoshard.study.explain import EdgeTable, OpTable
 
 Table = dict[str, Any]
 Detail = list[tuple[str, Sequence[int] | None]]

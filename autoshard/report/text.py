@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.base.plan import Plan
 from autoshard.base import quantities
+from autoshard.base.plan import Plan
 from autoshard.report import what
 from autoshard.report.tables import report_console, section, table
 

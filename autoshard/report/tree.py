@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.base.plan import Plan
 from autoshard.base import quantities
+from autoshard.base.plan import Plan
 from autoshard.report.collapse import Folded, is_folded
 from autoshard.report.what import TensorRow, tensor_row, tensors
 

@@ -5,10 +5,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autoshard.base.plan import Collective, Layout, Plan
 from autoshard.base import quantities
-from autoshard.report.collapse import Folded, collapse
+from autoshard.base.plan import Collective, Layout, Plan
 from autoshard.base.spec import R, ShardingSpec, Spec
+from autoshard.report.collapse import Folded, collapse
 
 MEMORY_LABELS = {
     "parameters": "parameters",

@@ -8,7 +8,7 @@ Rows whose local shapes do not agree are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from math import gcd
 from typing import Any
 
@@ -16,15 +16,15 @@ import torch
 
 from autoshard import _torch
 from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.spec import PMAX, PMIN, PSUM, Placement, R, local_shape
 from autoshard.rules.types import LocalContext, Row, Rule
-from autoshard.base.spec import PMAX, PMIN, PSUM, R, Placement, local_shape
 
 REFUSED = frozenset({"aten.index_reduce.default"})
 """Found wrong on torch's own samples: index_reduce's CPU kernel fails on pieces that are one entry wide."""
 _CODES = {"replicate": R, "sum": PSUM, "max": PMAX, "min": PMIN}
 
 
-@lru_cache(maxsize=None)
+@cache
 def borrowed(target: Any) -> Rule | None:
     """DTensor's rule of an op, or None when there is none to trust."""
     if not isinstance(target, torch._ops.OpOverload) or not _torch.has_sharding_rule(target):

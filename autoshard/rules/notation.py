@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from math import prod
 from typing import Any, Literal
@@ -26,8 +26,8 @@ from typing import Any, Literal
 import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.spec import PMAX, PMIN, PSUM, Placement, R
 from autoshard.rules.types import LocalImpl, Row, Rule
-from autoshard.base.spec import PMAX, PMIN, PSUM, R, Placement
 
 Passes = Literal["each", "all", "none"]
 REDUCE = {"sum": PSUM, "max": PMAX, "min": PMIN}
@@ -59,7 +59,7 @@ class Notation:
     text: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Notation:
     """Raises ValueError when the line is malformed."""
     left, arrow, right = text.partition("->")

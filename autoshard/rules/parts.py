@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
-from autoshard.rules.types import LocalContext, Row, Rule
 from autoshard.base.spec import Spec, is_partial, is_shard
+from autoshard.rules.types import LocalContext, Row, Rule
 
 aten = torch.ops.aten
 

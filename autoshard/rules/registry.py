@@ -6,12 +6,15 @@ place where rows are cleaned, so that no rule has to care about ints, size-1 dim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from autoshard.base.graph import Call, TensorMeta
+from autoshard.base.spec import PSUM, Placement, R, Spec, is_partial, local_shape, shard_counts
+from autoshard.rules.borrowed import borrowed
+from autoshard.rules.notation import NotationMismatch, is_number
 from autoshard.rules.ops import (
     attention,
     contraction,
@@ -31,10 +34,7 @@ from autoshard.rules.ops import (
     reduction,
     view,
 )
-from autoshard.rules.borrowed import borrowed
-from autoshard.rules.notation import NotationMismatch, is_number
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
-from autoshard.base.spec import PSUM, R, Placement, Spec, is_partial, local_shape, shard_counts
 
 FAMILIES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
             grouped, marker, images, distance, linalg)
@@ -61,7 +61,7 @@ def table() -> dict[Any, Rule]:
     return out
 
 
-@lru_cache(maxsize=None)
+@cache
 def rule_of(target: Any) -> Rule:
     """The rule of an op overload: its own, by tag, borrowed, or all-Replicate. A target that is none brings its rule along."""
     if not isinstance(target, torch._ops.OpOverload) and hasattr(target, "rule"):
@@ -75,7 +75,7 @@ def rule_of(target: Any) -> Rule:
     return borrowed(target) or REPLICATE
 
 
-@lru_cache(maxsize=None)
+@cache
 def rows(call: Call) -> tuple[Row, ...]:
     """Every way to run `call` over one mesh axis, all-Replicate first, none twice. Divisibility is not
     checked here."""
@@ -87,7 +87,7 @@ def origin(call: Call) -> Origin:
     return _resolve(call)[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _resolve(call: Call) -> tuple[Origin, tuple[Row, ...]]:
     rule = rule_of(call.target)
     try:

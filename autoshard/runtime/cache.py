@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from autoshard import errors
-from autoshard.cost.cluster import Cluster
-from autoshard.errors import AutoshardError, UsageError
-from autoshard.decide.options import Options
 from autoshard.base.plan import Plan, write_atomically
+from autoshard.cost.cluster import Cluster
+from autoshard.decide.options import Options
+from autoshard.errors import AutoshardError, UsageError
 
 log = logging.getLogger("autoshard")
 

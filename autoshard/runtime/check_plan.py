@@ -3,12 +3,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.errors import PlanError
-from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.spec import Spec, divides, format_spec, is_partial
+from autoshard.errors import PlanError
+from autoshard.program.flow import casts_of_parts, rows_of
+from autoshard.rules import registry
 
 AGAIN = "plan the model again"
 

@@ -7,28 +7,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph
-from autoshard.lower.lower import Lowered, lower
-from autoshard.errors import UsageError
 from autoshard.base.mesh import Mesh
-from autoshard.decide.options import CHECKS
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
+from autoshard.base.spec import Spec
+from autoshard.decide.options import CHECKS
+from autoshard.errors import UsageError
+from autoshard.lower.lower import Lowered, lower
+from autoshard.program.simplify import simplify
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.rules.factors import factor_graph
-from autoshard.runtime.ranks.agree import alone, share
-from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.cache import cached, key_of
 from autoshard.runtime.check_plan import check_fits
-from autoshard.runtime.params.host_state import keep_on_host
+from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.inputs import Passing
+from autoshard.runtime.params.host_state import keep_on_host
+from autoshard.runtime.params.stored import Stored
+from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 from autoshard.runtime.step import Step
-from autoshard.runtime.params.stored import Stored
-from autoshard.program.simplify import simplify
-from autoshard.base.spec import Spec
-from autoshard.base.calling import Traced
 
 log = logging.getLogger("autoshard")
 

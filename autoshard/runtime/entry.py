@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from autoshard import _torch
-from autoshard.errors import UsageError
-from autoshard.decide.options import CHECKS
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
-from autoshard.runtime.execute.backends import backend_of
+from autoshard.decide.options import CHECKS
+from autoshard.errors import UsageError
 from autoshard.runtime.cache import cache_folder
 from autoshard.runtime.compile import Planner, Settings
+from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.inputs import Passing
 from autoshard.runtime.module import CompiledModule
-from autoshard.runtime.ranks.place import locate
 from autoshard.runtime.ranks.heartbeat import JOIN
+from autoshard.runtime.ranks.place import locate
 
 
 def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inputs: Sequence[Any] | None = None,

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from autoshard._torch import pytree
 
-from autoshard import _torch
+from autoshard._torch import pytree
 from autoshard.base.calling import as_stored
+from autoshard.base.spec import R, Spec, format_spec
 from autoshard.errors import MeshError, UsageError
 from autoshard.runtime.ranks.place import Place, placements
-from autoshard.base.spec import R, Spec, format_spec
 
 IN_MODES, OUT_MODES = ("global", "local"), ("replicate", "dtensor", "local")
 

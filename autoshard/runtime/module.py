@@ -9,24 +9,24 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from autoshard._torch import pytree
 
 from autoshard import _torch
-from autoshard.program.binding import Binding, leaf_key
-from autoshard.errors import AutoshardError, UsageError
+from autoshard._torch import pytree
 from autoshard.base.plan import Plan
-from autoshard.runtime.ranks.agree import alone, share
+from autoshard.base.random import mix
+from autoshard.errors import AutoshardError, UsageError
+from autoshard.program.binding import Binding, leaf_key
+from autoshard.program.trace import trace
 from autoshard.runtime.compile import Settings, build
-from autoshard.runtime.ranks.agreement_facts import call_facts, in_words
 from autoshard.runtime.guidance import Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, wrap_output
+from autoshard.runtime.params.module_shells import shell
+from autoshard.runtime.params.stored import Stored
+from autoshard.runtime.ranks.agree import alone, share
+from autoshard.runtime.ranks.agreement_facts import call_facts, in_words
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.ranks.same_inputs import compare_inputs, is_due
-from autoshard.runtime.params.module_shells import shell
 from autoshard.runtime.step import Function, Step
-from autoshard.runtime.params.stored import Stored
-from autoshard.base.random import mix
-from autoshard.program.trace import trace
 
 log = logging.getLogger("autoshard")
 

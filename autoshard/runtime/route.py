@@ -1,9 +1,9 @@
 """Redistributions exactly as a plan priced them."""
 from __future__ import annotations
 
+from autoshard.base.plan import Plan
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.base.plan import Plan
 from autoshard.lower.schedule import Route
 
 

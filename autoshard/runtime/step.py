@@ -12,18 +12,18 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.base.calling import Calling, as_stored
+from autoshard.base.graph import Graph
+from autoshard.base.plan import Plan
+from autoshard.base.spec import Spec
 from autoshard.collectives import KINDS
 from autoshard.errors import AutoshardError
-from autoshard.base.graph import Graph
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, lower_deferred
-from autoshard.base.plan import Plan
 from autoshard.lower.passes.bucket import bucket_gradients
 from autoshard.runtime.inputs import localize
+from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.place import Place, placements
 from autoshard.runtime.route import route_of
-from autoshard.runtime.params.stored import Stored
-from autoshard.base.calling import Calling, as_stored
-from autoshard.base.spec import Spec
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.search.board import Board, Progress
-from autoshard.search.routes.brute import search_brute
 from autoshard.search.clock import Clock
-from autoshard.search.routes.auto import search_auto, search_local, search_mip
 from autoshard.search.heap import settled_heap
 from autoshard.search.problem import Edge, Intervals, Items, Problem, Solution, Status, evaluate
+from autoshard.search.routes.auto import search_auto, search_local, search_mip
+from autoshard.search.routes.brute import search_brute
 
 __all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "solve"]
 

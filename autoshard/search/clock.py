@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
 LATE = 0.05  # of the whole time limit, after which nobody waits for a solver any more
 
 

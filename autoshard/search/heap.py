@@ -5,7 +5,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 OBJECTS = 100_000  # made between two looks of the collector
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, build
 from autoshard.search.problem import Edge, Items, Problem
+from autoshard.search.reductions.core import Core, build
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,10 @@ import numpy as np
 
 from autoshard.search.board import Board
 from autoshard.search.clock import Clock
-from autoshard.search.reductions.core import build
-from autoshard.search.routes.plans import search_few_rows
-from autoshard.search.routes.anneal import search_large
 from autoshard.search.problem import Edge, Items, Problem
+from autoshard.search.reductions.core import build
+from autoshard.search.routes.anneal import search_large
+from autoshard.search.routes.plans import search_few_rows
 
 NODES, STRATEGIES = 8, 3
 

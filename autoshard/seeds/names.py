@@ -4,8 +4,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from autoshard.errors import UsageError
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.errors import UsageError
 from autoshard.rules import registry
 
 HEAVY = ("matmul", "attention", "conv", "gather")

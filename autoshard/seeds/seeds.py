@@ -23,12 +23,12 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from autoshard import _torch
-from autoshard.errors import MeshError, SeedError, UsageError
-from autoshard.seeds.user_placements import FREE, axes_of, given_specs, gradient_of
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
-from autoshard.seeds.names import names, nearest
 from autoshard.base.spec import R, ShardingSpec, Spec, divides, format_spec, parse_spec
+from autoshard.errors import MeshError, SeedError, UsageError
+from autoshard.seeds.names import names, nearest
+from autoshard.seeds.user_placements import FREE, axes_of, given_specs, gradient_of
 
 OPEN = (..., "?", "...")
 WHOLE = (None, "-", "")

@@ -8,11 +8,11 @@ import difflib
 from itertools import combinations, product
 from math import prod
 
-from autoshard.errors import SeedError
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
-from autoshard.rules.notation import is_number
 from autoshard.base.spec import R, Spec, divides, is_partial, parse_spec
+from autoshard.errors import SeedError
+from autoshard.rules.notation import is_number
 
 FREE = "R"  # a gradient of what is whole on every rank may come as parts: nothing is given about it
 

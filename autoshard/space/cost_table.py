@@ -10,20 +10,19 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
-import torch
 
-from autoshard.program import flow
-from autoshard.seeds.seeds import Seeds
 from autoshard import collectives
+from autoshard.base.graph import Graph, Op, Ref, TensorMeta
+from autoshard.base.mesh import Mesh
+from autoshard.base.spec import NOWHERE, Spec, local_shape
 from autoshard.cost import compute
 from autoshard.cost.cluster import HEAVY as HEAVY  # formulate and assemble take it from here
 from autoshard.cost.cluster import Cluster
-from autoshard.cost.redistribute import Redistribution, Step
 from autoshard.cost.fusion import Fused, fused
-from autoshard.base.graph import Graph, Op, Ref, TensorMeta
-from autoshard.base.mesh import Mesh
+from autoshard.cost.redistribute import Redistribution, Step
+from autoshard.program import flow
 from autoshard.rules.types import InnerCollective
-from autoshard.base.spec import NOWHERE, Spec, local_shape
+from autoshard.seeds.seeds import Seeds
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet, local_shape_array, with_host
 
 

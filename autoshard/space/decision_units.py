@@ -19,12 +19,12 @@ from itertools import product
 
 import numpy as np
 
+from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.spec import PSUM, Placement, is_partial
 from autoshard.program import flow
+from autoshard.rules import registry
 from autoshard.seeds.seeds import was_given
 from autoshard.space.cost_table import CostTable
-from autoshard.base.graph import Graph, Op, Ref
-from autoshard.rules import registry
-from autoshard.base.spec import PSUM, Placement, is_partial
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet
 
 CHEAP = ("pointwise", "reduction", "norm", "view", "copy", "random")

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.program.flow import gradient_bound, is_passing, param_derived
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.program.flow import gradient_bound, is_passing, param_derived
 
 Paths = dict[str, tuple[str, ...]]
 """Op name -> what `op_path` says, or for a cast that no module runs, the path of its parameter."""

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from autoshard.seeds.seeds import marks, was_given
-from autoshard.errors import SeedError
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.spec import PSUM
+from autoshard.errors import SeedError
+from autoshard.seeds.seeds import marks, was_given
 from autoshard.space.strategies import StrategySet
 
 

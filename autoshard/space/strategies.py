@@ -11,14 +11,14 @@ from itertools import product
 
 import numpy as np
 
-from autoshard.seeds.seeds import Seeds
-from autoshard.errors import SeedError
-from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.base.graph import Call, Graph, Op, TensorMeta
 from autoshard.base.mesh import Mesh
+from autoshard.base.spec import PSUM, R, Spec, divides, format_spec
+from autoshard.errors import SeedError
+from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.rules import registry
 from autoshard.rules.types import Row
-from autoshard.base.spec import PSUM, R, Spec, divides, format_spec
+from autoshard.seeds.seeds import Seeds
 
 
 @dataclass(frozen=True, eq=False)

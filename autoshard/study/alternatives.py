@@ -5,11 +5,11 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
-from autoshard.decide.make_plan import Chosen
-from autoshard.study.explain import EdgeTable, OpTable, edge_table, op_table
 from autoshard.base.graph import Op, Ref
-from autoshard.seeds.names import HEAVY
+from autoshard.decide.make_plan import Chosen
 from autoshard.rules import registry
+from autoshard.seeds.names import HEAVY
+from autoshard.study.explain import EdgeTable, OpTable, edge_table, op_table
 
 Edge = tuple[Ref, str, int]
 T = TypeVar("T")

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from autoshard import api
-from autoshard.decide.make_plan import Plays, make_plan
-from autoshard.decide.walks.baselines import Scheme, baseline, schemes
 from autoshard.base.calling import Traced
-from autoshard.space.cost_table import CostTable
-from autoshard.errors import InfeasibleError
-from autoshard.decide.fit import possible
-from autoshard.formulate.problem_of import Formulation
 from autoshard.base.mesh import Mesh
-from autoshard.decide.options import Options
 from autoshard.base.plan import AT_THE_END, Plan
+from autoshard.decide.fit import possible
+from autoshard.decide.make_plan import Plays, make_plan
+from autoshard.decide.options import Options
+from autoshard.decide.walks.baselines import Scheme, baseline, schemes
 from autoshard.decide.walks.propagate import propagate
-from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.decide.walks.reads import Wiring
+from autoshard.errors import InfeasibleError
+from autoshard.formulate.problem_of import Formulation
+from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.space.cost_table import CostTable
 
 CHOSEN = "chosen by the search"
 PROPAGATED = "propagated from seeds"

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.base.graph import Op, Ref, TensorMeta
+from autoshard.base.plan import Copy, Plan
+from autoshard.base.spec import ShardingSpec, Spec, shard_counts
 from autoshard.collectives import RUN
 from autoshard.cost.redistribute import SLICE
 from autoshard.decide.make_plan import Chosen, copied_before, price
-from autoshard.space.cost_table import CostTable
-from autoshard.study.diff import PlanDiff
 from autoshard.errors import PlanError
 from autoshard.formulate.problem_of import local_bytes
-from autoshard.base.graph import Op, Ref, TensorMeta
-from autoshard.base.plan import Copy, Plan
 from autoshard.recompute.undecided import program_with
-from autoshard.base.spec import ShardingSpec, Spec, shard_counts
+from autoshard.space.cost_table import CostTable
+from autoshard.study.diff import PlanDiff
 
 MOST = 24
 COLLECTIVE_WORDS = {SLICE: "Slice"} | {name: kind.words for name, kind in RUN.items()}

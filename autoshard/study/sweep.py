@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from autoshard import api
-from autoshard.space.cost_table import CostTable
-from autoshard.errors import InfeasibleError, Interrupted
-from autoshard.decide.options import Options
 from autoshard.base.plan import Plan
+from autoshard.decide.options import Options
+from autoshard.errors import InfeasibleError, Interrupted
+from autoshard.space.cost_table import CostTable
 
 UNLIMITED = 1e18
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard import api
-from autoshard.seeds.seeds import Seed, matching, named_by, seed_text
 from autoshard.base.calling import Traced
-from autoshard.study.diff import diff
-from autoshard.errors import Interrupted, SeedError
-from autoshard.study.explain import WhyNot
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
-from autoshard.seeds.names import find_op, find_ops
-from autoshard.decide.options import Options
 from autoshard.base.plan import Plan
+from autoshard.decide.options import Options
+from autoshard.errors import Interrupted, SeedError
+from autoshard.seeds.names import find_op, find_ops
+from autoshard.seeds.seeds import Seed, matching, named_by, seed_text
+from autoshard.study.diff import diff
+from autoshard.study.explain import WhyNot
 
 
 def why_not(traced: Traced, mesh: Mesh, options: Options, name: str, layout: str, *, plan: Plan | None = None,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Op
-from autoshard.rules import registry
-from autoshard.lower.schedule import Held
 from autoshard.base.spec import format_spec
+from autoshard.lower.schedule import Held
+from autoshard.rules import registry
 from autoshard.verification.collectives import Ranked
 from autoshard.verification.pieces import distance, joined
 from autoshard.verification.program import Program

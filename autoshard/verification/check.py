@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from autoshard import api
-from autoshard.decide.arguments import check_arguments, check_called
-from autoshard.errors import PlanError, UsageError
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
-from autoshard.decide.options import Options, parse_bytes
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.base.spec import R, Spec, divides
+from autoshard.decide.arguments import check_arguments, check_called
+from autoshard.decide.options import Options, parse_bytes
+from autoshard.errors import PlanError, UsageError
 from autoshard.verification.copies import default_dtype
 from autoshard.verification.optimizers import optimizer_of
 from autoshard.verification.plans import Plans, check_names

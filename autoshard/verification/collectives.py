@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard import _torch
-from autoshard.collectives import KINDS
 from autoshard.base.mesh import Mesh
+from autoshard.collectives import KINDS
 
 Ranked = list[Any]
 """One value per rank, in mesh order."""

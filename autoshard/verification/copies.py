@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from autoshard._torch import pytree
 
 from autoshard import _torch
+from autoshard._torch import pytree
 from autoshard.errors import UsageError
 
 

@@ -17,18 +17,18 @@ from functools import cached_property
 import numpy as np
 
 from autoshard import api
-from autoshard.decide.make_plan import make_plan
-from autoshard.cost.cluster import Cluster
-from autoshard.space.cost_table import CostTable, OpCost, build_cost_table
-from autoshard.errors import UsageError
-from autoshard.program.flow import param_derived
-from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.base.graph import Ref
-from autoshard.decide.walks.greedy import KNOWN, complete, greedy
-from autoshard.decide.options import Options
 from autoshard.base.plan import Plan
-from autoshard.search.problem import Solution, Status
 from autoshard.base.spec import Spec
+from autoshard.cost.cluster import Cluster
+from autoshard.decide.make_plan import make_plan
+from autoshard.decide.options import Options
+from autoshard.decide.walks.greedy import KNOWN, complete, greedy
+from autoshard.errors import UsageError
+from autoshard.formulate.problem_of import Formulation, formulate
+from autoshard.program.flow import param_derived
+from autoshard.search.problem import Solution, Status
+from autoshard.space.cost_table import CostTable, OpCost, build_cost_table
 
 DEARER = 1e6
 NEVER = 1e9

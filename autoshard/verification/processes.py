@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from autoshard._torch import pytree
 
 from autoshard import errors
-from autoshard.errors import AutoshardError
+from autoshard._torch import pytree
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
+from autoshard.errors import AutoshardError
 from autoshard.runtime.params.update import local_update
 from autoshard.verification.copies import cast, default_dtype, own_copy
 from autoshard.verification.optimizers import optimizer_of
@@ -67,7 +67,7 @@ class Processes:
                 time.sleep(0.5)  # the others may be about to say why
                 break
             time.sleep(0.02)
-        for rank, p in enumerate(ranks):
+        for rank, _p in enumerate(ranks):
             said = Path(folder, f"error{rank}")
             if said.exists():
                 name, _, message = said.read_text().partition(" ")
@@ -129,7 +129,7 @@ def _train(task: _Task) -> dict[str, Any]:
         compiled = api.compile(model, str(task.on.mesh), args, kwargs, loss_fn=spec.loss_fn, training=task.training,
                                plan=Path(task.folder, "plan.json"), cache=False, inputs=task.on.inputs,
                                fallback=task.on.fallback, precision=task.on.precision)
-        constants = {i for i in range(compiled._latest[1].n_users)} - {op.target for op in compiled._latest[1].graph.of_kind("tangent")}
+        constants = set(range(compiled._latest[1].n_users)) - {op.target for op in compiled._latest[1].graph.of_kind("tangent")}
         steps, optimizer = [], None
         for _ in range(task.steps):
             users = [t for t in pytree.tree_leaves(compiled(*args, **kwargs)) if isinstance(t, torch.Tensor)]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autoshard.base.calling import Traced
+from autoshard.base.plan import Plan
 from autoshard.errors import LoweringError
 from autoshard.lower.lower import LocalGraph, Port, lower
-from autoshard.base.plan import Plan
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.execute.backends import as_run
 from autoshard.runtime.route import route_of

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from autoshard import _torch
-from autoshard.lower.lower import LocalGraph, Port, makes_tensor_from_nothing
 from autoshard.base.mesh import Mesh
+from autoshard.lower.lower import LocalGraph, Port, makes_tensor_from_nothing
 from autoshard.verification.collectives import Ranked, run_collective
+
 
 class OpFailed(Exception):
     """A node raised on some rank."""

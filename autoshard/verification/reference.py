@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from autoshard._torch import pytree
 
+from autoshard._torch import pytree
 from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph, Op
-from autoshard.program.interpret import results_of, values
-from autoshard.program.user_collectives import alone
-from autoshard.program.no_cache import without_decoding_cache
 from autoshard.base.precision import Precision
+from autoshard.program.interpret import results_of, values
+from autoshard.program.no_cache import without_decoding_cache
 from autoshard.program.tape import is_random
+from autoshard.program.user_collectives import alone
 from autoshard.verification.program import MakeOptimizer
 
 aten = torch.ops.aten

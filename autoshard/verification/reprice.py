@@ -13,14 +13,13 @@ from math import gcd, prod
 
 import torch
 
-from autoshard import _torch
-from autoshard import collectives
+from autoshard import _torch, collectives
+from autoshard.base.graph import Call, Graph, TensorMeta
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
-from autoshard.lower.emit import VIEWS, Part
-from autoshard.errors import LoweringError
 from autoshard.cost.fusion import Fused, fused
-from autoshard.base.graph import Call, Graph, TensorMeta
+from autoshard.errors import LoweringError
+from autoshard.lower.emit import VIEWS, Part
 from autoshard.lower.lower import Called, LocalGraph, Lowered
 from autoshard.rules import registry
 

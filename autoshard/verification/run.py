@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import torch
 
-from autoshard.space.cost_table import trained_params
-from autoshard.errors import LoweringError
 from autoshard.base.plan import Plan
 from autoshard.base.random import mix
+from autoshard.errors import LoweringError
+from autoshard.space.cost_table import trained_params
 from autoshard.verification.bisect import Found, comparing, norm
 from autoshard.verification.forms import Form
 from autoshard.verification.pieces import Joined, distance, joined

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from autoshard._torch import pytree
 
+from autoshard._torch import pytree
+from autoshard.base.quantities import size
 from autoshard.errors import ModelError, UsageError
 from autoshard.program.load import ModelSpec, load_model, sizes_of
-from autoshard.base.quantities import size
 from autoshard.verification.shrink import shrunk
 
 BATCH, SEQ = 8, 32

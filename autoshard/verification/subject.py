@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from autoshard.base.calling import Traced
-from autoshard.errors import TraceError
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
-from autoshard.rules.factors import factor_graph
-from autoshard.runtime.check_plan import check_fits
+from autoshard.errors import TraceError
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.check_plan import check_fits
 from autoshard.verification.copies import cast, default_dtype, own_copy
 from autoshard.verification.forms import Form, floats, in_float64
 from autoshard.verification.reference import Eager

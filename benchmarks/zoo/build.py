@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import nn
 from torch.utils import _pytree as pytree
-
 from zoo.families import Candidate
 from zoo.inputs import labels, proposals
 from zoo.shrink import SCHEMES, small_config

@@ -8,16 +8,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from autoshard import collectives
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.fit import errors, fit, monotone
 from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Stopwatch, Work, op_work, time_rounds
 from autoshard.calibrate.overlap import Timing, fitted
-from autoshard.calibrate.report import contradictions
-from autoshard.calibrate.report import label, page, show, warnings
+from autoshard.calibrate.report import contradictions, label, page, show, warnings
 from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.calibrate.toml import profile_text
-from autoshard import collectives
 from autoshard.cost.cluster import COLLECTIVES, AxisLink, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import UsageError

@@ -11,10 +11,10 @@ import pytest
 from sample_plan import sample_plan
 
 from autoshard import cli
+from autoshard.base.plan import Plan
 from autoshard.cli.read import parse_precision, parse_seeds
 from autoshard.cli.request import Request
 from autoshard.errors import UsageError
-from autoshard.base.plan import Plan
 
 GPT = ["plan", "gpt:tiny", "--mesh", "tp=2", "--cluster", "cpu-gloo", "--time-limit", "20"]
 MLP = ["plan", "mlp", "--mesh", "d=2", "--cluster", "cpu-gloo"]

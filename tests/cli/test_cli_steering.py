@@ -7,9 +7,9 @@ import logging
 import pytest
 from test_cli import assert_refused, run  # noqa: F401  (a fixture)
 
-from autoshard.errors import UsageError
 from autoshard.base.logs import configure
 from autoshard.base.plan import Plan
+from autoshard.errors import UsageError
 
 MLP = ["mlp", "--mesh", "d=2", "--cluster", "cpu-gloo"]
 

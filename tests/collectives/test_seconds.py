@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.base.mesh import Mesh
 from autoshard.calibrate.fit import bounded
-from autoshard.cost.cluster import AxisLink, available, load_cluster
 from autoshard.collectives import KINDS, ring_steps, seconds, wire_bytes
+from autoshard.cost.cluster import AxisLink, available, load_cluster
 from autoshard.cost.curve import Curve
 from autoshard.errors import ClusterError
-from autoshard.base.mesh import Mesh
-
 
 
 def unlimited(c):

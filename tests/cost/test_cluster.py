@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import FAMILIES, Cluster, available, load_cluster
 from autoshard.errors import ClusterError
-from autoshard.base.mesh import parse_mesh
 
 
 def text_of(name):

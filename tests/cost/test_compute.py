@@ -3,14 +3,22 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.cost.cluster import FAMILIES, available, load_cluster
-from autoshard.cost.compute import (OPTIMIZERS, call_bytes, call_seconds, compute_dtype, host_seconds, op_seconds, optimizer_seconds,
-                                    optimizer_state_bytes)
-from autoshard.cost.memory import stored_bytes, stored_parts, value_bytes
-from autoshard.errors import ClusterError, UsageError
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.spec import R
+from autoshard.cost.cluster import FAMILIES, available, load_cluster
+from autoshard.cost.compute import (
+    OPTIMIZERS,
+    call_bytes,
+    call_seconds,
+    compute_dtype,
+    host_seconds,
+    op_seconds,
+    optimizer_seconds,
+    optimizer_state_bytes,
+)
+from autoshard.cost.memory import stored_bytes, stored_parts, value_bytes
+from autoshard.errors import ClusterError, UsageError
 
 aten = torch.ops.aten
 H100 = load_cluster("h100-dgx").device

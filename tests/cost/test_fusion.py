@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.seeds.seeds import resolve_seeds
 from autoshard.api import plan_traced
-from autoshard.cost.cluster import load_cluster
-from autoshard.space.cost_table import Training, build_cost_table
-from autoshard.cost.fusion import fused
 from autoshard.base.graph import Ref
-from autoshard.lower.lower import lower
 from autoshard.base.mesh import parse_mesh
+from autoshard.cost.cluster import load_cluster
+from autoshard.cost.fusion import fused
 from autoshard.decide.options import Options
-from autoshard.verification.reprice import reprice
+from autoshard.lower.lower import lower
+from autoshard.program.simplify import simplify
+from autoshard.program.trace import trace
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.route import route_of
-from autoshard.program.simplify import simplify
+from autoshard.seeds.seeds import resolve_seeds
+from autoshard.space.cost_table import Training, build_cost_table
 from autoshard.space.strategies import enumerate_strategies
-from autoshard.program.trace import trace
+from autoshard.verification.reprice import reprice
 from models import llama
 
 N = 4096

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from autoshard import collectives
+from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.base.spec import PMAX, PSUM, REDUCE_OPS, R, divides, is_partial, local_shape, shard_offset
 from autoshard.cost.cluster import available, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.redistribute import Redistribution, Step, layout, step_seconds
 from autoshard.errors import LoweringError
-from autoshard.base.mesh import Mesh, parse_mesh
-from autoshard.base.spec import PMAX, PSUM, R, REDUCE_OPS, divides, is_partial, local_shape, shard_offset
 
 H100 = load_cluster("h100-dgx")
 MESH = parse_mesh("2x4")

@@ -9,15 +9,15 @@ import pytest
 import torch
 from steering import MODELS, formulation_of, traced
 
-from autoshard.decide.make_plan import make_plan
-from autoshard.decide.walks.baselines import baseline, baselines, schemes
-from autoshard.cli.read import parse_precision
-from autoshard.study.compare import comparison
 from autoshard.base.mesh import parse_mesh
+from autoshard.cli.read import parse_precision
+from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
-from autoshard.search.problem import Solution, Status, evaluate
-from autoshard.program.trace import trace
+from autoshard.decide.walks.baselines import baseline, baselines, schemes
 from autoshard.decide.walks.reads import Wiring
+from autoshard.program.trace import trace
+from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.study.compare import comparison
 
 
 def plans_of(name: str, mesh: str, **shape):

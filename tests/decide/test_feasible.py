@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from steering import formulation_of, traced
 
+from autoshard.decide.fit import search_within
 from autoshard.decide.make_plan import Plays
 from autoshard.decide.walks.baselines import baselines
-from autoshard.decide.fit import search_within
-from autoshard.formulate.problem_of import formulate
 from autoshard.formulate.memory_rows import limited
+from autoshard.formulate.problem_of import formulate
 from autoshard.search import Clock, solve
 from autoshard.search.problem import evaluate, row_loads
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.study.compare import Comparison, comparison
 from autoshard.base.mesh import parse_mesh
-from autoshard.decide.options import Options
 from autoshard.base.plan import Plan
+from autoshard.decide.options import Options
+from autoshard.program.trace import trace
 from autoshard.report.html import page
 from autoshard.report.what import header, to_json
-from autoshard.program.trace import trace
+from autoshard.study.compare import Comparison, comparison
 from models import gpt, llama, mlp, moe
 
 MODELS = {"mlp": mlp, "gpt": gpt, "llama": llama, "moe": moe}

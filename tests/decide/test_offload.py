@@ -11,30 +11,30 @@ import torch
 from torch import nn
 
 from autoshard.api import decide, formulated, plan, prices
-from autoshard.decide.make_plan import Plays, chosen_by, price
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import CATEGORIES, Plan
+from autoshard.base.spec import local_shape
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.compute import host_seconds, optimizer_seconds
 from autoshard.cost.memory import scalar_bytes, state_bytes, update_workspace
-from autoshard.space.cost_table import CostTable
-from autoshard.study.diff import diff
-from autoshard.errors import InfeasibleError, UsageError
-from autoshard.study.explain import chosen_by as chosen_by_plan
-from autoshard.study.explain import op_table
-from autoshard.formulate.problem_of import formulate
-from autoshard.decide.walks.greedy import known_plans
-from autoshard.lower.lower import lower
-from autoshard.base.mesh import parse_mesh
+from autoshard.decide.make_plan import Plays, chosen_by, price
 from autoshard.decide.offload import on_device, until_it_fits
 from autoshard.decide.options import Options
-from autoshard.base.plan import CATEGORIES, Plan
-from autoshard.space.decision_units import singletons
+from autoshard.decide.walks.greedy import known_plans
+from autoshard.errors import InfeasibleError, UsageError
+from autoshard.formulate.problem_of import formulate
+from autoshard.lower.lower import lower
+from autoshard.program.trace import trace
 from autoshard.report import what
-from autoshard.verification.reprice import reprice
 from autoshard.runtime.route import route_of
 from autoshard.search import solve
 from autoshard.search.problem import evaluate, row_loads
-from autoshard.base.spec import local_shape
-from autoshard.program.trace import trace
+from autoshard.space.cost_table import CostTable
+from autoshard.space.decision_units import singletons
+from autoshard.study.diff import diff
+from autoshard.study.explain import chosen_by as chosen_by_plan
+from autoshard.study.explain import op_table
+from autoshard.verification.reprice import reprice
 from models import mlp
 
 OPTIONS = Options(cluster="h100-dgx", time_limit=60.0, offload="optimizer")

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from autoshard.api import decide, prices
-from autoshard.space.cost_table import CostTable
-from autoshard.errors import InfeasibleError
 from autoshard.base.mesh import parse_mesh
 from autoshard.decide.options import Options
 from autoshard.decide.seed_bytes import pinned, without_seeds
+from autoshard.errors import InfeasibleError
 from autoshard.program.trace import trace
+from autoshard.space.cost_table import CostTable
 from models import mlp
 
 WHOLE = {"layers.1.weight": "-,-", "layers.0.weight": "d,-", "layers.0.bias": "-", "input:0": "d,-"}

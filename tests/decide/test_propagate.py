@@ -12,17 +12,17 @@ from steering import MODELS, formulation_of, traced
 from torch import nn
 
 from autoshard import api
-from autoshard.seeds.seeds import Seeds, resolve_seeds
 from autoshard.api import plan
-from autoshard.space.cost_table import CostTable
-from autoshard.errors import UsageError
-from autoshard.formulate.problem_of import formulate
 from autoshard.base.mesh import parse_mesh
+from autoshard.base.spec import Spec
 from autoshard.decide.options import Options
 from autoshard.decide.walks.propagate import propagate
+from autoshard.errors import UsageError
+from autoshard.formulate.problem_of import formulate
 from autoshard.search import solve
 from autoshard.search.problem import evaluate
-from autoshard.base.spec import Spec
+from autoshard.seeds.seeds import Seeds, resolve_seeds
+from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import storage_specs
 
 MEGATRON = {"h.*.attn.c_attn.weight": "tp,-", "h.*.mlp.c_fc.weight": "tp,-", "input:*": "dp,..."}

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.seeds.seeds import Seeds, resolve_seeds
-from autoshard.decide.make_plan import Chosen, choose, make_plan, price
-from autoshard.cost.cluster import load_cluster
-from autoshard.space.cost_table import Training, build_cost_table
-from autoshard.formulate.problem_of import formulate
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Copy, Plan
-from autoshard.space.decision_units import find_units, singletons
+from autoshard.cost.cluster import load_cluster
+from autoshard.decide.make_plan import Chosen, choose, make_plan, price
+from autoshard.formulate.problem_of import formulate
+from autoshard.program.simplify import simplify
+from autoshard.program.trace import trace
 from autoshard.rules.factors import factor_graph
 from autoshard.search import Clock, solve
-from autoshard.program.simplify import simplify
+from autoshard.seeds.seeds import Seeds, resolve_seeds
+from autoshard.space.cost_table import Training, build_cost_table
+from autoshard.space.decision_units import find_units, singletons
 from autoshard.space.strategies import enumerate_strategies
-from autoshard.program.trace import trace
 
 
 class Shared(nn.Module):

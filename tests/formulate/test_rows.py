@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from autoshard.api import decide, formulated, prices
-from autoshard.decide.make_plan import Plays
-from autoshard.decide.walks.baselines import baselines
-from autoshard.space.cost_table import CostTable
-from autoshard.errors import InfeasibleError
-from autoshard.decide.fit import least_memory, least_possible
-from autoshard.decide.walks.greedy import known_plans
-from autoshard.formulate.memory_rows import limited, with_row
 from autoshard.base.mesh import parse_mesh
-from autoshard.decide.options import Options, parse_bytes
 from autoshard.base.plan import Plan
+from autoshard.decide.fit import least_memory, least_possible
+from autoshard.decide.make_plan import Plays
+from autoshard.decide.options import Options, parse_bytes
+from autoshard.decide.walks.baselines import baselines
+from autoshard.decide.walks.greedy import known_plans
+from autoshard.errors import InfeasibleError
+from autoshard.formulate.memory_rows import limited, with_row
+from autoshard.program.trace import trace
 from autoshard.search import solve
 from autoshard.search.problem import row_loads
-from autoshard.program.trace import trace
+from autoshard.space.cost_table import CostTable
 
 OPTIONS = Options(cluster="h100-dgx", time_limit=120.0)
 

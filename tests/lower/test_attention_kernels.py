@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from autoshard.errors import LoweringError
 from autoshard.lower import attention_kernels
 from autoshard.lower.attention_kernels import ELSEWHERE, attention, attention_backward, kernel_of
-from autoshard.errors import LoweringError
 
 aten = torch.ops.aten
 ON_CPU, BACKWARD_ON_CPU = ELSEWHERE

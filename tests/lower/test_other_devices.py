@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.lower import attention_kernels
+from autoshard.base.mesh import Mesh
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
 from autoshard.errors import UsageError
+from autoshard.lower import attention_kernels
 from autoshard.lower.lower import LocalGraph, bind, lower
-from autoshard.base.mesh import Mesh
-from autoshard.rules.factors import factor_graph
-from autoshard.runtime.compile import Settings
 from autoshard.lower.passes.in_place import overwrite
-from autoshard.runtime.module import CompiledModule
-from autoshard.runtime.ranks.place import Place
-from autoshard.runtime.execute.eager import straight
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.compile import Settings
+from autoshard.runtime.execute.eager import straight
+from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.ranks.place import Place
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from random_plans import random_plan  # noqa: E402

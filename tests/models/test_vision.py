@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import autoshard
+from autoshard.base.spec import divides
+from autoshard.program.simplify import simplify
+from autoshard.program.trace import trace
 from autoshard.rules import registry
 from autoshard.rules.factors import factor_graph
-from autoshard.program.simplify import simplify
-from autoshard.base.spec import divides
-from autoshard.program.trace import trace
 
 aten = torch.ops.aten
 

@@ -11,23 +11,20 @@ import pytest
 import torch
 
 from autoshard import _torch
-from autoshard.api import plan_traced
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.base.graph import Graph
-from autoshard.lower.lower import LocalGraph, Lowered, bind, lower, local_tensor_shape
+from autoshard.lower.lower import LocalGraph, Lowered, bind, local_tensor_shape, lower
+from autoshard.lower.passes.in_place import overwrite
+from autoshard.lower.schedule import Route, schedule
 from autoshard.play.footprint import Footprints
 from autoshard.play.play import play
-from autoshard.play.timeline import MOST_MOMENTS, timeline
-from autoshard.base.mesh import parse_mesh
-from autoshard.decide.options import Options
-from autoshard.base.plan import CATEGORIES, Plan
-from autoshard.rules.factors import factor_graph
-from autoshard.lower.passes.in_place import overwrite
-from autoshard.runtime.execute.eager import straight
-from autoshard.lower.schedule import Route, schedule
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.execute.eager import straight
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from live_bytes import LiveBytes  # noqa: E402

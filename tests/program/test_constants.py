@@ -61,7 +61,7 @@ def bounded(n):
     return torch.arange(n) * 2.0, n
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def unbounded(n):
     return torch.arange(n) * 3.0
 

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.base.calling import Traced
 from autoshard.base.graph import Ref
-from autoshard.program.interpret import run
 from autoshard.base.precision import Precision
+from autoshard.program.interpret import run
 from autoshard.program.simplify import simplify, stats
 from autoshard.program.trace import trace
 

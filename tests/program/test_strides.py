@@ -3,13 +3,13 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lower import lower
-from autoshard.base.mesh import Mesh, parse_mesh
-from autoshard.rules.factors import factor_graph
-from autoshard.runtime.route import route_of
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.route import route_of
 from autoshard.verification.check import verify
 
 aten = torch.ops.aten

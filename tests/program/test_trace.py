@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from autoshard.base.precision import Precision
 from autoshard.errors import TraceError, UsageError
 from autoshard.program.interpret import run
-from autoshard.base.precision import Precision
 from autoshard.program.trace import trace
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.base.precision import Precision
 from autoshard.errors import TraceError, UsageError
 from autoshard.program.interpret import run
-from autoshard.base.precision import Precision
-from autoshard.program.trace import trace
 from autoshard.program.opaque import Whole
+from autoshard.program.trace import trace
 
 
 class Gate(nn.Module):

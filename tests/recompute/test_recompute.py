@@ -5,20 +5,20 @@ import pytest
 import torch
 
 from autoshard.api import plan_traced
-from autoshard.cost.cluster import load_cluster
-from autoshard.base.graph import Ref
-from autoshard.program.interpret import run
 from autoshard.base.calling import Traced
-from autoshard.lower.lower import lower
+from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
-from autoshard.decide.options import Options
 from autoshard.base.plan import AGAIN, Plan
-from autoshard.recompute.rewrite import CHEAP, FAMILIES, candidates, with_recompute
-from autoshard.verification.reprice import reprice
-from autoshard.rules.factors import factor_graph
-from autoshard.runtime.route import route_of
+from autoshard.cost.cluster import load_cluster
+from autoshard.decide.options import Options
+from autoshard.lower.lower import lower
+from autoshard.program.interpret import run
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
+from autoshard.recompute.rewrite import CHEAP, FAMILIES, candidates, with_recompute
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.route import route_of
+from autoshard.verification.reprice import reprice
 from models import gpt, llama
 
 SETS = [pytest.param(CHEAP, id="cheap ops"), pytest.param(FAMILIES, id="all but the residual stream")]

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from autoshard.api import prices
-from autoshard.decide.make_plan import chosen_by, price
-from autoshard.formulate.problem_of import MEMORY, formulate
 from autoshard.base.mesh import parse_mesh
-from autoshard.decide.options import Options
 from autoshard.base.plan import AGAIN
+from autoshard.decide.make_plan import chosen_by, price
+from autoshard.decide.options import Options
+from autoshard.formulate.problem_of import MEMORY, formulate
+from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import candidates, with_recompute
-from autoshard.space.decision_units import singletons
+from autoshard.recompute.undecided import open_table, open_units
 from autoshard.search import solve
 from autoshard.search.problem import evaluate, row_loads
-from autoshard.recompute.undecided import open_table, open_units
-from autoshard.program.trace import trace
+from autoshard.space.decision_units import singletons
 
 
 class Wavy(nn.Module):

@@ -17,11 +17,11 @@ import pytest
 from sample_plan import LAYERS, sample_plan
 
 from autoshard import cli
-from autoshard.study.explain import EdgeRow, EdgeTable, OpRow, OpTable
-from autoshard.base.plan import Alive, Fallback, Layout, Moment, Plan
 from autoshard.base import quantities
+from autoshard.base.plan import Alive, Fallback, Layout, Moment, Plan
 from autoshard.report.html import document, embedded, page, write
 from autoshard.report.tree import tree
+from autoshard.study.explain import EdgeRow, EdgeTable, OpRow, OpTable
 
 NASTY = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>&amp;\u2028${x}"
 GIB = 2**30

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from sample_plan import LAYERS, sample_plan
 
-from autoshard.cost.cluster import available
-from autoshard.base.plan import Collective, Fallback, Plan
 from autoshard.base import quantities
+from autoshard.base.plan import Collective, Fallback, Plan
+from autoshard.cost.cluster import available
 from autoshard.report import clusters, what
 from autoshard.report.collapse import Folded, collapse, ranges
 from autoshard.report.text import show

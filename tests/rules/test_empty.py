@@ -5,15 +5,15 @@ from collections import defaultdict
 import pytest
 import torch
 
+from autoshard.base.mesh import Mesh
+from autoshard.base.spec import R, divides
 from autoshard.lower.emit import Emitter
 from autoshard.lower.lower import Context
-from autoshard.base.mesh import Mesh
 from autoshard.rules import registry
 from autoshard.rules.check import oracle
 from autoshard.rules.check.oracle import wrong_rows
 from autoshard.rules.check.samples import SAMPLES, T, build, emptied, sample
 from autoshard.rules.check.samples_special import SPECIAL
-from autoshard.base.spec import R, divides
 
 aten = torch.ops.aten
 BY_OP = defaultdict(list)

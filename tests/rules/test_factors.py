@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.rules import registry
-from autoshard.rules.factors import factor_graph
 from autoshard.rules.check.oracle import wrong_rows
 from autoshard.rules.check.samples import T, build, sample
+from autoshard.rules.factors import factor_graph
 from autoshard.rules.ops.view import reshape_factors
 
 aten = torch.ops.aten

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.spec import PSUM, R
 from autoshard.rules import notation, registry
 from autoshard.rules.notation import NotationMismatch, parse, rule
-from autoshard.base.spec import PSUM, R
 
 aten = torch.ops.aten
 

@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from autoshard.base.mesh import Mesh
+from autoshard.base.spec import PMAX, PMIN, PSUM, R
 from autoshard.rules.check import oracle
 from autoshard.rules.check.oracle import check_rows, join, missing_rows, split
 from autoshard.rules.check.samples import T, build, sample
 from autoshard.rules.types import Row
-from autoshard.base.spec import PMAX, PMIN, PSUM, R
 
 aten = torch.ops.aten
 

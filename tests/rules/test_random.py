@@ -2,12 +2,12 @@
 import pytest
 import torch
 
+from autoshard.base.random import seeded
+from autoshard.base.spec import PSUM, R
 from autoshard.rules import registry
 from autoshard.rules.check import oracle
 from autoshard.rules.check.oracle import wrong_rows
 from autoshard.rules.check.samples import Fixed, T, build, sample
-from autoshard.base.random import seeded
-from autoshard.base.spec import PSUM, R
 
 aten = torch.ops.aten
 BIG = (128, 64)

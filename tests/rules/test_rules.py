@@ -1,21 +1,21 @@
 """Every general rule against the numeric oracle, in both directions."""
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
 
+from autoshard.base.mesh import Mesh
+from autoshard.base.spec import PSUM, R, divides
 from autoshard.lower.emit import Emitter
 from autoshard.lower.lower import ANY_STRIDES, Context
-from autoshard.base.mesh import Mesh
 from autoshard.rules import registry
 from autoshard.rules.check import oracle
-from autoshard.rules.ops import contraction, distance, factory, images, pointwise, reduction, view
 from autoshard.rules.check.oracle import check_rows, missing_rows, wrong_rows
 from autoshard.rules.check.samples import SAMPLES as GENERAL
 from autoshard.rules.check.samples import build
 from autoshard.rules.check.samples_images import IMAGES, SEARCHED
 from autoshard.rules.check.samples_special import SPECIAL
-from autoshard.base.spec import PSUM, R, divides
+from autoshard.rules.ops import contraction, distance, factory, images, pointwise, reduction, view
 
 aten = torch.ops.aten
 SAMPLES = GENERAL + IMAGES
@@ -32,7 +32,7 @@ LEFT_OUT = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def built(s):
     return build(s)
 
@@ -108,7 +108,7 @@ def test_rows_are_clean(s):
     """All-Replicate first, none twice, no Partial int, no shard of a dim of size 1."""
     call, _ = built(s)
     rows = registry.rows(call)
-    assert set((*rows[0].inputs, *rows[0].outputs)) <= {R}
+    assert {*rows[0].inputs, *rows[0].outputs} <= {R}
     assert len(set(rows)) == len(rows)
     for row in rows:
         for p, m in zip((*row.inputs, *row.outputs), (*call.inputs, *call.outputs), strict=True):

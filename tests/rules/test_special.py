@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from autoshard.lower.emit import Emitter
 from autoshard.base.graph import Call, Slot, TensorMeta
-from autoshard.lower.lower import Context
 from autoshard.base.mesh import Mesh
+from autoshard.base.spec import PSUM, R, divides, local_shape
+from autoshard.lower.emit import Emitter
+from autoshard.lower.lower import Context
 from autoshard.rules import registry
 from autoshard.rules.check import oracle
 from autoshard.rules.check.oracle import wrong_rows
 from autoshard.rules.check.samples import Fixed, T, build, sample
 from autoshard.rules.check.samples_special import SPECIAL
-from autoshard.base.spec import PSUM, R, divides, local_shape
 
 aten = torch.ops.aten
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.base.precision import Precision
 from autoshard.cost import cluster as clusters
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.options import Options
-from autoshard.base.precision import Precision
 from autoshard.runtime.cache import planner_key, source_digest
 
 OTHER = {"optimizer": "sgd", "precision": Precision("bf16"), "seeds": {"0.weight": "dp,-"}, "inputs": "local", "outputs": "dtensor",

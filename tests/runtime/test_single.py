@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autoshard.errors import MeshError, UsageError
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
+from autoshard.errors import MeshError, UsageError
+from autoshard.program.simplify import simplify
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.compile import Settings
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.place import locate
-from autoshard.program.simplify import simplify
 from models import gpt, resnet
 
 
 def replicated(traced, mesh: Mesh, *, stored, inputs) -> Plan:
-    from autoshard.cost.cluster import load_cluster
     from autoshard.base.plan import OpPlan
+    from autoshard.cost.cluster import load_cluster
     graph = factor_graph(simplify(traced.graph))
     whole = (-1,) * mesh.ndim
     ops = {op.name: OpPlan((whole,) * len(op.refs), (whole,) * len(op.outputs)) for op in graph.ops}

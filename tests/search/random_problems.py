@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search import Board, Clock, Edge, Intervals, Items, Problem, Solution, Status, evaluate, solve
+from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import build
 from autoshard.search.routes.plans import search_few_rows
 from autoshard.search.routes.small import search_small
-from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.tie import tied_core
 
 EXACT = ("auto", "milp", "cp_sat")  # these decide every small problem

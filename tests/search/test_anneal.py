@@ -7,9 +7,9 @@ from contest_problems import contest_problem
 
 from autoshard.search import Board, Clock, Edge, Items, Problem, evaluate, solve
 from autoshard.search.contest.read import parse_problem
+from autoshard.search.reductions import reduce_core
 from autoshard.search.reductions.core import build
 from autoshard.search.routes.anneal import first_fitting, search_large
-from autoshard.search.reductions import reduce_core
 
 
 @pytest.mark.parametrize("tightness", [0.02, 0.2, 0.6])

@@ -8,8 +8,8 @@ import pytest
 
 from autoshard.search import Status, evaluate, solve
 from autoshard.search.contest.read import read_problem
-from autoshard.search.reductions.core import build
 from autoshard.search.reductions import reduce_core
+from autoshard.search.reductions.core import build
 
 FOLDER = Path(os.environ.get("IOPDDL", Path(__file__).parents[3] / "shared" / "iopddl"))
 

@@ -18,9 +18,9 @@ from torch import nn
 
 import autoshard
 from autoshard import cli
+from autoshard.base.plan import INTERRUPTED, Plan
 from autoshard.cli import compare, explain, memory, plan
 from autoshard.errors import AutoshardError, Interrupted
-from autoshard.base.plan import INTERRUPTED, Plan
 from autoshard.search import Clock, Status
 from autoshard.search.interrupt import stopping
 

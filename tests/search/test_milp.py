@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from autoshard.search import Edge, Items, Problem, evaluate, solve
-from autoshard.search.routes import milp
 from autoshard.search.reductions.core import build
 from autoshard.search.reductions.gather import gather
+from autoshard.search.routes import milp
 
 
 @pytest.mark.parametrize("unit", [1e9, 1.0, 1e-7])

@@ -4,8 +4,8 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search import Edge, Problem
-from autoshard.search.reductions.core import build
 from autoshard.search.dual.packed import along, pack
+from autoshard.search.reductions.core import build
 
 
 def test_sweeps_go_along_a_chain_from_an_end_whatever_its_numbers():

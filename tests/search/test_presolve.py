@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from random_problems import random_problem
 
 from autoshard.search import Edge, Items, Problem, evaluate, solve
-from autoshard.search.reductions.core import Core, Table, build
 from autoshard.search.reductions import Infeasible, _sweep, reduce_core
 from autoshard.search.reductions.contraction import contract
+from autoshard.search.reductions.core import Core, Table, build
 from autoshard.search.reductions.dead import drop_dead
 from autoshard.search.reductions.dominance import _undominated, distinct, dominate
 from autoshard.search.reductions.elimination import eliminate
@@ -74,7 +74,7 @@ def after_dead(rule: Callable[[Core], None]) -> Callable[[Core], None]:
     def apply(core: Core) -> None:
         changed = True
         while changed:
-            changed = any([drop_dead(core, v) for v in core.alive])
+            changed = any([drop_dead(core, v) for v in core.alive])  # noqa: C419  (all of them, each time)
         rule(core)
     return apply
 

@@ -10,8 +10,8 @@ from random_problems import random_problem
 
 from autoshard.search import Board, Clock, Intervals, Problem, evaluate, solve
 from autoshard.search.contest.read import parse_problem
-from autoshard.search.reductions.core import build
 from autoshard.search.dual.proof import Prover, confirm, exact_grid
+from autoshard.search.reductions.core import build
 
 
 def prover(problem: Problem) -> Prover:

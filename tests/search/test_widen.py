@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from random_problems import random_problem
 
 from autoshard.search import Board, Clock, Edge, Problem, evaluate, solve
-from autoshard.search.reductions.core import build
-from autoshard.search.routes.plans import search_few_rows
-from autoshard.search.reductions import Infeasible, reduce_core
-from autoshard.search.reductions.pairs import merge_pairs
-from autoshard.search.routes.priced import solve_priced
 from autoshard.search.problem import priced_cost
+from autoshard.search.reductions import Infeasible, reduce_core
+from autoshard.search.reductions.core import build
+from autoshard.search.reductions.pairs import merge_pairs
+from autoshard.search.routes.plans import search_few_rows
+from autoshard.search.routes.priced import solve_priced
 from autoshard.search.tie import tied_core
 
 many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,10 +7,10 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autoshard
-from autoshard.seeds.seeds import Seed, load_seeds, seed_text
+from autoshard.base.spec import ShardingSpec
 from autoshard.cli.read import parse_seeds
 from autoshard.errors import SeedError, UsageError
-from autoshard.base.spec import ShardingSpec
+from autoshard.seeds.seeds import Seed, load_seeds, seed_text
 
 
 class MLP(nn.Module):

@@ -6,10 +6,10 @@ import torch
 from test_trace import Block, Stack
 from torch import nn
 
-from autoshard.space.layers import op_path, repeated_layers
 from autoshard.base.precision import Precision
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
+from autoshard.space.layers import op_path, repeated_layers
 from models import bert, gpt, llama, moe, resnet, t5, vit
 
 

@@ -10,17 +10,17 @@ from steering import traced
 from torch import nn
 
 from autoshard import api
-from autoshard.decide.make_plan import price
-from autoshard.study.diff import diff
-from autoshard.errors import PlanError, SeedError, UsageError
-from autoshard.study.explain import chosen_by, edge_table, op_table
 from autoshard.base.mesh import parse_mesh
-from autoshard.seeds.names import find_edge, find_op
-from autoshard.decide.options import Options
 from autoshard.base.plan import AGAIN
+from autoshard.decide.make_plan import price
+from autoshard.decide.options import Options
+from autoshard.errors import PlanError, SeedError, UsageError
+from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import program_with
-from autoshard.program.trace import trace
+from autoshard.seeds.names import find_edge, find_op
+from autoshard.study.diff import diff
+from autoshard.study.explain import chosen_by, edge_table, op_table
 from autoshard.study.why_not import released, why_not
 
 MESH = parse_mesh("a=2,b=2,c=2")

@@ -9,9 +9,9 @@ import torch
 
 from autoshard import api
 from autoshard.base.calling import Traced
-from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.decide.options import Options
+from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.program.trace import trace
 
 MODELS = ("bert", "dlrm", "gpt", "llama", "mlp", "moe", "resnet", "t5", "vit")

@@ -5,10 +5,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from autoshard.base.spec import R
 from autoshard.cli import app
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.rules.types import Row
-from autoshard.base.spec import R
 from autoshard.verification.shrink import shrunk
 from autoshard.verification.small import Source, fitting
 

@@ -6,15 +6,15 @@ from collections import Counter
 import pytest
 
 from autoshard.api import plan_traced
-from autoshard.cost.cluster import load_cluster
-from autoshard.lower.lower import lower
 from autoshard.base.mesh import parse_mesh
+from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
-from autoshard.verification.reprice import collectives_in, reprice
-from autoshard.rules.factors import factor_graph
-from autoshard.runtime.route import route_of
+from autoshard.lower.lower import lower
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
+from autoshard.rules.factors import factor_graph
+from autoshard.runtime.route import route_of
+from autoshard.verification.reprice import collectives_in, reprice
 from models import gpt, mlp
 
 CASES = [

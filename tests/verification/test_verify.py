@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoshard.errors import UsageError
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.precision import Precision
+from autoshard.base.spec import R
+from autoshard.errors import UsageError
 from autoshard.rules.check import oracle
 from autoshard.rules.types import Row
-from autoshard.base.spec import R
 from autoshard.verification import collectives, run
 from autoshard.verification.check import verify
 

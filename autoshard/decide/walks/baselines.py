@@ -25,14 +25,14 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.program import flow
-from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Op, Ref
-from autoshard.decide.walks.greedy import complete
 from autoshard.base.mesh import Mesh
-from autoshard.rules import registry
 from autoshard.base.spec import R, Spec, is_partial
+from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Read, Wiring
+from autoshard.formulate.problem_of import Formulation
+from autoshard.program import flow
+from autoshard.rules import registry
 
 Role = Literal["data", "tensor", "sequence"]
 WEIGHTED = ("matmul", "conv", "gather")  # families whose parameter is split on a tensor axis

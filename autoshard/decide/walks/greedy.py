@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.program.flow import param_derived
-from autoshard.formulate.copies import KEPT, OWN, CopyNode, State
-from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Op, Ref
 from autoshard.base.spec import R, Spec
+from autoshard.formulate.copies import KEPT, OWN, CopyNode, State
+from autoshard.formulate.problem_of import Formulation
+from autoshard.program.flow import param_derived
 from autoshard.space.decision_units import Unit
 from autoshard.space.strategies import SpecIndex
 

@@ -24,16 +24,16 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from autoshard.program import flow
-from autoshard.seeds.seeds import Seeds
+from autoshard.base.graph import Ref
+from autoshard.base.spec import ShardingSpec, Spec
+from autoshard.decide.walks.greedy import complete
+from autoshard.decide.walks.reads import Read, Wiring
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
-from autoshard.base.graph import Ref
-from autoshard.decide.walks.greedy import complete
+from autoshard.program import flow
 from autoshard.search.problem import Solution, Status, evaluate
-from autoshard.base.spec import ShardingSpec, Spec
+from autoshard.seeds.seeds import Seeds
 from autoshard.space.strategies import SpecIndex
-from autoshard.decide.walks.reads import Read, Wiring
 
 NO_SEEDS = ("search='propagate' spreads seeds, and there are none; give some, for example seeds={'input:0': 'dp,...'} or "
             "--seed 'layers.*.wq.weight=tp,-', or use another search")

@@ -6,11 +6,11 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.program import flow
-from autoshard.formulate.problem_of import Formulation
 from autoshard.base.graph import Op, Ref
-from autoshard.space.decision_units import Unit
 from autoshard.base.spec import Spec
+from autoshard.formulate.problem_of import Formulation
+from autoshard.program import flow
+from autoshard.space.decision_units import Unit
 from autoshard.space.strategies import SpecIndex
 
 

@@ -17,10 +17,10 @@ import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.mesh import Mesh
+from autoshard.base.spec import PMAX, PSUM, REDUCE_OPS, Placement, R, Spec, divides, local_shape, shard_offset
 from autoshard.collectives.reduce_ops import COMBINE
 from autoshard.rules import registry
 from autoshard.rules.types import Row
-from autoshard.base.spec import PMAX, PSUM, REDUCE_OPS, R, Placement, Spec, divides, local_shape, shard_offset
 
 _PATIENCE_S = 20.0
 

@@ -2,7 +2,7 @@
 different where that tells dims apart; `T((2, 4), 6)` is a flat tensor: dim 0 has the factors 2 and 4."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.spec import PSUM, R
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import adjust
 from autoshard.rules.types import Row, Rule
-from autoshard.base.spec import PSUM, R
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.base.spec import PSUM, R
 from autoshard.rules.notation import rule
 from autoshard.rules.types import LocalContext, Row, Rule
-from autoshard.base.spec import PSUM, R
 
 aten = torch.ops.aten
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call, TensorMeta
+from autoshard.base.spec import R
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import adjust, contiguous_inputs, letters, on_first, output_axes, partial_axes
 from autoshard.rules.types import LocalContext, Row, Rule
-from autoshard.base.spec import R
 
 aten = torch.ops.aten
 

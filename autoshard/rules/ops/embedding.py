@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.base.spec import PSUM, R
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import addressed, adjust, input_axes, local_ids, output_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Row
-from autoshard.base.spec import PSUM, R
 
 aten = torch.ops.aten
 MAX_MODE = 2

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.base.spec import PSUM, R
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import cast
 from autoshard.rules.types import LocalContext, Row, Rule
-from autoshard.base.spec import PSUM, R
 
 aten = torch.ops.aten
 
@@ -74,10 +74,8 @@ RULES = {
     aten.tril_indices.default: rule("-> pair! n!"),
     aten.triu_indices.default: rule("-> pair! n!"),
     aten.linspace.default: rule("-> n!"),
-    **{op: _like for op in (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-                            aten.empty_like.default)},
-    **{op: _new for op in (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-                           aten.new_empty.default)},
+    **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default), _like),
+    **dict.fromkeys((aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default), _new),
     aten.new_empty_strided.default: replace(_new, local=_new_dense),
     aten.zero.default: _like,
     aten.fill.Scalar: Rule(rows=_like_rows, factors=_like_factors, notation="shape of the input"),

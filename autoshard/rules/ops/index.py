@@ -11,8 +11,7 @@ import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.rules.notation import NotationMismatch, Passes, rule
-from autoshard.rules.parts import (addressed, dims_but, input_axes, letters, local_ids, on_first, output_axes,
-                                   partial_axes, zero_where_not)
+from autoshard.rules.parts import addressed, dims_but, input_axes, letters, local_ids, on_first, output_axes, partial_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Rule
 
 aten = torch.ops.aten

@@ -9,11 +9,22 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
-from autoshard.rules.notation import rule
-from autoshard.rules.parts import (accumulate_dtype, addressed, adjust, cast, dims_but, input_axes, local_ids,
-                                   output_axes, partial_axes, shard_axes, zero_where_not)
-from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
 from autoshard.base.spec import R
+from autoshard.rules.notation import rule
+from autoshard.rules.parts import (
+    accumulate_dtype,
+    addressed,
+    adjust,
+    cast,
+    dims_but,
+    input_axes,
+    local_ids,
+    output_axes,
+    partial_axes,
+    shard_axes,
+    zero_where_not,
+)
+from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.base.spec import is_partial, parse_spec
 from autoshard.rules.notation import rule
 from autoshard.rules.types import LocalContext, Row
-from autoshard.base.spec import is_partial, parse_spec
 
 
 def _same(ctx: LocalContext, x: Any, *args: Any) -> Any:

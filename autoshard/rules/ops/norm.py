@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.spec import R
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import accumulate_dtype, adjust, cast, contiguous_inputs, input_axes, letters
 from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
-from autoshard.base.spec import R
 
 aten = torch.ops.aten
 MOMENTS = torch.float64

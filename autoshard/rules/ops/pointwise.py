@@ -3,7 +3,7 @@ adds what the tag does not say: which ops are linear, so that Partial sums pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from math import isinf
 from typing import Any
 
@@ -16,7 +16,7 @@ from autoshard.rules.types import Rule
 aten = torch.ops.aten
 
 
-@lru_cache(maxsize=None)
+@cache
 def tagged(target: Any) -> Rule:
     """The rule of an op of which only the pointwise tag is known: any dim, no Partial."""
     tensors = sum("Tensor" in str(a.type) for a in target._schema.arguments)

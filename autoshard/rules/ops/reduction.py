@@ -10,8 +10,8 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.rules.notation import rule
-from autoshard.rules.types import LocalContext, Rule
 from autoshard.rules.ops.view import dims, listed
+from autoshard.rules.types import LocalContext, Rule
 
 aten = torch.ops.aten
 
@@ -74,12 +74,12 @@ RULES = {
     aten.cumsum.default: _family(_along, partial="each"),
     aten.cumprod.default: _scan,
     aten.logcumsumexp.default: _scan,
-    **{op: _inseparable for op in (
-        aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.aminmax.default,
-        aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims,
-        aten.prod.default, aten.prod.dim_int, aten.logsumexp.default, aten.linalg_vector_norm.default,
-        aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, aten.nansum.default,
-        aten.var.correction, aten.var.dim, aten.var_mean.correction, aten.var_mean.dim,
-        aten.std.correction, aten.std.dim, aten.std_mean.correction, aten.median.dim, aten.mode.default,
-        aten.kthvalue.default, aten.nanmedian.dim)},
+    **dict.fromkeys((
+        aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.aminmax.default, aten.any.default,
+        aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default,
+        aten.prod.dim_int, aten.logsumexp.default, aten.linalg_vector_norm.default, aten.norm.Scalar,
+        aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, aten.nansum.default, aten.var.correction, aten.var.dim,
+        aten.var_mean.correction, aten.var_mean.dim, aten.std.correction, aten.std.dim, aten.std_mean.correction,
+        aten.median.dim, aten.mode.default, aten.kthvalue.default, aten.nanmedian.dim,
+    ), _inseparable),
 }

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from autoshard import _torch
+from autoshard.base.random import seeded, seeded_op
 from autoshard.errors import UsageError
 from autoshard.lower.passes.bucket import bucket_gradients
-from autoshard.runtime.carriers.choose import carry
 from autoshard.lower.passes.in_place import overwrite
+from autoshard.program.opaque import whole_of
+from autoshard.runtime.carriers.choose import carry
 from autoshard.runtime.execute.compiler_ops import enclose
 from autoshard.runtime.execute.eager import straight
-from autoshard.base.random import seeded, seeded_op
-from autoshard.program.opaque import whole_of
 
 
 def as_run(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.errors import ModelError, PlanError
 from autoshard.base.precision import Precision
-from autoshard.runtime.ranks.agree import alone, share
-from autoshard.runtime.ranks.place import Place, placements
 from autoshard.base.random import mix
 from autoshard.base.spec import R, Spec, format_spec, local_shape, replicated
+from autoshard.errors import ModelError, PlanError
+from autoshard.runtime.ranks.agree import alone, share
+from autoshard.runtime.ranks.place import Place, placements
 
 
 class Stored:

@@ -7,7 +7,6 @@ state a plan keeps on the host are updated before the others, one by one (host_s
 """
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.runtime.compile import Settings
 from autoshard.base.spec import Spec, format_spec
+from autoshard.runtime.compile import Settings
 
 
 def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first: bool) -> dict[str, str]:

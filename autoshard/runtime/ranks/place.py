@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import _torch
-from autoshard.errors import MeshError
 from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.base.spec import Spec
+from autoshard.errors import MeshError
 from autoshard.runtime.carriers.choose import Carrier
 from autoshard.runtime.carriers.gloo_messages import Members
-from autoshard.runtime.ranks.leaving import leave_in_order
-from autoshard.runtime.ranks.heartbeat import JOIN, Pulse, meet
 from autoshard.runtime.carriers.shared_memory import share_memory
-from autoshard.base.spec import Spec
+from autoshard.runtime.ranks.heartbeat import JOIN, Pulse, meet
+from autoshard.runtime.ranks.leaving import leave_in_order
 
 
 @dataclass(frozen=True, eq=False)

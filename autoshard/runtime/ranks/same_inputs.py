@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import UsageError
+from autoshard.base.spec import Spec
 from autoshard.decide.options import CHECKS
+from autoshard.errors import UsageError
 from autoshard.runtime.ranks.agree import gathered
 from autoshard.runtime.ranks.place import Place
-from autoshard.base.spec import Spec
 
 
 def is_due(calls: int, check: str) -> bool:

@@ -16,8 +16,8 @@ from autoshard.errors import InfeasibleError, ProblemError
 from autoshard.search import solve
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Clock
-from autoshard.search.contest.read import read_problem, solution_json, write_atomically
 from autoshard.search.contest.infeasible import explain
+from autoshard.search.contest.read import read_problem, solution_json, write_atomically
 from autoshard.search.problem import Problem, Solution, Status
 
 GRACE = 0.3  # seconds the search gets to stop by itself after a signal or the time limit

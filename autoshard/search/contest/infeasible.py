@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, build
-from autoshard.search.reductions import Infeasible
-from autoshard.search.reductions.dead import drop_dead
 from autoshard.search.problem import Problem, Status
+from autoshard.search.reductions import Infeasible
+from autoshard.search.reductions.core import Core, build
+from autoshard.search.reductions.dead import drop_dead
 
 
 def explain(problem: Problem, seconds: float) -> str:

@@ -7,10 +7,10 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.search.clock import Phase
-from autoshard.search.reductions.core import Core, Table
 from autoshard.search.dual import messages
 from autoshard.search.dual.packed import Packed, pack
 from autoshard.search.reductions import Infeasible
+from autoshard.search.reductions.core import Core, Table
 
 ROUND = 50  # sweeps between looks at the clock
 GUESS = 0.02  # of the bound: how far above it a step aims while no cost is known

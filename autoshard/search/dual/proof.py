@@ -14,11 +14,11 @@ from contextlib import suppress
 import numpy as np
 
 from autoshard.search.board import Board
-from autoshard.search.reductions.core import Core, build
 from autoshard.search.dual import messages
 from autoshard.search.dual.dual import Dual, sum_messages
-from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.problem import Problem
+from autoshard.search.reductions import Infeasible, reduce_core
+from autoshard.search.reductions.core import Core, build
 
 FINEST = 20  # the grid is never finer than 2**-20
 PRICE_BITS = 40  # of the highest price

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.contraction import contract, has_host
+from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.dead import Infeasible, drop_dead
 from autoshard.search.reductions.dominance import dominate
 from autoshard.search.reductions.elimination import eliminate

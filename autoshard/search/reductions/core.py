@@ -301,7 +301,7 @@ def _add_items(core: Core, problem: Problem, starts: np.ndarray, intern: Interne
     order = np.lexsort((strategy, hi, lo, node))
     node, strategy, lo, hi, amount = (x[order] for x in (node, strategy, lo, hi, amount))
     new = np.flatnonzero(np.concatenate([[True], (np.diff(node) != 0) | (np.diff(lo) != 0) | (np.diff(hi) != 0)]))
-    for a, b in zip(new, np.append(new[1:], len(node))):
+    for a, b in zip(new, np.append(new[1:], len(node)), strict=True):
         v = int(node[a])
         vector = np.zeros(len(core.cost[v]))
         np.add.at(vector, strategy[a:b], amount[a:b])

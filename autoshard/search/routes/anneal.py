@@ -12,12 +12,12 @@ import numpy as np
 
 from autoshard.search.board import Board
 from autoshard.search.clock import Phase
-from autoshard.search.reductions.core import Core, table_entries
 from autoshard.search.dual import messages
-from autoshard.search.routes import moves
 from autoshard.search.dual.dual import Dual
-from autoshard.search.routes.small import search_small, shrink
 from autoshard.search.reductions import Infeasible
+from autoshard.search.reductions.core import Core, table_entries
+from autoshard.search.routes import moves
+from autoshard.search.routes.small import search_small, shrink
 
 STEPS = (0.1, 0.3, 0.05, 0.03)
 FACTORS = (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, 10.0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search.board import Board
+from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import Core, build, table_entries
 from autoshard.search.routes.milp import solve_mip
-from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.tie import tied_core
 
 SMALL_FREE = 100_000  # table entries; above, even the problem without rows is not left to a MIP

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt import model_pb2
 
-from autoshard.search.reductions.core import Core
 from autoshard.search.mip.guarded import never, solve_program
+from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.gather import look
 
 ROWS_PER_ROUND = 12

@@ -12,14 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from autoshard.search.mip import guarded
 from autoshard.search.board import MARGIN, TIED, Board
 from autoshard.search.clock import Clock
-from autoshard.search.reductions.core import Core, build, stored_entries, table_entries
-from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
-from autoshard.search.routes.priced import (LARGEST_PAIR, MIP_NODES, STORED, TABLES, Priced, choice_value, solve_left, solve_priced, stored_entries,
-                                     tighten)
+from autoshard.search.mip import guarded
 from autoshard.search.problem import row_loads
+from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
+from autoshard.search.reductions.core import Core, build, stored_entries, table_entries
+from autoshard.search.routes.priced import (
+    LARGEST_PAIR,
+    MIP_NODES,
+    STORED,
+    TABLES,
+    Priced,
+    choice_value,
+    solve_left,
+    solve_priced,
+    tighten,
+)
 from autoshard.search.tie import Tied
 
 TRIALS = 16

@@ -8,15 +8,15 @@ import numpy as np
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Phase
-from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.dual.dual import Dual
-from autoshard.search.routes.small import SMALL_TABLES, shrink
 from autoshard.search.dual.packed import along
-from autoshard.search.routes.milp import MipAnswer, solve_mip
+from autoshard.search.problem import priced_cost
 from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
+from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.reductions.gather import gather
 from autoshard.search.reductions.pairs import merge_pairs
-from autoshard.search.problem import priced_cost
+from autoshard.search.routes.milp import MipAnswer, solve_mip
+from autoshard.search.routes.small import SMALL_TABLES, shrink
 
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
 TABLES = 2 * SMALL_TABLES

@@ -8,10 +8,10 @@ import math
 
 from autoshard.search.board import Board
 from autoshard.search.clock import Phase
-from autoshard.search.reductions.core import Core, table_entries
 from autoshard.search.dual.dual import Dual
-from autoshard.search.routes.milp import solve_mip
 from autoshard.search.reductions import Infeasible, reduce_core
+from autoshard.search.reductions.core import Core, table_entries
+from autoshard.search.routes.milp import solve_mip
 
 FIRST_GAP = 2e-4
 WIDEN = 4.0
