@@ -41,6 +41,7 @@ LAYERS = (
     ("memory",),
     ("assemble", "feasible", "leanest", "nothing_fits", "offloading"),
     ("wiring",),
+    ("orders",),
     ("baselines", "propagate"),
     ("programs",),
     ("runtime",),
