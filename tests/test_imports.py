@@ -46,6 +46,7 @@ LAYERS = (
     ("programs",),
     ("runtime",),
     ("explain", "diff"),
+    ("layout_pairs",),
     ("report",),
     ("calibrate",),
     ("api",),
