@@ -22,8 +22,8 @@ CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 RECORDING_FILES = ("_torch.py", "program/tape.py", "seeds/seeds.py", "program/user_collectives.py", "program/survey.py", "program/opaque.py",
                    "program/opaque_probe.py", "program/known_values.py")
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
-ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor and reduce_scatter_tensor of torch.distributed._functional_collectives are "
-              "taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
+ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor, reduce_scatter_tensor and broadcast of torch.distributed._functional_collectives, "
+              "and shard_dim_alltoall of torch.distributed.tensor, are taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
 STDLIB = os.path.dirname(os.__file__) + os.sep
 
 # The device is the runtime's choice, so it is no part of the program: lowering adds `device` to factories.
