@@ -1,9 +1,11 @@
 """The user's seeds: sharding specs fixed, fully or in part, before the search.
 
-A key is a glob over parameter names, `input:INDEX-or-name`, `output:INDEX`, a glob over module paths (what leaves
+A key is a glob over names of parameters and buffers, `input:INDEX-or-name`, `output:INDEX`, a glob over module paths (what leaves
 the module, and its gradient) or the name of an op (what other ops of its pass read). A value gives per tensor dim an axis name, a tuple of axes (major first),
 None or "-" for whole, `...` or "?" for open; a trailing `...` opens all dims that remain. `"tp,-"` and `"dp*tp,?"` say the
 same as text. `"S(0),R"` is one placement per mesh axis; `ShardingSpec` and DTensor placements work as well.
+
+The value may also be another key: `{"output:1": "input:2"}` says that the two lie alike, as a state does between two steps.
 
     {"layers.*.attn.wq.weight": ("tp", None), "input:0": ("dp", ...), "layers.*.mlp": "dp,tp,-"}
 
@@ -34,6 +36,7 @@ OPEN = (..., "?", "...")
 WHOLE = (None, "-", "")
 PER_AXIS = re.compile(r"(S\(?\d+\)?|R)(,(S\(?\d+\)?|R))*")
 MARKER = "autoshard.annotate.default"
+ROLE = re.compile(r"(input|output):\S+|[A-Za-z_]\w*(\.\w+)+")  # another tensor, in place of a layout
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,14 @@ class Seed:
 @dataclass(frozen=True)
 class Seeds:
     """Allowed specs per op name (of its output), per (op, input index) of readers, how many values each key matched, and
-    per entry of `specs` and `reads` the seed that was the first to restrict it, as a user reads it."""
+    per entry of `specs` and `reads` the seed that was the first to restrict it, as a user reads it. `ties`: pairs of ops whose
+    tensors (of an output op what it reads) lie alike."""
 
     specs: Mapping[str, frozenset[Spec]] = field(default_factory=dict)
     matches: Mapping[str, int] = field(default_factory=dict)
     reads: Mapping[tuple[str, int], frozenset[Spec]] = field(default_factory=dict)
     origins: Mapping[str | tuple[str, int], str] = field(default_factory=dict)
+    ties: tuple[tuple[str, str], ...] = ()
 
     @property
     def held(self) -> frozenset[str]:
@@ -156,12 +161,14 @@ def resolve_seeds(graph: Graph, mesh: Mesh, seeds: Mapping[str, Any] | None) -> 
     for key, value in (seeds or {}).items():
         where = value.where if isinstance(value, Seed) else ""
         origin = f"{key!r} = {seed_text(value)!r}" + (f" ({where})" if where else "")
-        found.matches[key] = found.match(key, seed_text(value), origin)
+        text = seed_text(value)
+        found.matches[key] = found.tie(key, text, origin) if ROLE.fullmatch(text) else found.match(key, text, origin)
         if not found.matches[key]:
             raise SeedError(f"seed {origin} matches nothing{_nearest(graph, key)}")
     for op in marks(graph):
         found.mark(op)
-    return Seeds(found.specs, found.matches, found.reads, found.origins)
+    found.spread_ties()
+    return Seeds(found.specs, found.matches, found.reads, found.origins, tuple(found.ties))
 
 
 @dataclass(eq=False)
@@ -174,6 +181,32 @@ class _Found:
     reads: dict[tuple[str, int], frozenset[Spec]] = field(default_factory=dict)
     matches: dict[str, int] = field(default_factory=dict)
     origins: dict[Any, str] = field(default_factory=dict)
+    ties: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def tie(self, key: str, role: str, origin: str) -> int:
+        """Note that what `key` names lies as what `role` names; how many tensors that are."""
+        others = list(matching(self.graph, role))
+        if len(others) != 1:
+            raise SeedError(f"seed {origin}: {role} names {len(others)} tensors, and one is needed{_nearest(self.graph, role)}")
+        mine = [op for op in matching(self.graph, key) if op.name != others[0].name]
+        for op in mine:
+            shape, other = (list(_held(self.graph, o).shape) for o in (op, others[0]))
+            if shape != other:
+                raise SeedError(f"seed {origin} ties {key} of shape {shape} to {role} of shape {other}; tie tensors of one shape")
+            self.ties[op.name, others[0].name] = origin
+        return len(mine)
+
+    def spread_ties(self) -> None:
+        """What holds for one of two tensors that lie alike holds for the other; a buffer is written back as it was."""
+        written = {str(op.target): op.name for op in self.graph.of_kind("output")}
+        for op in self.graph.of_kind("buffer"):
+            if op.name in self.specs and f"mutation:{op.target}" in written:
+                self.ties[written[f"mutation:{op.target}"], op.name] = self.origins[op.name]
+        for _ in self.ties:  # a chain of ties settles in as many rounds
+            for pair, origin in self.ties.items():
+                for name, other in (pair, pair[::-1]):
+                    if other in self.specs:
+                        self._narrow(self.specs, name, self.specs[other], str(self.graph.op(name).target), f"{origin} (as {self.origins[other]})")
 
     def match(self, key: str, text: str, origin: str) -> int:
         """Apply one seed to everything its key names; how many values that are."""
@@ -208,7 +241,7 @@ class _Found:
 
     def hold(self, name: str, op: Op, text: str, origin: str) -> None:
         """Restrict the output of `op` (the input of an output op)."""
-        meta = op.outputs[0] if op.outputs else self.graph.meta(op.refs[0])
+        meta = _held(self.graph, op)
         self._narrow(self.specs, name, self.allowed(text, meta, str(op.target), origin), str(op.target), origin)
 
     def _narrow(self, table: dict, key: Any, allowed: frozenset[Spec], name: str, origin: str) -> None:
@@ -219,8 +252,7 @@ class _Found:
         self.origins.setdefault(key, origin)
 
     def allowed(self, text: str, meta: TensorMeta, name: str, origin: str) -> frozenset[Spec]:
-        allowed = specs_of(text, meta, self.mesh, origin)
-        if not allowed:
+        if not (allowed := specs_of(text, meta, self.mesh, origin)):
             raise SeedError(f"seed {origin} splits {name} of shape {meta.shape} unevenly on mesh {self.mesh}; "
                             "shard a dim that the axis size divides")
         return allowed
@@ -252,7 +284,7 @@ def was_given(op: Op) -> bool:
 
 
 def matching(graph: Graph, key: str) -> Iterable[Op]:
-    """Inputs, outputs and parameters that a key names."""
+    """Inputs, outputs, parameters and buffers that a key names."""
     kind, _, name = key.partition(":")
     if kind == "input" and name:
         inputs = graph.of_kind("input")
@@ -262,7 +294,12 @@ def matching(graph: Graph, key: str) -> Iterable[Op]:
     else:
         tied = dict(graph.tied)
         kept = {tied[a] for a in tied if fnmatchcase(a, key)}
-        yield from (op for op in graph.of_kind("param") if fnmatchcase(op.target, key) or op.target in kept)
+        yield from (op for op in graph.of_kind("param", "buffer") if fnmatchcase(op.target, key) or op.target in kept)
+
+
+def _held(graph: Graph, op: Op) -> TensorMeta:
+    """The tensor of a placeholder, or the one that an output op reads."""
+    return op.outputs[0] if op.outputs else graph.meta(op.refs[0])
 
 
 def named_by(graph: Graph, key: str) -> dict[str, Op]:
@@ -279,9 +316,8 @@ def _marked_modules(graph: Graph, key: str, text: str) -> list[Op]:
 
 
 def _nearest(graph: Graph, key: str) -> str:
-    known = [*names(graph), *(f"input:{i}" for i in range(len(graph.of_kind("input"))))]
-    found = nearest(key.replace("*", "0"), known)
-    return found or f"; the parameters are {', '.join(str(op.target) for op in graph.of_kind('param')[:5])} ..."
+    inputs = (f"input:{i}" for i in range(len(graph.of_kind("input"))))
+    return nearest(key.replace("*", "0"), [*names(graph), *inputs]) or f"; the parameters are {', '.join(str(op.target) for op in graph.of_kind('param')[:5])} ..."
 
 
 def _per_axis(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> Spec:
