@@ -97,8 +97,8 @@ def _chosen(asked: Asked, plan: Any, progress: Callable) -> tuple[Any, tuple[str
 
 def _edge(asked: Asked, plan: Any, text: str, layouts: tuple[str | None, str | None], rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard import api
+    from autoshard.seeds.grammar import specs_of
     from autoshard.seeds.names import find_edge
-    from autoshard.seeds.seeds import specs_of
     from autoshard.study.explain import edge_table
 
     source, target = layouts

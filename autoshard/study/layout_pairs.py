@@ -24,7 +24,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.cost.redistribute import Redistribution, step_seconds
 from autoshard.errors import SeedError
-from autoshard.seeds.seeds import seed_text, specs_of
+from autoshard.seeds.grammar import seed_text, specs_of
 from autoshard.space.cost_table import CostTable
 from autoshard.study.explain import COLLECTIVE_WORDS
 

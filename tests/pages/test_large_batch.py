@@ -12,7 +12,7 @@ pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 
 @pytest.fixture(scope="module")
 def recipe():
-    path = Path(__file__).resolve().parents[1] / "examples" / "large_batch.py"
+    path = Path(__file__).resolve().parents[2] / "examples" / "large_batch.py"
     spec = importlib.util.spec_from_file_location("large_batch", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -10,7 +10,8 @@ import autoshard
 from autoshard.base.spec import ShardingSpec
 from autoshard.cli.read import parse_seeds
 from autoshard.errors import SeedError, UsageError
-from autoshard.seeds.seeds import Seed, load_seeds, seed_text
+from autoshard.seeds.grammar import Seed, seed_text
+from autoshard.seeds.yaml_file import load_seeds
 
 
 class MLP(nn.Module):
