@@ -61,8 +61,8 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     `hooks_run`: gradient hooks of parameters run outside of the graph, as those of a compiled module do; else they are refused.
     `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see program/opaque.py).
 
-    Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for data-dependent control flow and what else cannot be one graph: all places
-    at once, as far as they can be found.
+    Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for
+    data-dependent control flow and what else cannot be one graph: all places at once, as far as they can be found.
     """
     if training is None:
         inputs = [t for t in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(t, torch.Tensor)]

@@ -1,9 +1,9 @@
 """The user's seeds: sharding specs fixed, fully or in part, before the search.
 
-A key is a glob over parameter names, `input:INDEX-or-name`, `output:INDEX`, a glob over module paths (what leaves
-the module, and its gradient) or the name of an op (what other ops of its pass read). A value gives per tensor dim an axis name, a tuple of axes (major first),
-None or "-" for whole, `...` or "?" for open; a trailing `...` opens all dims that remain. `"tp,-"` and `"dp*tp,?"` say the
-same as text. `"S(0),R"` is one placement per mesh axis; `ShardingSpec` and DTensor placements work as well.
+A key is a glob over parameter names, `input:INDEX-or-name`, `output:INDEX`, a glob over module paths (what leaves the module, and
+its gradient) or the name of an op (what other ops of its pass read). A value gives per tensor dim an axis name, a tuple of axes
+(major first), None or "-" for whole, `...` or "?" for open; a trailing `...` opens all dims that remain. `"tp,-"` and `"dp*tp,?"`
+say the same as text. `"S(0),R"` is one placement per mesh axis; `ShardingSpec` and DTensor placements work as well.
 
     {"layers.*.attn.wq.weight": ("tp", None), "input:0": ("dp", ...), "layers.*.mlp": "dp,tp,-"}
 
