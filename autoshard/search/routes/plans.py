@@ -17,7 +17,7 @@ from autoshard.search.clock import Clock
 from autoshard.search.mip import guarded
 from autoshard.search.problem import row_loads
 from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
-from autoshard.search.reductions.core import Core, build, stored_entries, table_entries
+from autoshard.search.reductions.core import GONE, Core, build, stored_entries, table_entries
 from autoshard.search.routes.priced import (
     LARGEST_PAIR,
     MIP_NODES,
@@ -239,14 +239,14 @@ def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -
 
 
 def _keep_possible(core: Core, masks: dict[int, np.ndarray]) -> None:
-    left = {v: kept for v, mask in masks.items() if core.cost[v] is not None and (kept := core.memo(_kept, mask)) is not None}
+    left = {v: kept for v, mask in masks.items() if core.cost[v] is not GONE and (kept := core.memo(_kept, mask)) is not None}
     for v, kept in left.items():
         if not len(kept):
             raise Infeasible(v)
         if len(kept) == 1 and np.isfinite(core.cost[v][kept[0]]):
             core.fix(v, int(kept[0]))
     for v, kept in left.items():
-        if core.cost[v] is not None:
+        if core.cost[v] is not GONE:
             core.keep(v, kept)
 
 
