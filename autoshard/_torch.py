@@ -22,11 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoshard.errors import TraceError
 
+pytree = _pytree
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 CHECKS_RESULT = torch.ops.aten._linalg_check_errors.default
 READ_MEMORY = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default, torch.ops.aten.as_strided_scatter.default)

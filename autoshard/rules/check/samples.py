@@ -86,7 +86,7 @@ def build(s: Sample) -> tuple[Call, list[torch.Tensor]]:
     call = Call(s.op, args, kwargs, tuple(metas), ())
     outputs = tuple(None if y is None else TensorMeta(tuple(y.shape), y.dtype) for y in run_whole(call, tensors))
     call = Call(s.op, args, kwargs, tuple(metas), outputs)
-    flat = tuple(None if m is None else TensorMeta(m.shape, m.dtype, f)
+    flat = tuple(None if m is None or f is None else TensorMeta(m.shape, m.dtype, f)
                  for m, f in zip(outputs, registry.factors(call), strict=True))
     return Call(s.op, args, kwargs, tuple(metas), flat), tensors
 
