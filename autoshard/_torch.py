@@ -10,11 +10,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # taken from here by others
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed import _functional_collectives

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
@@ -27,7 +28,7 @@ from autoshard.decide.walks.propagate import propagate, taken
 from autoshard.errors import Interrupted
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program.simplify import simplify
-from autoshard.program.trace import Traced, trace
+from autoshard.program.trace import trace
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.cache import planner_key
 from autoshard.runtime.entry import compile_model
