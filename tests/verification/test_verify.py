@@ -1,5 +1,6 @@
 """`verify` passes what is right, and names the op of what is wrong."""
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.base.spec import R
+from autoshard.collectives import KINDS
 from autoshard.errors import UsageError
 from autoshard.rules.check import oracle
 from autoshard.rules.types import Row
