@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
@@ -27,6 +26,7 @@ from autoshard.decide.options import PROPAGATE, Options, Progress, parse_bytes
 from autoshard.decide.walks.propagate import propagate, taken
 from autoshard.errors import Interrupted
 from autoshard.formulate.problem_of import Formulation
+from autoshard.program.calling import Traced
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
 from autoshard.rules.factors import factor_graph

@@ -29,11 +29,11 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard._torch import pytree
-from autoshard.base.calling import Calling, TensorLeaf, Traced
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
 from autoshard.program.binding import Binding
+from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.known_values import Constants
 from autoshard.program.lru_caches import kept_clean
 from autoshard.program.no_cache import without_decoding_cache

@@ -14,9 +14,9 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard._torch import pytree
-from autoshard.base.calling import TensorLeaf, Traced
 from autoshard.base.graph import Graph, TensorMeta
 from autoshard.errors import TraceError, UsageError
+from autoshard.program.calling import TensorLeaf, Traced
 from autoshard.program.opaque import Frame, Outcome, Shared, Whole, plain, shape_text
 from autoshard.program.tape import Tape, is_random, meta_of
 from autoshard.rules import registry

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autoshard._torch import pytree
-from autoshard.base.calling import Traced
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
+from autoshard.program.calling import Traced
 from autoshard.program.one_trace import OneTrace
 from autoshard.program.opaque_probe import CannotRunWhole
 from autoshard.program.survey import ReadsData, Survey
