@@ -10,6 +10,7 @@ from torch import nn
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.base.spec import R
+from autoshard.collectives import KINDS
 from autoshard.errors import UsageError
 from autoshard.rules.check import oracle
 from autoshard.rules.types import Row
@@ -96,7 +97,7 @@ def test_the_oracle_catches_the_same_rule(broken_rule):
 
 
 def test_a_wrong_redistribution_is_named_as_one(monkeypatch):
-    right = collectives.KINDS["all_gather"]
+    right = KINDS["all_gather"]
     wrong = replace(right, reference=lambda pieces, arguments: right.reference(pieces[::-1], arguments))
     monkeypatch.setitem(collectives.KINDS, "all_gather", wrong)
     report = verify(Net(), "tp=2", batch(), loss_fn=loss, plans=("fully_sharded",))
