@@ -16,8 +16,6 @@ UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 MODES = {"inputs": ("global", "local"), "outputs": ("replicate", "dtensor", "local"),
          "fallback": ("error", "replicate"), "offload": ("none", "optimizer")}
-CHECKS = ("first", "always", "never")
-"""When ranks compare the numbers of their inputs."""
 
 PROPAGATE = "propagate"
 """In place of a search backend: spread the seeds, search nothing."""

@@ -9,14 +9,13 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from autoshard import errors
 from autoshard.base.plan import Plan, write_atomically
 from autoshard.cost.cluster import Cluster
-from autoshard.decide.options import Options
 from autoshard.errors import AutoshardError, UsageError
 
 log = logging.getLogger("autoshard")
@@ -31,7 +30,14 @@ def cache_folder(cache: bool | str | os.PathLike[str] = True) -> Path | None:
     return Path(cache)
 
 
-def planner_key(options: Options, profile: Cluster) -> str:
+class Asked(Protocol):
+    """What a plan was asked with, as text."""
+
+    @property
+    def text(self) -> str: ...
+
+
+def planner_key(options: Asked, profile: Cluster) -> str:
     """Text of everything that decides a plan besides program and mesh, for `key_of` and for messages where ranks differ. Lines:
     the options without the profile's path, the profile's numbers, the code."""
     numbers = hashlib.sha256(json.dumps(profile.snapshot(), sort_keys=True).encode()).hexdigest()[:16]

@@ -12,7 +12,6 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.base.spec import Spec
-from autoshard.decide.options import CHECKS
 from autoshard.errors import UsageError
 from autoshard.lower.lower import Lowered, lower
 from autoshard.program.calling import Traced
@@ -27,6 +26,7 @@ from autoshard.runtime.params.host_state import keep_on_host
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
+from autoshard.runtime.ranks.same_inputs import CHECKS
 from autoshard.runtime.route import route_of
 from autoshard.runtime.step import Step
 

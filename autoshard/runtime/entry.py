@@ -11,7 +11,6 @@ from torch import nn
 from autoshard import _torch
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
-from autoshard.decide.options import CHECKS
 from autoshard.errors import UsageError
 from autoshard.runtime.cache import cache_folder
 from autoshard.runtime.compile import Planner, Settings
@@ -20,6 +19,7 @@ from autoshard.runtime.inputs import Passing
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.heartbeat import JOIN
 from autoshard.runtime.ranks.place import locate
+from autoshard.runtime.ranks.same_inputs import CHECKS
 
 
 def compile_model(model: nn.Module, mesh: Any, planner: Planner, *, example_inputs: Sequence[Any] | None = None,

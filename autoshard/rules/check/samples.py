@@ -125,7 +125,8 @@ CRASHES: frozenset[Any] = frozenset({
     aten._embedding_bag.default, aten._embedding_bag_backward.default, aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
     aten._adaptive_avg_pool2d_backward.default, aten.native_layer_norm_backward.default, aten.native_batch_norm_backward.default,
     aten.batch_norm_backward.default, aten._grouped_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default, aten._weight_norm_interface.default})
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default, aten._weight_norm_interface.default,
+    aten._weight_norm_interface_backward.default})
 """Torch's CPU kernels read outside of their arguments, divide by zero or leave the result unset, where one of size 0 does not fit the
 others."""
 _b = torch.bool

@@ -15,10 +15,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.base.spec import Spec
-from autoshard.decide.options import CHECKS
 from autoshard.errors import UsageError
 from autoshard.runtime.ranks.agree import gathered
 from autoshard.runtime.ranks.place import Place
+
+CHECKS = ("first", "always", "never")
+"""When ranks compare the numbers of their inputs."""
 
 
 def is_due(calls: int, check: str) -> bool:
