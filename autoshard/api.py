@@ -26,9 +26,7 @@ from autoshard.decide.options import PROPAGATE, Options, Progress, parse_bytes
 from autoshard.decide.walks.propagate import propagate, taken
 from autoshard.errors import Interrupted
 from autoshard.formulate.problem_of import Formulation
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import Traced, trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.cache import planner_key
 from autoshard.runtime.entry import compile_model
 from autoshard.runtime.module import CompiledModule
@@ -149,11 +147,9 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: "Clock | None
            fixed: Mapping[str, Spec] | None = None, profile: Cluster | None = None) -> CostTable:
     """What every strategy and every change of layout costs; explaining and comparing plans start from here too."""
     clock = clock or Clock(None)
-    with clock("simplify"):
-        graph = factor_graph(simplify(traced.graph))
-        seeds = _holding(resolve_seeds(graph, mesh, options.seeds), graph, fixed or {})
-        profile = profile or load_cluster(options.cluster)
+    graph, profile = traced.graph, profile or load_cluster(options.cluster)
     with clock("strategies"):
+        seeds = _holding(resolve_seeds(graph, mesh, options.seeds), graph, fixed or {})
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.outputs))
     with clock("costs"):
         step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer")

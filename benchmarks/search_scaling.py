@@ -79,7 +79,7 @@ COLUMNS = ("sweep", "point", "mesh", "ops", "strategies", "trace", "tables and f
 
 def cells(p: dict[str, Any]) -> list[str]:
     phases = p["phases"]
-    build = sum(phases[k] for k in ("simplify", "strategies", "costs", "formulate", "assemble"))
+    build = sum(phases[k] for k in ("strategies", "costs", "formulate", "assemble"))
     return [p["sweep"], str(p["n"]), p["mesh"], f"{p['ops']:,}", f"{p['choices']:,}", f"{phases['trace']:.1f}", f"{build:.1f}",
             f"{phases['search']:.1f}", f"{p['cpu_s']:.1f}", f"{p['gib']:.2f}", f"{p['status']} (gap {p['gap']:.1%})"]
 

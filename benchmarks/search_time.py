@@ -60,7 +60,7 @@ def show(rows: list[dict]) -> None:
         table.add_column(column, justify="left" if column in ("case", "status") else "right")
     for row in rows:
         cpu, peer = row["cpu_s"], CASES[row["case"]][-1]
-        build = sum(cpu.get(k, 0) for k in ("simplify", "strategies", "costs", "formulate"))
+        build = sum(cpu.get(k, 0) for k in ("strategies", "costs", "formulate"))
         theirs = peer.get("total") or (sum(peer[k] for k in ("trace", "build", "solve")) if "trace" in peer else None)
         table.add_row(row["case"], str(row["ops"]), f"{cpu['trace']:.1f}", f"{build:.1f}", f"{cpu['search']:.1f}",
                       f"{row['total_cpu_s'] - cpu['trace']:.1f}", f"{row['total_cpu_s']:.1f}", f"{row['peak_rss_gib']:.2f}",

@@ -16,9 +16,7 @@ from autoshard.base.spec import Spec
 from autoshard.decide.options import CHECKS
 from autoshard.errors import UsageError
 from autoshard.lower.lower import Lowered, lower
-from autoshard.program.simplify import simplify
 from autoshard.recompute.rewrite import with_recompute
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.cache import cached, key_of
 from autoshard.runtime.check_plan import check_fits
 from autoshard.runtime.execute.backends import backend_of
@@ -68,7 +66,7 @@ def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixe
           seed: int, replan: bool = False) -> Step:
     """The running form of one variant. The first one settles the parameters' placements; later ones keep them,
     unless `replan`. Raises what tracing, planning and lowering raise."""
-    graph = alone(place, lambda: factor_graph(simplify(traced.graph)))
+    graph = traced.graph
     fixed = {} if replan else dict(stored.specs)
     text = share(place, {"mesh": str(place.mesh), "graph of the model": graph.hash}, lambda: _plan(
         traced, graph, place.mesh, settings, fixed, fixed_inputs, replan).to_json(), settings.timeout)

@@ -14,9 +14,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.check_plan import check_fits
 from autoshard.verification.copies import cast, default_dtype, own_copy
 from autoshard.verification.forms import Form, floats, in_float64
@@ -42,9 +40,8 @@ class Call:
 
     def traced(self) -> Traced:
         with self.casting():
-            found = trace(self.model, self.args, self.kwargs, loss_fn=self.loss_fn, training=self.training, marks=self.marks,
-                          fallback=self.fallback, precision=self.precision)
-        return Traced(factor_graph(simplify(found.graph)), found.calling)
+            return trace(self.model, self.args, self.kwargs, loss_fn=self.loss_fn, training=self.training, marks=self.marks,
+                         fallback=self.fallback, precision=self.precision)
 
     def casting(self) -> Any:
         """The autocast context that the model is called in."""

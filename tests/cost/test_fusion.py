@@ -13,9 +13,7 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.cost.fusion import fused
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.route import route_of
 from autoshard.seeds.seeds import resolve_seeds
 from autoshard.space.cost_table import Training, build_cost_table
@@ -35,7 +33,7 @@ class Chain(nn.Module):
 
 
 def graph_of(model, inputs, **options):
-    return factor_graph(simplify(trace(model, inputs, **options).graph))
+    return trace(model, inputs, **options).graph
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,7 @@ def test_a_fusing_plan_is_priced_as_its_lowered_program(tmp_path):
     model, batch = llama.build()
     traced, mesh = trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=2,tp=2")
     plan = plan_traced(traced, mesh, Options(cluster=str(path)), has_loss=True)
-    graph = factor_graph(simplify(traced.graph))
+    graph = traced.graph
     cluster = load_cluster(path)
     assert cluster.device.fuses and plan.cluster["device"]["fuses"] is True
     lowered = lower(graph, plan, mesh, route_of(plan))

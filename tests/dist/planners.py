@@ -9,8 +9,6 @@ from random_plans import random_plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
 from autoshard.base.plan import OpPlan, Plan
-from autoshard.rules.factors import factor_graph
-from autoshard.program.simplify import simplify
 
 
 def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]:
@@ -18,7 +16,7 @@ def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]
     cluster = load_cluster("cpu-gloo")
 
     def planner(traced, mesh, *, stored, inputs) -> Plan:
-        graph = factor_graph(simplify(traced.graph))
+        graph = traced.graph
         plan = random_plan(graph, mesh, Redistribution(mesh, cluster).steps, seed, stored, inputs, outputs)
         return replace(plan, cluster=cluster.snapshot())
 
@@ -27,7 +25,7 @@ def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]
 
 def whole_planner(traced, mesh, *, stored, inputs) -> Plan:
     """Everything whole on every rank: for a mesh of one."""
-    graph, whole = factor_graph(simplify(traced.graph)), (-1,) * mesh.ndim
+    graph, whole = traced.graph, (-1,) * mesh.ndim
     ops = {op.name: OpPlan((whole,) * len(op.refs), (whole,) * len(op.outputs)) for op in graph.ops}
     placements = {op.target: whole for op in graph.of_kind("param", "buffer")}
     return Plan(graph.hash, mesh, load_cluster("cpu-gloo").snapshot(), {}, {"training": graph.training}, ops, placements, (), (),

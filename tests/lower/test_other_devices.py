@@ -17,9 +17,7 @@ from autoshard.errors import UsageError
 from autoshard.lower import attention_kernels
 from autoshard.lower.lower import LocalGraph, bind, lower
 from autoshard.lower.passes.in_place import overwrite
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.compile import Settings
 from autoshard.runtime.execute.eager import straight
 from autoshard.runtime.module import CompiledModule
@@ -37,7 +35,7 @@ def local_graphs(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
     module, mesh = importlib.import_module(f"models.{name}"), Mesh(("dp", "tp"), (2, 2))
     model, batch = module.build()
     batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
-    graph = factor_graph(simplify(trace(model.to(dtype), batch, loss_fn=module.loss).graph))
+    graph = trace(model.to(dtype), batch, loss_fn=module.loss).graph
     route = Redistribution(mesh, load_cluster("h100-dgx")).steps
     plan = random_plan(graph, mesh, route, seed)
     lowered = lower(graph, plan, mesh, route)

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.errors import MeshError, UsageError
-from autoshard.program.simplify import simplify
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.compile import Settings
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.place import locate
@@ -21,7 +19,7 @@ from models import gpt, resnet
 def replicated(traced, mesh: Mesh, *, stored, inputs) -> Plan:
     from autoshard.base.plan import OpPlan
     from autoshard.cost.cluster import load_cluster
-    graph = factor_graph(simplify(traced.graph))
+    graph = traced.graph
     whole = (-1,) * mesh.ndim
     ops = {op.name: OpPlan((whole,) * len(op.refs), (whole,) * len(op.outputs)) for op in graph.ops}
     placements = {op.target: whole for op in graph.of_kind("param", "buffer")}
