@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard import Precision
-from autoshard.api import as_mesh, plan_traced
+from autoshard.api import mesh_of, plan_traced
 from autoshard.base.graph import Ref
 from autoshard.cli.read import parse_precision
 from autoshard.decide.options import Options
@@ -32,7 +32,7 @@ def program(name: str, reduce: str, batch: int = BATCH, param: str = "bf16"):
 
 def planned(name: str, mesh: str, reduce: str, **shape):
     policy = parse_precision(f"param=bf16,master=fp32,reduce={reduce}")
-    return plan_traced(program(name, reduce, **shape), as_mesh(mesh), Options(precision=policy, time_limit=60), has_loss=True)
+    return plan_traced(program(name, reduce, **shape), mesh_of(mesh), Options(precision=policy, time_limit=60), has_loss=True)
 
 
 def cases():

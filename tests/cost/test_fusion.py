@@ -13,6 +13,7 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.cost.fusion import fused
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
+from autoshard.lower.schedule import schedule
 from autoshard.program.trace import trace
 from autoshard.runtime.route import route_of
 from autoshard.seeds.seeds import resolve_seeds
@@ -78,6 +79,6 @@ def test_a_fusing_plan_is_priced_as_its_lowered_program(tmp_path):
     graph = traced.graph
     cluster = load_cluster(path)
     assert cluster.device.fuses and plan.cluster["device"]["fuses"] is True
-    lowered = lower(graph, plan, mesh, route_of(plan))
+    lowered = lower(graph, plan, mesh, schedule(graph, plan, mesh, route_of(plan)))
     assert reprice(graph, lowered, cluster, "adamw") == pytest.approx(plan.objective_s, rel=1e-9)
     assert any(Ref(name, i) in graph.users for name, part in fused(graph).items() for i in part.unwritten)

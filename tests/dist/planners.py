@@ -3,12 +3,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from random_plans import random_plan
 
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
 from autoshard.base.plan import OpPlan, Plan
+from autoshard.decide.options import Options, Passing
+from autoshard.runtime.compile import Settings, Variant
+from autoshard.runtime.step import Step
+
+
+def by_planner(planner: Callable[..., Plan], *, loss_fn: Any = None, plan: Plan | None = None, passing: Passing | None = None,
+               **options: Any) -> Settings:
+    """As `autoshard.compile` has it, with `planner` in place of the search. `options`: others of `compile`."""
+    made = Options.of(options)
+
+    def build(variant: Variant) -> Step:
+        found = variant.agreed_plan(planner)
+        return variant.bind(found, variant.lower(found, variant.schedule(found)))
+
+    return Settings(build, made if passing is None else replace(made, passing=passing), loss_fn, plan)
 
 
 def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]:

@@ -99,6 +99,6 @@ def test_every_byte_of_random_plans(name: str, mesh: str) -> None:
     for seed in range(2):
         plan = random_plan(graph, on, route, seed)
         predicted = peak_of(graph, plan, route, footprints)
-        seen = run_fake(graph, plan, lower(graph, plan, on, route), footprints.apart)
+        seen = run_fake(graph, plan, lower(graph, plan, on, schedule(graph, plan, on, route)), footprints.apart)
         exact = (name, mesh) != ("bert", "a=2,b=2")  # there 32 KiB that are sent are counted for longer than they live
         assert seen <= predicted <= (seen if exact else 1.02 * seen), f"seed {seed}"

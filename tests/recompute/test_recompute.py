@@ -12,6 +12,7 @@ from autoshard.base.plan import AGAIN, Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
+from autoshard.lower.schedule import schedule
 from autoshard.program.interpret import run
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import CHEAP, FAMILIES, candidates, with_recompute
@@ -70,5 +71,5 @@ def test_a_plan_that_recomputes_fits_round_trips_and_costs_what_it_says() -> Non
     assert plan.recompute and plan.memory["total"] <= budget and plan.objective_s > free.objective_s
     assert plan.graph_hash == free.graph_hash and Plan.from_json(plan.to_json()) == plan
     graph = with_recompute(traced.graph, plan.recompute)
-    lowered = lower(graph, plan, mesh, route_of(plan))
+    lowered = lower(graph, plan, mesh, schedule(graph, plan, mesh, route_of(plan)))
     assert reprice(graph, lowered, load_cluster("h100-dgx"), "adamw") == pytest.approx(plan.objective_s, rel=1e-9)

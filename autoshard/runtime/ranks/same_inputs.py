@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.base.spec import Spec
-from autoshard.decide.options import CHECKS
 from autoshard.errors import UsageError
 from autoshard.runtime.ranks.agree import gathered
 from autoshard.runtime.ranks.place import Place
@@ -23,7 +22,7 @@ from autoshard.runtime.ranks.place import Place
 
 def is_due(calls: int, check: str) -> bool:
     """Whether ranks compare before the call that comes after so many `calls` of a variant."""
-    return check == CHECKS[1] or check == CHECKS[0] and not calls & (calls - 1)
+    return check == "always" or check == "first" and not calls & (calls - 1)
 
 
 def compare_inputs(place: Place, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], names: Sequence[str],
