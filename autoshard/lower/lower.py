@@ -87,8 +87,8 @@ class Lowered:
 
 
 def lower(graph: Graph, plan: Plan, mesh: Mesh, order: Schedule) -> Lowered:
-    """The local graphs that work in `order`, the plan's schedule. Raises LoweringError naming the op whose local form cannot be built, PlanError for a plan that does not
-    fit the graph."""
+    """The local graphs that work in `order`, the plan's schedule. Raises LoweringError naming the op whose local form cannot be built,
+    PlanError for a plan that does not fit the graph."""
     windows: list[LocalGraph] = []
     for window in order.windows:
         windows.append(_Lowering(graph, plan, mesh, order, window, saved_strides(windows)).run())

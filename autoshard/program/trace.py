@@ -54,7 +54,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
           precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False,
           raw: bool = False) -> Traced:
     """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`, to its canonical graph: simplified, with the factors of
-    every dim. `raw`: the graph as it was recorded. Arguments are bound as Python does; the
+    every dim; `raw`: as it was recorded. Arguments are bound as Python does; the
     target may also be given by the name that only `loss_fn` has.
 
     Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
