@@ -7,9 +7,9 @@ from typing import Any
 
 from random_plans import random_plan
 
+from autoshard.base.plan import OpPlan, Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.base.plan import OpPlan, Plan
 from autoshard.decide.options import Options, Passing
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.step import Step

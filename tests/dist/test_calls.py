@@ -21,8 +21,8 @@ from call_forms_run import check  # noqa: E402
 from harness import assert_near, on_ranks, same_gradients  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
-from autoshard.errors import AutoshardError, UsageError  # noqa: E402
 from autoshard.decide.options import Passing  # noqa: E402
+from autoshard.errors import AutoshardError, UsageError  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 

@@ -20,9 +20,9 @@ from planners import by_planner, random_planner  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.errors import AutoshardError, LoweringError  # noqa: E402
+from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks import heartbeat  # noqa: E402
 from autoshard.runtime.ranks.agree import share  # noqa: E402
-from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist

@@ -11,9 +11,9 @@ from planners import by_planner, random_planner
 from torch import nn
 
 from autoshard.runtime.carriers import gloo_messages, over_shared_memory
+from autoshard.runtime.carriers.shared_memory import share_memory
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.place import locate
-from autoshard.runtime.carriers.shared_memory import share_memory
 
 pytestmark = pytest.mark.dist
 

@@ -17,8 +17,8 @@ from harness import on_ranks, whole  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
 from autoshard.errors import AutoshardError, LoweringError, ModelError, TraceError  # noqa: E402
-from autoshard.runtime.ranks.agree import alone, share  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
+from autoshard.runtime.ranks.agree import alone, share  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist

@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import assert_near, assert_same_training, on_ranks, same_gradients, whole  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
+from autoshard.decide.options import Passing  # noqa: E402
 from autoshard.errors import PlanError, UsageError  # noqa: E402
 from autoshard.runtime.cache import cache_folder  # noqa: E402
-from autoshard.decide.options import Passing, shard_batch  # noqa: E402
+from autoshard.runtime.inputs import shard_batch  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 from autoshard.runtime.trace_collectives import recorded_collectives  # noqa: E402
@@ -175,7 +176,7 @@ def replanning() -> None:
     for step in range(4):
         if step == 2:
             before = dict(fast._stored.specs)
-            object.__setattr__(fast.settings, "planner", random_planner(5))
+            object.__setattr__(fast.settings, "build", by_planner(random_planner(5)).build)
             fast.replan(one)
             assert before != fast._stored.specs, "the other planner should move something"
         for m, o in ((fast, one), (model, two)):

@@ -20,8 +20,8 @@ from harness import assert_near, on_ranks, same_gradients, whole  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
 from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.ranks.place import locate  # noqa: E402
 from autoshard.runtime.params.update import local_update  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist
 SEEDS = (0, 3)

@@ -26,9 +26,9 @@ import autoshard  # noqa: E402
 from autoshard import _torch  # noqa: E402
 from autoshard.lower.overwrite_table import SWAP  # noqa: E402
 from autoshard.runtime.carriers.gloo_messages import Members  # noqa: E402
+from autoshard.runtime.carriers.shared_memory import Shared  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
-from autoshard.runtime.carriers.shared_memory import Shared  # noqa: E402
 from autoshard.runtime.step import Function  # noqa: E402
 from models import moe, resnet  # noqa: E402
 
