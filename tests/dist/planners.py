@@ -15,7 +15,7 @@ from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.step import Step
 
 
-def by_planner(planner: Callable[..., Plan], *, loss_fn: Any = None, plan: Plan | None = None, passing: Passing | None = None,
+def by_planner(planner: Callable[..., Plan], *, loss_fn: Any = None, plan: Plan | None = None, passing: Passing | None = None, key: str = "",
                **options: Any) -> Settings:
     """As `autoshard.compile` has it, with `planner` in place of the search. `options`: others of `compile`."""
     made = Options.of(options)
@@ -24,7 +24,7 @@ def by_planner(planner: Callable[..., Plan], *, loss_fn: Any = None, plan: Plan 
         found = variant.agreed_plan(planner)
         return variant.bind(found, variant.lower(found, variant.schedule(found)))
 
-    return Settings(build, made if passing is None else replace(made, passing=passing), loss_fn, plan)
+    return Settings(build, made if passing is None else replace(made, passing=passing), loss_fn, plan, key)
 
 
 def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]:
