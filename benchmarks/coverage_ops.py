@@ -37,7 +37,6 @@ from autoshard.base.spec import divides as fits  # noqa: E402
 from autoshard.errors import AutoshardError  # noqa: E402
 from autoshard.program.calling import Traced  # noqa: E402
 from autoshard.program.interpret import values  # noqa: E402
-from autoshard.program.simplify import simplify  # noqa: E402
 from autoshard.program.trace import trace  # noqa: E402
 from autoshard.rules import registry  # noqa: E402
 from autoshard.rules.check.oracle import Wrong, check_rows, missing_rows  # noqa: E402
@@ -95,14 +94,14 @@ def calls_of(op: Any, sample: Any, grad: bool) -> Iterator[tuple[Call, list[torc
     tensors = tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in model.tensors)
     grad = grad and any(t.requires_grad for t in model.tensors)
     traced = trace(model, tuple(t.requires_grad_(was.requires_grad) for t, was in zip(tensors, model.tensors, strict=True))
-                   if grad else tensors, training=grad)
-    yield from values_of_calls(traced, {}, tuple(t.detach() for t in tensors), {})
+                   if grad else tensors, training=grad, raw=True)  # the sample's own ops, also those that simplifying would fold
+    yield from values_of_calls(Traced(factor_graph(traced.graph), traced.calling), {}, tuple(t.detach() for t in tensors), {})
 
 
 def values_of_calls(traced: Traced, state: Any, args: Any, kwargs: Any) -> Iterator[tuple[Call, list[torch.Tensor]]]:
     """Every call of a graph with the tensors it meets in a run; not those (embedding bags) whose tensors have other
     shapes in a run than in the trace."""
-    graph = factor_graph(traced.graph)
+    graph = traced.graph
     tangents = {op.target: torch.randn(op.outputs[0].shape, dtype=op.outputs[0].dtype) for op in graph.of_kind("tangent")}
     found = values(traced, state, args, kwargs, tangents=tangents)
     wrong = {op.name for op in graph.of_kind("call") for t, m in zip(found[op.name], op.outputs, strict=True)
@@ -248,7 +247,6 @@ def model_calls(path: Path, reached: set[str]) -> Iterator[tuple[Call, list[torc
             continue
         reached |= wanted
         state = {n: t.detach() for n, t in (*example.model.named_parameters(), *example.model.named_buffers())}
-        traced = Traced(simplify(traced.graph), traced.calling)
         yield from (c for c in values_of_calls(traced, state, example.args, example.inputs) if str(c[0].target) in wanted)
 
 

@@ -28,7 +28,7 @@ def measure(reference: str) -> None:
     with torch.device("meta"):
         model, example = module.build(size or "tiny")
     start = time.process_time()
-    graph = trace(model, example, loss_fn=module.loss, precision=Precision()).graph
+    graph = trace(model, example, loss_fn=module.loss, precision=Precision(), raw=True).graph
     traced = time.process_time()
     simple = simplify(graph)
     done = time.process_time()

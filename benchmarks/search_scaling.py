@@ -50,18 +50,19 @@ def subject(sweep: str, n: int) -> tuple[dict[str, Any], str]:
 
 def point(sweep: str, n: int) -> dict[str, Any]:
     """Plan one point in this process and measure it."""
-    from autoshard.api import Clock, as_mesh, cpu_seconds, plan_traced
+    from autoshard.api import mesh_of, plan_traced
     from autoshard.decide.options import Options
+    from autoshard.decide.phase_timer import PhaseTimer, cpu_seconds
     from autoshard.program.trace import trace
     from models import llama
 
     options, mesh = subject(sweep, n)
     with torch.device("meta"):
         model, inputs = llama.build(**options)
-    clock, start = Clock(None), cpu_seconds()
+    clock, start = PhaseTimer(), cpu_seconds()
     with clock("trace"):
         traced = trace(model, inputs, {}, loss_fn=llama.loss)
-    plan = plan_traced(traced, as_mesh(mesh), Options(time_limit=600.0, memory_budget=AMPLE), clock=clock, has_loss=True)
+    plan = plan_traced(traced, mesh_of(mesh), Options(time_limit=600.0, memory_budget=AMPLE), clock=clock, has_loss=True)
     return {"sweep": sweep, "n": n, "mesh": mesh, "ops": len(traced.graph.ops), "choices": plan.search["choices"],
             "cpu_s": cpu_seconds() - start, "phases": clock.cpu_seconds,
             "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "status": plan.status, "gap": plan.gap}
@@ -79,7 +80,7 @@ COLUMNS = ("sweep", "point", "mesh", "ops", "strategies", "trace", "tables and f
 
 def cells(p: dict[str, Any]) -> list[str]:
     phases = p["phases"]
-    build = sum(phases[k] for k in ("simplify", "strategies", "costs", "formulate", "assemble"))
+    build = sum(phases[k] for k in ("strategies", "costs", "formulate", "assemble"))
     return [p["sweep"], str(p["n"]), p["mesh"], f"{p['ops']:,}", f"{p['choices']:,}", f"{phases['trace']:.1f}", f"{build:.1f}",
             f"{phases['search']:.1f}", f"{p['cpu_s']:.1f}", f"{p['gib']:.2f}", f"{p['status']} (gap {p['gap']:.1%})"]
 

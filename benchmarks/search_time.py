@@ -30,7 +30,8 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 1
 
 def run_case(name: str) -> dict:
     """Plan one case in this process and measure it."""
-    from autoshard.api import Clock, Options, as_mesh, cpu_seconds, plan_traced
+    from autoshard.api import Options, mesh_of, plan_traced
+    from autoshard.decide.phase_timer import PhaseTimer, cpu_seconds
     from autoshard.program.load import load_model
     from autoshard.program.trace import trace
 
@@ -40,10 +41,10 @@ def run_case(name: str) -> dict:
         config.write_text(json.dumps(GPT2))
         hf = str(config) if reference == "hf-gpt2" else None
         spec = load_model(None if hf else reference, batch=batch, seq=seq, dtype="bf16", hf=hf)
-    clock, start = Clock(lambda phase, detail: print(f"  {phase} {detail}", file=sys.stderr)), cpu_seconds()
+    clock, start = PhaseTimer(lambda phase, detail: print(f"  {phase} {detail}", file=sys.stderr)), cpu_seconds()
     with clock("trace"):
         traced = trace(spec.model, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn)
-    plan = plan_traced(traced, as_mesh(mesh), Options(time_limit=600.0), clock=clock, has_loss=spec.loss_fn is not None)
+    plan = plan_traced(traced, mesh_of(mesh), Options(time_limit=600.0), clock=clock, has_loss=spec.loss_fn is not None)
     return {"case": name, "ops": len(traced.graph.ops), "planned_ops": len(plan.ops), "cpu_s": clock.cpu_seconds,
             "total_cpu_s": cpu_seconds() - start, "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             "objective_s": plan.objective_s, "gap": plan.gap, "status": plan.status, "search": dict(plan.search),
@@ -60,7 +61,7 @@ def show(rows: list[dict]) -> None:
         table.add_column(column, justify="left" if column in ("case", "status") else "right")
     for row in rows:
         cpu, peer = row["cpu_s"], CASES[row["case"]][-1]
-        build = sum(cpu.get(k, 0) for k in ("simplify", "strategies", "costs", "formulate"))
+        build = sum(cpu.get(k, 0) for k in ("strategies", "costs", "formulate"))
         theirs = peer.get("total") or (sum(peer[k] for k in ("trace", "build", "solve")) if "trace" in peer else None)
         table.add_row(row["case"], str(row["ops"]), f"{cpu['trace']:.1f}", f"{build:.1f}", f"{cpu['search']:.1f}",
                       f"{row['total_cpu_s'] - cpu['trace']:.1f}", f"{row['total_cpu_s']:.1f}", f"{row['peak_rss_gib']:.2f}",

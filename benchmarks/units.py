@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import argparse
 
-from autoshard.api import as_mesh
+from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import load_cluster
 from autoshard.formulate.problem_of import formulate
 from autoshard.program.load import load_model
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import Training, build_cost_table
 from autoshard.space.decision_units import find_units, singletons
@@ -29,7 +27,7 @@ def main() -> None:
     args = parser.parse_args()
     spec = load_model(args.model, batch=args.batch, seq=args.seq, dtype="bf16")
     traced = trace(spec.model, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn)
-    graph, mesh = factor_graph(simplify(traced.graph)), as_mesh(args.mesh)
+    graph, mesh = traced.graph, parse_mesh(args.mesh)
     strategies = enumerate_strategies(graph, mesh, Seeds())
     table = build_cost_table(graph, mesh, load_cluster(args.cluster), strategies, Training())
     print(f"{args.model} on {mesh}: {len(graph.ops)} ops")

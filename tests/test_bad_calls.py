@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import AutoshardError, Mesh, cli
 from autoshard.cost.compute import OPTIMIZERS
-from autoshard.decide.options import MODES, Options
+from autoshard.decide.options import Options, Passing, Running, choices_of
 from autoshard.errors import InfeasibleError, MeshError, ModelError, PlanError, UsageError
 from autoshard.search import BACKENDS
 
@@ -153,6 +153,7 @@ def test_a_bad_command_line(monkeypatch, capsys, arguments: tuple[str, ...], wor
     assert words in refused(monkeypatch, capsys, *arguments)
 
 
+MODES = {**choices_of(Options), **choices_of(Passing)}
 LISTS = {"search": (*BACKENDS, "propagate"), "optimizer": tuple(OPTIMIZERS), "fallback": MODES["fallback"], "offload": MODES["offload"],
          "precision": ("bf16", "fp16", "fp32", "fp64", "param", "master", "reduce")}
 
@@ -172,11 +173,12 @@ def test_help_and_docstring_list_every_choice(monkeypatch, capsys) -> None:
         assert [c for c in choices if not re.search(rf"\b{c}\b", about)] == [], option
 
 
-@pytest.mark.parametrize("option", MODES)
-def test_errors_list_every_choice(option: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        Options(**{option: "?"})
-    assert all(choice in str(raised.value) for choice in MODES[option])
+@pytest.mark.parametrize(("part", "option"), [(part, option) for part in (Options, Passing, Running) for option in choices_of(part)])
+def test_errors_list_every_choice(part: type, option: str) -> None:
+    for make in (part, lambda **given: Options.of(given)):
+        with pytest.raises(UsageError) as raised:
+            make(**{option: "?"})
+        assert all(choice in str(raised.value) for choice in choices_of(part)[option])
 
 
 AMOUNT = r"([\d.]+(?:e\+\d+)? (?:[KMG]iB|bytes))"

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from autoshard import Precision
-from autoshard.api import as_mesh, plan_traced
+from autoshard.api import mesh_of, plan_traced
 from autoshard.base.graph import Ref
 from autoshard.cli.read import parse_precision
 from autoshard.decide.options import Options
 from autoshard.program.flow import casts_of_parts, reduction_dtypes
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
 
 BATCH = 4096
@@ -33,7 +32,7 @@ def program(name: str, reduce: str, batch: int = BATCH, param: str = "bf16"):
 
 def planned(name: str, mesh: str, reduce: str, **shape):
     policy = parse_precision(f"param=bf16,master=fp32,reduce={reduce}")
-    return plan_traced(program(name, reduce, **shape), as_mesh(mesh), Options(precision=policy, time_limit=60), has_loss=True)
+    return plan_traced(program(name, reduce, **shape), mesh_of(mesh), Options(precision=policy, time_limit=60), has_loss=True)
 
 
 def cases():
@@ -64,7 +63,7 @@ def test_every_gradient_of_llama_is_reduced_in_the_dtype_asked_for():
 def test_every_gradient_may_be_summed_somewhere(name, reduce):
     """On every way from where a gradient is made to its output some value may move: in the dtype asked for, or, where
     the gradient never is in it (batch norm), anywhere."""
-    graph = simplify(program(name, reduce, batch=8).graph)
+    graph = program(name, reduce, batch=8).graph
     wanted, of_parts = reduction_dtypes(graph), casts_of_parts(graph)
     for op in graph.of_kind("output"):
         if str(op.target).startswith("grad:"):

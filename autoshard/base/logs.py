@@ -12,7 +12,7 @@ import logging
 from autoshard.errors import UsageError
 
 VARIABLE = "AUTOSHARD_LOGS"
-PHASES = ("all", "trace", "simplify", "strategies", "costs", "formulate", "search", "propagate", "assemble", "baselines", "runtime")
+PHASES = ("all", "trace", "strategies", "costs", "formulate", "search", "propagate", "assemble", "baselines", "runtime")
 LEVELS = {"+": logging.DEBUG, "-": logging.ERROR}
 
 

@@ -36,11 +36,11 @@ def compare(request: Request,
         check_writable(html)
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)
-        from autoshard.api import Clock
+        from autoshard.decide.phase_timer import PhaseTimer
         from autoshard.study.compare import comparison, save
 
         found = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss,
-                           clock=Clock(progress))
+                           clock=PhaseTimer(progress))
     if save_dir is not None:
         save(found, save_dir)
     if html is not None:

@@ -69,36 +69,36 @@ def _asked(request: Request, progress: Callable) -> tuple[Asked, Any]:
     from autoshard.base.plan import Plan
 
     plan = Plan.load(Path(request.model))
-    return as_planned(request, plan).traced(progress), plan
+    from autoshard.decide.options import planned_under
+
+    return _source(request, plan).traced(progress, **planned_under(plan)), plan
 
 
-def as_planned(request: Request, plan: Any) -> Request:
-    """The request that made a plan. Raises PlanError for a plan of a model that has no reference."""
-    model, settings = plan.model, plan.settings
+def _source(request: Request, plan: Any) -> Request:
+    """The request for the model of a plan. Raises PlanError for a plan of a model that has no reference."""
+    model = plan.model
     if not model.get("reference"):
         raise PlanError(f"{request.model} does not say which model it is for (it was made in Python); give the model and --mesh")
-    hf, precision = model.get("hf"), settings.get("precision")
-    return replace(request, mesh=str(plan.mesh), model=None if hf else model["reference"], hf=Path(hf) if hf else None,
-                   batch=model.get("batch"), seq=model.get("seq"), dtype=model.get("dtype"),
-                   cluster=request.cluster if request.cluster != Request.cluster else plan.cluster["name"],
-                   optimizer=settings["optimizer"], inference=not settings["training"],
-                   precision=",".join(f"{k}={v}" for k, v in precision.items()) if precision else None,
-                   offload=settings.get("offload", "none"),
-                   seed=[f"{k}={v}" for k, v in plan.seeds.items()], seeds=None)
+    hf = model.get("hf")
+    return replace(request, mesh=str(plan.mesh), model=None if hf else model["reference"], hf=Path(hf) if hf else None, batch=model.get("batch"),
+                   seq=model.get("seq"), dtype=model.get("dtype"), inference=not plan.settings["training"],
+                   cluster=request.cluster if request.cluster != Request.cluster else plan.cluster["name"])
 
 
 def _chosen(asked: Asked, plan: Any, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     """What the plan chose, on today's tables; searched first where there is no plan, and then with the search's status."""
     from autoshard import api
+    from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.study.explain import chosen_by
 
-    table = api.prices(asked.traced, asked.mesh, asked.options, clock=api.Clock(progress))
-    found = plan or api.decide(table, asked.options, clock=api.Clock(progress), has_loss=asked.has_loss)
+    table = api.prices(asked.traced, asked.mesh, asked.options, clock=PhaseTimer(progress))
+    found = plan or api.decide(table, asked.options, clock=PhaseTimer(progress), has_loss=asked.has_loss)
     return chosen_by(found, table), () if plan else (found.status,)
 
 
 def _edge(asked: Asked, plan: Any, text: str, layouts: tuple[str | None, str | None], rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard import api
+    from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.seeds.grammar import specs_of
     from autoshard.seeds.names import find_edge
     from autoshard.study.explain import edge_table
@@ -107,7 +107,7 @@ def _edge(asked: Asked, plan: Any, text: str, layouts: tuple[str | None, str | N
     if source is None:
         chosen, statuses = _chosen(asked, plan, progress)
         return edge_table(chosen.table, find_edge(chosen.table.graph, text), chosen, most=rows), statuses
-    table = api.prices(asked.traced, asked.mesh, asked.options, clock=api.Clock(progress))
+    table = api.prices(asked.traced, asked.mesh, asked.options, clock=PhaseTimer(progress))
     edge = find_edge(table.graph, text)
     if target is not None:
         from autoshard.study.layout_pairs import layout_pair

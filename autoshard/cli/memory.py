@@ -31,10 +31,11 @@ def memory(request: Request,
     wanted = [parse_bytes(text) for text in budget or []]
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)
-        from autoshard.api import Clock, prices
+        from autoshard.api import prices
+        from autoshard.decide.phase_timer import PhaseTimer
         from autoshard.study.sweep import sweep
 
-        clock = Clock(progress)
+        clock = PhaseTimer(progress)
         table = prices(asked.traced, asked.mesh, asked.options, clock=clock)
         points = sweep(table, asked.options, wanted, steps=steps, has_loss=asked.has_loss, model=asked.model,
                        say=lambda text: progress("search", text), clock=clock)

@@ -90,14 +90,14 @@ def print_plan(plan: Any, as_json: bool) -> None:
 def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress: Callable[[str, str], None]) -> Any:
     """The plan, with its page written: what is known beyond the plan while the model is at hand is in it too."""
     from autoshard import api
+    from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.report.html import write
     from autoshard.study.alternatives import alternatives
     from autoshard.study.compare import comparison
     from autoshard.study.explain import chosen_by
 
-    clock = api.Clock(progress)
-    with clock("load and trace"):
-        asked = request.traced(progress)
+    clock = PhaseTimer(progress)
+    asked = request.traced(progress, clock)
     table = api.prices(asked.traced, asked.mesh, asked.options, clock=clock)
     beside = None
     if with_baselines:

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from autoshard.base.mesh import Mesh
     from autoshard.base.plan import Plan
     from autoshard.decide.options import Options
+    from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.program.calling import Traced
     from autoshard.program.load import ModelSpec
 
@@ -68,27 +70,28 @@ class Request:
     def what(self) -> str:
         return self.model or str(self.hf or "")
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `autoshard.plan`. Raises UsageError."""
-        return {"cluster": self.cluster, "memory_budget": self.memory, "optimizer": self.optimizer,
-                "seeds": parse_seeds(self.seed or [], self.seeds), "precision": parse_precision(self.precision),
-                "time_limit": self.time_limit, "search": self.search, "fallback": self.fallback, "offload": self.offload}
+    @cached_property
+    def options(self) -> Options:
+        """Raises UsageError."""
+        from autoshard.decide.options import Options
 
-    def check(self) -> None:
+        seeds, precision = parse_seeds(self.seed or [], self.seeds), parse_precision(self.precision)
+        return Options.of(vars(self), seeds=seeds, precision=precision, memory_budget=self.memory)
+
+    def check(self, options: Options | None = None) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
         import torch
 
         from autoshard.base.mesh import parse_mesh
         from autoshard.cost.cluster import load_cluster
         from autoshard.cost.compute import optimizer_state_bytes
-        from autoshard.decide.options import Options, parse_bytes
 
         cluster = load_cluster(self.cluster)
         cluster.links_for(parse_mesh(self.mesh))
-        Options(**{**self.settings, "memory_budget": parse_bytes(self.memory)}).check_offload(cluster, not self.inference)
+        options = options or self.options
+        options.check_offload(cluster, not self.inference)
         if not self.inference:
-            optimizer_state_bytes(self.optimizer, torch.float32)  # an unknown one, before the work
+            optimizer_state_bytes(options.optimizer, torch.float32)  # an unknown one, before the work
 
     def load(self, fake: bool = True) -> ModelSpec:
         """The model with example inputs, on the meta device unless `fake` is False. Raises ModelError, UsageError."""
@@ -100,34 +103,33 @@ class Request:
             spec.model.eval()
         return spec
 
-    def traced(self, progress: Callable[[str, str], None]) -> Asked:
-        """Load and trace the model, for commands that look at more than one plan of it."""
-        settings = self.settings
+    def traced(self, progress: Callable[[str, str], None], clock: PhaseTimer | None = None, **planned: Any) -> Asked:
+        """Load and trace the model, for commands that look at more than one plan of it. `clock` times the trace; `planned`: options of a plan
+        that come before those given here."""
+        options = replace(self.options, **planned)
         progress("load", self.what)
-        self.check()
+        self.check(options)
         from autoshard.base.mesh import parse_mesh
-        from autoshard.decide.options import Options, parse_bytes
+        from autoshard.decide.arguments import check_called
+        from autoshard.decide.phase_timer import PhaseTimer
         from autoshard.program.trace import trace
 
         spec = self.load()
-        options = Options(**{**settings, "memory_budget": parse_bytes(self.memory)})
-        progress("trace", "")
-        traced = trace(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), loss_fn=spec.loss_fn,
-                       training=not self.inference, precision=options.precision, marks=options.marks, fallback=options.fallback)
+        check_called(spec.model, spec.example_inputs, spec.example_kwargs)
+        with (clock or PhaseTimer(progress))("trace"):
+            traced = trace(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), loss_fn=spec.loss_fn,
+                           training=not self.inference, precision=options.precision, marks=options.marks, fallback=options.fallback)
         return Asked(traced, parse_mesh(self.mesh), options, spec.loss_fn is not None,
                      {"reference": spec.reference, **spec.settings})
 
     def plan(self, progress: Callable[[str, str], None]) -> Plan:
         """Load the model and search its plan."""
-        settings = self.settings
-        progress("load", self.what)
-        self.check()
         from autoshard import api
+        from autoshard.decide.phase_timer import PhaseTimer
 
-        spec = self.load()
-        return api.plan(spec.model, self.mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn,
-                        training=not self.inference, progress=progress,
-                        model_info={"reference": spec.reference, **spec.settings}, **settings)
+        clock = PhaseTimer(progress)
+        asked = self.traced(progress, clock)
+        return api.plan_traced(asked.traced, asked.mesh, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
 
 
 def takes_request(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:

@@ -68,7 +68,8 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
     from dataclasses import replace
 
     from autoshard.base.mesh import parse_mesh
-    from autoshard.verification.check import DEFAULT_PLANS, precision_of, verify
+    from autoshard.decide.options import Passing
+    from autoshard.verification.check import DEFAULT_PLANS, verify
     from autoshard.verification.plans import check_names
     from autoshard.verification.processes import Processes
     from autoshard.verification.small import Source, fitting
@@ -81,13 +82,12 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
         plan, source = _given(path, source)
     source, notes = fitting(source, mesh.size, folder, whole=plan is not None)
     spec = source.load()
-    settings = request.settings
-    precision = settings["precision"] or precision_of(plan)
-    elsewhere = Processes(source, mesh, request.optimizer, inputs, request.fallback, precision) if processes else None
+    options = replace(request.options, passing=Passing(inputs)).filled(plan, "precision")
+    elsewhere = Processes(source, mesh, options) if processes else None
     report = verify(spec.model, mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn, plan=plan, plans=names,
                     steps=steps, training=not request.inference, optimizer=request.optimizer, tolerance=tolerance,
-                    memory_budget=request.memory, inputs=inputs, fallback=request.fallback, seeds=settings["seeds"],
-                    cluster=settings["cluster"], time_limit=settings["time_limit"], precision=precision, elsewhere=elsewhere, progress=progress)
+                    memory_budget=options.memory_budget, inputs=inputs, fallback=options.fallback, seeds=options.seeds,
+                    cluster=options.cluster, time_limit=options.time_limit, precision=options.precision, elsewhere=elsewhere, progress=progress)
     where = f"as {mesh.size} gloo processes" if processes else f"all {mesh.size} ranks in one process"
     return replace(report, notes=(*report.notes, *notes)), where
 

@@ -33,14 +33,20 @@ REQUIRED: dict[str, Check] = {
 }
 
 
-def check_arguments(model: Any, example_inputs: Any, **given: Any) -> None:
-    """Raises ModelError where `model` is no module, UsageError for what else is not of the kind its name asks for."""
-    _check_model(model)
-    _check_inputs(example_inputs)
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Checks those of `given` that have a row above. Raises ModelError where `model` is no module, UsageError for what else is not of the kind
+    its name asks for."""
+    _check_model(given["model"])
+    _check_inputs(given["example_inputs"])
     for name, value in given.items():
-        fits, wanted = (REQUIRED.get(name) or OPTIONAL[name])
-        if not (value is None and name in OPTIONAL) and not fits(value):
+        fits, wanted = REQUIRED.get(name) or OPTIONAL.get(name) or (None, "")
+        if fits is not None and not (value is None and name in OPTIONAL) and not fits(value):
             raise UsageError(f"{name} is {_what(value)}; give {wanted}")
+
+
+def loaded(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    """The plan, from its file where that is given. Raises PlanError."""
+    return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
 
 
 def check_called(model: nn.Module, example_inputs: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> None:

@@ -7,7 +7,6 @@ together keep its time limit, and what stops it stops each.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,6 @@ from autoshard.formulate.problem_of import Formulation, unreachable
 from autoshard.play.timeline import Timeline
 from autoshard.search import Board, Clock, solve
 from autoshard.search.board import TIED, Progress
-from autoshard.search.mip import guarded
 from autoshard.search.problem import Edge, Problem, Solution, Status, evaluate, row_loads
 
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
@@ -52,11 +50,6 @@ def search_within(formulation: Formulation, limit: float, *, measure: Measure, c
     if answer.choice is None:
         return answer
     return _played(formulation, limit, answer, measure, incumbents, clock, **options)
-
-
-def cpu_seconds() -> float:
-    """Of this process and of its solver processes."""
-    return time.process_time() + guarded.cpu_seconds()
 
 
 def search_ample(formulation: Formulation, *, clock: Clock, incumbents: Sequence[np.ndarray], progress: Progress | None = None,

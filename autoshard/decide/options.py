@@ -1,21 +1,24 @@
-"""What the user may set about planning, in one frozen place shared by `plan` and `compile`."""
+"""What a user may set, in one frozen place, built once by `plan`, `compile`, `verify` and the command line.
+
+A new option is a field here, and its help text where users meet it: the docstring of `plan` or `compile`, whose keyword of the same
+name fills the field, and cli/request.py, likewise."""
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
-from autoshard.errors import UsageError
+from autoshard.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from autoshard.cost.cluster import Cluster
 
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-MODES = {"inputs": ("global", "local"), "outputs": ("replicate", "dtensor", "local"),
-         "fallback": ("error", "replicate"), "offload": ("none", "optimizer")}
 
 PROPAGATE = "propagate"
 """In place of a search backend: spread the seeds, search nothing."""
@@ -23,30 +26,84 @@ PROPAGATE = "propagate"
 Progress = Callable[[str, str], None]
 
 
+def one_of(*choices: str, recorded: bool = False) -> Any:
+    """A field that takes one of some words, the first by default. `recorded`: a plan file says it where it is another."""
+    return field(default=choices[0], metadata={"choices": choices, "recorded": recorded})
+
+
+class _Checked:
+    """A part of the options whose words are checked. Raises UsageError."""
+
+    def __post_init__(self) -> None:
+        for name, choices in choices_of(type(self)).items():
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
+
+
+def choices_of(part: type) -> dict[str, tuple[str, ...]]:
+    """The words that fields of a part of the options may take."""
+    return {f.name: f.metadata["choices"] for f in fields(part) if "choices" in f.metadata}
+
+
 @dataclass(frozen=True)
-class Options:
-    """Planning options; see `autoshard.plan` for their meaning. Raises UsageError for unusable values."""
+class Passing(_Checked):
+    """How tensors cross the border. With inputs "local" every rank passes its piece of dim 0, split over
+    `batch_axes` (major first in mesh order; none: the first mesh axis); DTensor inputs always bring their own placement."""
+
+    inputs: str = one_of("global", "local")
+    outputs: str = one_of("replicate", "dtensor", "local")
+    batch_axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Running(_Checked):
+    """How a compiled model runs; nothing here changes a plan. `cache`: folder of plans; `checkpoint`: folder to fill a meta model
+    from; `timeout`: seconds that ranks wait for the leading one; `check_inputs`: when ranks compare the numbers of their inputs."""
+
+    backend: str = "eager"
+    check_inputs: str = one_of("first", "always", "never")
+    checkpoint: str | None = None
+    cache: Path | None = None
+    timeout: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Options(_Checked):
+    """See `autoshard.plan` and `autoshard.compile` for their meaning; bytes, seconds. Raises UsageError for unusable values."""
 
     optimizer: str = "adamw"
     precision: Precision | None = None
     seeds: Mapping[str, Any] = field(default_factory=dict)
-    inputs: str = "global"
-    outputs: str = "replicate"
+    passing: Passing = Passing()
     memory_budget: float | None = None
     cluster: str = "h100-dgx"
     time_limit: float = 60.0
     search: str = "auto"
-    fallback: str = "error"
-    offload: str = "none"
+    fallback: str = one_of("error", "replicate", recorded=True)
+    offload: str = one_of("none", "optimizer", recorded=True)
+    running: Running = Running()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], **instead: Any) -> Options:
+        """From arguments of `plan`, `compile` or `verify` as the user gave them: those whose names are fields. `instead` comes
+        before `given`. Raises UsageError."""
+        named = {**given, **instead}
+        if "optimizer" in named:
+            named["optimizer"] = optimizer_name(named["optimizer"])
+        named["memory_budget"] = parse_bytes(named.get("memory_budget"))
+        named["batch_axes"] = tuple(named.get("batch_axes", ()))
+
+        def part(kind: type) -> dict[str, Any]:
+            return {f.name: named[f.name] for f in fields(kind) if f.name in named}
+
+        return cls(**{"passing": Passing(**part(Passing)), "running": Running(**part(Running)), **part(cls)})
 
     def __post_init__(self) -> None:
         from autoshard.search import BACKENDS  # loads the solvers
 
         if self.search not in (known := (*BACKENDS, PROPAGATE)):
             raise UsageError(f"no search backend {self.search!r}; there are {', '.join(known)}")
-        for name, allowed in MODES.items():
-            if getattr(self, name) not in allowed:
-                raise UsageError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        super().__post_init__()
         if not self.time_limit > 0:
             raise UsageError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
         if self.memory_budget is not None and not self.memory_budget > 0:
@@ -61,8 +118,9 @@ class Options:
 
     @property
     def text(self) -> str:
-        """All options but the cluster, whose numbers count and not its name; equal for equal options in every process."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("cluster", "seeds")}
+        """All that may change a plan, but for the cluster, whose numbers count and not its name; equal for equal options in every
+        process."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("cluster", "seeds", "running")}
         return f"{values}, seeds {sorted(self.marks.items())}"
 
     def memory_limit(self, cluster: Cluster) -> float:
@@ -80,13 +138,41 @@ class Options:
         host_link(self.optimizer, cluster.device)
 
     def settings(self, training: bool, has_loss: bool) -> dict[str, Any]:
-        """The part that belongs to a plan."""
-        p = self.precision
-        return {**({"fallback": self.fallback} if self.fallback != "error" else {}),
-                **({"offload": self.offload} if training and self.offload != "none" else {}),
-                "optimizer": self.optimizer if training else "none", "training": training, "loss_in_graph": has_loss,
-                "inputs": self.inputs, "outputs": self.outputs,
+        """The part that belongs to a plan; `planned_under` reads it."""
+        own, p = self if training else replace(self, optimizer="none", offload="none"), self.precision
+        said = {f.name: getattr(own, f.name) for f in fields(own) if f.metadata.get("recorded") and getattr(own, f.name) != f.default}
+        return {**said, "optimizer": own.optimizer, "training": training, "loss_in_graph": has_loss,
+                "inputs": self.passing.inputs, "outputs": self.passing.outputs,
                 "precision": None if p is None else {"param": p.param, "master": p.master, "reduce": p.reduce}}
+
+    def filled(self, plan: Plan | None, *names: str) -> Options:
+        """Options that are as by default, of those named, as they were for `plan`. Raises PlanError."""
+        if plan is None:
+            return self
+        default, said = Options(), planned_under(plan)
+        return replace(self, **{name: said[name] for name in names if getattr(self, name) == getattr(default, name)})
+
+
+def planned_under(plan: Plan) -> dict[str, Any]:
+    """What a plan says about the options it was made under, by field. Raises PlanError for what is no precision policy."""
+    said, policy = plan.settings, plan.settings.get("precision")
+    if policy and not (isinstance(policy, dict) and policy.keys() <= {"param", "master", "reduce"}):
+        raise PlanError(f"the plan's precision {policy!r:.60} is none; plan the model again")
+    return {**{f.name: said.get(f.name, f.default) for f in fields(Options) if f.metadata.get("recorded")},
+            "optimizer": said.get("optimizer", Options.optimizer), "precision": Precision(**policy) if policy else None,
+            "seeds": dict(plan.seeds), "passing": Passing(said.get("inputs", "global"), said.get("outputs", "replicate"))}
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """"adamw" for torch.optim.AdamW and the like; SGD with momentum is "momentum"."""
+    if isinstance(optimizer, str) or optimizer is None:
+        return optimizer or "none"
+    return getattr(optimizer, "__name__", type(optimizer).__name__).lower()
+
+
+def default_cluster(mesh: Any) -> str:
+    """The profile to assume on a mesh when the user names none."""
+    return "cpu-gloo" if getattr(mesh, "device_type", "") == "cpu" else "h100-dgx"
 
 
 def parse_bytes(text: str | float | None) -> float | None:

@@ -86,14 +86,13 @@ class Lowered:
         return next((w for w in self.windows[1:] if w.window == BACKWARD), None)
 
 
-def lower(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> Lowered:
-    """Raises LoweringError naming the op whose local form cannot be built, PlanError for a plan that does not
-    fit the graph."""
-    played = schedule(graph, plan, mesh, route)
+def lower(graph: Graph, plan: Plan, mesh: Mesh, order: Schedule) -> Lowered:
+    """The local graphs that work in `order`, the plan's schedule. Raises LoweringError naming the op whose local form cannot be built,
+    PlanError for a plan that does not fit the graph."""
     windows: list[LocalGraph] = []
-    for window in played.windows:
-        windows.append(_Lowering(graph, plan, mesh, played, window, saved_strides(windows)).run())
-    return Lowered(mesh, played, tuple(windows))
+    for window in order.windows:
+        windows.append(_Lowering(graph, plan, mesh, order, window, saved_strides(windows)).run())
+    return Lowered(mesh, order, tuple(windows))
 
 
 def saved_strides(windows: Sequence[LocalGraph]) -> dict[Held, tuple[int, ...]]:

@@ -14,15 +14,19 @@ from autoshard.errors import TraceError
 from autoshard.program.calling import Traced
 from autoshard.program.one_trace import OneTrace
 from autoshard.program.opaque_probe import CannotRunWhole
+from autoshard.program.simplify import simplify
 from autoshard.program.survey import ReadsData, Survey
+from autoshard.rules.factors import factor_graph
 
 MODES = ("eager", "compiling", "exporting")
 
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
-          precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False) -> Traced:
-    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`. Arguments are bound as Python does; the
+          precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False,
+          raw: bool = False) -> Traced:
+    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`, to its canonical graph: simplified, with the factors of
+    every dim; `raw`: as it was recorded. Arguments are bound as Python does; the
     target may also be given by the name that only `loss_fn` has.
 
     Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
@@ -45,7 +49,8 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
             return OneTrace(model, args, kwargs or {}, loss_fn, training, precision, marks or {}, whole, survey,
                             mode=mode, hooks_run=hooks_run).traced()
 
-    return _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
+    found = _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
+    return found if raw else Traced(factor_graph(simplify(found.graph)), found.calling)
 
 
 def _surveyed(run: Callable[..., Traced], whole: Collection[str]) -> Traced:

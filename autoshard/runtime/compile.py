@@ -1,32 +1,31 @@
-"""trace -> the leader's plan -> lower -> bind, for one variant of a model."""
+"""The phases that make one variant of a model run: the leader's plan, schedule, lower, bind. `api.compile` puts them in a row."""
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
+from autoshard import _torch
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
-from autoshard.base.precision import Precision
 from autoshard.base.spec import Spec
+from autoshard.decide.options import Options
 from autoshard.errors import UsageError
 from autoshard.lower.lower import Lowered, lower
+from autoshard.lower.schedule import Schedule, schedule
 from autoshard.program.calling import Traced
-from autoshard.program.simplify import simplify
 from autoshard.recompute.rewrite import with_recompute
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.cache import cached, key_of
 from autoshard.runtime.check_plan import check_fits
 from autoshard.runtime.execute.backends import backend_of
-from autoshard.runtime.inputs import Passing
 from autoshard.runtime.params.host_state import keep_on_host
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
-from autoshard.runtime.ranks.same_inputs import CHECKS
 from autoshard.runtime.route import route_of
 from autoshard.runtime.step import Step
 
@@ -41,71 +40,98 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """How to compile. `key`: text of everything the planner was set to, for the cache. `timeout`: seconds that ranks
-    wait for the leader. `marks`: seeds on what leaves modules, as `trace` wants them; `fallback` too. `check_inputs`: when ranks
-    compare the numbers of their inputs, see same_inputs.py."""
+    """What the variants of a compiled model share. `build`: from a variant to its running form, as `api.compile` has it; `plan`: given, and
+    replayed for the variant it was made for; `key`: text of everything that decides a plan, for the cache."""
 
-    planner: Planner
+    build: Callable[[Variant], Step]
+    options: Options = field(default_factory=Options)
     loss_fn: Callable[..., Any] | None = None
-    precision: Precision | None = None
-    passing: Passing = field(default_factory=Passing)
-    backend: str = "eager"
     plan: Plan | None = None
-    cache: Path | None = None
     key: str = ""
-    timeout: float = 3600.0
-    checkpoint: str | None = None
-    marks: Mapping[str, str] = field(default_factory=dict)
-    fallback: str = "error"
-    check_inputs: str = CHECKS[0]
-
-    def __post_init__(self) -> None:
-        if self.check_inputs not in CHECKS:
-            raise UsageError(f"check_inputs={self.check_inputs!r} is not one of {', '.join(CHECKS)}")
 
 
-def build(traced: Traced, place: Place, stored: Stored, settings: Settings, fixed_inputs: Mapping[str, Spec],
-          seed: int, replan: bool = False) -> Step:
-    """The running form of one variant. The first one settles the parameters' placements; later ones keep them,
-    unless `replan`. Raises what tracing, planning and lowering raise."""
-    graph = alone(place, lambda: factor_graph(simplify(traced.graph)))
-    fixed = {} if replan else dict(stored.specs)
-    text = share(place, {"mesh": str(place.mesh), "graph of the model": graph.hash}, lambda: _plan(
-        traced, graph, place.mesh, settings, fixed, fixed_inputs, replan).to_json(), settings.timeout)
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One form of a model's call (training or not, shapes, dtypes), traced, and the phases that make it run. The first one settles the
+    parameters' placements; later ones keep them, unless `replan`. `inputs`: placements of those that come in split; `seed`: of parameters
+    that have no numbers yet. Ranks run the phases together; each raises what planning and lowering raise."""
 
-    def lowered() -> tuple[Plan, Lowered]:
-        plan = Plan.from_json(text)
-        check_fits(plan, graph, place.mesh)
-        if stored.specs and not replan:
-            stored.check(plan.placements)
-        return plan, lower(with_recompute(graph, plan.recompute), plan, place.mesh, route_of(plan))
+    traced: Traced
+    place: Place
+    stored: Stored
+    settings: Settings
+    inputs: Mapping[str, Spec]
+    seed: int
+    replan: bool = False
 
-    plan, program = alone(place, lowered)
-    if not stored.specs:
-        alone(place, lambda: stored.check_checkpoint(settings.checkpoint))
-    share(place, "lowered", lambda: "", settings.timeout)  # from here on ranks may meet in collectives
-    if not stored.specs:
-        stored.settle(plan.placements, seed, settings.checkpoint)
-    if graph.training:
-        keep_on_host(stored.params, plan.offload, afresh=replan)
-    return Step(with_recompute(graph, plan.recompute), traced.calling, plan, program, place, stored, backend_of(settings.backend),
-                settings.passing.outputs, fixed_inputs)
+    def agreed_plan(self, planner: Planner) -> Plan:
+        """The plan given, one from the cache, or one by the planner, which runs on the leading rank; the same on every rank."""
+        graph, mesh = self.traced.graph, self.place.mesh
+        text = share(self.place, {"mesh": str(mesh), "graph of the model": graph.hash}, lambda: self._plan(planner).to_json(), self._timeout)
+
+        def checked() -> Plan:
+            plan = Plan.from_json(text)
+            check_fits(plan, graph, mesh)
+            if self.stored.specs and not self.replan:
+                self.stored.check(plan.placements)
+            return plan
+
+        return alone(self.place, checked)
+
+    def schedule(self, plan: Plan) -> Schedule:
+        """The order in which a rank works."""
+        return alone(self.place, lambda: schedule(self._graph(plan), plan, self.place.mesh, route_of(plan)))
+
+    def lower(self, plan: Plan, order: Schedule) -> Lowered:
+        """The graphs of local ops that do it, the same on every rank."""
+        return alone(self.place, lambda: lower(self._graph(plan), plan, self.place.mesh, order))
+
+    def bind(self, plan: Plan, program: Lowered) -> Step:
+        """The parameters where the plan wants them, and the local graphs with this rank's place and backend."""
+        running = self.settings.options.running
+        if not self.stored.specs:
+            alone(self.place, lambda: self.stored.check_checkpoint(running.checkpoint))
+        share(self.place, "lowered", lambda: "", running.timeout)  # from here on ranks may meet in collectives
+        if not self.stored.specs:
+            self.stored.settle(plan.placements, self.seed, running.checkpoint)
+        if self.traced.graph.training:
+            keep_on_host(self.stored.params, plan.offload, afresh=self.replan)
+        return Step(self._graph(plan), self.traced.calling, plan, program, self.place, self.stored, backend_of(running.backend),
+                    self.settings.options.passing.outputs, self.inputs)
+
+    @property
+    def _timeout(self) -> float:
+        return self.settings.options.running.timeout
+
+    def _graph(self, plan: Plan) -> Graph:
+        return with_recompute(self.traced.graph, plan.recompute)
+
+    def _plan(self, planner: Planner) -> Plan:
+        graph, mesh, given = self.traced.graph, self.place.mesh, self.settings.plan
+        stored = {} if self.replan else dict(self.stored.specs)
+        if given is not None and not self.replan:
+            if given.graph_hash == graph.hash:
+                check_fits(given, graph, mesh)
+                return given
+            if not stored and given.settings.get("training") == graph.training:
+                check_fits(given, graph, mesh)
+            stored = stored or given.placements
+            log.info("the given plan is for another variant; planning this one with its placements")
+        names = {op.target for op in graph.of_kind("param", "buffer")}
+        stored = {name: spec for name, spec in stored.items() if name in names}
+        key = key_of(graph.hash, str(mesh), self.settings.key, sorted(stored.items()), sorted(self.inputs.items()))
+        return cached(self.settings.options.running.cache, key, lambda: planner(self.traced, mesh, stored=stored, inputs=self.inputs),
+                      lambda found: check_fits(found, graph, mesh))
 
 
-def _plan(traced: Traced, graph: Graph, mesh: Mesh, settings: Settings, stored: Mapping[str, Spec],
-          inputs: Mapping[str, Spec], replan: bool) -> Plan:
-    """The plan the user gave where it is for this variant, else one from the cache or the planner."""
-    given = settings.plan
-    if given is not None and not replan:
-        if given.graph_hash == graph.hash:
-            check_fits(given, graph, mesh)
-            return given
-        if not stored and given.settings.get("training") == graph.training:
-            check_fits(given, graph, mesh)
-        stored = stored or given.placements
-        log.info("the given plan is for another variant; planning this one with its placements")
-    names = {op.target for op in graph.of_kind("param", "buffer")}
-    stored = {name: spec for name, spec in stored.items() if name in names}
-    key = key_of(graph.hash, str(mesh), settings.key, sorted(stored.items()), sorted(inputs.items()))
-    return cached(settings.cache, key, lambda: settings.planner(traced, mesh, stored=stored, inputs=inputs),
-                  lambda found: check_fits(found, graph, mesh))
+def check_compilable(model: nn.Module, mesh: Mesh, options: Options) -> None:
+    """Before ranks meet. Raises UsageError for a backend there is not and for gradient hooks, MeshError for batch axes that the mesh lacks.
+
+    Compiling copies the model, and a copy of a parameter has no hooks: they would be lost without a word."""
+    backend_of(options.running.backend)
+    for name, p in model.named_parameters():
+        if p.requires_grad and _torch.has_gradient_hook(p):
+            raise UsageError(f"parameter {name!r} has a gradient hook (register_hook or register_post_accumulate_grad_hook), and the compiled model "
+                             "has parameters of its own; register it on those, after compile()")
+    for axis in options.passing.batch_axes:
+        mesh.index(axis)

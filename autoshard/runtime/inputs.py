@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,37 +9,25 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autoshard._torch import pytree
 from autoshard.base.spec import R, Spec, format_spec
+from autoshard.decide.options import Passing
 from autoshard.errors import MeshError, UsageError
 from autoshard.program.calling import as_stored
 from autoshard.runtime.ranks.place import Place, placements
 
-IN_MODES, OUT_MODES = ("global", "local"), ("replicate", "dtensor", "local")
+
+def spec_given(passing: Passing, t: torch.Tensor, place: Place) -> Spec | None:
+    """The placement an input comes in; None when this rank has it whole."""
+    if isinstance(t, DTensor):
+        return _spec_of(t, place)
+    if passing.inputs == "local" and t.ndim:
+        return batch_spec(passing, place)
+    return None
 
 
-@dataclass(frozen=True)
-class Passing:
-    """How tensors cross the border. With inputs "local" every rank passes its piece of dim 0, split over
-    `axes` (major first in mesh order); DTensor inputs always bring their own placement."""
-
-    inputs: str = "global"
-    outputs: str = "replicate"
-    axes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.inputs not in IN_MODES or self.outputs not in OUT_MODES:
-            raise UsageError(f"inputs={self.inputs!r}, outputs={self.outputs!r}: inputs are one of {IN_MODES}, outputs of {OUT_MODES}")
-
-    def spec(self, t: torch.Tensor, place: Place) -> Spec | None:
-        """The placement an input comes in; None when this rank has it whole."""
-        if isinstance(t, DTensor):
-            return _spec_of(t, place)
-        if self.inputs == "local" and t.ndim:
-            return self.batch_spec(place)
-        return None
-
-    def batch_spec(self, place: Place) -> Spec:
-        chosen = {place.mesh.index(a) for a in self.axes or place.mesh.names[:1]}
-        return tuple(0 if i in chosen else R for i in range(place.mesh.ndim))
+def batch_spec(passing: Passing, place: Place) -> Spec:
+    """How dim 0 of a local batch is split."""
+    chosen = {place.mesh.index(a) for a in passing.batch_axes or place.mesh.names[:1]}
+    return tuple(0 if i in chosen else R for i in range(place.mesh.ndim))
 
 
 def _spec_of(t: DTensor, place: Place) -> Spec:
@@ -86,7 +73,7 @@ def wrap_output(local: torch.Tensor, spec: Spec, shape: Sequence[int], mode: str
 def shard_batch(batch: Any, model: Any) -> Any:
     """Each rank's piece of a batch that all ranks have: dim 0 of every tensor, cut over the model's batch axes.
     Raises UsageError when dim 0 does not divide."""
-    place, spec = model.place, model.passing.batch_spec(model.place)
+    place, spec = model.place, batch_spec(model.passing, model.place)
     pieces = 1
     for size, p in zip(place.mesh.sizes, spec, strict=True):
         pieces *= size if p == 0 else 1

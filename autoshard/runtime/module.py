@@ -17,9 +17,9 @@ from autoshard.base.random import mix
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.program.binding import Binding, leaf_key
 from autoshard.program.trace import trace
-from autoshard.runtime.compile import Settings, build
+from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.guidance import Guidance, attribute, guard
-from autoshard.runtime.inputs import as_global, wrap_output
+from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.params.module_shells import shell
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
@@ -40,9 +40,9 @@ class CompiledModule(Guidance, nn.Module):
 
     def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
         super().__init__()
-        self.place, self.settings, self.passing = place, settings, settings.passing
+        self.place, self.settings, self.options, self.passing = place, settings, settings.options, settings.options.passing
         self._binding = Binding.of(model, settings.loss_fn)
-        self._stored = Stored(model, place, settings.precision)
+        self._stored = Stored(model, place, settings.options.precision)
         self._visible = {"root": shell(self._stored.module)}  # in a dict, so that it is no submodule
         root = self._visible["root"]
         guard(self, root)
@@ -69,7 +69,7 @@ class CompiledModule(Guidance, nn.Module):
         step = self._steps.get(key)
         if step is None or step is not self._current:
             step = self._enter(key, flat, tensors=tensors)
-        elif self.place.mesh.size > 1 and is_due(step.calls, self.settings.check_inputs):
+        elif self.place.mesh.size > 1 and is_due(step.calls, self.options.running.check_inputs):
             with self.place.pulse.together(in_words(self._facts(key))):
                 self._compare_inputs(key, tensors)
         else:
@@ -99,7 +99,7 @@ class CompiledModule(Guidance, nn.Module):
         among them."""
         flat, tree = self._binding.flatten(args, kwargs)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
-        given, grad = tuple(self.passing.spec(t, self.place) for t in tensors), torch.is_grad_enabled()
+        given, grad = tuple(spec_given(self.passing, t, self.place) for t in tensors), torch.is_grad_enabled()
         shapes = tuple((tuple(v.shape), v.dtype, grad and v.requires_grad) if isinstance(v, torch.Tensor) else leaf_key(v) for v in flat)
         device = self.place.device.type
         modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
@@ -117,10 +117,10 @@ class CompiledModule(Guidance, nn.Module):
             return self._current
         facts = self._facts(key)
         with self.place.pulse.together(in_words(facts)):
-            seed = share(self.place, facts, lambda: str(torch.initial_seed()), self.settings.timeout)
+            seed = share(self.place, facts, lambda: str(torch.initial_seed()), self.options.running.timeout)
             self._seed = int(seed) if self._seed is None else self._seed
             known = None if replan else self._steps.get(key)
-            if tensors is not None and is_due(known.calls if known else 0, self.settings.check_inputs):
+            if tensors is not None and is_due(known.calls if known else 0, self.options.running.check_inputs):
                 self._compare_inputs(key, tensors)
             self._current = known or self._build(key, flat, replan)
         return self._current
@@ -135,10 +135,10 @@ class CompiledModule(Guidance, nn.Module):
         args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
         traced = alone(self.place, lambda: trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn,
-                                                 precision=self.settings.precision, marks=self.settings.marks,
-                                                 fallback=self.settings.fallback, hooks_run=True))
+                                                 precision=self.options.precision, marks=self.options.marks,
+                                                 fallback=self.options.fallback, hooks_run=True))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
-        step = build(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
+        step = self.settings.build(Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan))
         self._steps[key] = step
         self._recipes[key] = stand_ins
         self._latest = (key, step)
@@ -157,7 +157,7 @@ class CompiledModule(Guidance, nn.Module):
 
     def _compare_inputs(self, key: Any, tensors: list[torch.Tensor]) -> None:
         names = [n for n, leaf in zip(self._binding.names(key[1]), key[2], strict=True) if isinstance(leaf[0], tuple)]
-        compare_inputs(self.place, tensors, key[-1], names, self.passing.inputs, self.settings.timeout)
+        compare_inputs(self.place, tensors, key[-1], names, self.passing.inputs, self.options.running.timeout)
 
     def _refuse_autocast(self, dtype: Any) -> None:
         """A trace sees CPU tensors, which another device's autocast leaves alone; that of CPUs casts other ops."""

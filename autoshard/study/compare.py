@@ -15,6 +15,7 @@ from autoshard.base.plan import AT_THE_END, Plan
 from autoshard.decide.fit import possible
 from autoshard.decide.make_plan import Plays, make_plan
 from autoshard.decide.options import Options
+from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.walks.baselines import Scheme, baseline, schemes
 from autoshard.decide.walks.propagate import propagate
 from autoshard.decide.walks.reads import Wiring
@@ -89,10 +90,10 @@ class Comparison:
 
 
 def comparison(traced: Traced, mesh: Mesh, options: Options, *, model: Mapping[str, Any] | None = None,
-               has_loss: bool = False, clock: api.Clock | None = None) -> Comparison:
+               has_loss: bool = False, clock: PhaseTimer | None = None) -> Comparison:
     """Search a plan, make every baseline, and price them alike. Seeds hold for the chosen plan and for propagation
     only: a baseline is what it is. Raises what `api.prices` raises; a model that fits nowhere is a row, not an error."""
-    clock = clock or api.Clock(None)
+    clock = clock or PhaseTimer(None)
     table = api.prices(traced, mesh, options, clock=clock)
     free = table if not options.seeds else api.prices(traced, mesh, replace(options, seeds={}))
     formulation = api.formulated(table, options)
@@ -117,7 +118,7 @@ def file_name(name: str) -> str:
     return "-".join(re.findall(r"[a-z0-9]+", re.sub(r"[(][^)]*[)]$", "", name.lower()))) or "plan"
 
 
-def _chosen(table: CostTable, formulation: Formulation, write: "_Writer", clock: api.Clock) -> Contender:
+def _chosen(table: CostTable, formulation: Formulation, write: "_Writer", clock: PhaseTimer) -> Contender:
     try:
         plan = api.decide(table, write.options, clock=clock, has_loss=write.has_loss, model_info=write.model,
                           formulation=formulation)

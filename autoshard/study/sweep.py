@@ -10,6 +10,7 @@ import numpy as np
 from autoshard import api
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
+from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import InfeasibleError, Interrupted
 from autoshard.space.cost_table import CostTable
 
@@ -42,7 +43,7 @@ class Point:
 
 def sweep(table: CostTable, options: Options, budgets: Sequence[float] = (), *, steps: int = 6, has_loss: bool = False,
           model: Mapping[str, Any] | None = None, say: Callable[[str], None] = lambda text: None,
-          clock: api.Clock | None = None) -> tuple[Point, ...]:
+          clock: PhaseTimer | None = None) -> tuple[Point, ...]:
     """Plans from the largest budget to the smallest. Without `budgets`: from what the fastest plan takes down to an eighth
     of it, in `steps` equal ratios. Ctrl-C ends it with the budgets so far. A plan for a smaller budget that is faster
     stands for the larger one too. Raises InfeasibleError where seeds leave no plan at all."""
@@ -71,7 +72,7 @@ def sweep(table: CostTable, options: Options, budgets: Sequence[float] = (), *, 
 
 
 def _point(table: CostTable, options: Options, budget: float, has_loss: bool, model: Mapping[str, Any] | None,
-           clock: api.Clock | None) -> Point:
+           clock: PhaseTimer | None) -> Point:
     try:
         return Point(budget, api.decide(table, replace(options, memory_budget=budget), has_loss=has_loss, model_info=model, clock=clock))
     except InfeasibleError as e:

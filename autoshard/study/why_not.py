@@ -10,6 +10,7 @@ from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
+from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import Interrupted, SeedError
 from autoshard.program.calling import Traced
 from autoshard.seeds.grammar import Seed, seed_text
@@ -29,7 +30,7 @@ def why_not(traced: Traced, mesh: Mesh, options: Options, name: str, layout: str
 
     Raises UsageError for a name nobody has, SeedError for a layout that is impossible, InfeasibleError where nothing fits, Interrupted
     on Ctrl-C in the first of the two searches."""
-    clock = api.Clock(progress)
+    clock = PhaseTimer(progress)
     table = api.prices(traced, mesh, options, clock=clock)
     key = seed_key(table.graph, name)
     others, seed = released(table.graph, options.seeds, key)

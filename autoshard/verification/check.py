@@ -11,13 +11,13 @@ from torch import nn
 
 from autoshard import api
 from autoshard.base.graph import Graph
-from autoshard.base.mesh import Mesh
+from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.base.spec import R, Spec, divides
-from autoshard.decide.arguments import check_arguments, check_called
-from autoshard.decide.options import Options, parse_bytes
-from autoshard.errors import PlanError, UsageError
+from autoshard.decide.arguments import check_arguments, check_called, loaded
+from autoshard.decide.options import Options
+from autoshard.errors import UsageError
 from autoshard.verification.copies import default_dtype
 from autoshard.verification.optimizers import optimizer_of
 from autoshard.verification.plans import Plans, check_names
@@ -55,19 +55,16 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     would draw in a run; the model's graph is then run whole with those numbers, and without ranks against torch.
 
     Raises what planning and lowering raise, UsageError for unusable arguments."""
-    check_arguments(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, training=training, precision=precision, seeds=seeds,
-                    cluster=cluster, memory_budget=memory_budget, time_limit=time_limit, plan=plan, progress=progress)
+    arguments = dict(locals())
+    check_arguments(arguments)
     check_called(model, example_inputs, example_kwargs)
     if steps < 1:
         raise UsageError(f"steps={steps}: give at least 1")
-    names, mesh = check_names(plans), api.as_mesh(mesh)
-    given = Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
-    precision = precision or precision_of(given)
-    options = Options(precision=precision, seeds=seeds or {}, cluster=cluster or "cpu-gloo", memory_budget=parse_bytes(memory_budget),
-                      inputs=inputs, fallback=fallback, time_limit=time_limit)
-    call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training,
-                options.marks or dict(given.seeds if given else {}), given.settings.get("fallback", fallback) if given else fallback,
-                precision, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+    names, mesh, given = check_names(plans), mesh_of(mesh), loaded(plan)
+    options = Options.of(arguments, optimizer=Options.optimizer, seeds=seeds or {}, cluster=cluster or "cpu-gloo")
+    options = options.filled(given, "seeds", "fallback", "precision")
+    call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training, options,
+                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
     progress("trace", "")
     with torch.autocast("cpu", enabled=False):  # the model alone runs in it
         subject = subject_of(call, given, mesh, dtype)
@@ -77,14 +74,6 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
                 progress("run", name)
                 checks.append(PlanRun(subject, name, chosen, steps, make, tolerance, elsewhere).check())
     return VerifyReport(tuple(checks), str(mesh), _dtypes(subject), tolerance or (1e-9 if subject.exact else subject.tolerance), steps, subject.notes)
-
-
-def precision_of(plan: Plan | None) -> Precision | None:
-    """The policy a plan was made under. Raises PlanError for what is none."""
-    policy = plan.settings.get("precision") if plan is not None else None
-    if policy and not (isinstance(policy, dict) and policy.keys() <= {"param", "master", "reduce"}):
-        raise PlanError(f"the plan's precision {policy!r:.60} is none; plan the model again")
-    return Precision(**policy) if policy else None
 
 
 def _dtypes(subject: Subject) -> str:
@@ -109,7 +98,7 @@ def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Me
 def _as_passed(graph: Graph, mesh: Mesh, options: Options) -> dict[str, Spec]:
     """Inputs whose placement is how they come in: local ones, split along dim 0 over the first mesh axis. Raises UsageError
     for an input that does not divide."""
-    if options.inputs == "global":
+    if options.passing.inputs == "global":
         return {}
     split = (0, *(R,) * (mesh.ndim - 1))
     found = {op.target: op.outputs[0] for op in graph.of_kind("input") if op.outputs[0].shape}

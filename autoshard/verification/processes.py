@@ -18,7 +18,7 @@ from autoshard import errors
 from autoshard._torch import pytree
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
-from autoshard.base.precision import Precision
+from autoshard.decide.options import Options
 from autoshard.errors import AutoshardError
 from autoshard.runtime.params.update import local_update
 from autoshard.verification.copies import cast, default_dtype, own_copy
@@ -35,10 +35,7 @@ class Processes:
 
     source: Source
     mesh: Mesh
-    optimizer: str = "momentum"
-    inputs: str = "global"
-    fallback: str = "error"
-    precision: Precision | None = None
+    options: Options
     timeout: float = 600.0
     threads: int = field(default_factory=lambda: max(1, torch.get_num_threads() // 2))
 
@@ -119,16 +116,16 @@ def _train(task: _Task) -> dict[str, Any]:
     """Results of every step as whole tensors; gathering them takes all ranks."""
     from autoshard import api
 
-    dtype = getattr(torch, task.dtype)
+    dtype, options = getattr(torch, task.dtype), task.on.options
     spec = task.on.source.load()
     model, (args, kwargs) = own_copy(spec.model, dtype), cast((spec.example_inputs, dict(spec.example_kwargs)), dtype)
-    if task.on.inputs == "local":
+    if options.passing.inputs == "local":
         args, kwargs = pytree.tree_map(lambda t: _own_piece(t, task.on.mesh), (args, kwargs))
     torch.manual_seed(SEED)
     with default_dtype(dtype), torch.set_grad_enabled(task.training):
         compiled = api.compile(model, str(task.on.mesh), args, kwargs, loss_fn=spec.loss_fn, training=task.training,
-                               plan=Path(task.folder, "plan.json"), cache=False, inputs=task.on.inputs,
-                               fallback=task.on.fallback, precision=task.on.precision)
+                               plan=Path(task.folder, "plan.json"), cache=False, inputs=options.passing.inputs,
+                               fallback=options.fallback, precision=options.precision)
         constants = set(range(compiled._latest[1].n_users)) - {op.target for op in compiled._latest[1].graph.of_kind("tangent")}
         steps, optimizer = [], None
         for _ in range(task.steps):
@@ -145,7 +142,7 @@ def _train(task: _Task) -> dict[str, Any]:
 
 
 def _optimizer(task: _Task, compiled: Any) -> torch.optim.Optimizer:
-    made = optimizer_of(task.on.optimizer)([p for p in compiled.parameters() if p.requires_grad])
+    made = optimizer_of(task.on.options.optimizer)([p for p in compiled.parameters() if p.requires_grad])
     return local_update(made) if compiled.plan.offload else made
 
 

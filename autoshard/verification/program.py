@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.base.plan import Plan
 from autoshard.errors import LoweringError
 from autoshard.lower.lower import LocalGraph, Port, lower
+from autoshard.lower.schedule import schedule
 from autoshard.program.calling import Traced
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.execute.backends import as_run
@@ -36,7 +37,7 @@ class Program:
 
     def __init__(self, traced: Traced, plan: Plan, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self.traced, self.graph, self.plan, self.mesh, self.device = traced, with_recompute(traced.graph, plan.recompute), plan, plan.mesh, device
-        lowered = lower(self.graph, plan, self.mesh, route_of(plan))
+        lowered = lower(self.graph, plan, self.mesh, schedule(self.graph, plan, self.mesh, route_of(plan)))
         self.forward, self.backward = (g and replace(g, graph=as_run(g.graph)) for g in (lowered.forward, lowered.backward))
         self.local: dict[str, Ranked] = {}
         everything = {**traced.calling.constants, **state}

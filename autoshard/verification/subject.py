@@ -11,12 +11,10 @@ from torch import nn
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
-from autoshard.base.precision import Precision
+from autoshard.decide.options import Options
 from autoshard.errors import TraceError
 from autoshard.program.calling import Traced
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.check_plan import check_fits
 from autoshard.verification.copies import cast, default_dtype, own_copy
 from autoshard.verification.forms import Form, floats, in_float64
@@ -28,23 +26,20 @@ TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, t
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A model and how it is called. `marks`, `fallback`, `precision`: as `trace` wants them; `autocast`: the dtype, or None."""
+    """A model and how it is called; `autocast`: the dtype, or None."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss_fn: Callable[..., Any] | None
     training: bool | None
-    marks: Mapping[str, str] = field(default_factory=dict)
-    fallback: str = "error"
-    precision: Precision | None = None
+    options: Options = field(default_factory=Options)
     autocast: torch.dtype | None = None
 
     def traced(self) -> Traced:
         with self.casting():
-            found = trace(self.model, self.args, self.kwargs, loss_fn=self.loss_fn, training=self.training, marks=self.marks,
-                          fallback=self.fallback, precision=self.precision)
-        return Traced(factor_graph(simplify(found.graph)), found.calling)
+            return trace(self.model, self.args, self.kwargs, loss_fn=self.loss_fn, training=self.training, marks=self.options.marks,
+                         fallback=self.options.fallback, precision=self.options.precision)
 
     def casting(self) -> Any:
         """The autocast context that the model is called in."""
@@ -52,7 +47,7 @@ class Call:
 
     def eager(self, traced: Traced) -> Eager:
         """The model itself, called so."""
-        return Eager(self.model, traced, self.loss_fn, self.precision, self.casting)
+        return Eager(self.model, traced, self.loss_fn, self.options.precision, self.casting)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +85,7 @@ def subject_of(call: Call, plan: Plan | None, mesh: Mesh, dtype: torch.dtype | N
     original = call.traced().graph if plan is not None else None
     if plan is not None:
         check_fits(plan, original, mesh)
-    as_it_is = call.precision is not None or call.autocast is not None
+    as_it_is = call.options.precision is not None or call.autocast is not None
     for choice in () if as_it_is else (dtype,) if dtype else (torch.float64, torch.float32):
         try:
             found = _in_dtype(call, choice)
@@ -108,9 +103,9 @@ def subject_of(call: Call, plan: Plan | None, mesh: Mesh, dtype: torch.dtype | N
 
 def _in_dtype(call: Call, dtype: torch.dtype | None) -> Subject:
     model, (args, kwargs) = own_copy(call.model, dtype), cast((call.args, dict(call.kwargs)), dtype)
-    if call.precision is not None:
+    if call.options.precision is not None:
         for p in model.parameters():
-            p.data = p.data.to(call.precision.stored) if p.is_floating_point() else p.data
+            p.data = p.data.to(call.options.precision.stored) if p.is_floating_point() else p.data
     twin = replace(call, model=model, args=args, kwargs=kwargs)
     present = [t.dtype for t in model.parameters() if t.is_floating_point()] or [torch.float32]
     used = dtype or min(present, key=lambda d: -TOLERANCE.get(d, 1.0))

@@ -13,9 +13,8 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.cost.fusion import fused
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
-from autoshard.program.simplify import simplify
+from autoshard.lower.schedule import schedule
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.route import route_of
 from autoshard.seeds.seeds import resolve_seeds
 from autoshard.space.cost_table import Training, build_cost_table
@@ -35,7 +34,7 @@ class Chain(nn.Module):
 
 
 def graph_of(model, inputs, **options):
-    return factor_graph(simplify(trace(model, inputs, **options).graph))
+    return trace(model, inputs, **options).graph
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +76,9 @@ def test_a_fusing_plan_is_priced_as_its_lowered_program(tmp_path):
     model, batch = llama.build()
     traced, mesh = trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=2,tp=2")
     plan = plan_traced(traced, mesh, Options(cluster=str(path)), has_loss=True)
-    graph = factor_graph(simplify(traced.graph))
+    graph = traced.graph
     cluster = load_cluster(path)
     assert cluster.device.fuses and plan.cluster["device"]["fuses"] is True
-    lowered = lower(graph, plan, mesh, route_of(plan))
+    lowered = lower(graph, plan, mesh, schedule(graph, plan, mesh, route_of(plan)))
     assert reprice(graph, lowered, cluster, "adamw") == pytest.approx(plan.objective_s, rel=1e-9)
     assert any(Ref(name, i) in graph.users for name, part in fused(graph).items() for i in part.unwritten)

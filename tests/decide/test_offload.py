@@ -24,6 +24,7 @@ from autoshard.decide.walks.greedy import known_plans
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.formulate.problem_of import formulate
 from autoshard.lower.lower import lower
+from autoshard.lower.schedule import schedule
 from autoshard.program.trace import trace
 from autoshard.report import what
 from autoshard.runtime.route import route_of
@@ -134,7 +135,7 @@ def test_rows_never_count_more_than_the_peak(table: CostTable) -> None:
 
 
 def test_the_lowered_program_costs_what_was_planned(table: CostTable, lean: Plan) -> None:
-    lowered = lower(table.graph, lean, lean.mesh, route_of(lean))
+    lowered = lower(table.graph, lean, lean.mesh, schedule(table.graph, lean, lean.mesh, route_of(lean)))
     assert reprice(table.graph, lowered, table.cluster, "adamw", lean.offload) == pytest.approx(lean.objective_s, rel=1e-9)
     assert reprice(table.graph, lowered, table.cluster, "adamw") < 0.9 * lean.objective_s
 

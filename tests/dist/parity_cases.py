@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import autoshard
-from autoshard.cost.cluster import Cluster
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.base.plan import Plan
-from autoshard.verification.reprice import collectives_in, reprice
+from autoshard.cost.cluster import Cluster
 from autoshard.runtime.trace_collectives import recorded_collectives
+from autoshard.verification.reprice import collectives_in, reprice
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
 
 BATCH, SEQ, STEPS = 4, 8, 3

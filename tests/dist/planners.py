@@ -3,14 +3,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from random_plans import random_plan
 
+from autoshard.base.plan import OpPlan, Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.base.plan import OpPlan, Plan
-from autoshard.rules.factors import factor_graph
-from autoshard.program.simplify import simplify
+from autoshard.decide.options import Options, Passing
+from autoshard.runtime.compile import Settings, Variant
+from autoshard.runtime.step import Step
+
+
+def by_planner(planner: Callable[..., Plan], *, loss_fn: Any = None, plan: Plan | None = None, passing: Passing | None = None, key: str = "",
+               **options: Any) -> Settings:
+    """As `autoshard.compile` has it, with `planner` in place of the search. `options`: others of `compile`."""
+    made = Options.of(options)
+
+    def build(variant: Variant) -> Step:
+        found = variant.agreed_plan(planner)
+        return variant.bind(found, variant.lower(found, variant.schedule(found)))
+
+    return Settings(build, made if passing is None else replace(made, passing=passing), loss_fn, plan, key)
 
 
 def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]:
@@ -18,7 +32,7 @@ def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]
     cluster = load_cluster("cpu-gloo")
 
     def planner(traced, mesh, *, stored, inputs) -> Plan:
-        graph = factor_graph(simplify(traced.graph))
+        graph = traced.graph
         plan = random_plan(graph, mesh, Redistribution(mesh, cluster).steps, seed, stored, inputs, outputs)
         return replace(plan, cluster=cluster.snapshot())
 
@@ -27,7 +41,7 @@ def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]
 
 def whole_planner(traced, mesh, *, stored, inputs) -> Plan:
     """Everything whole on every rank: for a mesh of one."""
-    graph, whole = factor_graph(simplify(traced.graph)), (-1,) * mesh.ndim
+    graph, whole = traced.graph, (-1,) * mesh.ndim
     ops = {op.name: OpPlan((whole,) * len(op.refs), (whole,) * len(op.outputs)) for op in graph.ops}
     placements = {op.target: whole for op in graph.of_kind("param", "buffer")}
     return Plan(graph.hash, mesh, load_cluster("cpu-gloo").snapshot(), {}, {"training": graph.training}, ops, placements, (), (),

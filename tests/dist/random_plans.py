@@ -4,12 +4,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
-from autoshard.errors import LoweringError
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Copy, OpPlan, Plan
-from autoshard.rules import registry
 from autoshard.base.spec import PSUM, R, Spec, divides, is_partial, replicated
+from autoshard.errors import LoweringError
+from autoshard.rules import registry
 
 Pick = Callable[[Op, list[OpPlan]], OpPlan]
 

@@ -19,11 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from call_forms import case  # noqa: E402
 from call_forms_run import check  # noqa: E402
 from harness import assert_near, on_ranks, same_gradients  # noqa: E402
-from planners import random_planner  # noqa: E402
+from planners import by_planner, random_planner  # noqa: E402
 
+from autoshard.decide.options import Passing  # noqa: E402
 from autoshard.errors import AutoshardError, UsageError  # noqa: E402
-from autoshard.runtime.compile import Settings  # noqa: E402
-from autoshard.runtime.inputs import Passing  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 
@@ -32,7 +31,7 @@ FAST, ALL = 4, 200
 
 
 def compiled(model: nn.Module, seed: int = 0, mesh: str = "dp=2", inputs: str = "global", outputs: str = "replicate", **settings: Any) -> CompiledModule:
-    return CompiledModule(copy.deepcopy(model), locate(mesh), Settings(random_planner(seed, outputs), passing=Passing(inputs, outputs), **settings))
+    return CompiledModule(copy.deepcopy(model), locate(mesh), by_planner(random_planner(seed, outputs), passing=Passing(inputs, outputs), **settings))
 
 
 def piece(t: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,9 @@ from forced import fully_sharded, tensor_parallel  # noqa: E402
 from harness import assert_near, on_ranks, twins, whole  # noqa: E402
 
 import autoshard  # noqa: E402
-from autoshard.cost.memory import state_bytes  # noqa: E402
 from autoshard.base.mesh import parse_mesh  # noqa: E402
 from autoshard.base.plan import Plan  # noqa: E402
+from autoshard.cost.memory import state_bytes  # noqa: E402
 from models import gpt  # noqa: E402
 
 OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -16,14 +16,13 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import START, on_ranks  # noqa: E402
-from planners import random_planner  # noqa: E402
+from planners import by_planner, random_planner  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.errors import AutoshardError, LoweringError  # noqa: E402
+from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks import heartbeat  # noqa: E402
 from autoshard.runtime.ranks.agree import share  # noqa: E402
-from autoshard.runtime.compile import Settings  # noqa: E402
-from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist
@@ -36,7 +35,7 @@ def net(width: int = 8) -> nn.Module:
 
 
 def compiled(model: nn.Module, **settings) -> CompiledModule:
-    return CompiledModule(model, locate(MESH), Settings(random_planner(1), **settings))
+    return CompiledModule(model, locate(MESH), by_planner(random_planner(1), **settings))
 
 
 # --- on both ranks ---

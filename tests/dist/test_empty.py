@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks, whole
-from planners import random_planner
+from planners import by_planner, random_planner
 from torch import nn
 
 from autoshard.runtime.carriers import gloo_messages, over_shared_memory
-from autoshard.runtime.compile import Settings
+from autoshard.runtime.carriers.shared_memory import share_memory
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.place import locate
-from autoshard.runtime.carriers.shared_memory import share_memory
 
 pytestmark = pytest.mark.dist
 
@@ -56,7 +55,7 @@ def trained() -> list[float]:
     model, x = Frozen().double(), torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(1)).double()
     found = []
     for seed in (0, 1, 2):
-        alone, sharded = copy.deepcopy(model), CompiledModule(copy.deepcopy(model), locate("d=2"), Settings(random_planner(seed, "replicate")))
+        alone, sharded = copy.deepcopy(model), CompiledModule(copy.deepcopy(model), locate("d=2"), by_planner(random_planner(seed, "replicate")))
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (alone, sharded)]
         for _ in range(2):
             for net, optimizer in zip((alone, sharded), optimizers, strict=True):

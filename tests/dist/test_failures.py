@@ -14,12 +14,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import on_ranks, whole  # noqa: E402
-from planners import random_planner  # noqa: E402
+from planners import by_planner, random_planner  # noqa: E402
 
 from autoshard.errors import AutoshardError, LoweringError, ModelError, TraceError  # noqa: E402
-from autoshard.runtime.ranks.agree import alone, share  # noqa: E402
-from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
+from autoshard.runtime.ranks.agree import alone, share  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist
@@ -58,7 +57,7 @@ class Resettable(Table):
 
 
 def compiled(model: nn.Module, **settings) -> CompiledModule:
-    return CompiledModule(model, locate(MESH), Settings(random_planner(1), **settings))
+    return CompiledModule(model, locate(MESH), by_planner(random_planner(1), **settings))
 
 
 # --- on both ranks ---

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import assert_near, assert_same_training, on_ranks, same_gradients, whole  # noqa: E402
-from planners import random_planner  # noqa: E402
+from planners import by_planner, random_planner  # noqa: E402
 
+from autoshard.decide.options import Passing  # noqa: E402
 from autoshard.errors import PlanError, UsageError  # noqa: E402
 from autoshard.runtime.cache import cache_folder  # noqa: E402
-from autoshard.runtime.compile import Settings  # noqa: E402
-from autoshard.runtime.inputs import Passing, shard_batch  # noqa: E402
+from autoshard.runtime.inputs import shard_batch  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 from autoshard.runtime.trace_collectives import recorded_collectives  # noqa: E402
@@ -56,7 +56,7 @@ def data(n: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compiled(model: nn.Module, seed: int = 0, mesh: str = MESH, outputs: str = "replicate", **settings) -> CompiledModule:
-    return CompiledModule(model, locate(mesh), Settings(random_planner(seed, outputs), **settings))
+    return CompiledModule(model, locate(mesh), by_planner(random_planner(seed, outputs), **settings))
 
 
 def mse(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -176,7 +176,7 @@ def replanning() -> None:
     for step in range(4):
         if step == 2:
             before = dict(fast._stored.specs)
-            object.__setattr__(fast.settings, "planner", random_planner(5))
+            object.__setattr__(fast.settings, "build", by_planner(random_planner(5)).build)
             fast.replan(one)
             assert before != fast._stored.specs, "the other planner should move something"
         for m, o in ((fast, one), (model, two)):
@@ -259,7 +259,7 @@ def disagreements() -> None:
     def broken(traced, mesh, *, stored, inputs):
         raise PlanError("no plan today")
 
-    bad = CompiledModule(net(), locate(MESH), Settings(broken))
+    bad = CompiledModule(net(), locate(MESH), by_planner(broken))
     with pytest.raises(PlanError, match="no plan today"):
         bad(data()[0])
 
@@ -272,19 +272,19 @@ def replay(folder: str) -> None:
     def never(traced, mesh, *, stored, inputs):
         raise AssertionError("the planner ran although a plan was given")
 
-    again = CompiledModule(net(), locate(MESH), Settings(never, plan=plan))
+    again = CompiledModule(net(), locate(MESH), by_planner(never, plan=plan))
     assert_near("replayed", again(data()[0]).detach(), net()(data()[0]).detach(), 1e-9)
     with pytest.raises(PlanError, match="another program"):
-        CompiledModule(net(), locate(MESH), Settings(never, plan=plan))(data(4)[0])
+        CompiledModule(net(), locate(MESH), by_planner(never, plan=plan))(data(4)[0])
     cache = cache_folder(folder)
-    CompiledModule(net(), locate(MESH), Settings(random_planner(0), cache=cache)).prepare(data()[0])
-    CompiledModule(net(), locate(MESH), Settings(never, cache=cache)).prepare(data()[0])
+    CompiledModule(net(), locate(MESH), by_planner(random_planner(0), cache=cache)).prepare(data()[0])
+    CompiledModule(net(), locate(MESH), by_planner(never, cache=cache)).prepare(data()[0])
     dist.barrier()
     if dist.get_rank() == 0:
         (path,) = Path(folder).glob("*.json")
         path.write_text("{ not a plan")
     dist.barrier()
-    CompiledModule(net(), locate(MESH), Settings(random_planner(0), cache=cache)).prepare(data()[0])
+    CompiledModule(net(), locate(MESH), by_planner(random_planner(0), cache=cache)).prepare(data()[0])
 
 
 def surface() -> None:

@@ -7,8 +7,6 @@ from harness import assert_same_training, on_ranks, twins
 from live_bytes import step_peak
 
 import autoshard
-from autoshard.rules.factors import factor_graph
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
 from models import llama
 
@@ -28,7 +26,7 @@ def plan(budget: float | None) -> autoshard.Plan:
 def layers_again(found: autoshard.Plan) -> set[str]:
     """The layers of which backward runs some op again."""
     model, _, batch = twins(build, torch.float64)
-    graph = factor_graph(simplify(trace(model, batch, loss_fn=llama.loss).graph))
+    graph = trace(model, batch, loss_fn=llama.loss).graph
     modules = [graph.op(name).module.split(".") for name in found.recompute]
     return {path[1] for path in modules if path[0] == "layers"}
 

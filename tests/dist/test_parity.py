@@ -10,10 +10,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import assert_same_training, on_ranks, twins  # noqa: E402
-from planners import random_planner  # noqa: E402
+from planners import by_planner, random_planner  # noqa: E402
 
-from autoshard.runtime.compile import Settings  # noqa: E402
-from autoshard.runtime.inputs import Passing  # noqa: E402
+from autoshard.decide.options import Passing  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit  # noqa: E402
@@ -25,7 +24,7 @@ MODELS = {"mlp": mlp, "gpt": gpt, "llama": llama, "bert": bert, "vit": vit, "res
 def train(name: str, mesh: str, seed: int) -> None:
     module = MODELS[name]
     model, reference, batch = twins(module.build, torch.float64)
-    settings = Settings(random_planner(seed), loss_fn=module.loss, passing=Passing())
+    settings = by_planner(random_planner(seed), loss_fn=module.loss, passing=Passing())
     compiled = CompiledModule(model, locate(mesh), settings)
 
     def loss_of(model, batch):

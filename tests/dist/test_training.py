@@ -17,12 +17,11 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import assert_near, on_ranks, same_gradients, whole  # noqa: E402
-from planners import random_planner  # noqa: E402
+from planners import by_planner, random_planner  # noqa: E402
 
-from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.ranks.place import locate  # noqa: E402
 from autoshard.runtime.params.update import local_update  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist
 SEEDS = (0, 3)
@@ -51,7 +50,7 @@ class Tagger(nn.Module):
 def pair(seed: int) -> tuple[CompiledModule, nn.Module]:
     torch.manual_seed(0)
     model = Tagger().double()
-    return CompiledModule(copy.deepcopy(model), locate("dp=2"), Settings(random_planner(seed))), model
+    return CompiledModule(copy.deepcopy(model), locate("dp=2"), by_planner(random_planner(seed))), model
 
 
 def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:

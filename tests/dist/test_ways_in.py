@@ -20,16 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import assert_same_training, on_ranks, twins  # noqa: E402
-from planners import random_planner  # noqa: E402
+from planners import by_planner, random_planner  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard import _torch  # noqa: E402
 from autoshard.lower.overwrite_table import SWAP  # noqa: E402
-from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.carriers.gloo_messages import Members  # noqa: E402
+from autoshard.runtime.carriers.shared_memory import Shared  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
-from autoshard.runtime.carriers.shared_memory import Shared  # noqa: E402
 from autoshard.runtime.step import Function  # noqa: E402
 from models import moe, resnet  # noqa: E402
 
@@ -109,7 +108,7 @@ def every_way(ports: list[int]) -> None:
     for shared in (True, False):
         for module in (moe, resnet):  # with calls of every kind, some of them inside ops
             with patch.object(Function, "of", staticmethod(refusing)), no_memory(not shared):
-                train(mesh, module.build, module.loss, lambda model: CompiledModule(model, locate(mesh), Settings(random_planner(0), loss_fn=module.loss)))
+                train(mesh, module.build, module.loss, lambda model: CompiledModule(model, locate(mesh), by_planner(random_planner(0), loss_fn=module.loss)))
 
 
 def no_memory(really: bool) -> Any:

@@ -15,9 +15,7 @@ from autoshard.base.plan import Copy, Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.make_plan import Chosen, choose, make_plan, price
 from autoshard.formulate.problem_of import formulate
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.search import Clock, solve
 from autoshard.seeds.seeds import Seeds, resolve_seeds
 from autoshard.space.cost_table import Training, build_cost_table
@@ -47,7 +45,7 @@ class Chain(nn.Module):
 
 
 def table_of(model: nn.Module, x: torch.Tensor, mesh: str, cluster: str, training: bool, seeds=None, eta: float | None = None):
-    graph = factor_graph(simplify(trace(model, (x,), training=training).graph))
+    graph = trace(model, (x,), training=training).graph
     profile = load_cluster(cluster)
     if eta is not None:
         profile = replace(profile, overlap=replace(profile.overlap, eta=eta, interference=0.05))

@@ -17,9 +17,8 @@ from autoshard.errors import UsageError
 from autoshard.lower import attention_kernels
 from autoshard.lower.lower import LocalGraph, bind, lower
 from autoshard.lower.passes.in_place import overwrite
-from autoshard.program.simplify import simplify
+from autoshard.lower.schedule import schedule
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.compile import Settings
 from autoshard.runtime.execute.eager import straight
 from autoshard.runtime.module import CompiledModule
@@ -37,10 +36,10 @@ def local_graphs(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
     module, mesh = importlib.import_module(f"models.{name}"), Mesh(("dp", "tp"), (2, 2))
     model, batch = module.build()
     batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
-    graph = factor_graph(simplify(trace(model.to(dtype), batch, loss_fn=module.loss).graph))
+    graph = trace(model.to(dtype), batch, loss_fn=module.loss).graph
     route = Redistribution(mesh, load_cluster("h100-dgx")).steps
     plan = random_plan(graph, mesh, route, seed)
-    lowered = lower(graph, plan, mesh, route)
+    lowered = lower(graph, plan, mesh, schedule(graph, plan, mesh, route))
     return lowered.forward, lowered.backward, mesh
 
 
@@ -86,7 +85,7 @@ def test_attention_becomes_the_kernel_of_the_device(monkeypatch: pytest.MonkeyPa
 
 def test_autocast_of_another_device_is_refused() -> None:
     place = Place(Mesh(("one",), (1,)), None, (0,), {}, torch.device("cpu"))
-    model = CompiledModule(nn.Linear(2, 2), place, Settings(lambda *args, **kwargs: None))
+    model = CompiledModule(nn.Linear(2, 2), place, Settings(lambda variant: None))
     object.__setattr__(place, "device", torch.device("cuda"))  # weights cannot be there
     before = torch.is_autocast_enabled("cuda")
     torch.set_autocast_enabled("cuda", True)

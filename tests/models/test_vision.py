@@ -10,10 +10,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import autoshard
 from autoshard.base.spec import divides
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
 from autoshard.rules import registry
-from autoshard.rules.factors import factor_graph
 
 aten = torch.ops.aten
 
@@ -172,7 +170,7 @@ BLOCKS = {
 def whole(model, inputs, loss_fn=None):
     """Ops without a rule, and those that nothing can split over two ranks though their result has an even dim. Ops that take no
     tensor cost nobody anything."""
-    graph = factor_graph(simplify(trace(model, inputs, {}, loss_fn=loss_fn, training=True).graph))
+    graph = trace(model, inputs, {}, loss_fn=loss_fn, training=True).graph
     return {(op.name, str(op.target)) for op in graph.of_kind("call") if runs_whole(graph.calls[op.name])}
 
 

@@ -1,4 +1,6 @@
 """Simplified graphs are smaller, give the same results and keep what must stay."""
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from autoshard.program.simplify import simplify, stats
 from autoshard.program.trace import trace
 
 aten = torch.ops.aten
+recorded = functools.partial(trace, raw=True)
 
 
 def calls(graph, *targets):
@@ -65,7 +68,7 @@ def test_folds(body, left):
 
 
 def test_clone_that_the_caller_gets_stays():
-    graph = simplify(trace(Weighted(lambda m, x: (x * m.w, x.clone())), (x48(),)).graph)
+    graph = simplify(recorded(Weighted(lambda m, x: (x * m.w, x.clone())), (x48(),)).graph)
     (copy,) = calls(graph, aten.clone.default)
     assert graph.op("user:1").args == (Ref(copy.name),)
 
@@ -98,7 +101,7 @@ def test_dead_code_and_unused_parameters():
             self.wasted(x)
             return self.used(x)
 
-    traced = trace(Wasteful(), (x48(),))
+    traced = recorded(Wasteful(), (x48(),))
     graph = simplify(traced.graph)
     assert traced.graph.unused == () and graph.unused == ("wasted.weight", "wasted.bias")
     assert len(calls(graph, aten.addmm.default)) == 1
@@ -111,7 +114,7 @@ def test_batch_norm_keeps_its_mutations():
 
 
 def test_stats_counts_calls():
-    graph = trace(Block(), (x48(),)).graph
+    graph = recorded(Block(), (x48(),)).graph
     counts = stats(graph)
     assert counts["aten.addmm.default"] == 2 and sum(counts.values()) == len(graph.of_kind("call"))
     assert list(counts.values()) == sorted(counts.values(), reverse=True)
@@ -127,7 +130,7 @@ def test_a_second_simplification_finds_nothing():
         def forward(self, x):
             return f(x * 2)
 
-    once = simplify(trace(Model(), (torch.randn(24),)).graph)
+    once = simplify(recorded(Model(), (torch.randn(24),)).graph)
     assert [str(op.target) for op in once.of_kind("call")].count("aten.view.default") == 1
     assert simplify(once).ops == once.ops
 
@@ -135,7 +138,7 @@ def test_a_second_simplification_finds_nothing():
 def test_gradients_are_cast_where_they_are_made():
     """autograd would cast them all at the end, and only there could they be summed over ranks."""
     model, example = MODELS["gpt"].build("tiny")
-    traced = trace(model, example, loss_fn=MODELS["gpt"].loss, precision=Precision())
+    traced = recorded(model, example, loss_fn=MODELS["gpt"].loss, precision=Precision())
     graph = simplify(traced.graph)
     casts = [graph.op(op.refs[0].op) for op in graph.of_kind("output") if str(op.target).startswith("grad:")]
     assert len(casts) == len(graph.of_kind("param")) and all("_to_copy" in str(op.target) for op in casts)

@@ -6,9 +6,8 @@ import autoshard
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lower import lower
-from autoshard.program.simplify import simplify
+from autoshard.lower.schedule import schedule
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.route import route_of
 from autoshard.verification.check import verify
 
@@ -33,7 +32,7 @@ def test_saved_values_keep_their_strides():
     model, x = Net(), torch.randn(4, 16, 2, 2)
     plan = autoshard.plan(model, "d=2", (x,), seeds=SEEDS, outputs="dtensor")
     traced = trace(model, (x,), marks=SEEDS)
-    lowered = lower(factor_graph(simplify(traced.graph)), plan, parse_mesh("d=2"), route_of(plan))
+    lowered = lower(traced.graph, plan, parse_mesh("d=2"), schedule(traced.graph, plan, parse_mesh("d=2"), route_of(plan)))
     (results,) = next(n for n in lowered.forward.graph.nodes if n.op == "output").args
     saved = {p.name: n.meta["val"] for p, n in zip(lowered.forward.gives, results, strict=True) if p.kind == "saved"}
     taken = [n.meta["val"] for n in lowered.backward.graph.nodes if n.op == "placeholder"]

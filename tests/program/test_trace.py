@@ -20,6 +20,7 @@ from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
 
 MODELS = {m.__name__.split(".")[-1]: m for m in (mlp, gpt, llama, bert, vit, resnet, moe, t5, dlrm)}
 aten = torch.ops.aten
+trace = functools.partial(trace, raw=True)  # what is recorded; test_simplify.py is about what becomes of it
 
 
 @pytest.fixture(autouse=True)

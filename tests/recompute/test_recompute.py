@@ -11,12 +11,11 @@ from autoshard.base.plan import AGAIN, Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
+from autoshard.lower.schedule import schedule
 from autoshard.program.calling import Traced
 from autoshard.program.interpret import run
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import CHEAP, FAMILIES, candidates, with_recompute
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.route import route_of
 from autoshard.verification.reprice import reprice
 from models import gpt, llama
@@ -28,7 +27,7 @@ def traced_of(module, **sizes) -> tuple[Traced, torch.nn.Module, tuple]:
     torch.manual_seed(0)
     model, batch = module.build(**sizes)
     found = trace(model, batch, loss_fn=module.loss)
-    return Traced(factor_graph(simplify(found.graph)), found.calling), model, batch
+    return found, model, batch
 
 
 @pytest.mark.parametrize("module", [gpt, llama])
@@ -71,6 +70,6 @@ def test_a_plan_that_recomputes_fits_round_trips_and_costs_what_it_says() -> Non
     plan = plan_traced(traced, mesh, Options(**options, memory_budget=budget), has_loss=True)
     assert plan.recompute and plan.memory["total"] <= budget and plan.objective_s > free.objective_s
     assert plan.graph_hash == free.graph_hash and Plan.from_json(plan.to_json()) == plan
-    graph = with_recompute(factor_graph(simplify(traced.graph)), plan.recompute)
-    lowered = lower(graph, plan, mesh, route_of(plan))
+    graph = with_recompute(traced.graph, plan.recompute)
+    lowered = lower(graph, plan, mesh, schedule(graph, plan, mesh, route_of(plan)))
     assert reprice(graph, lowered, load_cluster("h100-dgx"), "adamw") == pytest.approx(plan.objective_s, rel=1e-9)

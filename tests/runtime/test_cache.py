@@ -13,11 +13,12 @@ import autoshard
 from autoshard.base.precision import Precision
 from autoshard.cost import cluster as clusters
 from autoshard.cost.cluster import Cluster, load_cluster
-from autoshard.decide.options import Options
+from autoshard.decide.options import Options, Passing, Running
 from autoshard.runtime.cache import planner_key, source_digest
 
-OTHER = {"optimizer": "sgd", "precision": Precision("bf16"), "seeds": {"0.weight": "dp,-"}, "inputs": "local", "outputs": "dtensor",
+OTHER = {"optimizer": "sgd", "precision": Precision("bf16"), "seeds": {"0.weight": "dp,-"}, "passing": Passing("local"),
          "memory_budget": 1e9, "time_limit": 5.0, "search": "milp", "fallback": "replicate", "offload": "optimizer"}
+PASSING = {"inputs": "local", "outputs": "dtensor", "batch_axes": ("dp",)}
 
 
 def leaves(data, path=()):
@@ -61,10 +62,14 @@ def test_every_number_of_a_profile_counts(name):
 
 
 def test_every_option_counts_but_the_path_of_the_profile():
-    assert set(OTHER) | {"cluster"} == set(Options.__dataclass_fields__), "a new option needs a line above"
+    assert set(OTHER) | {"cluster", "running"} == set(Options.__dataclass_fields__), "a new option needs a line above"
     profile = load_cluster("cpu-gloo")
     keys = {planner_key(replace(Options(), **{name: value}), profile) for name, value in OTHER.items()}
-    assert len(keys | {planner_key(Options(), profile)}) == len(OTHER) + 1
+    keys |= {planner_key(Options(passing=Passing(**{name: value})), profile) for name, value in PASSING.items()}
+    assert len(keys | {planner_key(Options(), profile)}) == len(OTHER) + len(PASSING)  # Passing("local") is in both
+    assert set(PASSING) == set(Passing.__dataclass_fields__), "a new option needs a line above"
+    running = Running(backend="inductor", check_inputs="never", checkpoint="a", timeout=1.0)
+    assert planner_key(Options(running=running), profile) == planner_key(Options(), profile), "how a plan is run does not change it"
     assert planner_key(Options(cluster="a.toml"), profile) == planner_key(Options(cluster="/b.toml"), profile)
     same = (Options(seeds={"a": ("dp", None), "b": "-"}), Options(seeds={"b": "-", "a": "dp, -"}))
     assert planner_key(same[0], profile) == planner_key(same[1], profile)

@@ -16,11 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 from call_forms import case  # noqa: E402
 from call_forms_run import check  # noqa: E402
-from planners import whole_planner  # noqa: E402
+from planners import by_planner, whole_planner  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.errors import UsageError  # noqa: E402
-from autoshard.runtime.compile import Settings  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 
@@ -31,7 +30,7 @@ FAST, ALL = 16, 200
 def test_random_calls(seeds: range) -> None:
     for seed in seeds:
         found = case(seed)
-        compiled = CompiledModule(copy.deepcopy(found.model), locate("one=1"), Settings(whole_planner, loss_fn=found.loss_fn))
+        compiled = CompiledModule(copy.deepcopy(found.model), locate("one=1"), by_planner(whole_planner, loss_fn=found.loss_fn))
         for calls in found.calls:
             before = len(compiled._steps)
             for args, kwargs in calls:
@@ -81,7 +80,7 @@ def tensors(n: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", [Seen, Decorated, Hooked])
 def test_what_sees_the_form_of_a_call_is_run_in_that_form(kind: type[nn.Module]) -> None:
     model = kind()
-    compiled = CompiledModule(copy.deepcopy(model), locate("one=1"), Settings(whole_planner))
+    compiled = CompiledModule(copy.deepcopy(model), locate("one=1"), by_planner(whole_planner))
     x, t, k, a, b = tensors(5)
     for args, kwargs in (((x,), dict(target=t, mask=k)), ((x,), dict(mask=k, target=t)), ((x, t), dict(mask=k)), ((x, t, k), {}), ((x, None, k), {}),
                          ((x,), dict(mask=k)), ((x,), {}), ((x, None), {}), ((x,), dict(b=b, a=a)), ((x,), dict(a=a, mask=k, b=b))):
@@ -113,7 +112,7 @@ def test_numbers_that_python_calls_equal_are_told_apart() -> None:
         def forward(self, x: torch.Tensor, by: float = 1.0, part: slice = slice(None)) -> torch.Tensor:
             return x[part] / by
 
-    compiled, x = CompiledModule(Divide(), locate("one=1"), Settings(whole_planner)), torch.ones(3)
+    compiled, x = CompiledModule(Divide(), locate("one=1"), by_planner(whole_planner)), torch.ones(3)
     for by, part in ((0.0, slice(0, 2)), (-0.0, slice(0, 2)), (float("nan"), slice(1)), (float("nan"), slice(1)), (2, slice(1)), (True, slice(1))):
         assert torch.equal(compiled(x, by, part).nan_to_num(7.0), (x[part] / by).nan_to_num(7.0))
     assert len(compiled._steps) == 5
@@ -142,7 +141,7 @@ def test_a_loss_of_another_arity_is_named(loss_fn, message: str) -> None:
 
 def test_calls_that_python_would_not_take() -> None:
     x, t, k = tensors(3)
-    compiled = CompiledModule(nn.Linear(8, 8).double(), locate("one=1"), Settings(whole_planner, loss_fn=F.mse_loss))
+    compiled = CompiledModule(nn.Linear(8, 8).double(), locate("one=1"), by_planner(whole_planner, loss_fn=F.mse_loss))
     for args, kwargs, message in (((x, k, t), {}, r"Linear.forward\(input\) does not take this call: too many positional arguments; with loss_fn the last"),
                                   ((x, t), dict(mask=k), "unexpected keyword argument 'mask'"), ((t,), {}, "missing a required argument: 'input'"),
                                   ((), dict(input=x), "last positional argument is the target"), ((x, t), dict(input=x), "multiple values for argument 'input'"),
@@ -184,4 +183,4 @@ def test_no_gradient_where_eager_mode_has_none() -> None:
             return x.detach() * 2
 
     x = torch.randn(4, 8, requires_grad=True)
-    assert not CompiledModule(Detached(), locate("one=1"), Settings(whole_planner))(x).requires_grad
+    assert not CompiledModule(Detached(), locate("one=1"), by_planner(whole_planner))(x).requires_grad

@@ -2,31 +2,21 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Plan
-from autoshard.errors import MeshError, UsageError
-from autoshard.program.simplify import simplify
-from autoshard.rules.factors import factor_graph
-from autoshard.runtime.compile import Settings
-from autoshard.runtime.module import CompiledModule
-from autoshard.runtime.ranks.place import locate
-from models import gpt, resnet
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
+from planners import by_planner, whole_planner  # noqa: E402
 
-def replicated(traced, mesh: Mesh, *, stored, inputs) -> Plan:
-    from autoshard.base.plan import OpPlan
-    from autoshard.cost.cluster import load_cluster
-    graph = factor_graph(simplify(traced.graph))
-    whole = (-1,) * mesh.ndim
-    ops = {op.name: OpPlan((whole,) * len(op.refs), (whole,) * len(op.outputs)) for op in graph.ops}
-    placements = {op.target: whole for op in graph.of_kind("param", "buffer")}
-    return Plan(graph.hash, mesh, load_cluster("cpu-gloo").snapshot(), {}, {"training": graph.training}, ops, placements, (), (),
-                (), {}, {}, 0.0, 0.0, 0.0, "hand-made")
+from autoshard.errors import MeshError, UsageError  # noqa: E402
+from autoshard.runtime.module import CompiledModule  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
+from models import gpt, resnet  # noqa: E402
 
 
 @pytest.mark.parametrize("module", [gpt, resnet])
@@ -34,7 +24,7 @@ def replicated(traced, mesh: Mesh, *, stored, inputs) -> Plan:
 def test_trains_like_the_model(module, backend: str) -> None:
     torch.manual_seed(0)
     model, batch = module.build()
-    fast = CompiledModule(copy.deepcopy(model), locate("one=1"), Settings(replicated, loss_fn=module.loss, backend=backend))
+    fast = CompiledModule(copy.deepcopy(model), locate("one=1"), by_planner(whole_planner, loss_fn=module.loss, backend=backend))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (fast, model)]
     for _ in range(2):
         losses = [fast(*batch), module.loss(model(*batch[:-1]), batch[-1])]
@@ -52,7 +42,7 @@ def test_trains_like_the_model(module, backend: str) -> None:
 
 def test_dropout_draws_as_the_model_does() -> None:
     model, batch = gpt.build(dropout=0.3)
-    fast = CompiledModule(copy.deepcopy(model), locate("one=1"), Settings(replicated, loss_fn=gpt.loss))
+    fast = CompiledModule(copy.deepcopy(model), locate("one=1"), by_planner(whole_planner, loss_fn=gpt.loss))
     torch.manual_seed(5)
     got = fast(*batch)
     torch.manual_seed(5)
@@ -62,7 +52,7 @@ def test_dropout_draws_as_the_model_does() -> None:
 def test_the_original_stays_usable_and_apart() -> None:
     model, batch = gpt.build()
     before = model(batch[0]).detach()
-    fast = CompiledModule(model, locate("one=1"), Settings(replicated, loss_fn=gpt.loss))
+    fast = CompiledModule(model, locate("one=1"), by_planner(whole_planner, loss_fn=gpt.loss))
     optimizer = torch.optim.SGD(fast.parameters(), lr=1.0)
     fast(*batch).backward()
     optimizer.step()
@@ -72,7 +62,7 @@ def test_the_original_stays_usable_and_apart() -> None:
 
 def test_a_parameter_changed_before_backward_is_noticed() -> None:
     model, batch = gpt.build()
-    fast = CompiledModule(model, locate("one=1"), Settings(replicated, loss_fn=gpt.loss))
+    fast = CompiledModule(model, locate("one=1"), by_planner(whole_planner, loss_fn=gpt.loss))
     loss = fast(*batch)
     with torch.no_grad():
         fast.lm_head.weight.mul_(2)
@@ -84,4 +74,4 @@ def test_clear_errors() -> None:
     with pytest.raises(MeshError, match="needs 4 processes"):
         locate("dp=4")
     with pytest.raises(UsageError, match="backend='fast'"):
-        CompiledModule(torch.nn.Linear(2, 2), locate("one=1"), Settings(replicated, backend="fast"))(torch.ones(1, 2))
+        CompiledModule(torch.nn.Linear(2, 2), locate("one=1"), by_planner(whole_planner, backend="fast"))(torch.ones(1, 2))

@@ -32,7 +32,7 @@ COMMANDS = {
     "op": (explain, ("explain", *MODEL, "--op", "h.0.mlp.c_fc")),
     "edge": (explain, ("explain", *MODEL, "--edge", "h.0.mlp.c_fc->gelu_0")),
 }
-BEFORE = ("load", "trace", "simplify", "strategies", "costs", "formulate")
+BEFORE = ("load", "trace", "strategies", "costs", "formulate")
 
 
 class CtrlC:

@@ -7,14 +7,13 @@ from test_trace import Block, Stack
 from torch import nn
 
 from autoshard.base.precision import Precision
-from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
 from autoshard.space.layers import op_path, repeated_layers
 from models import bert, gpt, llama, moe, resnet, t5, vit
 
 
 def classes_of(model, args, loss_fn=None):
-    graph = simplify(trace(model, args, loss_fn=loss_fn).graph)
+    graph = trace(model, args, loss_fn=loss_fn).graph
     members = defaultdict(list)
     for name, number in repeated_layers(graph).items():
         members[number].append(graph.op(name))
@@ -47,7 +46,7 @@ def test_inner_layers_are_tied(module):
 def test_what_a_precision_policy_casts_is_tied_too():
     with torch.device("meta"):
         model, example = llama.build("tiny", layers=5)
-    graph = simplify(trace(model, example, loss_fn=llama.loss, precision=Precision()).graph)
+    graph = trace(model, example, loss_fn=llama.loss, precision=Precision()).graph
     casts = [op.name for op in graph.of_kind("call") if "_to_copy" in str(op.target) and not op.module]
     parameters = len(graph.of_kind("param"))
     tied = repeated_layers(graph).keys() & casts

@@ -21,11 +21,11 @@ def assert_close(got, want, what, tol=1e-12):
 
 
 def check_parity(model, args=(), kwargs=None, *, loss_fn=None, around=contextlib.nullcontext, tol=1e-12, rewrite=None, seed=3):
-    """Trace, interpret and compare user outputs, gradients and mutated buffers with eager; -> Traced."""
+    """Trace, interpret what is recorded (and then rewritten) and compare user outputs, gradients and mutated buffers with eager; -> Traced."""
     kwargs = kwargs or {}
     before = state_of(model)
     with around():
-        traced = trace(model, args, kwargs, loss_fn=loss_fn)
+        traced = trace(model, args, kwargs, loss_fn=loss_fn, raw=True)
     assert all(torch.equal(before[n], t) for n, t in state_of(model).items()), "trace changed the model"
     checked = Traced(rewrite(traced.graph), traced.calling) if rewrite else traced
     torch.manual_seed(seed)

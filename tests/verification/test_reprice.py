@@ -10,9 +10,8 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
-from autoshard.program.simplify import simplify
+from autoshard.lower.schedule import schedule
 from autoshard.program.trace import trace
-from autoshard.rules.factors import factor_graph
 from autoshard.runtime.route import route_of
 from autoshard.verification.reprice import collectives_in, reprice
 from models import gpt, mlp
@@ -30,8 +29,8 @@ def test_lowered_program_costs_what_was_planned(module, mesh: str, seeds: dict, 
     model, batch = module.build()
     traced, on = trace(model, batch, loss_fn=module.loss), parse_mesh(mesh)
     plan = plan_traced(traced, on, Options(cluster=cluster, seeds=seeds), has_loss=True)
-    graph = factor_graph(simplify(traced.graph))
-    lowered = lower(graph, plan, on, route_of(plan))
+    graph = traced.graph
+    lowered = lower(graph, plan, on, schedule(graph, plan, on, route_of(plan)))
     assert reprice(graph, lowered, load_cluster(cluster), "adamw") == pytest.approx(plan.objective_s, rel=1e-9)
     planned = Counter((c.kind, c.axis, c.nbytes, c.phase) for c in plan.collectives)
     assert planned and Counter((c.kind, c.axis, c.nbytes, c.window) for c in collectives_in(lowered)) == planned

@@ -44,10 +44,11 @@ def _tensors(named: Any) -> str:
 
 
 def _options(settings: Settings) -> str:
+    options, running = settings.options, settings.options.running
     given = None if settings.plan is None else f"plan {settings.plan.key}"
     loss = None if settings.loss_fn is None else getattr(settings.loss_fn, "__qualname__", type(settings.loss_fn).__qualname__)
-    return "\n".join(map(str, (f"loss_fn {loss}", settings.precision, settings.passing, f"backend {settings.backend}", given,
-                               settings.key, f"checkpoint {settings.checkpoint}")))
+    return "\n".join(map(str, (f"loss_fn {loss}", options.precision, options.passing, f"backend {running.backend}", given,
+                               settings.key, f"checkpoint {running.checkpoint}", f"check_inputs {running.check_inputs}")))
 
 
 def _digest(values: Any) -> str:

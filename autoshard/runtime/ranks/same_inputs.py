@@ -25,7 +25,7 @@ CHECKS = ("first", "always", "never")
 
 def is_due(calls: int, check: str) -> bool:
     """Whether ranks compare before the call that comes after so many `calls` of a variant."""
-    return check == CHECKS[1] or check == CHECKS[0] and not calls & (calls - 1)
+    return check == "always" or check == "first" and not calls & (calls - 1)
 
 
 def compare_inputs(place: Place, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], names: Sequence[str],

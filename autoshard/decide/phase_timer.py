@@ -1,0 +1,51 @@
+"""How long the phases of planning take."""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from autoshard.decide.options import Progress
+from autoshard.errors import Interrupted
+from autoshard.search.mip import guarded
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its solver processes."""
+    return time.process_time() + guarded.cpu_seconds()
+
+
+class PhaseTimer:
+    """Times phases by wall clock and by CPU time of the process, and tells the user where the work is."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+        self._progress = progress or (lambda phase, detail: None)
+
+    def say(self, phase: str) -> None:
+        """Announce a phase that is not timed."""
+        self._progress(phase, "")
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        log = logging.getLogger(f"autoshard.{phase}")
+        log.debug("begins")
+        start, cpu = time.perf_counter(), cpu_seconds()
+        try:
+            self._progress(phase, "")
+            yield
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted in the phase {phase!r}; there is no plan yet") from None
+        self.seconds[phase] = time.perf_counter() - start
+        self.cpu_seconds[phase] = cpu_seconds() - cpu
+        log.info("took %.2f s (%.2f s of CPU time)", self.seconds[phase], self.cpu_seconds[phase])
+
+    def search(self, cost: float, bound: float, gap: float, seconds: float, message: str = "") -> None:
+        """Progress of the search: incumbent, bound, gap."""
+        text = f"{cost:.6g} s, bound {bound:.6g} s, gap {gap:.2%} after {seconds:.1f} s {message}".strip()
+        logging.getLogger("autoshard.search").debug(text)
+        self._progress("search", text)

@@ -1,0 +1,15 @@
+"""What is held already, as seeds."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoshard.base.graph import Graph
+from autoshard.base.spec import Spec
+from autoshard.seeds.seeds import Seeds
+
+
+def holding(seeds: Seeds, graph: Graph, fixed: Mapping[str, Spec]) -> Seeds:
+    """The seeds, with placements of parameters, buffers and inputs by name before them."""
+    held = {op.name: frozenset({tuple(fixed[op.target])}) for op in graph.of_kind("param", "buffer", "input") if op.target in fixed}
+    return replace(seeds, specs={**seeds.specs, **held})
