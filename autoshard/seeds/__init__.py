@@ -1,0 +1,1 @@
+"""What the user fixes before the search: seeds, names of tensors, placements of user collectives."""
