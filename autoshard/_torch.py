@@ -252,20 +252,7 @@ def backward_sequence_number() -> int | None:
 
 # --- running ------------------------------------------------------------------------------------------
 
-@torch.library.custom_op("autoshard::half_gather", mutates_args=())
-def _half_gather(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
-    op = torch.ops._c10d_functional.all_gather_into_tensor.default
-    halves = [torch.ops._c10d_functional.wait_tensor.default(op(h.contiguous(), n, group)) for h in x.view(-1).chunk(2)]
-    return torch.cat([h.view(n, -1) for h in halves], 1).view(n * x.shape[0], *x.shape[1:])
-
-
-@_half_gather.register_fake
-def _half_gather_shape(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
-    return x.new_empty(n * x.shape[0], *x.shape[1:])
-
-
 COLLECTIVES = {
-    "half_gather": torch.ops.autoshard.half_gather.default,
     "all_gather": torch.ops._c10d_functional.all_gather_into_tensor.default,
     "reduce_scatter": torch.ops._c10d_functional.reduce_scatter_tensor.default,
     "all_reduce": torch.ops._c10d_functional.all_reduce.default,

@@ -70,10 +70,6 @@ def all_gather(x: torch.Tensor, n: int, group: Members) -> Flight:
     return Flight(works, lambda: out, (x,))
 
 
-def half_gather(x: torch.Tensor, n: int, group: Members) -> Flight:
-    return all_gather(x, n, group)
-
-
 def all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Members) -> Flight:
     out = torch.empty_like(x)
     mine, theirs = x.split(list(sent)), out.split(list(received))

@@ -29,10 +29,6 @@ def all_gather(x: torch.Tensor, n: int, shared: Shared) -> Flight:
     return Flight([], finish, (x,))
 
 
-def half_gather(x: torch.Tensor, n: int, shared: Shared) -> Flight:
-    return all_gather(x, n, shared)
-
-
 def all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], shared: Shared) -> Flight:
     post = shared.post(x)
     if post is None:
