@@ -49,7 +49,6 @@ OPTIMIZERS = {
     "adamax": (2, 7),
     "rmsprop": (1, 5),
     "adagrad": (1, 5),
-    "adadelta": (2, 7),
     "adafactor": (0, 5),  # reads p and g twice; rows and columns of the second moment, see cost/memory.py
     "adamw8bit": (0, 4),  # read p, g; write p; m and v in bytes are read and written
     "adam8bit": (0, 4),

@@ -19,7 +19,7 @@ from autoshard.cost.compute import optimizer_state_bytes
 EIGHT_BIT, BLOCK, SMALLEST = ("adamw8bit", "adam8bit"), 256, 4096
 WORKSPACE = {
     "adam": (2, 1, 1), "adamw": (2, 1, 1), "nadam": (2, 1, 1), "radam": (5, 0, 1), "adamax": (1, 0, 1),
-    "rmsprop": (1, 1, 1), "adagrad": (1, 1, 2), "adadelta": (2, 1, 2), "adafactor": (1, 1, 1),
+    "rmsprop": (1, 1, 1), "adagrad": (1, 1, 2), "adafactor": (1, 1, 1),
 }
 """Temporaries of an update by optimizer, in sizes of a parameter: most at a time for one parameter, how many of those live on
 while the next one is updated, and most of each where all are updated together. Others work in place.

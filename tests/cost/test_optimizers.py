@@ -17,7 +17,7 @@ SHAPES = ((96, 128), (8, 64, 32), (128,), (64, 64))
 OPTIMIZERS = {
     "sgd": torch.optim.SGD, "momentum": lambda p, **k: torch.optim.SGD(p, momentum=0.9, **k), "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax,
-    "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad, "adadelta": torch.optim.Adadelta, "adafactor": torch.optim.Adafactor}
+    "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad, "adafactor": torch.optim.Adafactor}
 
 
 @pytest.mark.parametrize("together", [False, True])
