@@ -45,7 +45,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
          outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
-         time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", label: str = "",
+         time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
          progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
@@ -65,7 +65,6 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     search         backend of the search: "auto", "milp", "cp_sat", "local", "brute"; or "propagate": spread the seeds, search nothing
     fallback       "replicate": submodules that cannot be traced run whole on every rank, and the report says what that costs;
                    "error": a TraceError lists all places that cannot be traced
-    label          a text for the plan's settings
     offload        "none"; "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
                    host_link; step with `autoshard.local_update(optimizer)` then
     progress       called with (phase, detail)
@@ -75,7 +74,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     check_arguments(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, training=training, precision=precision, seeds=seeds,
                     cluster=cluster, memory_budget=memory_budget, time_limit=time_limit, progress=progress)
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
-                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload, label)
+                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
     mesh, clock = as_mesh(mesh), Clock(progress)
     profile = load_cluster(options.cluster)
     profile.links_for(mesh)  # a bad cluster or mesh is reported before the long work
@@ -93,7 +92,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
-            time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", label: str = "",
+            time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
             plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
             cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
             check_inputs: str = "first", progress: Progress | None = None) -> CompiledModule:
@@ -117,7 +116,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     check_arguments(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, training=training, precision=precision, seeds=seeds,
                     cluster=cluster, memory_budget=memory_budget, time_limit=time_limit, plan=plan, progress=progress)
     options = Options(optimizer_name(optimizer), precision, with_held(model, seeds), inputs, outputs,
-                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload, label)
+                      parse_bytes(memory_budget), cluster or default_cluster(mesh), time_limit, search, fallback, offload)
     profile = load_cluster(options.cluster)
     profile.links_for(as_mesh(mesh))
     if example_inputs is not None:

@@ -63,8 +63,6 @@ class Request:
     offload: Annotated[str, typer.Option(
         help="none, or optimizer: its state may lie in the host's memory where that pays (the cluster needs a host_link).")] = "none"
 
-    label: Annotated[str, typer.Option(help="A text for the plan's settings.")] = ""
-
     @property
     def what(self) -> str:
         return self.model or str(self.hf or "")
@@ -74,7 +72,7 @@ class Request:
         """Keyword arguments of `autoshard.plan`. Raises UsageError."""
         return {"cluster": self.cluster, "memory_budget": self.memory, "optimizer": self.optimizer,
                 "seeds": parse_seeds(self.seed or [], self.seeds), "precision": parse_precision(self.precision),
-                "time_limit": self.time_limit, "search": self.search, "fallback": self.fallback, "offload": self.offload, "label": self.label}
+                "time_limit": self.time_limit, "search": self.search, "fallback": self.fallback, "offload": self.offload}
 
     def check(self) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""

@@ -40,7 +40,6 @@ class Options:
     search: str = "auto"
     fallback: str = "error"
     offload: str = "none"
-    label: str = ""
 
     def __post_init__(self) -> None:
         from autoshard.search import BACKENDS  # loads the solvers
@@ -86,7 +85,6 @@ class Options:
         """The part that belongs to a plan."""
         p = self.precision
         return {**({"fallback": self.fallback} if self.fallback != "error" else {}),
-                **({"label": self.label} if self.label else {}),
                 **({"offload": self.offload} if training and self.offload != "none" else {}),
                 "optimizer": self.optimizer if training else "none", "training": training, "loss_in_graph": has_loss,
                 "inputs": self.inputs, "outputs": self.outputs,
