@@ -16,11 +16,10 @@ from autoshard.search.reductions.elimination import eliminate
 from autoshard.search.reductions.rows import drop_slack_rows, price_certain_rows
 from autoshard.search.reductions.separable import separate
 from autoshard.search.reductions.states import merge_states
-from autoshard.search.reductions.zero_edges import drop_zero_edges
 
 __all__ = ["Infeasible", "drop_forbidden", "reduce_core", "settle_rows"]
 
-CHEAP = (drop_dead, drop_zero_edges, eliminate, contract, separate)
+CHEAP = (drop_dead, eliminate, contract, separate)
 ALL = (*CHEAP, dominate, merge_states)
 
 
