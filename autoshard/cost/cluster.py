@@ -27,7 +27,7 @@ VERSION = 1
 OPTIMIZER = "optimizer"
 HEAVY = ("matmul", "attention", "conv")
 """Op families that count FLOPs. Their time can hide communication; the others are too short or memory-bound."""
-FAMILIES = ("matmul", "attention", "conv", "scan", "pointwise", "reduction", "norm", "gather", "random", "copy")
+FAMILIES = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "gather", "random", "copy")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from autoshard.lower.schedule import (
 )
 from autoshard.rules import registry
 
-ANY_STRIDES = ("matmul", "pointwise", "view", "reduction", "scan", "copy")
+ANY_STRIDES = ("matmul", "pointwise", "view", "reduction", "copy")
 """Op families whose kernels are right for tensors with any strides."""
 
 

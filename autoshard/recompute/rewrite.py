@@ -19,7 +19,7 @@ from autoshard.base.plan import AGAIN
 from autoshard.program.tape import is_random
 from autoshard.rules import registry
 
-CHEAP = ("pointwise", "norm", "view", "copy", "reduction", "scan")
+CHEAP = ("pointwise", "norm", "view", "copy", "reduction")
 FAMILIES = (*CHEAP, "matmul", "attention", "conv", "gather")
 """Families of ops that may be recomputed."""
 

@@ -27,7 +27,7 @@ from autoshard.seeds.seeds import was_given
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet
 
-CHEAP = ("pointwise", "reduction", "scan", "norm", "view", "copy", "random")
+CHEAP = ("pointwise", "reduction", "norm", "view", "copy", "random")
 MAX_ROWS = 48  # joint rows per mesh axis above which a unit is not worth its size
 
 
