@@ -1,9 +1,9 @@
 """Plans that fit in memory: first by the search's memory rows, then by the timeline of the plan found.
 
-The rows of the formulation count only what is surely there, so their bound holds for every plan. A plan found under them is
-played; where it is fuller than allowed, the rows are limited by as much less, and the search goes on; where that does not help,
-the moment gets a row of its own. What is returned fits exactly. Every search runs on a part of one clock, so that all of them
-together keep its time limit, and what stops it stops each.
+The rows of the formulation count only bytes that every plan holds, so their bound is valid for every plan. A plan found under them
+is played. If it exceeds the limit, the limits of the rows are lowered by the excess, and the search is repeated. If that does not
+help, the moment gets its own row. The plan returned fits exactly. Every search runs on a share of one clock, so all of them
+together keep its time limit, and Ctrl-C stops each.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A submodule as one op of the graph: what cannot be traced runs as the Python it is, whole, on every rank.
+"""A submodule as one opaque op of the graph: code that cannot be traced runs as Python, unsharded, on every rank.
 
 `Whole` is the target of two ops. Forward takes the submodule's tensor inputs, parameters and buffers and gives its outputs
 and the buffers it wrote. Backward takes the same and the gradients of the outputs, recomputes the submodule under autograd, and gives

@@ -1,4 +1,4 @@
-"""Write down the aten ops of one run over fake tensors as frozen `Op`s (used by trace.py only)."""
+"""Records the aten ops of one run over fake tensors as frozen `Op`s."""
 from __future__ import annotations
 
 import linecache

@@ -1,4 +1,4 @@
-"""What a compiled module answers when it is asked for things of its model, or handed to another library's wrapper.
+"""Attributes of the original model on a compiled module, and errors for methods and wrappers that do not apply to it.
 
 Parameters, buffers and attributes of the instance (`config`) are the model's own. What the model's class has besides works on the module
 tree that the user sees: properties (`device`, `dtype`) and the user's own methods. A method that cannot work says what to do instead.

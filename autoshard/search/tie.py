@@ -1,4 +1,4 @@
-"""Tie the copies of repeated layers: one node for all nodes of a group.
+"""Ties the copies of repeated layers: one node for all nodes of a group.
 
 The quotient's choices are the choices of the whole problem that treat the copies alike, so its optimum is an incumbent.
 It is no bound: layers may differ at the optimum. All its costs, loads and limits are counted per layer (in parts of the

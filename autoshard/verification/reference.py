@@ -1,4 +1,4 @@
-"""What the unsharded model computes: run by torch, or, with random ops, its graph run whole with the ranks' numbers."""
+"""The results of the unsharded model: run by torch or, with random ops, its graph run with the random numbers of the ranks."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""Seeds spread over the program: where a layout has one answer it is taken, where it has several the cheapest for now.
+"""Propagates seeds over the program. Where several layouts are possible, the locally cheapest one is taken.
 
 Two steps take turns until every unit of decision has its strategy.
 
