@@ -152,7 +152,7 @@ class Plan:
     timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
     largest     the largest tensors alive at the peak
     recompute   forward ops that backward recomputes (see recompute/rewrite.py); `ops` and `copies` name the recomputed ops too
-    offload     parameters whose optimizer state lies on the host (see runtime/host_state.py)
+    offload     parameters whose optimizer state lies on the host (see runtime/params/host_state.py)
     model       reference, batch, seq, dtype ... as the user gave them
     settings    optimizer, precision, inputs, outputs, training, loss
     placements  stored spec per parameter and buffer
