@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "annotate": "autoshard.seeds.seeds",
+    "annotate": "autoshard.seeds.marks",
     "compile": "autoshard.api",
     "plan": "autoshard.api",
     "local_update": "autoshard.runtime.params.update",

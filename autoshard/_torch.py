@@ -10,16 +10,12 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed import _functional_collectives
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE  # noqa: F401  (where fully_shard() keeps its state)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 from torch.utils import _pytree as pytree
@@ -168,7 +164,9 @@ def _higher_order_told(recorder: Recorder) -> Iterator[None]:
 def functional_collectives_run(stand_ins: Mapping[str, Any]) -> Iterator[None]:
     """Let torch's functional collectives run the code of `stand_ins`, by name: exchanging the code and not the name reaches models
     that imported the function itself. Their code must import what it uses. Undone on exit."""
-    found = {name: getattr(_functional_collectives, name) for name in stand_ins if hasattr(_functional_collectives, name)}
+    homes = {"shard_dim_alltoall": _collective_utils}
+    found = {name: getattr(homes.get(name, _functional_collectives), name, None) for name in stand_ins}
+    found = {name: function for name, function in found.items() if function is not None}
     kept = {name: function.__code__ for name, function in found.items()}
     for name, function in found.items():
         function.__code__ = stand_ins[name].__code__

@@ -35,7 +35,9 @@ from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.heartbeat import JOIN
 from autoshard.search import Clock as SearchClock
 from autoshard.search.interrupt import stopping
-from autoshard.seeds.seeds import Seeds, marks, resolve_seeds, seed_text, was_given, with_held
+from autoshard.seeds.grammar import seed_text
+from autoshard.seeds.marks import marks, was_given
+from autoshard.seeds.seeds import Seeds, resolve_seeds, with_held
 from autoshard.space.cost_table import CostTable, Training, build_cost_table
 from autoshard.space.reachable import reachable
 from autoshard.space.strategies import enumerate_strategies

@@ -31,11 +31,11 @@ from torch.utils import _pytree as pytree
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from autoshard.base.calling import Traced  # noqa: E402
 from autoshard.base.graph import Call  # noqa: E402
 from autoshard.base.spec import PSUM  # noqa: E402
 from autoshard.base.spec import divides as fits  # noqa: E402
 from autoshard.errors import AutoshardError  # noqa: E402
+from autoshard.program.calling import Traced  # noqa: E402
 from autoshard.program.interpret import values  # noqa: E402
 from autoshard.program.simplify import simplify  # noqa: E402
 from autoshard.program.trace import trace  # noqa: E402

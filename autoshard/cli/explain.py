@@ -20,6 +20,8 @@ EXAMPLES = """
 
   autoshard explain gpt:tiny --mesh tp=4 --edge 'h.0.mlp.c_fc->gelu_0'        what changing the layout in between takes
 
+  autoshard explain gpt:tiny --mesh dp=2,tp=2 --edge 'h.0.mlp.c_fc->gelu_0' --source dp,-,tp --target tp*dp,-,-    one pair of layouts
+
   autoshard explain plan.json --op h.0.mlp.c_fc                              the ways to run an op, and their regret
 
   autoshard explain plan.json --why-not 'h.0.mlp.c_fc.weight=-,tp'           force a choice, solve again, show the difference
@@ -34,15 +36,18 @@ def explain(request: Request,
             op: Annotated[str | None, typer.Option(help="Strategies of an op: its time, bytes, and the regret of each.")] = None,
             why_not: Annotated[str | None, typer.Option(help="NAME=LAYOUT: force it, solve again, show what changes.")] = None,
             source: Annotated[str | None, typer.Option(help="With --edge: the producer's layout; default: the chosen one.")] = None,
+            target: Annotated[str | None, typer.Option(help="With --edge and --source: the price of this layout alone; axes in any order (tp*dp,-).")] = None,
             rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 24,
             as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Say why a plan is what it is: the price table of an edge, the strategies of an op, or what a forced choice would cost."""
     asks = [name for name, value in (("--edge", edge), ("--op", op), ("--why-not", why_not)) if value]
     if len(asks) != 1:
         raise UsageError(f"give one of --edge, --op and --why-not{f', not {len(asks)}' if asks else ''}; for example --op h.0.mlp.c_fc")
+    if target is not None and (source is None or edge is None):
+        raise UsageError("--target is one end of a pair; give --edge and --source too, for example --edge 'relu_0->mm_1' --source dp,tp --target tp,dp")
     with progress_shown(not quiet) as progress:
         asked, plan = _asked(request, progress)
-        found, statuses = (_edge(asked, plan, edge, source, rows, progress) if edge else _op(asked, plan, op, rows, progress) if op
+        found, statuses = (_edge(asked, plan, edge, (source, target), rows, progress) if edge else _op(asked, plan, op, rows, progress) if op
                            else _why_not(asked, plan, why_not, progress))
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
@@ -90,17 +95,22 @@ def _chosen(asked: Asked, plan: Any, progress: Callable) -> tuple[Any, tuple[str
     return chosen_by(found, table), () if plan else (found.status,)
 
 
-def _edge(asked: Asked, plan: Any, text: str, source: str | None, rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
+def _edge(asked: Asked, plan: Any, text: str, layouts: tuple[str | None, str | None], rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard import api
+    from autoshard.seeds.grammar import specs_of
     from autoshard.seeds.names import find_edge
-    from autoshard.seeds.seeds import specs_of
     from autoshard.study.explain import edge_table
 
+    source, target = layouts
     if source is None:
         chosen, statuses = _chosen(asked, plan, progress)
         return edge_table(chosen.table, find_edge(chosen.table.graph, text), chosen, most=rows), statuses
     table = api.prices(asked.traced, asked.mesh, asked.options, clock=api.Clock(progress))
     edge = find_edge(table.graph, text)
+    if target is not None:
+        from autoshard.study.layout_pairs import layout_pair
+
+        return layout_pair(table, edge[0], source, target), ()
     sources = specs_of(source, table.graph.meta(edge[0]), asked.mesh, f"--source {source}")
     return edge_table(table, edge, sources=sources, most=rows), ()
 

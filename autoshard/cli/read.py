@@ -12,7 +12,8 @@ def parse_seeds(texts: list[str], file: Path | None = None) -> dict[str, Any]:
     Raises UsageError, also for a key that is given twice."""
     seeds: dict[str, Any] = {}
     if texts or file:
-        from autoshard.seeds.seeds import Seed, load_seeds
+        from autoshard.seeds.grammar import Seed
+        from autoshard.seeds.yaml_file import load_seeds
 
         seeds |= load_seeds(str(file)) if file else {}
     for text in texts:

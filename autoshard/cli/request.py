@@ -13,10 +13,10 @@ from autoshard.cli.common import INTERRUPTED
 from autoshard.cli.read import parse_precision, parse_seeds
 
 if TYPE_CHECKING:
-    from autoshard.base.calling import Traced
     from autoshard.base.mesh import Mesh
     from autoshard.base.plan import Plan
     from autoshard.decide.options import Options
+    from autoshard.program.calling import Traced
     from autoshard.program.load import ModelSpec
 
 

@@ -57,7 +57,7 @@ class Options:
     @property
     def marks(self) -> dict[str, str]:
         """The seeds as text by key; `trace` takes those that name modules."""
-        from autoshard.seeds.seeds import seed_text
+        from autoshard.seeds.grammar import seed_text
 
         return {key: seed_text(value) for key, value in self.seeds.items()}
 

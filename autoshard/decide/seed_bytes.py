@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from autoshard.base.graph import Op, TensorMeta
 from autoshard.base.spec import Spec
 from autoshard.cost.memory import stored_bytes, value_bytes
-from autoshard.seeds.seeds import Seeds, specs_of, was_given
+from autoshard.seeds.grammar import specs_of
+from autoshard.seeds.marks import was_given
+from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import CostTable, build_cost_table
 from autoshard.space.reachable import reachable
 from autoshard.space.strategies import enumerate_strategies

@@ -15,7 +15,7 @@ from autoshard.formulate.problem_of import Formulation, buffer_bytes, formulate
 from autoshard.play.timeline import Timeline
 from autoshard.search import Clock, solve
 from autoshard.search.problem import Problem, Solution, Status
-from autoshard.seeds.seeds import was_given
+from autoshard.seeds.marks import was_given
 from autoshard.space.cost_table import CostTable
 
 NAMED = 3  # seeds in a message

@@ -369,7 +369,8 @@ def storage_root(graph, ref: Ref) -> Ref:
 
 
 def _tie_gradients(b: _Builder) -> None:
-    """A gradient leaves in its parameter's stored spec, or as its input comes in, a tangent enters as the dual of its output."""
+    """A gradient leaves in its parameter's stored spec, or as its input comes in, a tangent enters as the dual of its output; seeds
+    tie what lies alike."""
     graph = b.table.graph
     stored = {op.target: op for op in graph.of_kind("param", "input")}
     users = {str(op.target): op for op in graph.of_kind("output")}
@@ -378,10 +379,12 @@ def _tie_gradients(b: _Builder) -> None:
             _add_equality(b, stored[name.removeprefix("grad:")], out)
     for tangent in graph.of_kind("tangent"):
         _add_equality(b, tangent, users[f"user:{tangent.target}"])
+    for one, other in b.table.seeds.ties:
+        _add_equality(b, graph.op(one), graph.op(other))
 
 
 def _add_equality(b: _Builder, source: Op, output: Op) -> None:
-    src, dst = b.units.outputs(Ref(source.name)), b.units.inputs(output.name, 0)
+    src, dst = (b.units.inputs(op.name, 0) if op.kind == "output" else b.units.outputs(Ref(op.name)) for op in (source, output))
     table = b.shared(("equal", src.specs, dst.specs), lambda: np.where(
         np.array([[s == d for d in dst.specs] for s in src.specs]), 0.0, np.inf))
     b.edges.append(Edge(b.units.index(source.name), b.units.index(output.name), table, src.index, dst.index))

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from autoshard.base.calling import Traced, as_stored
 from autoshard.base.graph import Op, Ref, map_args
 from autoshard.errors import UsageError
+from autoshard.program.calling import Traced, as_stored
 
 
 @dataclass(frozen=True, eq=False)

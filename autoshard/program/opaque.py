@@ -20,10 +20,10 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard._torch import pytree
-from autoshard.base.calling import TensorLeaf
 from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.random import generator_of, seeded
 from autoshard.errors import UsageError
+from autoshard.program.calling import TensorLeaf
 from autoshard.program.no_cache import without_decoding_cache
 from autoshard.program.tape import meta_of
 from autoshard.rules import registry

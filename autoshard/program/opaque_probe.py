@@ -14,13 +14,13 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard._torch import pytree
-from autoshard.base.calling import TensorLeaf, Traced
 from autoshard.base.graph import Graph, TensorMeta
 from autoshard.errors import TraceError, UsageError
+from autoshard.program.calling import TensorLeaf, Traced
 from autoshard.program.opaque import Frame, Outcome, Shared, Whole, plain, shape_text
 from autoshard.program.tape import Tape, is_random, meta_of
 from autoshard.rules import registry
-from autoshard.seeds.seeds import was_given
+from autoshard.seeds.marks import was_given
 
 VARIANTS = 2
 MOST_BYTES = 1 << 30

@@ -21,10 +21,12 @@ from autoshard.program.ways_out import on_higher_order
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = ("_torch.py", "recorder.py", "annotate.py", "manual.py", "survey.py", "whole.py", "made_up.py", "constants.py", "ways_out.py")
+RECORDING_FILES = ("_torch.py", "seeds/marks.py", *(f"program/{name}.py" for name in (
+    "tape", "user_collectives", "survey", "opaque", "opaque_probe", "known_values", "ways_out")))
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
-ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor and reduce_scatter_tensor of torch.distributed._functional_collectives are "
-              "taken, over a mesh axis: use those, or take it out and fix layouts with autoshard.annotate or seeds")
+ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor, reduce_scatter_tensor and broadcast of torch.distributed._functional_collectives, "
+              "and shard_dim_alltoall of torch.distributed.tensor, are taken, over a mesh axis: use those, or take it out and fix layouts "
+              "with autoshard.annotate or seeds")
 STDLIB = os.path.dirname(os.__file__) + os.sep
 
 SAME_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

@@ -29,11 +29,11 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard._torch import pytree
-from autoshard.base.calling import Calling, TensorLeaf, Traced
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
 from autoshard.program.binding import Binding
+from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.known_values import Constants
 from autoshard.program.lru_caches import kept_clean
 from autoshard.program.no_cache import without_decoding_cache
@@ -42,7 +42,7 @@ from autoshard.program.survey import Answers, ReadsData, Survey, short, user_err
 from autoshard.program.tape import Tape, meta_of
 from autoshard.program.user_collectives import LOCAL_SHAPES, STAND_INS
 from autoshard.program.ways_out import on_data
-from autoshard.seeds.seeds import annotate, marks_of, was_given
+from autoshard.seeds.marks import annotate, marks_of, was_given
 
 MODES = ("eager", "compiling", "exporting")
 

@@ -6,8 +6,10 @@ collective does not change any number. It fixes the placements of its operand an
     all_reduce(x, op, group)                    Partial(op) -> Replicate
     all_gather_tensor(x, dim, group)            Shard(dim)  -> Replicate
     reduce_scatter_tensor(x, op, dim, group)    Partial(op) -> Shard(dim)
+    shard_dim_alltoall(x, a, b, mesh, dim)      Shard(a)    -> Shard(b), an AllToAll that says both dims
+    broadcast(x, src, group)                    Replicate   -> Replicate: every rank holds the one device's value
 
-So it is traced as two marks (see seeds/seeds.py), one per side. The redistribution between them is priced and lowered like any
+So it is traced as two marks (see seeds/marks.py), one per side. The redistribution between them is priced and lowered like any
 other, to the same collective. Seeds and search decide everything else, other mesh axes included.
 """
 from __future__ import annotations
@@ -57,8 +59,15 @@ def alone() -> AbstractContextManager:
     return _torch.functional_collectives_run(dict.fromkeys(STAND_INS, _identity))
 
 
+MEANINGLESS = {
+    "all_to_all_single": "which exchanges pieces along dim 0 and does not say which dim of the whole tensor is split before and after; "
+                         "shard_dim_alltoall(x, gather_dim, shard_dim, mesh, mesh_dim) says both",
+    "permute_tensor": "which passes pieces from rank to rank, and a whole tensor has none",
+}
+
+
 def refused(name: str) -> NoReturn:
-    raise TraceError(f"the model calls {name}{user_line()}, which exchanges pieces that a whole tensor does not have\n  {ONLY_TAKEN}")
+    raise TraceError(f"the model calls {name}{user_line()}, {MEANINGLESS[name]}\n  {ONLY_TAKEN}")
 
 
 # -- what runs in place of torch's functions while a model is traced: code that uses no name from here -----------------------
@@ -87,9 +96,14 @@ def _all_to_all(*args, **kwargs):
     user_collectives.refused("all_to_all_single")
 
 
-def _broadcast(*args, **kwargs):
+def _shard_dim_all_to_all(input, gather_dim, shard_dim, mesh, mesh_dim):
     from autoshard.program import user_collectives
-    user_collectives.refused("broadcast")
+    return user_collectives.moved(input, user_collectives.dim(input, gather_dim), user_collectives.dim(input, shard_dim), mesh if isinstance(mesh, str) else (mesh, mesh_dim))
+
+
+def _broadcast(self, src, group, tag=""):
+    from autoshard.program import user_collectives
+    return user_collectives.moved(self, "R", "R", group)
 
 
 def _permute(*args, **kwargs):
@@ -103,5 +117,5 @@ STAND_INS = {
     "all_gather_single": _all_gather, "all_gather_single_autograd": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter, "reduce_scatter_tensor_autograd": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter, "reduce_scatter_single_autograd": _reduce_scatter,
-    "all_to_all_single": _all_to_all, "all_to_all_single_autograd": _all_to_all,
+    "shard_dim_alltoall": _shard_dim_all_to_all, "all_to_all_single": _all_to_all, "all_to_all_single_autograd": _all_to_all,
 }

@@ -12,6 +12,7 @@ from autoshard.base import quantities
 from autoshard.report import diff as diff_report
 from autoshard.report.tables import report_console, section, table
 from autoshard.study.explain import EdgeTable, OpTable, WhyNot
+from autoshard.study.layout_pairs import LayoutPair
 
 CHOSEN = "chosen"
 
@@ -41,6 +42,16 @@ def _(found: EdgeTable) -> tuple[RenderableType, ...]:
             "cost: seconds of the cheapest redistribution; op: the reader's own seconds under that strategy."]
     return (section("Edge", Group(*map(Text, lines))), section("What changing the layout takes", Group(
         grid, *(Text(t, style="dim") for t in [*tail, *_more(found.left_out)]))))
+
+
+@_parts.register
+def _(found: LayoutPair) -> tuple[RenderableType, ...]:
+    grid = table("source", "target", "redistribution", ">bytes", ">cost")
+    grid.add_row(escape(found.source), escape(found.target), found.words, quantities.size(found.nbytes) if found.nbytes else "0",
+                 quantities.seconds(found.seconds))
+    tail = [] if found.in_plans else ["plans nest axes in mesh order: none has this pair; the price is that of the cheapest sequence there would be"]
+    title = Text(f"{found.value} is {quantities.shape(found.shape)}")
+    return (section("From layout to layout", Group(title, grid, *(Text(t, style="dim") for t in tail))),)
 
 
 @_parts.register

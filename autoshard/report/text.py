@@ -84,7 +84,14 @@ def _step_time(plan: Plan) -> RenderableType:
     grid.add_row("step", quantities.seconds(total), quantities.share(total, total), style="bold")
     for row in (r for r in rows if not r.counts):
         grid.add_row(row.label, quantities.seconds(row.value), "not added", style="dim")
-    return section("Predicted step time", grid)
+    return section("Predicted step time", Group(grid, *(Text(line, style="dim") for line in _synchronisation(plan))))
+
+
+def _synchronisation(plan: Plan) -> list[str]:
+    """How much of the step is communication; nothing on one rank."""
+    waits, shown = what.synchronisation(plan)
+    hidden = f"; {100 * shown:.0f} % if none of it were hidden behind compute" if plan.predicted.get("hidden_s") else ""
+    return [f"synchronisation of the ranks takes {100 * waits:.0f} % of the step{hidden}"] if plan.mesh.size > 1 else []
 
 
 def _memory(plan: Plan) -> RenderableType:

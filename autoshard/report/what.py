@@ -101,6 +101,15 @@ def step_time(plan: Plan) -> tuple[Amount, ...]:
     return (*parts, Amount("hidden communication", p.get("hidden_s", 0.0), counts=False))
 
 
+def synchronisation(plan: Plan) -> tuple[float, float]:
+    """Parts of a step that are communication between ranks: what the step waits for, and what that would be if nothing were hidden
+    behind compute (hidden seconds added to both)."""
+    p = plan.predicted
+    step, hidden = p.get("step_s", plan.objective_s), p.get("hidden_s", 0.0)
+    waited = p.get("blocking_s", 0.0) + p.get("exposed_s", 0.0)
+    return (waited / step, (waited + hidden) / (step + hidden)) if step > 0 else (0.0, 0.0)
+
+
 def memory(plan: Plan) -> tuple[Amount, ...]:
     """Bytes per category and rank of the device; categories this report has no words for keep the plan's name."""
     known = [Amount(label, plan.memory[key] or 0.0) for key, label in MEMORY_LABELS.items() if key in plan.memory]

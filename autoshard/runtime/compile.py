@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
@@ -16,6 +15,7 @@ from autoshard.base.spec import Spec
 from autoshard.decide.options import CHECKS
 from autoshard.errors import UsageError
 from autoshard.lower.lower import Lowered, lower
+from autoshard.program.calling import Traced
 from autoshard.program.simplify import simplify
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.rules.factors import factor_graph

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from autoshard._torch import pytree
-from autoshard.base.calling import as_stored
 from autoshard.base.spec import R, Spec, format_spec
 from autoshard.errors import MeshError, UsageError
+from autoshard.program.calling import as_stored
 from autoshard.runtime.ranks.place import Place, placements
 
 IN_MODES, OUT_MODES = ("global", "local"), ("replicate", "dtensor", "local")

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.base.calling import Calling, as_stored
 from autoshard.base.graph import Graph
 from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec
@@ -20,6 +19,7 @@ from autoshard.collectives import KINDS
 from autoshard.errors import AutoshardError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, lower_deferred
 from autoshard.lower.passes.bucket import bucket_gradients
+from autoshard.program.calling import Calling, as_stored
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.place import Place, placements

@@ -23,7 +23,7 @@ from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.spec import PSUM, Placement, is_partial
 from autoshard.program import flow
 from autoshard.rules import registry
-from autoshard.seeds.seeds import was_given
+from autoshard.seeds.marks import was_given
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet
 

@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.spec import PSUM
 from autoshard.errors import SeedError
-from autoshard.seeds.seeds import marks, was_given
+from autoshard.seeds.marks import marks, was_given
 from autoshard.space.strategies import StrategySet
 
 

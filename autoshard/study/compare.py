@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from autoshard import api
-from autoshard.base.calling import Traced
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import AT_THE_END, Plan
 from autoshard.decide.fit import possible
@@ -21,6 +20,7 @@ from autoshard.decide.walks.propagate import propagate
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import InfeasibleError
 from autoshard.formulate.problem_of import Formulation
+from autoshard.program.calling import Traced
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.space.cost_table import CostTable
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard import api
-from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.errors import Interrupted, SeedError
+from autoshard.program.calling import Traced
+from autoshard.seeds.grammar import Seed, seed_text
 from autoshard.seeds.names import find_op, find_ops
-from autoshard.seeds.seeds import Seed, matching, named_by, seed_text
+from autoshard.seeds.seeds import matching, named_by
 from autoshard.study.diff import diff
 from autoshard.study.explain import WhyNot
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph, Op, TensorMeta, map_args
+from autoshard.program.calling import Traced
 from autoshard.program.interpret import values
 from autoshard.verification.copies import cast, default_dtype
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.base.calling import as_stored
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import REDUCE_OPS, R, Spec, local_shape
 from autoshard.collectives.reduce_ops import combined
+from autoshard.program.calling import as_stored
 from autoshard.verification.collectives import Ranked
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.base.calling import Traced
 from autoshard.base.plan import Plan
 from autoshard.errors import LoweringError
 from autoshard.lower.lower import LocalGraph, Port, lower
+from autoshard.program.calling import Traced
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.execute.backends import as_run
 from autoshard.runtime.route import route_of

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from autoshard._torch import pytree
-from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph, Op
 from autoshard.base.precision import Precision
+from autoshard.program.calling import Traced
 from autoshard.program.interpret import results_of, values
 from autoshard.program.no_cache import without_decoding_cache
 from autoshard.program.tape import is_random

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.base.calling import Traced
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
+from autoshard.program.calling import Traced
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace
 from autoshard.rules.factors import factor_graph

@@ -14,8 +14,8 @@ from zoo.families import Candidate
 from zoo.inputs import labels, proposals
 from zoo.shrink import SCHEMES, small_config
 
-from autoshard.base.calling import Traced
 from autoshard.errors import AutoshardError
+from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
 
 MOST_PARAMETERS = 60_000_000

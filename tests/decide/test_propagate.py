@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +17,9 @@ from autoshard.api import plan
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.spec import Spec
 from autoshard.decide.options import Options
-from autoshard.decide.walks.propagate import propagate
+from autoshard.decide.walks.greedy import complete
+from autoshard.decide.walks.propagate import _Walk, propagate
+from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import formulate
 from autoshard.search import solve
@@ -24,6 +27,7 @@ from autoshard.search.problem import evaluate
 from autoshard.seeds.seeds import Seeds, resolve_seeds
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import storage_specs
+from models import mlp
 
 MEGATRON = {"h.*.attn.c_attn.weight": "tp,-", "h.*.mlp.c_fc.weight": "tp,-", "input:*": "dp,..."}
 
@@ -55,18 +59,29 @@ def seeded(table: CostTable, seeds: dict[str, Spec]) -> CostTable:
     return restricted(table, kept, seeds)
 
 
-def check(name: str, mesh: str, seed: int) -> None:
+def check(name: str, mesh: str, seed: int) -> float:
+    """How many times the search's step propagation takes."""
     table = open_table(name, mesh)
     seeds = random_seeds(table, seed)
     formulation = formulate(seeded(table, seeds))
     spread = propagate(formulation, formulation.table.seeds)
     cost = evaluate(formulation.problem, spread.choice)
-    assert np.isfinite(cost), seeds
+    assert np.isfinite(cost) and cost == spread.seconds, seeds
+    assert cost <= looked_ahead(formulation) * (1 + 1e-9), "no dearer than deciding one unit after the other"
     chosen = formulation.strategy_of(spread.choice)
     for op, wanted in seeds.items():
         assert formulation.table.strategies[op].strategy(chosen[op])[1][0] == wanted, (op, seeds)
     found = solve(formulation.problem, time_limit=120)
     assert found.cost <= cost * (1 + 1e-9), (seeds, found.cost, cost)
+    assert spread.bound <= found.cost * (1 + 1e-9), "what it says of the search"
+    return cost / found.cost
+
+
+def looked_ahead(formulation) -> float:
+    """Seconds of a step where every unit in turn takes what is least for it, as propagation did before it minimised."""
+    walk = _Walk(Wiring(formulation), formulation.table.seeds.held)
+    walk.narrowed()
+    return evaluate(formulation.problem, complete(formulation, walk.run()))
 
 
 MESHES = ("dp=2,tp=2", "d=4")
@@ -77,16 +92,15 @@ MANY = [(name, mesh, 100 + 10 * i + n) for i, name in enumerate(MODELS) for mesh
 
 @pytest.mark.parametrize(("name", "mesh", "seed"), FEW)
 def test_search_is_never_dearer_than_propagation(name, mesh, seed):
-    check(name, mesh, seed)
+    assert check(name, mesh, seed) < 1.25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_search_is_never_dearer_on_200_seed_sets(name):
     assert len(MANY) == 200
-    for model, mesh, seed in MANY:
-        if model == name:
-            check(model, mesh, seed)
+    ratios = [check(model, mesh, seed) for model, mesh, seed in MANY if model == name]
+    assert statistics.median(ratios) <= 1.05, ratios
 
 
 def everything_seeded(table: CostTable, choice: dict[str, int]) -> CostTable:
@@ -109,28 +123,62 @@ def test_equal_when_everything_is_seeded(name):
     assert solve(fixed.problem, time_limit=120).cost == pytest.approx(evaluate(fixed.problem, spread.choice), rel=1e-9)
 
 
+def test_the_classic_experiment_takes_one_all_reduce():
+    """784-512-512-10, batch 32, two ranks, the first layer by columns: the second takes rows, and its sums are reduced. 1.69 ms
+    with plain SGD, where deciding one layer after the other took eight collectives and 4.29 ms."""
+    torch.manual_seed(0)
+    model, example = mlp.build("base", batch=32)
+    found = plan(model, "d=2", example, loss_fn=mlp.loss, optimizer="sgd", cluster="cpu-gloo", seeds={"layers.0.weight": "d,-"}, search="propagate")
+    assert [(c.kind, c.phase) for c in found.collectives] == [("all_reduce", "forward")]
+    assert found.objective_s == pytest.approx(1.69e-3, rel=0.01)
+    assert found.gap < 1e-9 and "the search would gain nothing" in found.status
+
+
+# Two seeds a layer, as Megatron has them: (model, size, mesh, seeds); small ones do not pay for it, large ones do.
+QKV, GATE = "layers.*.attention.w[qkv].weight", "layers.*.feed_forward.w1.weight"
+TWO_A_LAYER = [("gpt", "tiny", "dp=2,tp=2", MEGATRON), ("gpt", "124M", "dp=2,tp=2", MEGATRON), ("gpt", "1.5B", "dp=2,tp=4", MEGATRON),
+               ("llama", "tiny", "dp=2,tp=2", {QKV: "tp,-", GATE: "tp,-", "input:*": "dp,..."}),
+               ("llama", "8B", "dp=2,tp=4", {QKV: "tp,-", GATE: "tp,-", "input:*": "dp,..."})]
+
+
+@pytest.mark.parametrize(("name", "size", "mesh", "seeds"), TWO_A_LAYER, ids=lambda x: x if isinstance(x, str) else None)
+def test_two_seeds_a_layer_are_close_to_the_search(name, size, mesh, seeds):
+    shape = {} if size == "tiny" else {"batch": 8, "seq": 1024, "layers": 2}
+    formulation = formulation_of(traced(name, size, **shape), mesh, seeds)
+    spread = propagate(formulation, formulation.table.seeds)
+    assert spread.seconds <= 1.1 * solve(formulation.problem, time_limit=30).cost
+    assert spread.seconds <= looked_ahead(formulation)
+
+
 def test_two_seeds_a_layer_become_megatron():
-    formulation = formulation_of(traced("gpt"), "dp=2,tp=2", MEGATRON)
+    """Of a model that is large enough for it."""
+    formulation = formulation_of(traced("gpt", "1.5B", batch=8, seq=1024, layers=2), "dp=2,tp=4", MEGATRON)
     spread = propagate(formulation, formulation.table.seeds)
     chosen = formulation.strategy_of(spread.choice)
 
     def stored(name: str):
         return formulation.table.strategies[f"param:{name}"].strategy(chosen[f"param:{name}"])[1][0]
 
-    assert stored("h.0.attn.c_proj.weight") == (-1, 1) and stored("h.1.mlp.c_proj.weight") == (-1, 1)
-    assert stored("h.0.mlp.c_fc.bias") == (-1, 0) and stored("h.0.ln_1.weight") == (-1, -1)
-    reduced = [w for w in spread.warnings if "all_reduce over tp" in w]
-    assert len(reduced) == 4, "attention and MLP, forward and backward"
+    assert stored("h.0.attn.c_proj.weight")[1] == 1 and stored("h.1.mlp.c_proj.weight")[1] == 1, "rows after columns"
+    assert stored("h.0.mlp.c_fc.bias")[1] == 0 and stored("h.0.ln_1.weight")[1] == -1
+    assert "what is surely split stays split" in spread.how
+    reduced = [w for w in spread.warnings if "all_reduce over tp" in w or "reduce_scatter over tp" in w]
+    assert len(reduced) >= 3, "attention and MLP, forward and backward"
     assert all("models/gpt.py:" in w and "becomes" in w for w in spread.warnings)
 
 
+def test_a_small_model_does_not_pay_for_what_would_follow():
+    formulation = formulation_of(traced("gpt"), "dp=2,tp=2", MEGATRON)
+    spread = propagate(formulation, formulation.table.seeds)
+    assert "over 10 % more" in spread.how and spread.seconds < 0.5 * looked_ahead(formulation)
+
+
 def test_input_split_over_one_axis_follows_through_the_model():
-    formulation = formulation_of(traced("mlp"), "dp=2,tp=2", {"input:*": "dp,..."})
+    formulation = formulation_of(traced("mlp", "wide", batch=4096), "dp=2,tp=2", {"input:*": "dp,..."})
     spread = propagate(formulation, formulation.table.seeds)
     chosen = formulation.strategy_of(spread.choice)
     relu = formulation.table.strategies["relu_0"].strategy(chosen["relu_0"])
     assert relu[0][0][0] == 0, "the batch stays on dp"
-    assert formulation.table.strategies["param:layers.0.weight"].strategy(chosen["param:layers.0.weight"])[1][0][0] == -1
 
 
 class Clash(nn.Module):
@@ -150,7 +198,7 @@ def test_a_clash_is_warned_about_with_edge_and_line():
     warned = [n for n in found.notes if "no layout without communication" in n]
     assert warned and all("test_propagate.py:" in n and " -> " in n for n in warned)
     assert found.placements == {"a": (0,), "b": (1,)}, "seeds are not overridden"
-    assert "propagated" in found.status and found.bound_s == 0
+    assert "propagated" in found.status and 0 < found.bound_s <= found.objective_s
 
 
 def test_propagation_without_seeds_is_an_error():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor._collective_utils import shard_dim_alltoall
 
 import autoshard
 from autoshard.errors import AutoshardError, SeedError, TraceError
@@ -76,6 +77,26 @@ class Megatron(Block):
         return x + Reduced.apply(self.down(torch.relu(self.up(Copied.apply(x)))))
 
 
+class Turned(Block):
+    """Rows become columns and columns rows again, around something that needs whole rows and something that needs whole columns."""
+
+    def __init__(self, mesh: tuple = ("tp",)) -> None:
+        super().__init__()
+        self.mesh = (*mesh, 0)[:2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.softmax(self.up(x), dim=1)
+        columns = torch.cumsum(shard_dim_alltoall(rows, 0, 1, *self.mesh), dim=0)
+        return self.down(torch.softmax(shard_dim_alltoall(columns, 1, 0, *self.mesh), dim=1))
+
+
+class Sent(Block):
+    """What rank 0 has is sent to all: on one device there is one value anyhow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(collectives.broadcast(x, 0, self.group))))
+
+
 class Softmax(Block):
     """Over classes that are split over ranks: the largest logit of all ranks, and the sum over them."""
 
@@ -109,6 +130,22 @@ def test_sums_are_scattered_and_pieces_gathered():
     assert tanh.outputs == ((0,),)
 
 
+def test_rows_become_columns_by_all_to_all():
+    found = plan(Turned(), training=False)
+    assert moved(found, "forward")["all_to_all", "tp"] >= 1, "of values as small as these gathering is cheaper one way"
+    cumsum = next(p for n, p in found.ops.items() if n.startswith("cumsum"))
+    assert cumsum.inputs == ((1,),) and cumsum.outputs == ((1,),), "columns are split while rows are summed up"
+    assert found.ops["_softmax_1"].outputs == ((0,),), "rows are split while columns are"
+
+
+def test_what_is_broadcast_is_whole_on_every_rank():
+    found = plan(Sent(), seeds={"input:0": "tp,-"}, training=False)
+    assert [c.kind for c in found.collectives][0] == "all_gather", "the input is split, what is sent is whole"
+    marks = [p for n, p in found.ops.items() if n.startswith("annotate")]
+    assert {p.outputs for p in marks} == {((-1,),)}
+    assert "1 collective of the model taken as given" in found.notes
+
+
 def test_gathered_weights_are_stored_in_pieces_and_so_are_their_gradients():
     found = plan(Gathered("dp"), "dp=2")
     assert found.placements == {"up.weight": (0,), "down.weight": (0,)}
@@ -125,7 +162,7 @@ def test_other_axes_and_everything_else_are_searched():
     assert "tp" in one.axis, "over tp, and what the search wants over dp may join it"
 
 
-@pytest.mark.parametrize("model", [Block(), Sequence(), Gathered(), Megatron(), Softmax()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("model", [Block(), Sequence(), Gathered(), Megatron(), Softmax(), Turned(), Sent()], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_numbers_are_those_of_one_device(model, mesh):
     found = autoshard.verify(model, mesh, (X,), plans=("searched", "random:1"))
@@ -175,6 +212,11 @@ class Exchanged(Block):
         return self.up(collectives.all_to_all_single(x, None, None, "tp"))
 
 
+class Passed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(collectives.permute_tensor(x, [1, 0], "tp"))
+
+
 class Whole(Block):
     """Reduces what is no sum of parts."""
 
@@ -191,7 +233,8 @@ class Whole(Block):
     (Sequence(), "tp=3", SeedError, ("splits dim 0 of a tensor of shape (64, 128) unevenly on mesh tp=3", "with whole weights")),
     (Counted(), "tp=2", SeedError, ("reduces numbers of dtype int64", "make them floating point", "test_manual.py:")),
     (Local(), "tp=2", TraceError, ("shapes are read as those of one device", "build it with whole weights", "test_manual.py:")),
-    (Exchanged(), "tp=2", TraceError, ("calls all_to_all_single", "all_reduce, all_gather_tensor and reduce_scatter_tensor", "test_manual.py:")),
+    (Exchanged(), "tp=2", TraceError, ("calls all_to_all_single", "does not say which dim", "shard_dim_alltoall(x,", "all_reduce, all_gather_tensor,", "test_manual.py:")),
+    (Passed(), "tp=2", TraceError, ("calls permute_tensor", "from rank to rank", "test_manual.py:")),
     (Whole(), "tp=2", SeedError, ("reduces a sum of parts, and relu_0", "test_manual.py:", "take the collective out")),
 ], ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else None)
 def test_what_cannot_be_taken_is_named_with_its_line(model, mesh, kind, words):
@@ -220,7 +263,7 @@ def test_a_collective_in_place_is_refused_with_its_line(two_by_two):
             dist.all_reduce(y)
             return y
 
-    with pytest.raises(AutoshardError, match=r"(?s)a collective in place.*test_manual.py:\d+.*all_gather_tensor and reduce_scatter_tensor.*annotate or seeds"):
+    with pytest.raises(AutoshardError, match=r"(?s)a collective in place.*test_manual.py:\d+.*all_gather_tensor, reduce_scatter_tensor and broadcast.*annotate or seeds"):
         plan(InPlace(), "dp=2,tp=2")
 
 

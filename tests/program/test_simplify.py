@@ -7,9 +7,9 @@ from test_trace import MODELS, Block, Stack, Weighted, float64, x48  # noqa: F40
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.base.calling import Traced
 from autoshard.base.graph import Ref
 from autoshard.base.precision import Precision
+from autoshard.program.calling import Traced
 from autoshard.program.interpret import run
 from autoshard.program.simplify import simplify, stats
 from autoshard.program.trace import trace

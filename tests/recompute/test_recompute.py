@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from autoshard.api import plan_traced
-from autoshard.base.calling import Traced
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import AGAIN, Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
+from autoshard.program.calling import Traced
 from autoshard.program.interpret import run
 from autoshard.program.simplify import simplify
 from autoshard.program.trace import trace

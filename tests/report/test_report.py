@@ -89,6 +89,15 @@ def test_step_time_adds_up():
     assert sum(a.value for a in what.step_time(plan) if a.counts) == pytest.approx(plan.predicted["step_s"])
 
 
+def test_how_much_of_a_step_is_synchronisation():
+    predicted = {"step_s": 10.0, "compute_s": 4.0, "blocking_s": 2.0, "exposed_s": 3.0, "optimizer_s": 1.0, "hidden_s": 2.0}
+    plan = sample_plan(predicted=predicted)
+    assert what.synchronisation(plan) == (0.5, 7 / 12)
+    assert "synchronisation of the ranks takes 50 % of the step; 58 % if none of it were hidden" in " ".join(drawn(plan).split())
+    alone = sample_plan(predicted={**predicted, "hidden_s": 0.0})
+    assert what.synchronisation(alone) == (0.5, 0.5)
+
+
 def test_step_time_adds_up_with_interference():
     predicted = {**sample_plan().predicted, "step_s": 1.005}
     rows = what.step_time(sample_plan(predicted=predicted))

@@ -10,7 +10,8 @@ import autoshard
 from autoshard.base.spec import ShardingSpec
 from autoshard.cli.read import parse_seeds
 from autoshard.errors import SeedError, UsageError
-from autoshard.seeds.seeds import Seed, load_seeds, seed_text
+from autoshard.seeds.grammar import Seed, seed_text
+from autoshard.seeds.yaml_file import load_seeds
 
 
 class MLP(nn.Module):
@@ -221,3 +222,69 @@ def test_a_missing_file_and_a_seed_in_two_places(tmp_path):
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
     assert load_seeds(str(empty)) == {}
+
+
+# -- buffers, and tensors that lie alike --------------------------------------------------------------
+
+class Stateful(nn.Module):
+    """A step of something recurrent: (x, state) -> (y, new state), with a table and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+        self.register_buffer("table", torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        new = torch.tanh(self.mix(x) + state @ self.table)
+        return self.norm(new), new
+
+
+def stateful(seeds, mesh: str = "dp=2,tp=2", **options):
+    return autoshard.plan(Stateful(), mesh, (X, torch.randn(32, 64)), cluster="h100-dgx", time_limit=20, seeds=seeds, **options)
+
+
+def layout(found, name: str):
+    return next(x.spec for x in found.layouts if x.name == name)
+
+
+def test_buffers_can_be_seeded_and_are_written_back_as_they_were():
+    found = stateful({"table": "tp,-", "norm.running_*": "tp"})
+    assert found.placements["table"] == (-1, 0) and found.placements["norm.running_mean"] == (-1, 0)
+    assert {"seed table holds for 1 tensor", "seed norm.running_* holds for 2 tensors"} <= set(found.notes)
+    assert found.ops["mutation:norm.running_mean"].inputs == ((-1, 0),)
+
+
+def test_numbers_with_split_buffers_are_those_of_one_device():
+    found = autoshard.verify(Stateful(), "tp=2", (X, torch.randn(32, 64)), seeds={"table": "tp,-", "norm.running_*": "tp"}, plans=("searched",))
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("seeds", [{"output:1": "input:1", "input:1": "dp,-"}, {"input:1": "dp,-", "output:1": "input:1"},
+                                   {"input:1": "output:1", "output:1": "dp,-"}, {"input:1": "dp,?", "output:1": "input:1"}])
+@pytest.mark.parametrize("search", ["auto", "propagate"])
+def test_a_state_goes_out_as_it_comes_in(seeds, search):
+    found = stateful(seeds, outputs="dtensor", search=search)
+    assert layout(found, "input:1") == layout(found, "user:1")
+    assert layout(found, "input:1")[0] == 0
+
+
+def test_ties_on_the_command_line_and_in_a_file(tmp_path):
+    path = tmp_path / "seeds.yaml"
+    path.write_text("input:1: dp,...\noutput:1: input:1\n")
+    by_file, by_text = load_seeds(str(path)), parse_seeds(["input:1=dp,...", "output:1=input:1"])
+    plans = [stateful(s, outputs="dtensor") for s in (by_file, by_text)]
+    assert {layout(p, "user:1") for p in plans} == {layout(plans[0], "input:1")}
+
+
+@pytest.mark.parametrize(("seeds", "words"), [
+    ({"output:1": "input:7"}, ("'output:1' = 'input:7'", "names 0 tensors")),
+    ({"output:1": "input:*"}, ("names 2 tensors, and one is needed",)),
+    ({"output:1": "norm.running_mean"}, ("of shape [32, 64] to norm.running_mean of shape [64]", "tensors of one shape")),
+    ({"output:1": "input:1", "input:1": "dp,-", "output:*": "-,-"}, ("'output:*' = '-,-'", "disagree")),
+    ({"tabel": "tp,-"}, ("matches nothing", "table")),
+])
+def test_bad_ties_and_buffers(seeds, words):
+    with pytest.raises(SeedError) as e:
+        stateful(seeds, outputs="dtensor")
+    for word in words:
+        assert word in str(e.value)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from steering import traced
 from torch import nn
 
 from autoshard import api
+from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import AGAIN
 from autoshard.decide.make_plan import price
@@ -19,8 +21,10 @@ from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import program_with
 from autoshard.seeds.names import find_edge, find_op
+from autoshard.study import layout_pairs
 from autoshard.study.diff import diff
 from autoshard.study.explain import chosen_by, edge_table, op_table
+from autoshard.study.layout_pairs import layout_pair
 from autoshard.study.why_not import released, why_not
 
 MESH = parse_mesh("a=2,b=2,c=2")
@@ -64,6 +68,54 @@ def test_the_classic_table(classic):
     assert best[(8, 1), (1, 1)].words == "AllToAll over b+c" and best[(8, 1), (1, 1)].nbytes == 1024 * 512 * 4 // 8
     assert best[(1, 8), (8, 1)].words.startswith("AllGather over a, AllGather over b+c, Slice")
     assert [r.seconds for r in rows] == sorted(r.seconds for r in rows)
+
+
+# (source, target, pieces, what it takes) of the first product on a=2,b=2,c=2; the first four are the classic table.
+PAIRS = [
+    ("a,b*c", "a*b*c,-", (8, 1), "AllToAll over b+c"),
+    ("a,b*c", "a*b,c", (4, 2), None),
+    ("a,b*c", "a,b*c", (2, 4), "0"),
+    ("a,b*c", "-,a*b*c", (1, 8), None),
+    ("a,b*c", "a*c,b", (4, 2), "AllToAll over c"),
+    ("a,b*c", "b*c,a", (4, 2), None),
+    ("a,b*c", "a,c*b", (2, 4), None),
+    ("-,-", "c*b*a,-", (8, 1), "Slice over c, Slice over b, Slice over a"),
+    ("c*b*a,-", "-,-", (1, 1), "AllGather over a+b+c"),
+    ("c*a,b", "-,c*a*b", (1, 8), None),
+    ("a,b*c", "-,b*c*a", (1, 8), "AllGather over a, Slice over a"),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "pieces", "words"), PAIRS)
+def test_any_pair_of_layouts(classic, source, target, pieces, words):
+    found = layout_pair(classic, Ref("relu_0"), source, target)
+    assert found.splits[1] == pieces and (words is None or found.words == words), found
+    assert found.in_plans == all(e.split("*") == sorted(e.split("*")) for t in (source, target) for e in t.split(","))
+    assert (found.seconds == 0) == (not found.nbytes)
+
+
+def test_pairs_that_plans_have_cost_what_plans_pay(classic):
+    """The search over nestings in any order finds what the tables of the plan say, or less where a way leads out of mesh order."""
+    meta, mesh = classic.graph.meta(Ref("relu_0")), classic.mesh
+    layouts = list(product((-1, 0, 1), repeat=3))
+    cheaper = 0
+    for source, target in product(layouts, layouts):
+        ends = [tuple(tuple(a for a in range(3) if s[a] == d) for d in range(2)) for s in (source, target)]
+        seconds = sum(s for *_, s in layout_pairs._cheapest(classic.redistribution, meta.logical_shape, meta.dtype, *ends))
+        priced = sum(s.seconds for s in classic.steps(meta, source, target))
+        assert seconds <= priced * (1 + 1e-12)
+        cheaper += seconds < priced * (1 - 1e-12)
+    assert cheaper < 0.2 * len(layouts) ** 2
+    assert mesh.ndim == 3
+
+
+@pytest.mark.parametrize(("target", "words"), [("a,?", ("is open", "--target a,?")), ("a,z", ("'z'", "a=2")), ("a,a", ("'a'",)),
+                                               ("a", ("1 dims for a tensor with 2",))])
+def test_layouts_that_cannot_be_asked_for(classic, target, words):
+    with pytest.raises(SeedError) as e:
+        layout_pair(classic, Ref("relu_0"), "a,b*c", target)
+    for word in words:
+        assert word in str(e.value)
 
 
 def test_an_edge_table_shows_the_chosen_row_and_says_what_it_leaves_out(gpt):

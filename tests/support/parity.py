@@ -5,7 +5,7 @@ import copy
 import torch
 from torch.utils import _pytree as pytree
 
-from autoshard.base.calling import Traced
+from autoshard.program.calling import Traced
 from autoshard.program.interpret import run
 from autoshard.program.trace import trace
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from autoshard import api
-from autoshard.base.calling import Traced
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import Formulation, formulate
+from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
 
 MODELS = ("bert", "dlrm", "gpt", "llama", "mlp", "moe", "resnet", "t5", "vit")

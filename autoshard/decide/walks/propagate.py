@@ -1,6 +1,9 @@
-"""Propagates seeds over the program. Where several layouts are possible, the locally cheapest one is taken.
+"""Propagates seeds over the program and takes the cheapest completion: no MIP, no memory rows, seconds at most.
 
-Two steps take turns until every unit of decision has its strategy.
+Seeds are never overridden: their ops have no other strategies. Splits that follow from them spread (narrowing). Everything
+else is minimised together, exactly where elimination solves it (`search/routes/min_sum.py`): first communication, then
+compute (`orders.py`). If a step then takes over 10 % longer than with the seeds alone fixed, the sum of both is minimised, and in
+the last order narrowing is dropped. The result never costs more than the walk that it starts from, in which two steps alternate:
 
 * **Narrowing.** A value that is sure to be split by a mesh axis in one way asks its readers, and its maker, for the same. Who
   can follow drops its other strategies on that axis; who cannot keeps them all. Repeated to a fixpoint, as Shardy does.
@@ -8,14 +11,12 @@ Two steps take turns until every unit of decision has its strategy.
   what is decided: strategies with which nothing is redistributed come first, of these the one with the least compute; where
   there is none, the one with the least communication, and the edge is warned about.
 
-Seeds are never overridden: their ops have no other strategies. What nobody has said anything about (inputs and buffers that
-every rank holds whole) may be sliced freely. Sources: Shardy's propagation guide, https://openxla.org/shardy/propagation;
+What nobody has said anything about (inputs and buffers that every rank holds whole) may be sliced freely. Sources: Shardy's propagation guide, https://openxla.org/shardy/propagation;
 MindSpore's sharding propagation, https://www.mindspore.cn (sharding propagation tutorial).
 """
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,31 +28,52 @@ import numpy as np
 from autoshard.base.graph import Ref
 from autoshard.base.spec import ShardingSpec, Spec
 from autoshard.decide.walks.greedy import complete
+from autoshard.decide.walks.orders import communication_first, everything_hides, narrowed, nothing_hides
 from autoshard.decide.walks.reads import Read, Wiring
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
 from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.search.routes.min_sum import minimise
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.strategies import SpecIndex
 
 NO_SEEDS = ("search='propagate' spreads seeds, and there are none; give some, for example seeds={'input:0': 'dp,...'} or "
             "--seed 'layers.*.wq.weight=tp,-', or use another search")
+NO_GAIN = 1e-9  # part of a step that is none: rounding of sums
+FOLLOW = 0.10  # part of a step that it may take longer that what is surely split stays split
+FIRST = "what is surely split stays split, then least communication, then least compute"
+FOLLOWED = "what is surely split stays split, then least communication + compute"
+OPEN = f"least communication + compute (that what is surely split stays split would take over {100 * FOLLOW:.0f} % more)"
+LOOKED_AHEAD = "every unit as is least for it, breadth first (nothing less was found)"
 
 
 @dataclass(frozen=True, eq=False)
 class Propagated:
-    """`choice` for every node of the formulation; `decided` of `units` had more than one answer; `warnings` name edges
-    that communicate."""
+    """`choice` for every node of the formulation, of `seconds` a step (inf: it does not fit in memory); no plan under these seeds takes
+    less than `bound` seconds (0: nothing is known). `how`: what was minimised. `decided` of `units` had more than one strategy;
+    `warnings` name edges that communicate."""
 
     choice: np.ndarray
     decided: int
     units: int
     warnings: tuple[str, ...]
+    seconds: float
+    bound: float
+    how: str
+
+    @property
+    def gain(self) -> float:
+        """The most that a search under the same seeds could gain, as part of the step."""
+        return max(0.0, self.seconds - self.bound) / self.seconds if np.isfinite(self.seconds) and self.seconds else 0.0
 
     @property
     def status(self) -> str:
-        return f"propagated from the seeds; {self.units - self.decided} of {self.units} units had one answer"
+        """What was minimised, and what the search would gain."""
+        what = f"propagated from the seeds: {self.how}"
+        if not self.bound or not np.isfinite(self.seconds):
+            return f"{what}; what the search would gain is not known"
+        return f"{what}; the search would gain {'nothing' if self.gain < NO_GAIN else f'at most {100 * self.gain:.2g} %'}"
 
 
 def propagate(formulation: Formulation, seeds: Seeds) -> Propagated:
@@ -59,16 +81,55 @@ def propagate(formulation: Formulation, seeds: Seeds) -> Propagated:
     if not seeds:
         raise UsageError(NO_SEEDS)
     walk = _Walk(Wiring(formulation), seeds.held)
-    picked = walk.run()
-    return Propagated(complete(formulation, picked), walk.decisions, len(picked), tuple(_warnings(walk.wiring, picked)))
+    sure = walk.narrowed()
+    start = complete(formulation, walk.run())
+    lowest = minimise(everything_hides(formulation), [start])
+    bound = max(0.0, lowest.bound)
+    picked = _taken_of(formulation, sure, start, lowest)
+    units = formulation.units.units
+    return Propagated(picked.choice, sum(len(u) > 1 for u in units), len(units),
+                      tuple(_warnings(walk.wiring, picked.choice[:len(units)])), picked.seconds, bound, picked.how)
+
+
+def _taken_of(formulation: Formulation, sure: list[np.ndarray], start: np.ndarray, lowest: Solution) -> _Found:
+    """Of what the orders give the first that is at most FOLLOW dearer than the least, and no dearer than the walk."""
+    walked = _found(formulation, start, LOOKED_AHEAD)
+    followed = []
+    for what, problem in ((FIRST, communication_first), (FOLLOWED, nothing_hides)):
+        answer = minimise(narrowed(problem(formulation), sure), [start])
+        followed.append(_found(formulation, answer.choice, _said(what, answer)))
+        if followed[-1].seconds <= min(walked.seconds, lowest.bound * (1 + FOLLOW)) * (1 + NO_GAIN):
+            return followed[-1]
+    free = [_found(formulation, lowest.choice, _said(OPEN, lowest))]
+    if free[0].seconds > lowest.bound * (1 + NO_GAIN):
+        added = minimise(nothing_hides(formulation), [start, lowest.choice])
+        free.append(_found(formulation, added.choice, _said(OPEN, added)))
+    least = min(walked, *free, key=lambda f: f.seconds)
+    close = (f for f in followed if f.seconds <= min(walked.seconds, least.seconds * (1 + FOLLOW)) * (1 + NO_GAIN))
+    return next(close, least)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    choice: np.ndarray
+    seconds: float
+    how: str
+
+
+def _found(formulation: Formulation, choice: np.ndarray, how: str) -> _Found:
+    return _Found(choice, evaluate(formulation.problem, choice), how)
+
+
+def _said(what: str, answer: Solution) -> str:
+    return what if answer.status is Status.OPTIMAL else f"{what}, not proven to be the least"
 
 
 def taken(formulation: Formulation, spread: Propagated) -> Solution:
-    """The propagated choice as a search's answer; without a choice where it does not fit. Its bound is none: 0."""
-    start = time.monotonic()
-    cost = evaluate(formulation.problem, spread.choice)
-    choice = spread.choice if np.isfinite(cost) else None
-    return Solution(choice, cost, 0.0, Status.GAP if choice is not None else Status.UNKNOWN, time.monotonic() - start)
+    """The propagated choice as a search's answer; without a choice where it does not fit."""
+    choice = spread.choice if np.isfinite(spread.seconds) else None
+    done = choice is not None and spread.gain < NO_GAIN
+    status = Status.OPTIMAL if done else Status.GAP if choice is not None else Status.UNKNOWN
+    return Solution(choice, spread.seconds, min(spread.bound, spread.seconds), status, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,15 +155,20 @@ class _Walk:
     domain: list[np.ndarray] = field(default_factory=list)
     queue: list[tuple] = field(default_factory=list)
     offered: int = 0
-    decisions: int = 0
 
-    def run(self) -> np.ndarray:
+    def narrowed(self) -> list[np.ndarray]:
+        """Let the seeds narrow what is around them; the strategies that every unit has left."""
         units = self.wiring.formulation.units.units
         self.domain = [np.arange(len(u)) for u in units]
         self.links = [list(self._links(n)) for n in range(len(units))]
         first = [n for n, u in enumerate(units) if any(m in self.held for m in u.members)]
         for n in (*first, *self._narrow(first)):
             self._offer(n)
+        return list(self.domain)
+
+    def run(self) -> np.ndarray:
+        """The strategy of every unit, decided one by one after `narrowed`."""
+        units = self.wiring.formulation.units.units
         for n in range(len(units)):
             self._offer(n, unasked=True)
         seen: set[int] = set()
@@ -114,7 +180,6 @@ class _Walk:
             touched = []
             if len(self.domain[n]) > 1:
                 self.domain[n] = self.domain[n][[self._best(n)]]
-                self.decisions += 1
                 touched = self._narrow([n])
             for other in (*touched, *(link.other for link in self.links[n])):
                 if other not in seen:
