@@ -3,17 +3,19 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+CHECKED := autoshard tests benchmarks examples models
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 
 # Two planner threads on a small machine fight with the processes of the tests.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all clean
+.PHONY: help install demo lint test test-all clean
 
 help:
 	@echo "make demo      plan models/gpt.py for two local processes and train it beside one process"
-	@echo "make test      run the tests (a few minutes)"
+	@echo "make lint      look for errors of style and of types, without running anything"
+	@echo "make test      the same, and run the tests (a few minutes)"
 	@echo "make test-all  run the slow tests too"
 	@echo "make install   make .venv and install autoshard into it"
 	@echo "make clean     remove .venv and caches"
@@ -32,12 +34,17 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(PY) examples/demo.py
 
-test: $(INSTALLED)
+lint: $(INSTALLED)
+	$(PY) -m ruff check --quiet $(CHECKED)
+	$(PY) -m mypy
+
+# pytest goes last: its closing line is what CI reads.
+test: lint
 	$(PY) -m pytest -n 2 -m "not slow"
 
-test-all: $(INSTALLED)
+test-all: lint
 	$(PY) -m pytest -n 2
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # taken from here by others
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed import _functional_collectives
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE  # noqa: F401  (where fully_shard() keeps its state)
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree as pytree  # noqa: F401  (others take it from here)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoshard.errors import TraceError

@@ -26,8 +26,9 @@ from autoshard.decide.options import PROPAGATE, Options, Progress, parse_bytes
 from autoshard.decide.walks.propagate import propagate, taken
 from autoshard.errors import Interrupted
 from autoshard.formulate.problem_of import Formulation
+from autoshard.program.calling import Traced
 from autoshard.program.simplify import simplify
-from autoshard.program.trace import Traced, trace
+from autoshard.program.trace import trace
 from autoshard.rules.factors import factor_graph
 from autoshard.runtime.cache import planner_key
 from autoshard.runtime.entry import compile_model

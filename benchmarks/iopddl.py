@@ -18,7 +18,7 @@ OFFICIAL = {"A": (6_548_641_531, 60), "G": (217_039, 120), "M": (49_928_460_991,
 CHILD = """
 import resource, sys, time
 start = time.monotonic()
-from autoshard.search.command import solve_command
+from autoshard.search.contest.command import solve_command
 solve_command(sys.argv[1], float(sys.argv[2]), output=sys.argv[3], as_json=True, start=start)
 """
 

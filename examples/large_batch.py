@@ -62,8 +62,8 @@ def show(found: list[tuple[int, int, list[float]]]) -> str:
     lines = ["| batch | learning rate | warm-up | accuracy | least .. most | points to batch 32 |", "| --- | --- | --- | --- | --- | --- |"]
     for batch, warmup, each in found:
         mean = sum(each) / len(each)
-        lines.append(f"| {batch} | {LR * batch / BASE:g} | {f'{warmup} epochs' if warmup else 'none'} | {mean:.2%} | {min(each):.1%} .. {max(each):.1%} "
-                     f"| {100 * (mean - base):+.2f} |")
+        warm = f"{warmup} epochs" if warmup else "none"
+        lines.append(f"| {batch} | {LR * batch / BASE:g} | {warm} | {mean:.2%} | {min(each):.1%} .. {max(each):.1%} | {100 * (mean - base):+.2f} |")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ SLOW = str(Path(__file__).parent / "dist" / "slow-device.toml")
 MODEL, MESH = "gpt:tiny", "dp=2,tp=2"
 CODE = f"""
 import sys
-from autoshard.model_ref import load_model
+from autoshard.program.load import load_model
 import autoshard
 spec = load_model({MODEL!r})
 plan = autoshard.plan(spec.model, {MESH!r}, spec.example_inputs, loss_fn=spec.loss_fn, cluster={SLOW!r})

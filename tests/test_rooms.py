@@ -1,4 +1,7 @@
-"""The shape of the house: rooms import downward only, private names of torch have one home, sizes are bounded, names are public once."""
+"""The shape of the house: rooms import downward only, private names of torch have one home, sizes are bounded, names are public once.
+
+    python tests/test_rooms.py    # prints the largest files and functions
+"""
 from __future__ import annotations
 
 import ast
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import autoshard
+import autoshard._torch
 
 PACKAGE = Path(autoshard.__file__).parent
 
@@ -18,6 +22,8 @@ ROOMS = ("errors _torch base search collectives rules cost seeds program space r
          "study verification report calibrate cli __main__").split()
 PUBLIC = ["AutoshardError", "Mesh", "Plan", "Precision", "ShardingSpec", "annotate", "compile", "local_update", "plan", "shard_batch", "verify"]
 MOST_LINES, MOST_IN_FUNCTION = 400, 60
+SHOWN = 12  # of the largest files, and of the largest functions
+NO_NAMES = {"common", "helper", "helpers", "misc", "tools", "util", "utils"}  # of modules: they say nothing of what is inside
 
 
 def modules() -> list[Path]:
@@ -62,13 +68,24 @@ def test_only_one_file_imports_private_names_of_torch(path):
     assert path.name == "_torch.py" or not private, f"{name_of(path)}: move {sorted(private)} to _torch.py"
 
 
-@EVERY_MODULE
-def test_files_and_functions_are_small(path):
-    text = path.read_text()
-    assert text.count("\n") <= MOST_LINES, f"{name_of(path)} has {text.count(chr(10))} lines; split it"
-    long = [f"{f.name}: {f.end_lineno - f.lineno + 1}" for f in ast.walk(ast.parse(text))
-            if isinstance(f, ast.FunctionDef) and f.end_lineno - f.lineno >= MOST_IN_FUNCTION]
-    assert not long, f"{name_of(path)} has functions of many lines: {long}"
+def lines_of_files() -> dict[str, int]:
+    return {name_of(p): p.read_text().count("\n") for p in modules()}
+
+
+def lines_of_functions() -> dict[str, int]:
+    return {f"{name_of(p)}:{f.lineno} {f.name}": f.end_lineno - f.lineno + 1
+            for p in modules() for f in ast.walk(ast.parse(p.read_text())) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
+def largest(lines: dict[str, int], title: str) -> str:
+    """A table of the largest, for whoever looks where to split next."""
+    return "\n".join([title, *(f"  {n:4}  {name}" for name, n in sorted(lines.items(), key=lambda e: -e[1])[:SHOWN])])
+
+
+@pytest.mark.parametrize("lines, most", [(lines_of_files, MOST_LINES), (lines_of_functions, MOST_IN_FUNCTION)])
+def test_files_and_functions_are_small(lines, most):
+    found = lines()
+    assert max(found.values()) <= most, largest(found, f"{lines.__name__}, at most {most}: split the first of")
 
 
 @EVERY_MODULE
@@ -80,6 +97,41 @@ def test_asserts_say_what_is_wrong(path):
 def test_no_module_is_named_like_a_public_function():
     names = {p.stem if p.stem != "__init__" else p.parent.name for p in PACKAGE.glob("*.py")} | {p.name for p in PACKAGE.iterdir() if p.is_dir()}
     assert not names & set(PUBLIC)
+
+
+def test_modules_are_named_by_what_they_hold():
+    nameless = [name_of(p) for p in modules() if {part.removesuffix(".py").strip("_") for part in Path(name_of(p)).parts} & NO_NAMES]
+    assert set(nameless) <= {"cli/common.py"}, f"{nameless}: name a module by what is inside"  # what all commands share
+
+
+def names_of(path: Path) -> set[str]:
+    """The names that a module makes; of a room's `__init__.py` also those it imports: they are what the room offers."""
+    tree = ast.parse(path.read_text())
+    made = {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    made |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    if path.name == "__init__.py":
+        made |= {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    return made | {p.stem for p in path.parent.iterdir()} if path.name == "__init__.py" else made
+
+
+@EVERY_MODULE
+def test_names_are_imported_from_where_they_are_made(path):
+    passed_on = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autoshard."):
+            home = PACKAGE.parent / node.module.replace(".", "/")
+            home = home / "__init__.py" if home.is_dir() else home.with_suffix(".py")
+            if home.name != "_torch.py":  # hands on what is private in torch
+                passed_on += [f"{node.module}.{a.name}" for a in node.names if a.name not in names_of(home)]
+    assert not passed_on, f"{name_of(path)} takes {passed_on} from a module that only imports them"
+
+
+@EVERY_MODULE
+def test_what_is_taken_from_torch_is_there(path):
+    used = {n.attr for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "_torch"}
+    missing = {name for name in used if not hasattr(autoshard._torch, name)}
+    assert not missing, f"{name_of(path)} uses {sorted(missing)} of _torch.py, which has no such names"
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "search").rglob("*.py")), ids=name_of)
@@ -105,3 +157,8 @@ def test_unknown_name_lists_the_known_ones():
 def test_the_command_line_starts_without_torch():
     code = "import sys, autoshard.cli; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+if __name__ == "__main__":
+    print(largest(lines_of_files(), "lines of the largest files"))
+    print(largest(lines_of_functions(), "lines of the largest functions"))

@@ -1,7 +1,7 @@
 """Checks the field values of a dataclass against their declared types, for data read from files."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -15,9 +15,7 @@ def check_types(value: Any) -> None:
         _check(getattr(value, f.name), hints[f.name], f.name)
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _check(value: Any, hint: Any, where: str) -> None:

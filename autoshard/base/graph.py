@@ -126,6 +126,23 @@ class Call:
                 return dict(self.kwargs).get(name, arg.default_value if arg.has_default_value() else default)
         return default
 
+    def given(self, name: str) -> TensorMeta | None:
+        """The tensor passed for a schema argument; None where there is none."""
+        value = self.argument(name)
+        return self.inputs[value.index] if isinstance(value, Slot) else None
+
+    def tensor(self, name: str) -> TensorMeta:
+        """`given`, for an argument that is always a tensor."""
+        found = self.given(name)
+        assert found is not None, f"{self.target} was called without a tensor for {name}"
+        return found
+
+    def output(self, index: int = 0) -> TensorMeta:
+        """Output `index`, where it is one that is always made."""
+        found = self.outputs[index]
+        assert found is not None, f"{self.target} makes no output {index}"
+        return found
+
 
 @dataclass(frozen=True)
 class Op:
@@ -155,7 +172,8 @@ class Op:
     @cached_property
     def kept(self) -> tuple[Ref, ...]:
         """Of a source (recompute/rewrite.py): the values of forward that it may keep; they come last in `refs`."""
-        return dict(self.kwargs).get(KEPT, ())
+        kept: tuple[Ref, ...] = dict(self.kwargs).get(KEPT, ())
+        return kept
 
     @property
     def where(self) -> str:
@@ -230,7 +248,9 @@ class Graph:
         return self.by_name[name]
 
     def meta(self, ref: Ref) -> TensorMeta:
-        return self.by_name[ref.op].outputs[ref.index]
+        found = self.by_name[ref.op].outputs[ref.index]
+        assert found is not None, f"{ref.op} makes no output {ref.index}"
+        return found
 
     @cached_property
     def users(self) -> dict[Ref, tuple[tuple[str, int], ...]]:

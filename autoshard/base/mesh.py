@@ -78,8 +78,8 @@ def mesh_of(value: Any) -> Mesh:
         return parse_mesh(value)
     if hasattr(value, "mesh_dim_names") and hasattr(value, "shape"):  # a DeviceMesh: this module does not know torch
         return Mesh(tuple(value.mesh_dim_names or (f"d{i}" for i in range(value.ndim))), tuple(value.shape))
-    raise MeshError(f"the mesh is {value!r:.60}, a {type(value).__name__}; write it as text, {_as_text(value)!r}, or give an autoshard.Mesh or a torch "
-                    "DeviceMesh")
+    raise MeshError(f"the mesh is {value!r:.60}, a {type(value).__name__}; write it as text, {_as_text(value)!r}, or give an autoshard.Mesh "
+                    "or a torch DeviceMesh")
 
 
 def _as_text(value: Any) -> str:

@@ -320,7 +320,8 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
         raise ValueError(f"unknown key {unknown[0]!r}")
     for name, value in data.items():
         if not isinstance(value, SHAPES.get(name, object)):
-            raise ValueError(f"{name} is {json.dumps(value):.60}, not a {'table' if SHAPES[name] is dict else 'list' if SHAPES[name] is list else 'text'}")
+            wanted = "table" if SHAPES[name] is dict else "list" if SHAPES[name] is list else "text"
+            raise ValueError(f"{name} is {json.dumps(value):.60}, not a {wanted}")
     if not data["ops"]:
         raise ValueError("it has no ops")
     out = dict(data)

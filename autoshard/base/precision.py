@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,7 +68,8 @@ class Precision:
         for module in model.modules():
             if isinstance(module, NORMS_IN_MASTER):
                 continue
-            for table in (module._parameters, module._buffers):
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for key, t in table.items():
                     if t is not None and t.dtype.is_floating_point and t.dtype != self.compute:
                         if id(t) not in casts:

@@ -57,8 +57,9 @@ def warnings(errors: Sequence[Error]) -> list[str]:
 def contradictions(timings: Sequence[Timing] | None) -> list[str]:
     """A line where the overlap was measured as something that cannot be."""
     odd = [t for t in timings or () if not t.possible]
-    return [f"overlap: compute alone took {1e3 * t.compute:.3g} ms, the collective alone {1e3 * t.collective:.3g} ms and both together {1e3 * t.both:.3g} ms, which "
-            "cannot be on one machine at one speed: calibrate again when it is quiet, or with more --seconds" for t in odd]
+    return [f"overlap: compute alone took {1e3 * t.compute:.3g} ms, the collective alone {1e3 * t.collective:.3g} ms and both together "
+            f"{1e3 * t.both:.3g} ms, which cannot be on one machine at one speed: calibrate again when it is quiet, or with more --seconds"
+            for t in odd]
 
 
 def page(found: Calibration, path: Path) -> None:

@@ -36,7 +36,8 @@ def explain(request: Request,
             op: Annotated[str | None, typer.Option(help="Strategies of an op: its time, bytes, and the regret of each.")] = None,
             why_not: Annotated[str | None, typer.Option(help="NAME=LAYOUT: force it, solve again, show what changes.")] = None,
             source: Annotated[str | None, typer.Option(help="With --edge: the producer's layout; default: the chosen one.")] = None,
-            target: Annotated[str | None, typer.Option(help="With --edge and --source: the price of this layout alone; axes in any order (tp*dp,-).")] = None,
+            target: Annotated[str | None, typer.Option(help="With --edge and --source: the price of this layout alone; axes in any "
+                                                         "order (tp*dp,-).")] = None,
             rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 24,
             as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Say why a plan is what it is: the price table of an edge, the strategies of an op, or what a forced choice would cost."""
@@ -44,7 +45,8 @@ def explain(request: Request,
     if len(asks) != 1:
         raise UsageError(f"give one of --edge, --op and --why-not{f', not {len(asks)}' if asks else ''}; for example --op h.0.mlp.c_fc")
     if target is not None and (source is None or edge is None):
-        raise UsageError("--target is one end of a pair; give --edge and --source too, for example --edge 'relu_0->mm_1' --source dp,tp --target tp,dp")
+        raise UsageError("--target is one end of a pair; give --edge and --source too, for example --edge 'relu_0->mm_1' --source dp,tp "
+                         "--target tp,dp")
     with progress_shown(not quiet) as progress:
         asked, plan = _asked(request, progress)
         found, statuses = (_edge(asked, plan, edge, (source, target), rows, progress) if edge else _op(asked, plan, op, rows, progress) if op

@@ -43,8 +43,9 @@ class Request:
     batch: Annotated[int | None, typer.Option(help="Global batch size of the example inputs.")] = None
     seq: Annotated[int | None, typer.Option(help="Sequence length of the example inputs.")] = None
     dtype: Annotated[str | None, typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, nadam, radam, adamax, rmsprop, adagrad, adafactor, adamw8bit, adam8bit or none: its state and update "
-             "are priced. verify trains with adamw, adam, sgd or momentum.")] = "adamw"
+    optimizer: Annotated[str, typer.Option(
+        help="adamw, adam, sgd, momentum, nadam, radam, adamax, rmsprop, adagrad, adafactor, adamw8bit, adam8bit or none: its state and "
+             "update are priced. verify trains with adamw, adam, sgd or momentum.")] = "adamw"
     precision: Annotated[str | None, typer.Option(
         help="Mixed precision: bf16 (weights and gradients in fp32), or param=bf16,master=fp32,reduce=fp32; each bf16, fp16, fp32 or fp64.")] = None
     hf: Annotated[Path | None, typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None
@@ -54,8 +55,8 @@ class Request:
     seeds: Annotated[Path | None, typer.Option(help="YAML file of seeds, GLOB: AXIS,... a line.")] = None
     time_limit: Annotated[float, typer.Option(
         help="Seconds of wall clock for each search (loading, tracing and pricing come before it): then, or on Ctrl-C, the best plan so far is "
-             "returned with its gap. In training, where memory may be tight, half of it goes to the search with ample memory and the rest is shared by "
-             "up to six searches: a limit too short for one of them shows as a wide gap, or as a budget found too small without proof.")] = 60.0
+             "returned with its gap. In training, where memory may be tight, half of it goes to the search with ample memory and the rest is shared "
+             "by up to six searches: a limit too short for one of them shows as a wide gap, or as a budget found too small without proof.")] = 60.0
     search: Annotated[str, typer.Option(
         help="Search backend: auto (picks one), milp, cp_sat, local or brute; or propagate: spread the seeds, search nothing.")] = "auto"
     fallback: Annotated[str, typer.Option(

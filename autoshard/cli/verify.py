@@ -34,7 +34,8 @@ PlansOption = Annotated[str | None, typer.Option(
     help="Kinds of plans to make and run, with commas: searched, split, data_parallel, fully_sharded, tensor_parallel, random:SEED.")]
 StepsOption = Annotated[int, typer.Option(min=1, help="Training steps, each with an update by --optimizer.")]
 ProcessesOption = Annotated[bool, typer.Option("--processes", help="Real gloo processes, instead of all ranks in this one.")]
-InputsOption = Annotated[str, typer.Option(help="global (every rank gets the whole batch), or local: inputs come in split along dim 0 over the first mesh axis.")]
+InputsOption = Annotated[str, typer.Option(
+    help="global (every rank gets the whole batch), or local: inputs come in split along dim 0 over the first mesh axis.")]
 ToleranceOption = Annotated[float | None, typer.Option(help="Largest error of a tensor, as a part of its norm.")]
 
 
@@ -47,7 +48,8 @@ def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None,
     if plan is not None and plans is not None:
         raise UsageError("--plan and --plans were both given; give one of them")
     if request.offload != "none":
-        raise UsageError("--offload: numbers are the same wherever state lies; leave it out, or give a plan that offloads with --plan, and --processes")
+        raise UsageError("--offload: numbers are the same wherever state lies; leave it out, or give a plan that offloads with --plan, "
+                         "and --processes")
     with progress_shown(not quiet) as progress, tempfile.TemporaryDirectory() as folder:
         report, ran_as = _verified(request, plan, plans, steps, processes, inputs, tolerance, folder, progress)
     if as_json:

@@ -15,12 +15,14 @@ from autoshard.errors import ModelError, UsageError
 
 Check = tuple[Callable[[Any], bool], str]
 OPTIONAL: dict[str, Check] = {
-    "example_kwargs": (lambda v: isinstance(v, Mapping) and all(isinstance(k, str) for k in v), "a mapping from argument names to values, {'mask': mask}"),
+    "example_kwargs": (lambda v: isinstance(v, Mapping) and all(isinstance(k, str) for k in v),
+                       "a mapping from argument names to values, {'mask': mask}"),
     "loss_fn": (callable, "a function of the model's output and the target, such as torch.nn.functional.cross_entropy"),
     "training": (lambda v: isinstance(v, bool), "True, False or None"),
     "precision": (lambda v: isinstance(v, Precision), "an autoshard.Precision, such as Precision('bf16') or Precision(param='bf16', master='fp32', "
                                                       "reduce='fp32')"),
-    "seeds": (lambda v: isinstance(v, Mapping) and all(isinstance(k, str) for k in v), "a mapping from names to layouts, {'layers.*.weight': 'tp,-'}"),
+    "seeds": (lambda v: isinstance(v, Mapping) and all(isinstance(k, str) for k in v),
+              "a mapping from names to layouts, {'layers.*.weight': 'tp,-'}"),
     "cluster": (lambda v: isinstance(v, (str, os.PathLike)), "the name of a profile or the path of a .toml file"),
     "memory_budget": (lambda v: isinstance(v, (str, int, float)) and not isinstance(v, bool), "bytes, or text such as '70GiB'"),
     "progress": (callable, "a function of (phase, detail)"),
@@ -52,8 +54,9 @@ def check_called(model: nn.Module, example_inputs: Sequence[Any], example_kwargs
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in named]
     if needed:
-        raise UsageError(f"there are no example inputs, and {type(model).__name__}.forward needs {', '.join(needed)}; give example_inputs=({needed[0]}, ...), "
-                         "tensors of the shapes and dtypes that a step has (on the meta device where they need no memory)")
+        raise UsageError(f"there are no example inputs, and {type(model).__name__}.forward needs {', '.join(needed)}; "
+                         f"give example_inputs=({needed[0]}, ...), tensors of the shapes and dtypes "
+                         "that a step has (on the meta device where they need no memory)")
 
 
 def _check_model(model: Any) -> None:

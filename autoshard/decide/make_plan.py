@@ -10,6 +10,7 @@ import numpy as np
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
 from autoshard.base.spec import Spec
+from autoshard.cost.cluster import HEAVY
 from autoshard.decide.kinds import kind_of
 from autoshard.decide.shown_tensors import layouts
 from autoshard.formulate.copies import State
@@ -19,7 +20,7 @@ from autoshard.play.timeline import Timeline, timeline
 from autoshard.recompute.undecided import decided
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
-from autoshard.space.cost_table import HEAVY, CostTable, inner_bytes, local_shapes
+from autoshard.space.cost_table import CostTable, inner_bytes, local_shapes
 
 
 @dataclass(frozen=True)

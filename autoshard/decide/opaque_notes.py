@@ -21,7 +21,8 @@ def _note(label: str, ops: list[Op], plan: Plan) -> str:
     seconds = sum(f.seconds for f in plan.fallbacks if f.op in names)
     gathered = sum(c.nbytes for c in plan.collectives if c.op in names)
     priced = all(op.target.inside for op in ops)
-    cost = f"about {quantities.seconds(seconds)} a step" if priced else f"at least {quantities.seconds(seconds)} a step (its inside could not be priced)"
+    step = f"{quantities.seconds(seconds)} a step"
+    cost = f"about {step}" if priced else f"at least {step} (its inside could not be priced)"
     memory = quantities.size(max(op.target.workspace for op in ops)) if priced else "an unknown amount"
     return (f"{label} cannot be traced and runs whole on every rank, in backward once more: {cost}, {quantities.size(gathered)} "
             f"communicated for it, and {memory} of memory beside its results while it runs; all estimates of runs on made-up values")

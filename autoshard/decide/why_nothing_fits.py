@@ -56,8 +56,8 @@ def _sentence(limit: float, bound: float, needs: float, timeline: Timeline, solu
     elif solution.status is Status.INFEASIBLE:  # proven by the search, though not by one moment alone
         start = f"no plan fits in {budget} per rank (proven), and the least found needs {high}"
     else:
-        start = (f"no plan was found that fits in {budget} per rank (not proven: the search stopped, {solution.status.value}): no plan needs less than "
-                 f"{low} (proven), and the least found needs {high}")
+        start = (f"no plan was found that fits in {budget} per rank (not proven: the search stopped, {solution.status.value}): "
+                 f"no plan needs less than {low} (proven), and the least found needs {high}")
     return f"{start}. {_when(timeline)}. Raise the memory budget to {high}, use more ranks or a smaller batch"
 
 

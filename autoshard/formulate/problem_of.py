@@ -27,13 +27,14 @@ import numpy as np
 from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import AGAIN
 from autoshard.base.spec import NOWHERE, Spec
+from autoshard.cost.cluster import HEAVY
 from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
 from autoshard.formulate.copies import KEPT, CopyNode, State, copy_states, producer_table, reader_table, with_source
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import open_units, source_state
 from autoshard.rules import registry
 from autoshard.search.problem import Edge, Items, Problem
-from autoshard.space.cost_table import HEAVY, CostTable
+from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import Unit, Units, find_units
 from autoshard.space.strategies import SpecIndex
 

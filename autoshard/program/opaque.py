@@ -105,7 +105,8 @@ class Shared:
         expected = self.outcome
         if (spec, others, [meta_of(t) for t in outs]) != (expected.spec, plain(expected.leaves), list(expected.outputs)):
             raise UsageError(f"{self.label} runs whole and returned {[shape_text(meta_of(t)) for t in outs]}, {others}, where the trace saw "
-                             f"{[shape_text(m) for m in expected.outputs]}, {plain(expected.leaves)}; what it returns must not depend on data but in value")
+                             f"{[shape_text(m) for m in expected.outputs]}, {plain(expected.leaves)}; what it returns must not depend on data "
+                             "but in value")
         if surplus := written.keys() - set(expected.written):
             raise UsageError(f"{self.label} runs whole and writes buffer {min(surplus)!r} on a path that no trace took; write it on "
                              "every path")

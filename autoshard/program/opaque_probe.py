@@ -152,8 +152,9 @@ def _of_trace(traced: Traced, frame: Frame) -> Outcome:
     users = [graph.meta(op.refs[0]) for name, op in outs.items() if name.startswith("user:")]
     calls = graph.of_kind("call")
     return Outcome(traced.calling.out_spec, traced.calling.out_leaves, tuple(TensorMeta(m.shape, m.dtype) for m in users),
-                   tuple(op.target for op in graph.of_kind("tangent")), tuple(n for n in frame.buffers if f"mutation:{n}" in outs), any(is_random(op.target) for op in calls),
-                   tuple((op.phase, graph.calls[op.name]) for op in calls), (_peak(graph, "forward"), _peak(graph, "backward")))
+                   tuple(op.target for op in graph.of_kind("tangent")), tuple(n for n in frame.buffers if f"mutation:{n}" in outs),
+                   any(is_random(op.target) for op in calls), tuple((op.phase, graph.calls[op.name]) for op in calls),
+                   (_peak(graph, "forward"), _peak(graph, "backward")))
 
 
 def _peak(graph: Graph, until: str) -> int:
@@ -213,7 +214,8 @@ def _merged(found: Sequence[Outcome]) -> Outcome:
     def union(name: str) -> tuple[Any, ...]:
         return tuple(sorted({v for o in found for v in getattr(o, name)}))
 
-    return replace(first, tangents=union("tangents"), written=union("written"), random=any(o.random for o in found), peak=tuple(map(max, zip(*(o.peak for o in found), strict=True))))
+    return replace(first, tangents=union("tangents"), written=union("written"), random=any(o.random for o in found),
+                   peak=tuple(map(max, zip(*(o.peak for o in found), strict=True))))
 
 
 def is_plain(value: Any) -> bool:

@@ -24,9 +24,9 @@ def stats(graph: Graph) -> dict[str, int]:
 
 
 def simplify(graph: Graph) -> Graph:
-    """An equal graph with fewer ops, the last of every gradient as soon as it can be. Names, phases and source lines of the ops that stay are kept. Sharing equal ops
-    and dropping dead ones can free a view for a fold, so passes run until one finds nothing: simplifying twice must
-    not give another graph, or a plan of the one would not fit the other."""
+    """An equal graph with fewer ops, the last of every gradient as soon as it can be. Names, phases and source lines of the ops
+    that stay are kept. Sharing equal ops and dropping dead ones can free a view for a fold, so passes run until one finds nothing:
+    simplifying twice must not give another graph, or a plan of the one would not fit the other."""
     while (smaller := _one_pass(graph)).ops != graph.ops:
         graph = smaller
     return gradients_at_once(smaller)

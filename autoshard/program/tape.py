@@ -21,8 +21,12 @@ from autoshard.program.ways_out import on_higher_order
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = ("_torch.py", "seeds/marks.py", *(f"program/{name}.py" for name in (
-    "tape", "user_collectives", "survey", "opaque", "opaque_probe", "known_values", "ways_out")))
+RECORDING_FILES = frozenset(HERE + name for name in (
+    "_torch.py", "program/tape.py", "program/survey.py", "program/opaque.py", "program/opaque_probe.py", "program/known_values.py",
+    "program/user_collectives.py", "program/ways_out.py", "seeds/marks.py"))
+"""Files of autoshard that run between the user's code and the tape."""
+TRACER = HERE + "program/one_trace.py"
+"""Calls the model: what called it is no part of a trace."""
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
 ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor, reduce_scatter_tensor and broadcast of torch.distributed._functional_collectives, "
               "and shard_dim_alltoall of torch.distributed.tensor, are taken, over a mesh axis: use those, or take it out and fix layouts "
@@ -248,7 +252,7 @@ class Tape:
 def _checkpoint_around(frame: FrameType | None) -> tuple[FrameType | None, str]:
     """The outermost call of torch.utils.checkpoint that runs now, and the line of the user's code in the innermost."""
     outermost, line, seen = None, "", ""
-    while frame is not None and not frame.f_code.co_filename.endswith("autoshard/program/trace.py"):
+    while frame is not None and frame.f_code.co_filename != TRACER:
         name = frame.f_code.co_filename
         if name == CHECKPOINT_FILE:
             outermost, line = frame, line if outermost else seen
@@ -268,7 +272,7 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Frames of user code, innermost first, down to the call of trace()."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(HERE) and not name.endswith(RECORDING_FILES):
+        if name.startswith(HERE) and name not in RECORDING_FILES:
             return
         if is_user_file(name):
             yield frame

@@ -98,7 +98,8 @@ def _all_to_all(*args, **kwargs):
 
 def _shard_dim_all_to_all(input, gather_dim, shard_dim, mesh, mesh_dim):
     from autoshard.program import user_collectives
-    return user_collectives.moved(input, user_collectives.dim(input, gather_dim), user_collectives.dim(input, shard_dim), mesh if isinstance(mesh, str) else (mesh, mesh_dim))
+    group = mesh if isinstance(mesh, str) else (mesh, mesh_dim)
+    return user_collectives.moved(input, user_collectives.dim(input, gather_dim), user_collectives.dim(input, shard_dim), group)
 
 
 def _broadcast(self, src, group, tag=""):

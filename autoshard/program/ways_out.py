@@ -70,7 +70,8 @@ def on_data(phase: str, where: str, op: Any = None, hint: str = "") -> str:
     """The message for an op whose result is the data of a tensor, or has a shape that depends on it."""
     what, way = ON_DATA.get(op, OTHER)
     at = f"\n  at {where}" if where else ""
-    return f"the {phase} pass depends on the data of a tensor, so it is not one graph: {what}{at}\n  {hint or way}, or move that line out of the model"
+    return (f"the {phase} pass depends on the data of a tensor, so it is not one graph: {what}{at}\n"
+            f"  {hint or way}, or move that line out of the model")
 
 
 def on_higher_order(name: str, where: str) -> str:
@@ -79,7 +80,8 @@ def on_higher_order(name: str, where: str) -> str:
         return ""
     public, way = HIGHER_ORDER[name]
     at = f"\n  at {where}" if where else ""
-    return f"{public} is not supported: it runs functions of its own, which are not in the graph of the model{at}\n  {way}, or move that line out of the model"
+    return (f"{public} is not supported: it runs functions of its own, which are not in the graph of the model{at}\n"
+            f"  {way}, or move that line out of the model")
 
 
 def hint_of(at: FrameType | TracebackType | None) -> str:

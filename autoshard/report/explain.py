@@ -59,8 +59,9 @@ def _(found: OpTable) -> tuple[RenderableType, ...]:
     grid = table("inputs", "outputs", ">op", ">inside", ">moving inputs", ">output", ">regret", "!")
     for row in found.rows:
         regret = "impossible" if row.regret_s is None else quantities.seconds(row.regret_s)
+        moved = "-" if row.moved_s is None else quantities.seconds(row.moved_s)
         grid.add_row(escape(", ".join(row.inputs)) or "-", escape(", ".join(row.outputs)) or "-", quantities.seconds(row.compute_s + row.update_s),
-                     quantities.seconds(row.inner_s), "-" if row.moved_s is None else quantities.seconds(row.moved_s), quantities.size(row.nbytes), regret,
+                     quantities.seconds(row.inner_s), moved, quantities.size(row.nbytes), regret,
                      CHOSEN if row.chosen else "", style="bold" if row.chosen else None)
     tail = ["op: seconds on local shapes (optimizer's update for a parameter); inside: collectives of its implementation;",
             "regret: how much longer a step takes if only this op changes. With its neighbours free to follow (--why-not) it is less."]

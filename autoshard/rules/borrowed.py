@@ -54,8 +54,12 @@ def _shapes_agree(call: Call, row: Row) -> bool:
     n = next((k for k in range(2, common + 1) if common % k == 0), 0)
     if n == 0:
         return False
-    local = [None if m is None else m.unflatten(local_shape(m.logical_shape, (p,), (n,))) for m, p in pairs]
-    ins, outs = local[:len(call.inputs)], local[len(call.inputs):]
+
+    def piece(m: TensorMeta, p: Placement) -> tuple[int, ...]:
+        return m.unflatten(local_shape(m.logical_shape, (p,), (n,)))
+
+    ins = [piece(m, p) for m, p in zip(call.inputs, row.inputs, strict=True)]
+    outs = [None if m is None else piece(m, p) for m, p in zip(call.outputs, row.outputs, strict=True)]
     args, kwargs = _localized(call, *_on_meta(call, ins), ins, outs)
     try:
         result = call.target(*args, **kwargs)
@@ -81,8 +85,9 @@ def _row(call: Call, words: list[tuple[str, int]]) -> Row | None:
     metas = (*call.outputs, *call.inputs)
     if len(words) != len(metas):
         return None
-    placed = [_placement(word, dim, m) for (word, dim), m in zip(words, metas, strict=True)]
-    if any(p is None for p in placed):
+    found = [_placement(word, dim, m) for (word, dim), m in zip(words, metas, strict=True)]
+    placed = [p for p in found if p is not None]
+    if len(placed) < len(found):
         return None
     n = len(call.outputs)
     return Row(tuple(placed[n:]), tuple(placed[:n]))

@@ -26,7 +26,7 @@ def factor_graph(graph: Graph) -> Graph:
 
 def _with_factors(op: Op, metas: dict[str, tuple[TensorMeta | None, ...]]) -> Op:
     call = call_of(op, metas)
-    outputs = tuple(None if m is None else TensorMeta(m.shape, m.dtype, f)
+    outputs = tuple(None if m is None or f is None else TensorMeta(m.shape, m.dtype, f)
                     for m, f in zip(op.outputs, registry.factors(call), strict=True))
     return op if outputs == op.outputs else replace(op, outputs=outputs)
 
@@ -40,4 +40,10 @@ def call_of(op: Op, metas: dict[str, tuple[TensorMeta | None, ...]]) -> Call:
 
     args = map_args(fill, op.args)
     kwargs = tuple((k, map_args(fill, v)) for k, v in op.kwargs)
-    return Call(op.target, args, kwargs, tuple(metas[r.op][r.index] for r in op.refs), op.outputs)
+    return Call(op.target, args, kwargs, tuple(_meta(r, metas) for r in op.refs), op.outputs)
+
+
+def _meta(ref: Ref, metas: dict[str, tuple[TensorMeta | None, ...]]) -> TensorMeta:
+    found = metas[ref.op][ref.index]
+    assert found is not None, f"{ref.op} makes no output {ref.index}"
+    return found

@@ -69,9 +69,9 @@ def parse(text: str) -> Notation:
 
     def term(part: str, addend: int = 0) -> Term:
         linear = not part.strip().startswith("~")
-        letters = part.strip().lstrip("~").split()
-        whole.update(letter[:-1] for letter in letters if letter.endswith("!"))
-        letters = tuple(letter.rstrip("!") for letter in letters)
+        marked = part.strip().lstrip("~").split()
+        whole.update(letter[:-1] for letter in marked if letter.endswith("!"))
+        letters = tuple(letter.rstrip("!") for letter in marked)
         if len(set(letters) - {"1"}) != len([letter for letter in letters if letter != "1"]):
             raise ValueError(f"notation {text!r} repeats a letter in {part.strip()!r}")
         return Term(letters, addend, linear)

@@ -56,8 +56,8 @@ def cast(x: Any, have: torch.dtype, want: torch.dtype) -> Any:
 def contiguous_inputs(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
     """Local implementation for kernels that take the memory of their inputs for contiguous, and are silently wrong where it
     is not."""
-    args = (aten.contiguous.default(a) if isinstance(given, Slot) else a for a, given in zip(args, ctx.call.args, strict=True))
-    return ctx.call.target(*args, **kwargs)
+    dense = (aten.contiguous.default(a) if isinstance(given, Slot) else a for a, given in zip(args, ctx.call.args, strict=True))
+    return ctx.call.target(*dense, **kwargs)
 
 
 def axes_of(ctx: LocalContext, meta: TensorMeta, spec: Spec, dim: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def input_axes(ctx: LocalContext, i: int, dim: int) -> tuple[int, ...]:
 
 
 def output_axes(ctx: LocalContext, i: int, dim: int) -> tuple[int, ...]:
-    return axes_of(ctx, ctx.call.outputs[i], ctx.outputs[i], dim)
+    return axes_of(ctx, ctx.call.output(i), ctx.outputs[i], dim)
 
 
 def local_ids(ctx: LocalContext, ids: Any, axes: Sequence[int], size: int) -> tuple[Any, Any]:

@@ -65,7 +65,8 @@ def table() -> dict[Any, Rule]:
 def rule_of(target: Any) -> Rule:
     """The rule of an op overload: its own, by tag, borrowed, or all-Replicate. A target that is none brings its rule along."""
     if not isinstance(target, torch._ops.OpOverload) and hasattr(target, "rule"):
-        return target.rule
+        brought: Rule = target.rule
+        return brought
     if target in table():
         return table()[target]
     if str(target) in table():

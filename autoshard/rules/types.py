@@ -41,9 +41,14 @@ class LocalContext(Protocol):
     the tests each provide one; tensors are real tensors or FX proxies, so implementations call
     `torch.ops.aten.*` overloads and methods of this class only."""
 
-    call: Call
-    inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def inputs(self) -> tuple[Spec, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[Spec, ...]: ...
 
     def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
         """Mesh axis indices that split logical `dim` under `spec`, major first."""

@@ -82,7 +82,8 @@ class Border(NamedTuple):
 
 
 class Step:
-    """Runs a variant. `given`: inputs that come in placed: DTensors, and those of which every rank passes its piece. `calls`: how often it ran. Everything that can be settled before the call is settled here."""
+    """Runs a variant. `given`: inputs that come in placed: DTensors, and those of which every rank passes its piece.
+    `calls`: how often it ran. Everything that can be settled before the call is settled here."""
 
     def __init__(self, graph: Graph, calling: Calling, plan: Plan, lowered: Lowered, place: Place, stored: Stored,
                  backend: Backend, outputs: str, given: Collection[str] = ()) -> None:

@@ -32,10 +32,11 @@ BACKENDS: dict[str, Callable[..., None]] = {
 def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, work_limit: int | None = None,
           threads: int = 2, seed: int = 0, incumbents: Sequence[np.ndarray] = (), progress: Progress | None = None,
           board: Board | None = None, clock: Clock | None = None, near: Sequence[np.ndarray] = ()) -> Solution:
-    """Minimise `problem`. `time_limit` in seconds of wall clock, or a `clock` (a part of another's, say); `work_limit` in search steps, for runs that must
-    repeat exactly; `incumbents` are choices to start from; `progress(cost, bound, gap, seconds, message)` is called
-    on every improvement. `board` lets another thread watch the best choice and stop the search. `near`: choices of a problem that
-    differs in its rows' limits (`Solution.near`), from which prices of the rows are guessed.
+    """Minimise `problem`. `time_limit` in seconds of wall clock, or a `clock` (a part of another's, say);
+    `work_limit` in search steps, for runs that must repeat exactly; `incumbents` are choices to start from;
+    `progress(cost, bound, gap, seconds, message)` is called on every improvement. `board` lets another thread
+    watch the best choice and stop the search. `near`: choices of a problem that differs in its rows' limits (`Solution.near`),
+    from which prices of the rows are guessed.
 
     Raises ProblemError for a malformed problem or an unknown backend. A problem with no feasible choice is not an
     error: its status is `Status.INFEASIBLE`."""

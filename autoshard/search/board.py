@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Board:
         self.infeasible = False
         self.tied_proven = False  # the choice is proven optimal among those that treat repeated layers alike
         self.exact = False  # the choice is proven optimal without any rounding
-        self.stats: dict = {}
+        self.stats: dict[str, Any] = {}
         self.near: list[np.ndarray] = []  # choices for prices of the rows to start from, then those met at prices
         self.integral = _is_integral(problem)
 

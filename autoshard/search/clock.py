@@ -1,9 +1,11 @@
 """The limits of one solve: seconds, a deterministic amount of work, and a request to stop."""
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 LATE = 0.05  # of the whole time limit, after which nobody waits for a solver any more
 
@@ -15,7 +17,7 @@ class Clock:
 
     time_limit: float
     work_limit: int | None = None
-    start: float | None = None
+    start: float = math.nan  # nan: it starts now
     stop: bool = False  # set from a signal handler or another thread
     work: int = 0
     cut: bool = False  # a share of the time ran out somewhere: a faster machine may find another choice
@@ -23,7 +25,7 @@ class Clock:
     whole: Clock | None = None
 
     def __post_init__(self) -> None:
-        if self.start is None:
+        if math.isnan(self.start):
             self.start = self.now()
 
     @property
@@ -55,6 +57,17 @@ class Clock:
 
     def expired(self) -> bool:
         return self.stopped or self.out_of_work or self.seconds >= self.time_limit
+
+
+class Pace(Protocol):
+    """What says how long something goes on: it is told of work, and asked."""
+
+    def tick(self, work: int) -> None:
+        """So much was done."""
+
+    def over(self) -> bool:
+        """Whether to stop."""
+        ...
 
 
 class Phase:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -86,8 +87,8 @@ class Problem:
         tables, values = _joined([e.table.ravel() for e in self.edges], [id(e.table) for e in self.edges])
         rows, index_u = _joined([e.rows for e in self.edges])
         cols, index_v = _joined([e.cols for e in self.edges])
-        ends = np.array([(e.u, e.v, e.table.shape[1]) for e in self.edges], dtype=np.int64).reshape(-1, 3)
-        return FlatEdges(*ends.T, tables, rows, cols, values, index_u, index_v)
+        u, v, width = np.array([(e.u, e.v, e.table.shape[1]) for e in self.edges], dtype=np.int64).reshape(-1, 3).T
+        return FlatEdges(u, v, width, tables, rows, cols, values, index_u, index_v)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +175,7 @@ class Solution:
     bound: float
     status: Status
     seconds: float
-    stats: dict = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
     near: tuple[np.ndarray, ...] = ()
 
     @property

@@ -60,7 +60,7 @@ def _scaled_sum(parts: list[tuple[np.ndarray, int]], copies: int) -> np.ndarray:
     first, count = parts[0]
     if len(parts) == 1 and count == copies:
         return first
-    return sum(count / copies * part for part, count in parts)
+    return sum((count / copies * part for part, count in parts), np.zeros_like(first))
 
 
 def _items(problem: Problem, quotient: np.ndarray, copies: int) -> Items:
@@ -95,8 +95,8 @@ def _representatives(problem: Problem) -> np.ndarray:
 
 def _edges(problem: Problem, quotient: np.ndarray, costs: list[np.ndarray], copies: int) -> tuple[Edge, ...]:
     """Edges between the same two groups add up, equal ones by multiplication; one within a group is its diagonal."""
-    counts: dict[tuple[int, int], Counter] = {}
-    kinds: dict[tuple, Edge] = {}
+    counts: dict[tuple[int, int], Counter[tuple[int, int, int, bool]]] = {}
+    kinds: dict[tuple[int, int, int, bool], Edge] = {}
     scaled: dict[tuple[int, int], np.ndarray] = {}
     place = quotient.tolist()
     for e in problem.edges:

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from autoshard.search.board import Board
 from autoshard.search.clock import Clock
 from autoshard.search.problem import Edge, Items, Problem
-from autoshard.search.reductions.core import build
+from autoshard.search.reductions.core import Core, build
 from autoshard.search.routes.anneal import search_large
 from autoshard.search.routes.plans import search_few_rows
 
@@ -22,7 +23,9 @@ def warm() -> float:
     """Run both compiled routes on a problem too dense for presolve; returns the seconds it took."""
     start = time.monotonic()
     problem = dense_problem()
-    for route in (lambda board, core: search_few_rows(board, core, 0), lambda board, core: search_large(board, core, 0, 1)):
+    routes: tuple[Callable[[Board, Core], None], ...] = (
+        lambda board, core: search_few_rows(board, core, 0), lambda board, core: search_large(board, core, 0, 1))
+    for route in routes:
         board = Board(problem, Clock(60.0, work_limit=2000))
         route(board, build(problem)[0])
     return time.monotonic() - start

@@ -2,8 +2,8 @@
 
 A key is a glob over names of parameters and buffers, `input:INDEX-or-name`, `output:INDEX`, a glob over module paths (what leaves
 the module, and its gradient) or the name of an op (what other ops of its pass read). A value gives per tensor dim an axis name, a
-tuple of axes (major first), None or "-" for whole, `...` or "?" for open; a trailing `...` opens all dims that remain. `"tp,-"` and `"dp*tp,?"` say the
-same as text. `"S(0),R"` is one placement per mesh axis; `ShardingSpec` and DTensor placements work as well.
+tuple of axes (major first), None or "-" for whole, `...` or "?" for open; a trailing `...` opens all dims that remain. `"tp,-"`
+and `"dp*tp,?"` say the same as text. `"S(0),R"` is one placement per mesh axis; `ShardingSpec` and DTensor placements work as well.
 
 The value may also be another key: `{"output:1": "input:2"}` says that the two lie alike, as a state does between two steps.
 

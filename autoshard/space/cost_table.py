@@ -16,7 +16,6 @@ from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import NOWHERE, Spec, local_shape
 from autoshard.cost import compute
-from autoshard.cost.cluster import HEAVY as HEAVY  # formulate and assemble take it from here
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.fusion import Fused, fused
 from autoshard.cost.redistribute import Redistribution, Step

@@ -44,8 +44,8 @@ def sweep(table: CostTable, options: Options, budgets: Sequence[float] = (), *, 
           model: Mapping[str, Any] | None = None, say: Callable[[str], None] = lambda text: None,
           clock: api.Clock | None = None) -> tuple[Point, ...]:
     """Plans from the largest budget to the smallest. Without `budgets`: from what the fastest plan takes down to an eighth
-    of it, in `steps` equal ratios. Ctrl-C ends it with the budgets so far. A plan for a smaller budget that is faster stands for the larger one too. Raises
-    InfeasibleError where seeds leave no plan at all."""
+    of it, in `steps` equal ratios. Ctrl-C ends it with the budgets so far. A plan for a smaller budget that is faster
+    stands for the larger one too. Raises InfeasibleError where seeds leave no plan at all."""
     if not budgets:
         say("the fastest plan")
         ample = _point(table, options, UNLIMITED, has_loss, model, clock)

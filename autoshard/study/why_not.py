@@ -37,8 +37,8 @@ def why_not(traced: Traced, mesh: Mesh, options: Options, name: str, layout: str
     forced = replace(options, seeds=others if same else {**others, key: Seed(layout, "--why-not")})
     before = plan or api.decide(table, options, clock=clock, has_loss=has_loss)
     if before.interrupted and before is not plan:
-        raise Interrupted(f"interrupted in the first of two searches: {before.objective_s:.4g} s a step so far, gap {before.gap:.2%}; there is nothing "
-                          "yet to compare it with")
+        raise Interrupted(f"interrupted in the first of two searches: {before.objective_s:.4g} s a step so far, gap {before.gap:.2%}; "
+                          "there is nothing yet to compare it with")
     after = api.decide(api.prices(traced, mesh, forced, clock=clock), forced, clock=clock, has_loss=has_loss,
                        model_info=before.model)
     return WhyNot(key, layout, before.objective_s, after.objective_s, diff(before, after), (before.status, after.status), seed)

@@ -99,7 +99,8 @@ def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Me
         yield "the given plan", replace(given, graph_hash=subject.traced.graph.hash)
         return
     progress("costs", "")
-    plans = Plans(api.prices(subject.traced, mesh, options, fixed=_as_passed(subject.traced.graph, mesh, options)), options, subject.call.loss_fn is not None)
+    table = api.prices(subject.traced, mesh, options, fixed=_as_passed(subject.traced.graph, mesh, options))
+    plans = Plans(table, options, subject.call.loss_fn is not None)
     for name in names:
         progress("plan", name)
         yield from plans.named((name,))

@@ -59,7 +59,8 @@ class Eager:
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers = {}) -> Expected:  # noqa: B006
         self.model.zero_grad()
         args, kwargs = pytree.tree_map(_fresh, (args, dict(kwargs)))
-        with torch.set_grad_enabled(self.graph.training), alone(), self._cast(), without_decoding_cache(self.model):  # backward may recompute parts of forward
+        # Without a cache, since backward may recompute parts of forward.
+        with torch.set_grad_enabled(self.graph.training), alone(), self._cast(), without_decoding_cache(self.model):
             with self.casting():
                 out = self._call(args, kwargs)
             users = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]

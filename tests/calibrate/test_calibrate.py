@@ -11,7 +11,8 @@ import pytest
 
 from autoshard import cli
 from autoshard.calibrate.run import _mesh
-from autoshard.cost.cluster import COLLECTIVES, load_cluster
+from autoshard.collectives import KINDS
+from autoshard.cost.cluster import load_cluster
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
@@ -67,7 +68,7 @@ def test_two_processes_make_a_profile_that_plans(tmp_path):
     assert "Held-out sizes" in done.stdout and "Overlap of a matmul" in done.stdout
     assert path.with_suffix(".html").stat().st_size > 1e6
     cluster = load_cluster(path)
-    assert {kind for kind, _ in cluster.links[0].measured} == set(COLLECTIVES)
+    assert {kind for kind, _ in cluster.links[0].measured} == set(KINDS)
     assert 1e-7 < cluster.device.kernel_overhead < 1e-3 and cluster.device.memory_bandwidth > 1e8
     planned = subprocess.run([sys.executable, "-m", "autoshard", "plan", "gpt:tiny", "--mesh", "tp=2", "--cluster", str(path), "-q"],
                              capture_output=True, text=True, timeout=300)

@@ -17,7 +17,8 @@ from autoshard.calibrate.report import contradictions, label, page, show, warnin
 from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.calibrate.toml import profile_text
-from autoshard.cost.cluster import COLLECTIVES, AxisLink, Overlap, load_cluster
+from autoshard.collectives import KINDS
+from autoshard.cost.cluster import AxisLink, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import UsageError
 from autoshard.runtime.ranks.place import locate
@@ -36,7 +37,7 @@ def samples(noise=0.0, seed=0):
 
     out = [Sample("collective", kind, collectives.wire_bytes(kind, size, 2),
                   noisy(collectives.seconds(kind, size, AxisLink(((TRUTH.links[0], 2),)))), size in HELD_SIZES, ranks=2, nbytes=size)
-           for size in (*SIZES, *HELD_SIZES) for kind in COLLECTIVES]
+           for size in (*SIZES, *HELD_SIZES) for kind in KINDS]
     for k, amount in enumerate(np.logspace(3, 9, 19)):
         for key, family in (("aten::add.Tensor", "pointwise"), ("aten::native_layer_norm", "norm")):
             seconds = op_seconds(family, 0, amount, torch.float32, TRUTH.device)
@@ -65,10 +66,10 @@ def test_the_profile_is_a_profile(tmp_path):
     path.write_text(profile_text(cluster, cluster.description))
     again = load_cluster(path)
     assert again.name == "mine" and again.overlap == OVERLAP
-    assert {k for k, _ in again.links[0].measured} == set(COLLECTIVES)
+    assert {k for k, _ in again.links[0].measured} == set(KINDS)
     assert all("calibrated 2026-01-01" in source for _, source in again.sources)
     axis, same = (AxisLink(((c.links[0], 2),)) for c in (again, cluster))
-    for kind in COLLECTIVES:
+    for kind in KINDS:
         assert collectives.seconds(kind, 3e5, axis) == pytest.approx(collectives.seconds(kind, 3e5, same), rel=1e-4)
 
 

@@ -2,10 +2,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import check_parity
 from test_trace import MODELS, Block, Stack, Weighted, float64, x48  # noqa: F401  (float64 is a fixture)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trace_parity import check_parity
 
 from autoshard.base.graph import Ref
 from autoshard.base.precision import Precision

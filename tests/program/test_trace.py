@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import check_parity, state_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from trace_parity import check_parity, state_of
 
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError, UsageError

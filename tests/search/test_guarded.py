@@ -91,7 +91,7 @@ def test_a_crashing_solver_is_ended(script, caplog):
 
 
 def test_a_worker_ends_with_its_parent(tmp_path):
-    code = ("import os, time\nfrom autoshard.search.guarded import Worker\n"
+    code = ("import os, time\nfrom autoshard.search.mip.guarded import Worker\n"
             "w = Worker(); print(w.process.pid, flush=True); os._exit(0)")
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     for _ in range(100):

@@ -15,10 +15,10 @@ from contest_problems import write_problem
 from autoshard.search import Status, evaluate
 from autoshard.search.contest.read import read_problem
 
-SOLVE = "import sys; from autoshard.search.command import solve_command; sys.exit(solve_command(sys.argv[1], float(sys.argv[2]), output=sys.argv[3]))"
+SOLVE = "import sys; from autoshard.search.contest.command import solve_command; sys.exit(solve_command(sys.argv[1], float(sys.argv[2]), output=sys.argv[3]))"
 WRITE = """
 import sys
-from autoshard.search.contest import write_atomically
+from autoshard.search.contest.read import write_atomically
 print("ready", flush=True)
 for n in range(10**9):
     write_atomically(sys.argv[1], "[" + ",".join([str(n)] * 100_000) + "]")
@@ -46,7 +46,7 @@ def kill_once(folder: Path, problem: Path, number: signal.Signals, after: float)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode in (0, -number, 128 + number, 1), f"exit code {process.returncode} after {after:.2f} s: {error}"
-    expected = ("KeyboardInterrupt", "InfeasibleError", "mip_worker")  # during imports; nothing found yet; its worker's
+    expected = ("KeyboardInterrupt", "InfeasibleError", "mip/worker")  # during imports; nothing found yet; its worker's
     assert "Traceback" not in error or any(word in error for word in expected), error
     if output.exists():
         check_answer(problem, output)

@@ -13,7 +13,7 @@ from random_problems import random_problem
 from autoshard.search import Edge, Items, Problem, evaluate, solve
 from autoshard.search.reductions import Infeasible, _sweep, reduce_core
 from autoshard.search.reductions.contraction import contract
-from autoshard.search.reductions.core import Core, Table, build
+from autoshard.search.reductions.core import GONE, Core, Table, build
 from autoshard.search.reductions.dead import drop_dead
 from autoshard.search.reductions.dominance import _undominated, distinct, dominate
 from autoshard.search.reductions.elimination import eliminate
@@ -64,7 +64,7 @@ def same_optimum(whole: Problem, core: Core) -> None:
 def everywhere(rule: Callable[[Core, int], bool]) -> Callable[[Core], None]:
     def apply(core: Core) -> None:
         for v in list(core.alive):
-            if core.cost[v] is not None:
+            if core.cost[v] is not GONE:
                 rule(core, v)
     return apply
 
@@ -82,7 +82,7 @@ def after_dead(rule: Callable[[Core], None]) -> Callable[[Core], None]:
 def merge_neighbours(core: Core) -> None:
     """Every node that still has a neighbour takes in its first one; nothing is minimised out."""
     for u in list(core.alive):
-        if core.cost[u] is not None and core.adj[u]:
+        if core.cost[u] is not GONE and core.adj[u]:
             merge(core, u, min(core.adj[u]))
 
 
@@ -158,7 +158,7 @@ def test_dead_without_a_strategy_is_infeasible():
 def test_contraction_moves_costs_edges_and_loads_along_the_function():
     core = core_of([[0, 0, 0], [10, 20], [0, 0]], {(0, 1): [[2, inf], [inf, 4], [inf, 7]], (1, 2): [[1, 2], [3, 4]]},
                    [(1, 1, 0, 5.0)], [9], [inf])
-    assert contract(core, 1) and core.cost[1] is None
+    assert contract(core, 1) and core.cost[1] is GONE
     assert core.cost[0].tolist() == [12, 24, 27] and core.adj[0][2].a.tolist() == [[1, 2], [3, 4], [3, 4]]
     assert core.items[0][0].amount.tolist() == [0, 5, 5]
     assert core.lift(np.array([2, 0, 0])).tolist() == [2, 1, 0]

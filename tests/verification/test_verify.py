@@ -1,5 +1,6 @@
 """`verify` passes what is right, and names the op of what is wrong."""
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.base.spec import R
+from autoshard.collectives import KINDS
 from autoshard.errors import UsageError
 from autoshard.rules.check import oracle
 from autoshard.rules.types import Row
@@ -95,8 +97,9 @@ def test_the_oracle_catches_the_same_rule(broken_rule):
 
 
 def test_a_wrong_redistribution_is_named_as_one(monkeypatch):
-    right = collectives._KINDS["all_gather"]
-    monkeypatch.setitem(collectives._KINDS, "all_gather", lambda pieces, arguments: right(pieces[::-1], arguments))
+    right = KINDS["all_gather"]
+    wrong = replace(right, reference=lambda pieces, arguments: right.reference(pieces[::-1], arguments))
+    monkeypatch.setitem(collectives.KINDS, "all_gather", wrong)
     report = verify(Net(), "tp=2", batch(), loss_fn=loss, plans=("fully_sharded",))
     wrong = report.plans[0].first_wrong
     assert not report.ok and wrong.kind == "redistribution", str(report)

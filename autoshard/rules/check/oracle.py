@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -20,6 +21,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.spec import PMAX, PSUM, REDUCE_OPS, Placement, R, Spec, divides, local_shape, shard_offset
 from autoshard.collectives.reduce_ops import COMBINE
 from autoshard.rules import registry
+from autoshard.rules.notation import is_number
 from autoshard.rules.types import Row
 
 _PATIENCE_S = 20.0
@@ -118,11 +120,9 @@ class _Exchange:
         self.held[rank] = x
         self.barrier.wait(_PATIENCE_S)
         mine = self.mesh.coordinates(rank)
-        out = None
-        for other in range(self.mesh.size):
-            c = self.mesh.coordinates(other)
-            if all(a == b for i, (a, b) in enumerate(zip(c, mine, strict=True)) if i != axis):
-                out = self.held[other] if out is None else COMBINE[reduce_op](out, self.held[other])
+        group = [other for other in range(self.mesh.size)
+                 if all(a == b for i, (a, b) in enumerate(zip(self.mesh.coordinates(other), mine, strict=True)) if i != axis)]
+        out = reduce(COMBINE[reduce_op], [self.held[other] for other in group])
         self.barrier.wait(_PATIENCE_S)
         return out
 
@@ -156,7 +156,7 @@ class ThreadContext:
         return meta.unflatten(local_shape(meta.logical_shape, self.inputs[i], self.mesh.sizes))
 
     def local_out(self, i: int) -> tuple[int, ...]:
-        meta = self.call.outputs[i]
+        meta = self.call.output(i)
         return meta.unflatten(local_shape(meta.logical_shape, self.outputs[i], self.mesh.sizes))
 
     def all_reduce(self, x: torch.Tensor, reduce_op: str, axes: Sequence[int]) -> torch.Tensor:
@@ -212,7 +212,7 @@ def _outputs(value: Any) -> tuple[Any, ...]:
 
 def _tolerance(call: Call) -> float:
     """Of the least precise float in or out: the parts of a Partial round in their own dtype."""
-    dtypes = [m.dtype for m in (*call.inputs, *call.outputs) if m is not None and registry.is_number(m.dtype)]
+    dtypes = [m.dtype for m in (*call.inputs, *call.outputs) if m is not None and is_number(m.dtype)]
     return max([1e-9, *(100 * torch.finfo(t).eps for t in dtypes)])
 
 
@@ -257,9 +257,12 @@ def _compare(whole: torch.Tensor, parts: Sequence[torch.Tensor], meta: TensorMet
         return joined
     if joined.dtype != whole.dtype:
         return f"dtype {joined.dtype}, not {whole.dtype}"
-    scale = None
+    scale: torch.Tensor | None = None
     if values and PSUM in spec:  # parts round by their own size, which may be far above that of their sum
-        scale = join([p.abs() for p in parts], meta, spec, mesh, float("inf"))
+        sizes = join([p.abs() for p in parts], meta, spec, mesh, float("inf"))
+        if isinstance(sizes, str):
+            return sizes
+        scale = sizes
     return "values differ" if values and not _close(joined, whole, tolerance, scale) else ""
 
 
@@ -295,7 +298,7 @@ def missing_rows(call: Call, tensors: Sequence[torch.Tensor], size: int = 2, lim
 
 def _candidates(call: Call, limit: int) -> Iterator[tuple[Placement, ...]]:
     shards = [(R, *(d for d, n in enumerate(m.logical_shape) if n > 1)) for m in call.inputs]
-    partial = [(R, PSUM) if registry.is_number(m.dtype) else (R,) for m in call.inputs]
+    partial = [(R, PSUM) if is_number(m.dtype) else (R,) for m in call.inputs]
     tried = 0
     for options in (shards, partial):
         for inputs in product(*options):
@@ -306,12 +309,12 @@ def _candidates(call: Call, limit: int) -> Iterator[tuple[Placement, ...]]:
 
 def _answers(call: Call, inputs: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
     """Output placements worth trying: all outputs in one shard dim, or all Partial, or mixtures of two."""
-    options = []
+    options: list[tuple[Placement, ...]] = []
     for m in call.outputs:
         if m is None:
             options.append((R,))
             continue
-        partial = (PSUM,) if registry.is_number(m.dtype) else ()
+        partial = (PSUM,) if is_number(m.dtype) else ()
         options.append(((R,) if PSUM not in inputs else ()) + tuple(
             d for d, n in enumerate(m.logical_shape) if n > 1 and PSUM not in inputs) + partial)
     yield from (o for i, o in enumerate(product(*options)) if i < 64)

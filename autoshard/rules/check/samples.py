@@ -86,7 +86,7 @@ def build(s: Sample) -> tuple[Call, list[torch.Tensor]]:
     call = Call(s.op, args, kwargs, tuple(metas), ())
     outputs = tuple(None if y is None else TensorMeta(tuple(y.shape), y.dtype) for y in run_whole(call, tensors))
     call = Call(s.op, args, kwargs, tuple(metas), outputs)
-    flat = tuple(None if m is None else TensorMeta(m.shape, m.dtype, f)
+    flat = tuple(None if m is None or f is None else TensorMeta(m.shape, m.dtype, f)
                  for m, f in zip(outputs, registry.factors(call), strict=True))
     return Call(s.op, args, kwargs, tuple(metas), flat), tensors
 
@@ -124,7 +124,8 @@ def _without(t: T | Fixed, n: int) -> T | Fixed:
 CRASHES: frozenset[Any] = frozenset({
     aten._embedding_bag.default, aten._embedding_bag_backward.default, aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
     aten._adaptive_avg_pool2d_backward.default, aten.native_layer_norm_backward.default, aten.native_batch_norm_backward.default,
-    aten.batch_norm_backward.default, aten._grouped_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default})
+    aten.batch_norm_backward.default, aten._grouped_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default, aten._weight_norm_interface.default})
 """Torch's CPU kernels read outside of their arguments, divide by zero or leave the result unset, where one of size 0 does not fit the
 others."""
 _b = torch.bool

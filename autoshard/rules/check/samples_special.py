@@ -41,7 +41,7 @@ def _bag_facts(mode: int) -> tuple[Fixed, ...]:
     return tuple(map(Fixed, aten._embedding_bag(weight, _ids(6, high=8).tensor, _BAGS.tensor, False, mode)[1:]))
 
 
-EMBEDDING = (
+EMBEDDING: tuple[Sample, ...] = (
     sample(aten.embedding.default, T(8, 6), _ids(4, 2, high=8)),
     sample(aten.embedding.default, T(8, 6), _ids(4, high=8), 3),
     sample(aten.embedding.default, T(8, 6), _flat(_ids(8, high=8), (2, 4))),
@@ -126,11 +126,11 @@ def _attention(queries: int = 6, kv_heads: int = 4, mask: tuple[int, ...] | None
     bias = None if mask is None else make(*mask)
     op = aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(q, k, v, 0.0, causal, attn_mask=bias)
-    q, k, v, out, lse, grad = (Fixed(t) for t in (q, k, v, out, lse.contiguous(), make(*out.shape)))
-    bias = bias if bias is None else Fixed(bias)
-    return (sample(op.default, q, k, v, 0.0, causal, attn_mask=bias),
-            sample(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, grad, q, k, v, out, lse, 0.0,
-                   causal, attn_mask=bias))
+    qkv, made = (Fixed(q), Fixed(k), Fixed(v)), (Fixed(out), Fixed(lse.contiguous()))
+    grad, attn_mask = Fixed(make(*out.shape)), None if bias is None else Fixed(bias)
+    return (sample(op.default, *qkv, 0.0, causal, attn_mask=attn_mask),
+            sample(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, grad, *qkv, *made, 0.0,
+                   causal, attn_mask=attn_mask))
 
 
 ATTENTION = (
@@ -173,11 +173,9 @@ CONV = (
 )
 
 
-def _batch_norm(*shape: int | tuple[int, ...], dtype: torch.dtype = _f64, affine: bool = True) -> tuple[Sample, ...]:
-    x, c = T(*shape, dtype=dtype), shape[1]
-    w, b, mean, var = (T(c, dtype=dtype),) * 3 + (_positive(c, dtype=dtype),)
-    if not affine:
-        w = b = None
+def _batch_norm(batch: int | tuple[int, ...], c: int, *dims: int, dtype: torch.dtype = _f64, affine: bool = True) -> tuple[Sample, ...]:
+    x, mean, var = T(batch, c, *dims, dtype=dtype), T(c, dtype=dtype), _positive(c, dtype=dtype)
+    w = b = mean if affine else None
     functional, backward = aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default
     return (
         sample(functional, x, w, b, mean, var, True, 0.1, 1e-5),

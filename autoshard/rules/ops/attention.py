@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import PSUM, R
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import adjust
@@ -45,22 +45,17 @@ def _term(name: str, meta: TensorMeta | None, whole: frozenset[str]) -> str:
 def _line(call: Call, outputs: Sequence[str]) -> str:
     names = [a.name for a in call.target._schema.arguments if "Tensor" in str(a.type)]
     whole = _whole_letters(call)
-    left = [_term(n, _meta(call, n), whole) for n in names]
+    left = [_term(n, call.given(n), whole) for n in names]
     right = [_term(n, m, whole) for n, m in zip(outputs, call.outputs, strict=False)]
     return f"{', '.join(left)} -> {', '.join(right)}"
-
-
-def _meta(call: Call, name: str) -> TensorMeta | None:
-    value = call.argument(name)
-    return call.inputs[value.index] if isinstance(value, Slot) else None
 
 
 def _whole_letters(call: Call) -> frozenset[str]:
     """Dropout draws from the backend's own generator, which knows no shards: then nothing splits."""
     if call.argument("dropout_p"):
         return frozenset("bhstde")
-    queries = _meta(call, "query").shape[2]
-    lse = _meta(call, "logsumexp") or (call.outputs[1] if len(call.outputs) > 1 else None)
+    queries = call.tensor("query").shape[2]
+    lse = call.given("logsumexp") or (call.outputs[1] if len(call.outputs) > 1 else None)
     padded = lse is not None and len(lse.shape) > 2 and lse.shape[2] != queries
     free = any(b in str(call.target) for b in MOVES_QUERIES) and not call.argument("is_causal") and not padded
     return frozenset("tde" if free else "stde")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call, TensorMeta
+from autoshard.base.graph import Call
 from autoshard.base.spec import R
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import adjust, contiguous_inputs, letters, on_first, output_axes, partial_axes
@@ -19,20 +19,16 @@ from autoshard.rules.types import LocalContext, Row, Rule
 aten = torch.ops.aten
 
 
-def _tensor(call: Call, name: str) -> TensorMeta:
-    return call.inputs[call.argument(name).index]
-
-
 def _terms(call: Call) -> tuple[str, str, str, str]:
     """Letters of (input, weight, bias, output). Grouped convolutions split channels only when every input
     channel is a group of its own: no tensor shows the number of groups, so nothing else could check it."""
-    n = len(_tensor(call, "input").shape) - 2
+    n = len(call.tensor("input").shape) - 2
     groups = call.argument("groups")
     image, kernel, result = letters("p", n, "!"), letters("k", n, "!"), letters("u", n, "!")
     if groups == 1:
         channels = "i o" if call.argument("transposed") else "o i"
         return f"n i {image}", f"{channels} {kernel}", "o", f"n o {result}"
-    c = "c" if groups == _tensor(call, "input").shape[1] else "c!"
+    c = "c" if groups == call.tensor("input").shape[1] else "c!"
     return f"n {c} {image}", f"{c} j! {kernel}", c, f"n {c} {result}"
 
 

@@ -49,7 +49,7 @@ def _embedding_backward(ctx: LocalContext, grad: Any, indices: Any, num_weights:
 
 def _bag_line(call: Call) -> str:
     """Bags are ragged, so only the feature dim splits."""
-    rest = ("b! d" if len(m.shape) == 2 else f"r{i}!" for i, m in enumerate(call.outputs[1:]))
+    rest = ("b! d" if len(call.output(i + 1).shape) == 2 else f"r{i}!" for i in range(len(call.outputs) - 1))
     return f"v! d, n!, o!, n! -> b! d, {', '.join(rest)}"
 
 

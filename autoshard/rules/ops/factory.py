@@ -21,14 +21,14 @@ def _filled(name: str = "size") -> Rule:
 
 def _like_rows(call: Call) -> tuple[Row, ...]:
     """The input gives its shape only, so a Partial one will do."""
-    same = tuple(Row((d,), (d,)) for d in range(min(call.inputs[0].ndim, call.outputs[0].ndim)))
+    same = tuple(Row((d,), (d,)) for d in range(min(call.inputs[0].ndim, call.output().ndim)))
     return (Row((R,), (R,)), *same, Row((PSUM,), (R,)))
 
 
 def _new_rows(call: Call) -> tuple[Row, ...]:
     """The input gives its dtype and device only: any placement in, any shard out."""
     given = (R, *range(call.inputs[0].ndim), PSUM)
-    made = (R, *range(call.outputs[0].ndim))
+    made = (R, *range(call.output().ndim))
     return tuple(Row((p,), (q,)) for q in made for p in given)
 
 
@@ -42,7 +42,7 @@ def _arange(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
     if not axes:
         return ctx.call.target(*args, **kwargs)
     start, step = ctx.call.argument("start", 0), ctx.call.argument("step", 1)
-    n, dtype = ctx.local_out(0)[0], ctx.call.outputs[0].dtype
+    n, dtype = ctx.local_out(0)[0], ctx.call.output().dtype
     positions = aten.add.Tensor(aten.arange.default(n, **{**kwargs, "dtype": torch.int64}), ctx.index(axes), alpha=n)
     if not dtype.is_floating_point:  # torch truncates both numbers first
         positions = aten.add.Scalar(aten.mul.Scalar(positions, int(step)), int(start))

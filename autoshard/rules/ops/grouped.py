@@ -101,7 +101,7 @@ def grouped_flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> 
     a, b = inputs[:2]
     if len(call.inputs[1].shape) == 3:
         return 2.0 * prod(a) * b[2] * b[0] / max(call.inputs[1].shape[0], 1)
-    return 2.0 * prod(a) * b[1] * outputs[0][0] / max(call.outputs[0].shape[0], 1)
+    return 2.0 * prod(a) * b[1] * outputs[0][0] / max(call.output().shape[0], 1)
 
 
 # The fallback of Hugging Face transformers where torch's own op does not apply ---------------------------
@@ -114,7 +114,7 @@ def _fallback(ctx: LocalContext, x: Any, weight: Any, offs: Any) -> Any:
     return turn.back(ctx.call.target(turn.forth(x), weight, turn.offs))
 
 
-def _fallback_backward(ctx: LocalContext, x: Any, weight: Any, offs: Any, grad: Any) -> tuple[Any, Any]:
+def _fallback_backward(ctx: LocalContext, x: Any, weight: Any, offs: Any, grad: Any) -> Any:
     axes = input_axes(ctx, 1, 0)
     if not axes:
         return ctx.call.target(x, weight, offs, grad)

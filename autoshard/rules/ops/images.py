@@ -23,7 +23,7 @@ def _moves(line: str | Callable[[Call], str], **options: Any) -> Rule:
     return rule(line, partial="each", family="copy", **options)
 
 
-def _samples(line: str, **options: Any) -> Rule:
+def _samples(line: str | Callable[[Call], str], **options: Any) -> Rule:
     return rule(line, partial="each", family="gather", **options)
 
 
@@ -36,14 +36,14 @@ def _resized(letter: str, old: int, new: int) -> str:
 
 def _pixel_line(call: Call) -> str:
     """Channels, height and width: C r^2, H, W to C, H r, W r, or back."""
-    sizes = zip("chw", call.inputs[0].shape[-3:], call.outputs[0].shape[-3:], strict=True)
+    sizes = zip("chw", call.inputs[0].shape[-3:], call.output().shape[-3:], strict=True)
     dims = " ".join(_resized(*s) for s in sizes)
     return f"... {dims} -> ... {dims}"
 
 
 def _columns_line(call: Call) -> str:
     """Channels are the major part of the columns; a batch is optional."""
-    (x,), (y,) = call.inputs, call.outputs
+    (x,), y = call.inputs, call.output()
     image, columns = "h! w!", "l!"
     old, new = (image, columns) if "im2col" in str(call.target) else (columns, image)
     channels = len(x.shape) - len(old.split()) - 1
@@ -97,7 +97,9 @@ def _kept(call: Call, shape: Sequence[int]) -> int:
 def _last(call: Call, n: int) -> int:
     """The last element that the first entry of the leading `n` dims of the view reads."""
     size, stride = call.argument("size")[n:], call.argument("stride")[n:]
-    return (call.argument("storage_offset") or 0) + sum((m - 1) * s for m, s in zip(size, stride, strict=True))
+    first: int = call.argument("storage_offset") or 0
+    steps: int = sum((m - 1) * s for m, s in zip(size, stride, strict=True))
+    return first + steps
 
 
 def _strided_terms(call: Call) -> tuple[str, str]:

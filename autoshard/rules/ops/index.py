@@ -9,17 +9,12 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.graph import Call
 from autoshard.rules.notation import NotationMismatch, Passes, rule
 from autoshard.rules.parts import addressed, dims_but, input_axes, letters, local_ids, on_first, output_axes, partial_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Rule
 
 aten = torch.ops.aten
-
-
-def _meta(call: Call, name: str) -> TensorMeta | None:
-    value = call.argument(name)
-    return call.inputs[value.index] if isinstance(value, Slot) else None
 
 
 def _spare(x: Any, dim: int, shape: tuple[int, ...]) -> Any:
@@ -43,7 +38,7 @@ def _redirect(ctx: LocalContext, ids: Any, axes: tuple[int, ...], size: int) -> 
 def _lined(call: Call, *names: str, table: str = "v", index: str = "g") -> list[str]:
     """Letters of tensors that agree in every dim but `dim`. There the first is the table, the others have
     the index's letter. Dims whose sizes differ stay whole."""
-    metas = [_meta(call, n) for n in names]
+    metas = [call.tensor(n) for n in names]
     n = len(metas[0].shape)
     if not n:
         raise NotationMismatch("an index into a number")
@@ -76,7 +71,7 @@ def _scatter_add_line(call: Call) -> str:
 
 def _scatter_line(call: Call) -> str:
     """Overwriting is not a sum: the indices stay whole."""
-    names = ("self", "index", "src") if _meta(call, "src") else ("self", "index")
+    names = ("self", "index", "src") if call.given("src") else ("self", "index")
     table, *rest = _lined(call, *names, index="g!")
     return f"{', '.join((table, *rest))} -> {table}"
 
@@ -119,7 +114,7 @@ def _index_add_line(call: Call) -> str:
 
 def _index_write_line(call: Call) -> str:
     """index_copy and index_fill."""
-    if _meta(call, "source"):
+    if call.given("source"):
         table, source = _lined(call, "self", "source", index="g!")
         return f"{table}, g!, {source} -> {table}"
     table = dims_but(call, ())
@@ -140,7 +135,7 @@ def _index_terms(call: Call) -> tuple[list[str], list[str]]:
     metas = [call.inputs[call.argument("indices")[d].index] for d in at]
     if not at or any(m.dtype in (torch.bool, torch.uint8) for m in metas):
         raise NotationMismatch("indexing by masks has no fixed shape")
-    n = len(_meta(call, "self").shape)
+    n = len(call.tensor("self").shape)
     table = [f"x{d}" if d not in at else "v" if len(at) == 1 else f"v{d}!" for d in range(n)]
     block = [f"...{i}" for i in range(max(len(m.shape) for m in metas), 0, -1)]
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
@@ -156,7 +151,7 @@ def _index_line(call: Call) -> str:
 def _index_put_line(call: Call) -> str:
     """Adding may split the indices (a share of the sum each); overwriting may not."""
     table, result = _index_terms(call)
-    values = result[len(result) - len(_meta(call, "values").shape):]
+    values = result[len(result) - len(call.tensor("values").shape):]
     mark = "" if call.argument("accumulate") else "!"
     return f"{' '.join(table)}, ...{mark}, {' '.join(values)} -> {' '.join(table)}"
 
@@ -198,7 +193,7 @@ def _ordered(outputs: int) -> Rule:
 
 
 def _searchsorted_line(call: Call) -> str:
-    sequence, values = _meta(call, "sorted_sequence"), _meta(call, "self")
+    sequence, values = call.tensor("sorted_sequence"), call.given("self")
     if len(sequence.shape) == 1:
         return "b!, ..., s! -> ..."
     lead = letters("x", len(sequence.shape) - 1)

@@ -67,7 +67,7 @@ def _softmax(ctx: LocalContext, x: Any, dim: int, half_to_float: bool) -> Any:
         out = aten.div.Tensor(e, total)
     else:
         out = aten.sub.Tensor(shifted, aten.log.default(total))
-    return cast(out, acc, call.outputs[0].dtype)
+    return cast(out, acc, call.output().dtype)
 
 
 def _softmax_backward(ctx: LocalContext, grad: Any, out: Any, dim: int, input_dtype: torch.dtype) -> Any:
@@ -84,7 +84,7 @@ def _softmax_backward(ctx: LocalContext, grad: Any, out: Any, dim: int, input_dt
     else:
         total = ctx.all_reduce(aten.sum.dim_IntList(grad, [dim], True), "sum", axes)
         result = aten.sub.Tensor(grad, aten.mul.Tensor(aten.exp.default(out), total))
-    return cast(result, acc, call.outputs[0].dtype)
+    return cast(result, acc, call.output().dtype)
 
 
 def _softmax_rule(tensors: int, local: Any, row: Any) -> Rule:
@@ -143,7 +143,7 @@ def _nll_of_classes(ctx: LocalContext, axes: tuple[int, ...], x: Any, target: An
     local, mine = local_ids(ctx, target, axes, ctx.local_in(0)[1])
     picked = aten.squeeze.dim(aten.gather.default(x, 1, aten.unsqueeze.default(local, 1)), 1)
     loss = aten.neg.default(zero_where_not(picked, aten.bitwise_and.Tensor(mine, valid)))
-    dtype = ctx.call.outputs[1].dtype
+    dtype = ctx.call.output(1).dtype
     if weight is None:
         return loss, aten.sum.default(valid, dtype=dtype)
     classes = ctx.call.inputs[0].shape[1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call, Slot, TensorMeta
+from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import R
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import accumulate_dtype, adjust, cast, contiguous_inputs, input_axes, letters
@@ -25,7 +25,7 @@ MOMENTS = torch.float64
 def _layer_dims(call: Call) -> tuple[str, str, str]:
     """Letters of (input, normalised dims, statistics)."""
     normed = len(call.argument("normalized_shape"))
-    lead = letters("x", len(_meta(call, "input").shape) - normed)
+    lead = letters("x", len(call.tensor("input").shape) - normed)
     dims = letters("y", normed, "!")
     return f"{lead} {dims}", dims, f"{lead} {' '.join(['1'] * normed)}"
 
@@ -59,12 +59,12 @@ def _rms_norm_backward_line(call: Call) -> str:
 
 def _group_norm_line(call: Call) -> str:
     """The letter c is channels in the input and groups in the statistics: both must split."""
-    x, c = _channel_term(_meta(call, "input")), _groups(call)
+    x, c = _channel_term(call.tensor("input")), _groups(call)
     return f"{x}, {c}, {c} -> {x}, n {c}, n {c}"
 
 
 def _group_norm_backward_line(call: Call) -> str:
-    x, c = _channel_term(_meta(call, "input")), _groups(call)
+    x, c = _channel_term(call.tensor("input")), _groups(call)
     return f"{x}, {x}, n {c}, n {c}, {c} -> {x}, {c}, {c}"
 
 
@@ -91,11 +91,6 @@ def _group_norm_backward(ctx: LocalContext, grad: Any, x: Any, mean: Any, rstd: 
 
 # Batch norm ---------------------------------------------------------------------------------------------
 
-def _meta(call: Call, name: str) -> TensorMeta | None:
-    value = call.argument(name)
-    return call.inputs[value.index] if isinstance(value, Slot) else None
-
-
 def _channel_term(meta: TensorMeta) -> str:
     return f"n c {letters('p', len(meta.shape) - 2, '!')}"
 
@@ -109,10 +104,10 @@ def _stat_term(meta: TensorMeta | None, name: str, channels: int) -> str:
 
 def _batch_norm_line(call: Call) -> str:
     """All variants: the tensors with dims are input-like, the others one number per channel."""
-    x = _meta(call, "input")
+    x = call.tensor("input")
     terms = {"input": _channel_term(x), "grad_out": _channel_term(x)}
     names = [a.name for a in call.target._schema.arguments if "Tensor" in str(a.type)]
-    left = [terms.get(n) or _stat_term(_meta(call, n), n, x.shape[1]) for n in names]
+    left = [terms.get(n) or _stat_term(call.given(n), n, x.shape[1]) for n in names]
     right = [terms["input"], *(_stat_term(m, f"r{i}_", x.shape[1]) for i, m in enumerate(call.outputs[1:]))]
     return f"{', '.join(left)} -> {', '.join(right)}"
 
@@ -188,7 +183,7 @@ def _running(call: Call, given: dict[str, Any], mean: Any, var: Any) -> list[Any
     count, acc = prod(meta.shape) // max(meta.shape[1], 1), accumulate_dtype(meta.dtype)
     out = []
     for name, new in (("running_mean", mean), ("running_var", aten.mul.Scalar(var, count / max(count - 1, 1)))):
-        new = cast(new, acc, _meta(call, name).dtype)
+        new = cast(new, acc, call.tensor(name).dtype)
         out.append(aten.lerp.Scalar(given[name], new, given["momentum"]))
     return out
 
@@ -196,9 +191,9 @@ def _running(call: Call, given: dict[str, Any], mean: Any, var: Any) -> list[Any
 def _as_outputs(call: Call, results: list[Any], running: list[Any]) -> tuple[Any, ...]:
     """In the schema's order and dtypes; a reserve, which only this op's own backward reads, is empty."""
     acc = accumulate_dtype(call.inputs[0].dtype)
-    out = [cast(v, acc, m.dtype) for v, m in zip(results, call.outputs, strict=False)]
+    out = [cast(v, acc, call.output(i).dtype) for v, i in zip(results, range(len(call.outputs)), strict=False)]
     if len(call.outputs) > len(results) + len(running):
-        out.append(aten.new_empty.default(results[0], [0], dtype=call.outputs[3].dtype))
+        out.append(aten.new_empty.default(results[0], [0], dtype=call.output(3).dtype))
     return (*out, *running)
 
 
@@ -207,7 +202,7 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
     """d x = w invstd (dy - avg(dy) - xhat avg(dy xhat)), averages over the whole batch. The op itself, asked for
     no d x, gives the sums of a rank in one pass; xhat times a number plus a number is a normalisation."""
     axes, names = input_axes(ctx, 0, 0), ("weight", "running_mean", "running_var")
-    if any(m is not None and m.dtype != ctx.call.inputs[0].dtype for m in (_meta(ctx.call, n) for n in names)):
+    if any(m is not None and m.dtype != ctx.call.inputs[0].dtype for m in (ctx.call.given(n) for n in names)):
         # torch's kernels keep and want statistics in float32 then, though fake tensors, and so the split forward, have them narrow
         mean, invstd = (v if v is None else aten._to_copy.default(v, dtype=torch.float32) for v in (mean, invstd))
     if not axes or not train:
@@ -230,9 +225,9 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
 
 def _weight_norm_terms(call: Call, weight: str) -> tuple[str, str]:
     """Letters of (weight, its norms): one norm per entry of `dim`, over all other dims."""
-    n = len(_meta(call, weight).shape)
+    n = len(call.tensor(weight).shape)
     at = call.argument("dim") % n
-    return tuple(" ".join("x" if d == at else other.format(d) for d in range(n)) for other in ("y{}!", "1"))
+    return " ".join("x" if d == at else f"y{d}!" for d in range(n)), " ".join("x" if d == at else "1" for d in range(n))
 
 
 def _weight_norm_line(call: Call) -> str:

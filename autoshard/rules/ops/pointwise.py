@@ -31,7 +31,7 @@ def _linear(text: str | Callable[[Call], str]) -> Rule:
 def _keeps_precision(call: Call) -> Passes:
     """Partial sums may be cast to the same or a wider float, never to a narrower one: each rank would
     round its own part."""
-    old, new = call.inputs[0].dtype, call.outputs[0].dtype
+    old, new = call.inputs[0].dtype, call.output().dtype
     return "each" if new == old or torch.promote_types(old, new) == new else "none"
 
 
@@ -41,7 +41,7 @@ def _fills_additive(call: Call) -> Passes:
     return "each" if value == 0 or isinf(value) else "none"
 
 
-def _halved(term: str) -> str:
+def _halved(term: str) -> Callable[[Call], str]:
     """The dim that holds both halves stays whole."""
     def line(call: Call) -> str:
         n = len(call.inputs[0].shape)
@@ -53,7 +53,7 @@ def _halved(term: str) -> str:
 
 def _log_sigmoid_line(call: Call) -> str:
     """The buffer that backward reads has the input's shape on CPUs, and is empty elsewhere."""
-    return f"... -> ..., {'...' if call.outputs[1].shape == call.inputs[0].shape else 'empty!'}"
+    return f"... -> ..., {'...' if call.output(1).shape == call.inputs[0].shape else 'empty!'}"
 
 
 _cast = rule("... -> ...", partial=_keeps_precision, family="copy")

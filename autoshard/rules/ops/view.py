@@ -42,7 +42,7 @@ def _proper(sizes: Sequence[int]) -> list[int]:
 
 def reshape_rows(call: Call) -> tuple[Row, ...]:
     """In every run of dims that keeps its product the major dim passes a shard; Partial passes."""
-    old, new = call.inputs[0].logical_shape, call.outputs[0].logical_shape
+    old, new = call.inputs[0].logical_shape, call.output().logical_shape
     rows = [Row((R,), (R,))]
     if 0 not in old:
         i, o = _proper(old), _proper(new)
@@ -53,8 +53,8 @@ def reshape_rows(call: Call) -> tuple[Row, ...]:
 def reshape_factors(call: Call) -> tuple[tuple[tuple[int, ...], ...]]:
     """A merge into dim 0 keeps its factors (batch and sequence, batch and heads), as does a dim that
     was already flat; every other dim comes out plain."""
-    meta, shape = call.inputs[0], call.outputs[0].shape
-    factors = [(n,) for n in shape]
+    meta, shape = call.inputs[0], call.output().shape
+    factors: list[tuple[int, ...]] = [(n,) for n in shape]
     if 0 not in shape:
         old, new = [n for n in meta.logical_shape if n != 1], _proper(shape)
         flat = {tuple(n for n in f if n != 1) for f in meta.factors}
@@ -100,7 +100,8 @@ def _copy(text: Callable[[Call], str] | str, **options: Any) -> Rule:
 
 def _dim(call: Call, name: str = "dim", ndim: int | None = None) -> int:
     ndim = len(call.inputs[0].shape) if ndim is None else ndim
-    return call.argument(name) % max(ndim, 1)
+    dim: int = call.argument(name)
+    return dim % max(ndim, 1)
 
 
 def _permute(call: Call) -> str:
@@ -123,7 +124,7 @@ def _t(call: Call) -> str:
 
 def _expand(call: Call) -> str:
     """A dim made by expanding may come out in any shard."""
-    d, n = dims(call.inputs[0]), len(call.outputs[0].shape)
+    d, n = dims(call.inputs[0]), len(call.output().shape)
     return _line(d, [f"new{i}" for i in range(n - len(d))] + d)
 
 
@@ -145,7 +146,7 @@ def _select(call: Call) -> str:
 
 
 def _select_backward(call: Call) -> str:
-    d = dims(call.outputs[0])
+    d = dims(call.output())
     at = _dim(call, ndim=len(d))
     return _line(d[:at] + d[at + 1:], d[:at] + ["cut!"] + d[at + 1:])
 
@@ -153,7 +154,7 @@ def _select_backward(call: Call) -> str:
 def _slice(call: Call) -> str:
     """A slice of everything passes its dim."""
     d, at = dims(call.inputs[0]), _dim(call)
-    if call.inputs[0].shape == call.outputs[0].shape:
+    if call.inputs[0].shape == call.output().shape:
         return _line(d, d)
     return _line(d[:at] + ["old!"] + d[at + 1:], d[:at] + ["new!"] + d[at + 1:])
 
@@ -171,7 +172,7 @@ def _unbind(call: Call) -> str:
 
 
 def _cat(call: Call) -> str:
-    d = dims(call.outputs[0])
+    d = dims(call.output())
     at = _dim(call, ndim=len(d))
     return _line(d[:at] + ["part!"] + d[at + 1:], d[:at] + ["whole!"] + d[at + 1:])
 
@@ -226,7 +227,7 @@ def _diagonal(call: Call) -> str:
 
 
 def _diagonal_backward(call: Call) -> str:
-    d = dims(call.outputs[0])
+    d = dims(call.output())
     i, j = _dim(call, "dim1", len(d)), _dim(call, "dim2", len(d))
     kept = [x for n, x in enumerate(d) if n not in (i, j)]
     return _line([*kept, "diagonal!"], [x + "!" if n in (i, j) else x for n, x in enumerate(d)])
@@ -238,7 +239,7 @@ def _unfold(call: Call) -> str:
 
 
 def _unfold_backward(call: Call) -> str:
-    d = dims(call.outputs[0])
+    d = dims(call.output())
     at = _dim(call, ndim=len(d))
     return _line(d[:at] + ["out!"] + d[at + 1:] + ["window!"], d[:at] + ["in!"] + d[at + 1:])
 

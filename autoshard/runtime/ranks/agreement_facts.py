@@ -39,7 +39,8 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, spec: Spec | None) -> st
 
 
 def _tensors(named: Any) -> str:
-    return "\n".join(f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad or not isinstance(t, nn.Parameter) else ' frozen'}" for name, t in named)
+    return "\n".join(f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad or not isinstance(t, nn.Parameter) else ' frozen'}"
+                     for name, t in named)
 
 
 def _options(settings: Settings) -> str:

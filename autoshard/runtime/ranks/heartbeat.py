@@ -126,8 +126,8 @@ def missing(store: Any, prefix: str, ranks: Sequence[int], waited: float) -> str
     gone = [str(r) for r in ranks if not store.check([f"{prefix}/{r}"])]
     if not gone:
         return ""
-    return (f"rank{'s' if len(gone) > 1 else ''} {', '.join(gone)} did not call autoshard.compile for this mesh within {waited:.0f} s: killed before, "
-            "or on another way through the program; see their output. Where they only need longer, give compile(join_timeout=SECONDS)")
+    return (f"rank{'s' if len(gone) > 1 else ''} {', '.join(gone)} did not call autoshard.compile for this mesh within {waited:.0f} s: killed "
+            "before, or on another way through the program; see their output. Where they only need longer, give compile(join_timeout=SECONDS)")
 
 
 def _beat(store: Any, key: str, told: list[Any], quiet: threading.Event) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from autoshard.errors import InfeasibleError, ProblemError
 from autoshard.search import solve
@@ -132,9 +133,9 @@ def _check_writable(output: str) -> None:
 class _Signals:
     """While active, SIGINT and SIGTERM are noted instead of ending the process."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.number = 0
-        self.old: dict[int, object] = {}
+        self.old: dict[int, Any] = {}  # handlers as `signal.signal` gives them back
 
     def __enter__(self) -> "_Signals":
         if threading.current_thread() is threading.main_thread():
@@ -142,7 +143,7 @@ class _Signals:
                 self.old[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.old.items():
             signal.signal(number, handler)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.search.problem import Problem, Status
+from autoshard.search.problem import Intervals, Problem, Status
 from autoshard.search.reductions import Infeasible
 from autoshard.search.reductions.core import Core, build
 from autoshard.search.reductions.dead import drop_dead
@@ -29,7 +29,7 @@ def explain(problem: Problem, seconds: float) -> str:
     tightest = int(np.argmax(least))
     text = (f"no choice is feasible: at time {starts[tightest]} the least usage is {least[tightest]:,.0f}, "
             f"and the limit is {times.limit:,.0f}")
-    limit = _least_limit(problem, float(least[tightest]), seconds)
+    limit = _least_limit(problem, times, float(least[tightest]), seconds)
     return text if limit is None else f"{text}; the least limit that would be feasible is {limit:,.0f}"
 
 
@@ -40,20 +40,20 @@ def _consistent(core: Core) -> None:
         wave = sorted({u for v in changed for u in core.adj[v]})
 
 
-def _least_limit(problem: Problem, low: float, seconds: float) -> float | None:
+def _least_limit(problem: Problem, times: Intervals, low: float, seconds: float) -> float | None:
     """Bisect between a bound and a limit known to do; None when a step could not be decided in time."""
     from autoshard.search import solve  # the engine this module explains for
 
     def feasible(limit: float) -> bool | None:
-        trial = replace(problem, intervals=replace(problem.intervals, limit=limit))
+        trial = replace(problem, intervals=replace(times, limit=limit))
         found = solve(trial, time_limit=seconds / 12)
         return True if found.choice is not None else False if found.status is Status.INFEASIBLE else None
 
-    low = max(np.ceil(low), np.floor(problem.intervals.limit) + 1)
+    low = max(np.ceil(low), np.floor(times.limit) + 1)
     answer = feasible(low)
     if answer is not False:
         return low if answer else None
-    high = float(problem.intervals.amount.sum())
+    high = float(times.amount.sum())
     if feasible(high) is not True:
         return None
     while high - low > 1:

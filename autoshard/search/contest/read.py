@@ -10,12 +10,14 @@ import tempfile
 import zlib
 from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.search.problem import Edge, Intervals, Problem, Solution
 
+T = TypeVar("T")
 FORBIDDEN = 1e17
 EXACT = 2.0**53
 
@@ -56,22 +58,23 @@ def parse_problem(data: object) -> Problem:
     return Problem(node_costs, _edges(edges, sizes), intervals=intervals)
 
 
-def _member(data: object, key: str, kind: type, where: str = "the file"):
+def _member(data: object, key: str, kind: type[T], where: str = "the file") -> T:
     if not isinstance(data, dict) or key not in data:
         raise ProblemError(f"{where} has no {key!r}")
-    if not isinstance(data[key], kind):
+    found = data[key]
+    if not isinstance(found, kind):
         raise ProblemError(f"{key!r} in {where} must be a JSON {'object' if kind is dict else 'array'}")
-    return data[key]
+    return found
 
 
-def _sizes(lists: list) -> np.ndarray:
+def _sizes(lists: list[Any]) -> np.ndarray:
     for i, entry in enumerate(lists):
         if not isinstance(entry, list) or not entry:
             raise ProblemError(f"nodes.costs[{i}] must be a list with one cost per strategy")
     return np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
 
 
-def _numbers(lists: list, what: str) -> np.ndarray:
+def _numbers(lists: list[Any], what: str) -> np.ndarray:
     """All numbers of a list of lists, as float64."""
     try:
         return np.array(list(chain.from_iterable(lists)), dtype=np.float64)
@@ -79,14 +82,14 @@ def _numbers(lists: list, what: str) -> np.ndarray:
         raise ProblemError(f"{what} must be lists of numbers{_first_odd(lists)}") from None
 
 
-def _first_odd(lists: list) -> str:
+def _first_odd(lists: list[Any]) -> str:
     for i, entry in enumerate(lists):
         if not isinstance(entry, list) or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in entry):
             return f"; look at entry {i}"
     return ""
 
 
-def _costs(lists: list, what: str) -> np.ndarray:
+def _costs(lists: list[Any], what: str) -> np.ndarray:
     flat = _numbers(lists, what)
     if np.isnan(flat).any():
         raise ProblemError(f"{what} contains NaN")
@@ -97,7 +100,7 @@ def _costs(lists: list, what: str) -> np.ndarray:
     return flat
 
 
-def _intervals(nodes: dict, sizes: np.ndarray, limit: object) -> Intervals | None:
+def _intervals(nodes: dict[str, Any], sizes: np.ndarray, limit: object) -> Intervals | None:
     raw, usages = _member(nodes, "intervals", list, "nodes"), _member(nodes, "usages", list, "nodes")
     if len(raw) != len(sizes) or len(usages) != len(sizes):
         raise ProblemError(f"nodes has {len(sizes)} costs, {len(raw)} intervals and {len(usages)} usages: the counts must agree")
@@ -123,7 +126,7 @@ def _intervals(nodes: dict, sizes: np.ndarray, limit: object) -> Intervals | Non
     return Intervals(float(limit), node, strategy, spans[node, 0], spans[node, 1], amount)
 
 
-def _pairs(raw: list, what: str, shape: str) -> np.ndarray:
+def _pairs(raw: list[Any], what: str, shape: str) -> np.ndarray:
     for i, pair in enumerate(raw):
         if not isinstance(pair, list) or len(pair) != 2 or any(type(x) is not int for x in pair):
             raise ProblemError(f"{what}[{i}] must be two whole numbers {shape}")
@@ -133,7 +136,7 @@ def _pairs(raw: list, what: str, shape: str) -> np.ndarray:
         raise ProblemError(f"{what} contains a number beyond 64 bits") from None
 
 
-def _edges(edges: dict, sizes: np.ndarray) -> tuple[Edge, ...]:
+def _edges(edges: dict[str, Any], sizes: np.ndarray) -> tuple[Edge, ...]:
     raw, costs = _member(edges, "nodes", list, "edges"), _member(edges, "costs", list, "edges")
     if len(raw) != len(costs):
         raise ProblemError(f"edges has {len(raw)} nodes and {len(costs)} costs: the counts must agree")
@@ -155,7 +158,7 @@ def _edges(edges: dict, sizes: np.ndarray) -> tuple[Edge, ...]:
     return tuple(out)
 
 
-def solution_json(solution: Solution) -> dict:
+def solution_json(solution: Solution) -> dict[str, Any]:
     """The keys of a solution file; numbers that do not exist (no choice, no bound) are null."""
     return {
         "choice": None if solution.choice is None else solution.choice.tolist(),

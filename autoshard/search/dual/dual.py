@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.search.clock import Phase
+from autoshard.search.clock import Pace
 from autoshard.search.dual import messages
 from autoshard.search.dual.packed import Packed, pack
 from autoshard.search.reductions import Infeasible
@@ -66,7 +66,7 @@ class Dual:
         out[self.rows] = self.best_prices
         return out
 
-    def ascend(self, phase: Phase, *, target: float | None, step: float = 0.1, stall: int = 6) -> None:
+    def ascend(self, phase: Pace, *, target: float | None, step: float = 0.1, stall: int = 6) -> None:
         """Raise the bound until `stall` rounds bring less than 1e-6, or the phase is over. `target` is a cost that was or may be
         reached; without one a little above the bound is aimed at."""
         self._warm_up(phase)
@@ -85,7 +85,7 @@ class Dual:
             if not len(self.rows) and flat:
                 break
 
-    def _warm_up(self, phase: Phase) -> None:
+    def _warm_up(self, phase: Pace) -> None:
         """Messages at fixed prices until they settle: price steps taken on raw messages are noise."""
         self.state[0] = 0.0
         before = -np.inf
@@ -95,7 +95,7 @@ class Dual:
                 return
             before = self.state[1]
 
-    def settle_at_prices(self, phase: Phase, work: float = math.inf) -> None:
+    def settle_at_prices(self, phase: Pace, work: float = math.inf) -> None:
         """Sweeps at the present prices only, until they bring less than 1e-7 of the bound, or have read `work` table entries."""
         self.state[0], before = 0.0, -np.inf
         while not phase.over() and work > 0:
@@ -105,7 +105,7 @@ class Dual:
             before = self.state[1]
             work -= ROUND * self.sweep_work
 
-    def _round(self, phase: Phase) -> None:
+    def _round(self, phase: Pace) -> None:
         messages.ascend(self.packed, self.prices, self.message, self.state, self.best_prices, self.choice,
                         self.best_choice, self.average, ROUND)
         phase.tick(ROUND)
@@ -126,7 +126,7 @@ class Dual:
         messages.sweep(self.packed, cost, self.message, theta, False)
         return cost, constant
 
-    def converge(self, phase: Phase, enough: float = TIGHT) -> tuple[float, np.ndarray, float]:
+    def converge(self, phase: Pace, enough: float = TIGHT) -> tuple[float, np.ndarray, float]:
         """Without rows: sweep until the decoded choice costs what the messages prove, within `enough` of it, or too little
         is gained. Called again it goes on.
 
@@ -199,7 +199,8 @@ class Dual:
                     tables[v, w], least[v, w] = slack, float(slack.min())
         return tables, least
 
-    def write(self, core: Core, incoming: np.ndarray, tables: dict, least: dict, alive: np.ndarray, room: float) -> None:
+    def write(self, core: Core, incoming: np.ndarray, tables: dict[tuple[int, int], np.ndarray],
+              least: dict[tuple[int, int], float], alive: np.ndarray, room: float) -> None:
         p = self.packed
         for (v, w), slack in tables.items():
             low = least[v, w]

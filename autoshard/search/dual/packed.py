@@ -100,8 +100,14 @@ def _needed_rows(core: Core, nodes: list[int]) -> np.ndarray:
     return mask
 
 
-def _pack_edges(core: Core, nodes: list[int], number: dict[int, int]) -> tuple[np.ndarray, ...]:
-    pointer, neighbour, where, message = [0], [], [], []
+Array = np.ndarray
+
+
+def _pack_edges(core: Core, nodes: list[int], number: dict[int, int]) -> tuple[Array, Array, Array, Array, Array, Array]:
+    pointer = [0]
+    neighbour: list[int] = []
+    where: list[int] = []
+    message: list[int] = []
     position: dict[tuple[int, int], int] = {}
     offsets: dict[int, int] = {}
     tables: list[Table] = []
@@ -121,11 +127,18 @@ def _pack_edges(core: Core, nodes: list[int], number: dict[int, int]) -> tuple[n
         pointer.append(len(neighbour))
     back = [position[u, v] for v in nodes for u in sorted(core.adj[v])]
     flat = np.concatenate([t.a.ravel() for t in tables]) if tables else np.zeros(0)
-    return (*(np.array(x, dtype=np.int64) for x in (pointer, neighbour, where, message, back)), flat)
+    return _ints(pointer), _ints(neighbour), _ints(where), _ints(message), _ints(back), flat
 
 
-def _pack_items(core: Core, nodes: list[int], row_of: np.ndarray) -> tuple[np.ndarray, ...]:
-    pointer, lo, hi, where = [0], [], [], []
+def _ints(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def _pack_items(core: Core, nodes: list[int], row_of: np.ndarray) -> tuple[Array, Array, Array, Array, Array]:
+    pointer = [0]
+    lo: list[int] = []
+    hi: list[int] = []
+    where: list[int] = []
     offsets: dict[int, int] = {}
     amounts: list[np.ndarray] = []
     size = 0
@@ -140,4 +153,4 @@ def _pack_items(core: Core, nodes: list[int], row_of: np.ndarray) -> tuple[np.nd
             where.append(offsets[id(item.amount)])
         pointer.append(len(lo))
     flat = np.concatenate(amounts) if amounts else np.zeros(0)
-    return (*(np.array(x, dtype=np.int64) for x in (pointer, lo, hi, where)), flat)
+    return _ints(pointer), _ints(lo), _ints(hi), _ints(where), flat

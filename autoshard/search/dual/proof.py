@@ -188,7 +188,7 @@ def _largest(a: np.ndarray) -> float:
 
 
 class _Rounds:
-    """A stand-in for `Phase`: so many rounds, or until the bound is above what is to be proven."""
+    """A `Pace`: so many rounds, or until the bound is above what is to be proven."""
 
     def __init__(self, dual: Dual, upper: float):
         self.dual, self.upper, self.left = dual, upper, ROUNDS

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
@@ -68,17 +69,18 @@ class Worker:
         # -P: the script's own folder has modules with common names and is no place to import from
         self.process = subprocess.Popen([sys.executable, "-P", str(Path(worker.__file__))], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, env=environment, start_new_session=True)
+        self.requests, self.answers = _pipes(self.process)
         self.cpu_seconds = 0.0
 
-    def ask(self, request: dict, program: bytes, overdue: Callable[[], bool] = never) -> Answer:
+    def ask(self, request: dict[str, Any], program: bytes, overdue: Callable[[], bool] = never) -> Answer:
         """Kills the process when it does not answer; it is of no use after that."""
         try:
-            worker.write(self.process.stdin, request, program)
+            worker.write(self.requests, request, program)
             if not self._ready(2 * request["seconds"] + GRACE, overdue):
                 if overdue():
                     return self._give_up("")
                 return self._give_up(f"it did not answer {GRACE:.0f} s after twice its limit of {request['seconds']:.1f} s")
-            header, payload = worker.read(self.process.stdout)
+            header, payload = worker.read(self.answers)
         except (EOFError, BrokenPipeError):
             return self._give_up("it crashed; what it said is above")
         except BaseException:  # interrupted half-way through a message: nobody could read the next one
@@ -96,7 +98,7 @@ class Worker:
     def _ready(self, seconds: float, overdue: Callable[[], bool]) -> bool:
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
+            selector.register(self.answers, selectors.EVENT_READ)
             while not selector.select(GLANCE):
                 if time.monotonic() > end or overdue():
                     return False
@@ -109,11 +111,17 @@ class Worker:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.process.stdout.close()
+        self.answers.close()
         try:
-            self.process.stdin.close()
+            self.requests.close()
         except BrokenPipeError:  # what was buffered has nobody to go to
             return
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    """(what it reads, what it writes)."""
+    assert process.stdin is not None and process.stdout is not None, "a solver process is started with both pipes"
+    return process.stdin, process.stdout
 
 
 class Workers:

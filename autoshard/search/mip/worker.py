@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 import time
-from typing import BinaryIO
+from typing import IO, Any
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -20,7 +20,7 @@ from ortools.math_opt.python import mathopt
 SOLVERS = {"milp": mathopt.SolverType.HIGHS, "cp_sat": mathopt.SolverType.CP_SAT}
 
 
-def write(stream: BinaryIO, header: dict, payload: bytes) -> None:
+def write(stream: IO[bytes], header: dict[str, Any], payload: bytes) -> None:
     """One message: lengths, a JSON header, bytes."""
     text = json.dumps(header).encode()
     stream.write(struct.pack("<QQ", len(text), len(payload)) + text)
@@ -28,20 +28,20 @@ def write(stream: BinaryIO, header: dict, payload: bytes) -> None:
     stream.flush()
 
 
-def read(stream: BinaryIO) -> tuple[dict, bytes]:
+def read(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
     """The next message. Raises EOFError when the other side is gone."""
     text, payload = struct.unpack("<QQ", _exactly(stream, 16))
     return json.loads(_exactly(stream, text)), _exactly(stream, payload)
 
 
-def _exactly(stream: BinaryIO, count: int) -> bytes:
+def _exactly(stream: IO[bytes], count: int) -> bytes:
     found = stream.read(count)
     if len(found) < count:
         raise EOFError("the other side closed its end")
     return found
 
 
-def answer(request: dict, program: bytes) -> tuple[dict, bytes]:
+def answer(request: dict[str, Any], program: bytes) -> tuple[dict[str, Any], bytes]:
     """Solve a serialized ModelProto; values of its first `columns` variables come back."""
     model = mathopt.Model.from_model_proto(model_pb2.ModelProto.FromString(program))
     columns = [model.get_variable(i) for i in range(request["columns"])]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from autoshard.search.reductions.contraction import contract, has_host
-from autoshard.search.reductions.core import Core
+from autoshard.search.reductions.core import GONE, Core
 from autoshard.search.reductions.dead import Infeasible, drop_dead
 from autoshard.search.reductions.dominance import dominate
 from autoshard.search.reductions.elimination import eliminate
@@ -19,8 +19,9 @@ from autoshard.search.reductions.states import merge_states
 
 __all__ = ["Infeasible", "drop_forbidden", "reduce_core", "settle_rows"]
 
-CHEAP = (drop_dead, eliminate, contract, separate)
-ALL = (*CHEAP, dominate, merge_states)
+Rule = Callable[[Core, int], bool]
+CHEAP: tuple[Rule, ...] = (drop_dead, eliminate, contract, separate)
+ALL: tuple[Rule, ...] = (*CHEAP, dominate, merge_states)
 
 
 def reduce_core(core: Core, expired: Callable[[], bool] = lambda: False, changed: list[int] | None = None) -> None:
@@ -32,11 +33,11 @@ def reduce_core(core: Core, expired: Callable[[], bool] = lambda: False, changed
         price_certain_rows(core)
         dirty = core.alive if changed is None else sorted({v for u in changed for v in (u, *core.adj[u])})
         _sweep(core, dirty, CHEAP, expired)
-        dirty = core.alive if changed is None else [v for v in dirty if core.cost[v] is not None]
+        dirty = core.alive if changed is None else [v for v in dirty if core.cost[v] is not GONE]
         while dirty and not expired():
             _check_rows(core)
             _sweep(core, dirty, ALL, expired)
-            dirty = sorted({v for v in drop_slack_rows(core) + price_certain_rows(core) if core.cost[v] is not None})
+            dirty = sorted({v for v in drop_slack_rows(core) + price_certain_rows(core) if core.cost[v] is not GONE})
 
 
 def drop_forbidden(core: Core) -> None:
@@ -57,7 +58,7 @@ def _check_rows(core: Core) -> None:
         raise Infeasible(-1)
 
 
-def _sweep(core: Core, dirty: list[int], rules: tuple, expired: Callable[[], bool]) -> None:
+def _sweep(core: Core, dirty: list[int], rules: tuple[Rule, ...], expired: Callable[[], bool]) -> None:
     """Visit dirty nodes in waves; a node whose surroundings changed is visited again."""
     wave = dirty
     while wave:
@@ -65,16 +66,16 @@ def _sweep(core: Core, dirty: list[int], rules: tuple, expired: Callable[[], boo
         for count, v in enumerate(wave):
             if count % 256 == 0 and expired():
                 return
-            if core.cost[v] is None or core.is_settled(v, rules):
+            if core.cost[v] is GONE or core.is_settled(v, rules):
                 continue
             around = tuple(core.adj[v])
             for rule in rules:
                 if rule(core, v):
                     again.update(dict.fromkeys(around))
-                    if core.cost[v] is None:
+                    if core.cost[v] is GONE:
                         break
                     again[v] = None
                     around = (*around, *core.adj[v])
-            if v not in again and core.cost[v] is not None and not has_host(core, v):
+            if v not in again and core.cost[v] is not GONE and not has_host(core, v):
                 core.settle(v, rules)
-        wave = [v for v in again if core.cost[v] is not None]
+        wave = [v for v in again if core.cost[v] is not GONE]

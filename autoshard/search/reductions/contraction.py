@@ -27,14 +27,14 @@ def has_host(core: Core, v: int) -> bool:
 
 def contract(core: Core, v: int) -> bool:
     """Merge v into the smallest neighbour that decides it, unless the merge would make tables explode."""
-    hosts = [(len(core.cost[u]), u) for u, table in core.adj[v].items() if table.T.fact(function) is not None]
-    for _, u in sorted(hosts):
+    hosts = {u: choice for u, table in core.adj[v].items() if (choice := table.T.fact(function)) is not None}
+    for u in sorted(hosts, key=lambda u: (len(core.cost[u]), u)):
         towards = core.adj[u][v]
         mutual = core.adj[v][u].fact(function) is not None
         if mutual and (len(core.adj[u]), u) < (len(core.adj[v]), v):
             continue  # merge the node with fewer edges into the other: its edges are what must be rewritten
         if _growth(core, v, u) <= LARGEST_GROWTH:
-            _merge(core, v, u, towards, towards.fact(function))
+            _merge(core, v, u, towards, hosts[u])
             return True
     return False
 

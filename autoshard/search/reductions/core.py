@@ -9,12 +9,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.search.problem import Edge, Problem
 from autoshard.search.reductions.steps import Fixed, Keep, Masks, Step
+
+T = TypeVar("T")
+Key = tuple[object, ...]
+GONE = np.zeros(0)
+"""The costs of a node that is gone: it has no strategies. Told by identity: `cost[v] is GONE`."""
+GONE.flags.writeable = False
 
 
 class Table:
@@ -24,14 +31,15 @@ class Table:
 
     __slots__ = ("T", "a", "facts")
 
-    def __init__(self, a: np.ndarray, transpose: "Table | None" = None):
+    def __init__(self, a: np.ndarray, transpose: "Table | None" = None) -> None:
         self.a = a
-        self.facts: dict[Callable, object] = {}
+        self.facts: dict[Callable[[np.ndarray], object], Any] = {}
         self.T: Table = transpose if transpose is not None else Table(np.ascontiguousarray(a.T), self)
 
-    def fact(self, compute: Callable[[np.ndarray], object]):
+    def fact(self, compute: Callable[[np.ndarray], T]) -> T:
         try:
-            return self.facts[compute]
+            known: T = self.facts[compute]
+            return known
         except KeyError:
             found = self.facts[compute] = compute(self.a)
             return found
@@ -47,11 +55,11 @@ class Item:
 
 
 class Core:
-    """What presolve works on. `cost[v] is None` once v is gone; `adj[u][v]` is oriented u x v and
+    """What presolve works on. `cost[v] is GONE` once v is gone; `adj[u][v]` is oriented u x v and
     `adj[v][u] is adj[u][v].T`. Rows are numbered: time points first, then the problem's own rows."""
 
-    def __init__(self, limit: np.ndarray, price: np.ndarray):
-        self.cost: list[np.ndarray | None] = []
+    def __init__(self, limit: np.ndarray, price: np.ndarray) -> None:
+        self.cost: list[np.ndarray] = []
         self.adj: list[dict[int, Table]] = []
         self.items: list[tuple[Item, ...]] = []
         self.limit, self.price = limit, price
@@ -60,24 +68,26 @@ class Core:
         self.undo: list[Step] = []
         self.same: dict[bytes, np.ndarray] = {}  # equal index vectors are one object, like tables
         self.intern = Interner()
-        self._memo: dict[tuple, tuple] = {}
-        self._settled: dict[tuple, tuple] = {}
+        self._memo: dict[Key, tuple[Any, Key]] = {}
+        self._settled: dict[Key, Key] = {}
 
-    def memo(self, compute: Callable, *args):
+    def memo(self, compute: Callable[..., T], *args: object) -> T:
         """`compute(*args)`, run once for each distinct identity of the arguments (kept alive by the memo)."""
         key = (compute, *map(id, args))
         try:
-            return self._memo[key][0]
+            known: T = self._memo[key][0]
+            return known
         except KeyError:
             found = compute(*args)
             self._memo[key] = found, args
             return found
 
-    def memo_shaped(self, compute: Callable, shape: tuple, *args):
+    def memo_shaped(self, compute: Callable[..., T], shape: Key, *args: object) -> T:
         """`memo` for `compute(shape, *args)`, where `shape` is compared by value."""
         key = (compute, shape, *map(id, args))
         try:
-            return self._memo[key][0]
+            known: T = self._memo[key][0]
+            return known
         except KeyError:
             found = compute(shape, *args)
             self._memo[key] = found, args
@@ -88,19 +98,19 @@ class Core:
         self._memo, self._settled, self.intern = {}, {}, Interner()
         gc.collect()  # a table and its transpose know each other
 
-    def settle(self, v: int, rules: tuple) -> None:
+    def settle(self, v: int, rules: Key) -> None:
         """Note that `rules` find nothing to do at a node that looks like v. Copies in other layers look the same."""
         self._settled[self._look(v, rules)] = self.cost[v], *self.adj[v].values(), self.items[v]  # ids stay theirs
 
-    def is_settled(self, v: int, rules: tuple) -> bool:
+    def is_settled(self, v: int, rules: Key) -> bool:
         return self._look(v, rules) in self._settled
 
-    def _look(self, v: int, rules: tuple) -> tuple:
+    def _look(self, v: int, rules: Key) -> Key:
         return (len(rules), id(self.cost[v]), *map(id, self.adj[v].values()), *((i.lo, i.hi, id(i.amount)) for i in self.items[v]))
 
     @property
     def alive(self) -> list[int]:
-        return [v for v, c in enumerate(self.cost) if c is not None]
+        return [v for v, c in enumerate(self.cost) if c is not GONE]
 
     def copy(self, own_memo: bool = False) -> "Core":
         """A second core that shares every immutable array and the memo; reductions of one leave the other alone.
@@ -171,7 +181,7 @@ class Core:
         """Forget v and its edges; the caller has moved its costs and items and recorded the undo."""
         for u in self.adj[v]:
             del self.adj[u][v]
-        self.cost[v], self.adj[v], self.items[v] = None, {}, ()
+        self.cost[v], self.adj[v], self.items[v] = GONE, {}, ()
 
     def lift(self, choice: np.ndarray, since: int = 0) -> np.ndarray:
         """Undo every reduction from number `since` of `undo` on: from a choice on the nodes alive (others ignored) to one on
@@ -213,17 +223,17 @@ class Core:
         self.price, self.limit = np.zeros_like(self.price), np.full_like(self.limit, np.inf)  # or one may be charged again
 
 
-def charge(shape: tuple, cost: np.ndarray, amount: np.ndarray) -> np.ndarray:
+def charge(shape: tuple[float], cost: np.ndarray, amount: np.ndarray) -> np.ndarray:
     """cost + price x amount, the price being `shape[0]` (for `Core.memo_shaped`)."""
     return cost + shape[0] * amount
 
 
-def _only(shape: tuple) -> np.ndarray:
+def _only(shape: tuple[int, int]) -> np.ndarray:
     """What each of `shape[0]` strategies costs more than number `shape[1]`, which is the only one there is."""
     return np.where(np.arange(shape[0]) == shape[1], 0.0, np.inf)
 
 
-def _add_row(shape: tuple, cost: np.ndarray, table: Table) -> np.ndarray:
+def _add_row(shape: tuple[int], cost: np.ndarray, table: Table) -> np.ndarray:
     return cost + table.a[shape[0]]
 
 
@@ -264,8 +274,8 @@ def build(problem: Problem, like: Core | None = None) -> tuple[Core, np.ndarray]
 class Interner:
     """Equal arrays become one object."""
 
-    def __init__(self):
-        self.seen: dict[tuple, np.ndarray] = {}
+    def __init__(self) -> None:
+        self.seen: dict[Key, np.ndarray] = {}
         self.by_id: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __call__(self, a: np.ndarray) -> np.ndarray:
@@ -320,12 +330,12 @@ def _add_edges(core: Core, problem: Problem, intern: Interner) -> None:
         if kept is not None:
             index[v] = kept
             core.keep(v, kept)
-    made: dict[tuple, Table] = {}
+    made: dict[Key, Table] = {}
     for edge in problem.edges:
-        kept = index.get(edge.u), index.get(edge.v)
-        key = (id(edge.table), id(edge.rows), id(edge.cols), id(kept[0]), id(kept[1]))
+        u_kept, v_kept = index.get(edge.u), index.get(edge.v)
+        key = (id(edge.table), id(edge.rows), id(edge.cols), id(u_kept), id(v_kept))
         if key not in made:
-            made[key] = _restricted(core, edge, *kept)
+            made[key] = _restricted(core, edge, u_kept, v_kept)
         core.add_edge(edge.u, edge.v, made[key])
 
 
@@ -357,7 +367,7 @@ def connected(core: Core, start: int) -> list[int]:
     return reached
 
 
-def _check_edge(edge, core: Core) -> None:
+def _check_edge(edge: Edge, core: Core) -> None:
     u, v, n = edge.u, edge.v, len(core.cost)
     if not (0 <= u < n and 0 <= v < n) or u == v:
         raise ProblemError(f"edge ({u}, {v}): nodes must be two different numbers from 0 to {n - 1}")

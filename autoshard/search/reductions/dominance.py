@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core
+from autoshard.search.reductions.core import Core, Table
 
 LARGEST_WORK = 60_000_000
 REMEMBERED = 200  # strategies; what replaces what among more takes megabytes
@@ -19,18 +19,20 @@ def replacement(table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None] | Non
     With kinds, the first part is about the kinds: strategies repeat what they show a neighbour, of 120 matmul strategies
     it may see 20 different layouts. None when that is too much work."""
     if table.size * len(table) < SMALL_WORK:
-        return _replacement(table), None
+        return _changes(table), None
     rows, row = distinct(table)
     columns, _ = distinct(np.ascontiguousarray(table[rows].T))
-    found = _replacement(np.ascontiguousarray(table[np.ix_(rows, columns)]))
-    return None if found is None else (found, row)
+    if len(rows) ** 2 * len(columns) > LARGEST_WORK:
+        return None
+    return _changes(np.ascontiguousarray(table[np.ix_(rows, columns)])), row
 
 
 def distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(first row of every kind, kind of every row), kinds in order of their first rows."""
     raw, width = table.tobytes(), table.itemsize * table.shape[1]
     seen: dict[bytes, int] = {}  # of rows as bytes: several times faster than sorting them
-    first, kind = [], []
+    first: list[int] = []
+    kind: list[int] = []
     for i in range(len(table)):
         row = raw[i * width:(i + 1) * width]
         if row not in seen:
@@ -40,10 +42,8 @@ def distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(first), np.array(kind)
 
 
-def _replacement(table: np.ndarray) -> np.ndarray | None:
+def _changes(table: np.ndarray) -> np.ndarray:
     k, m = table.shape
-    if k * k * m > LARGEST_WORK:
-        return None
     out = np.empty((k, k))
     step = max(1, 2_000_000 // max(1, k * m))
     for a in range(0, k, step):
@@ -61,7 +61,7 @@ def dominate(core: Core, v: int) -> bool:
     return True
 
 
-def load_profile(core: Core, v: int) -> tuple:
+def load_profile(core: Core, v: int) -> tuple[np.ndarray, ...]:
     """What the rows see of v, as memo arguments: nothing, or one array, strategies x stretches of rows."""
     items = core.items[v]
     if len(items) <= 1:
@@ -72,14 +72,14 @@ def load_profile(core: Core, v: int) -> tuple:
     return (core.memo_shaped(_loads, shape, *(i.amount for i in items)),)
 
 
-def _loads(shape: tuple, *amounts: np.ndarray) -> np.ndarray:
+def _loads(shape: tuple[tuple[int, int], ...], *amounts: np.ndarray) -> np.ndarray:
     out = np.zeros((len(amounts[0]), max(hi for _, hi in shape)))
     for (lo, hi), amount in zip(shape, amounts, strict=True):
         out[:, lo:hi] += amount[:, None]
     return out
 
 
-def _undominated(cost: np.ndarray, *parts) -> tuple[np.ndarray, np.ndarray] | None:
+def _undominated(cost: np.ndarray, *parts: Table | np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """(indices of the strategies that stay, [a, b]: the most that the b-th of them adds instead of the a-th that goes);
     None when all stay. Equal ones leave the first."""
     k = len(cost)

@@ -108,7 +108,7 @@ class GivenOne:
         masks.run(self.v, _given_one, self.extra, masks.of[self.u])
 
 
-def _given_one(shape: tuple, extra: np.ndarray, alive: np.ndarray) -> np.ndarray:
+def _given_one(shape: tuple[float], extra: np.ndarray, alive: np.ndarray) -> np.ndarray:
     return (extra[alive] <= shape[0]).any(axis=0)
 
 
@@ -120,7 +120,7 @@ class GivenTwo:
     u: int
     w: int
     best: np.ndarray
-    parts: tuple
+    parts: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     def lift(self, full: np.ndarray) -> None:
         full[self.v] = self.best[full[self.u], full[self.w]]
@@ -132,7 +132,7 @@ class GivenTwo:
         masks.run(self.v, _given_two, *self.parts, masks.of[self.u], masks.of[self.w])
 
 
-def _given_two(shape: tuple, to_u: np.ndarray, cost: np.ndarray, to_w: np.ndarray, alive_u: np.ndarray,
+def _given_two(shape: tuple[float], to_u: np.ndarray, cost: np.ndarray, to_w: np.ndarray, alive_u: np.ndarray,
                alive_w: np.ndarray) -> np.ndarray:
     left, right = to_u[:, alive_u] + cost[:, None], to_w[:, alive_w]
     least = np.full((left.shape[1], right.shape[1]), np.inf)

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, connected
+from autoshard.search.reductions.core import Core, Key, connected
 from autoshard.search.reductions.dead import drop_dead
 from autoshard.search.reductions.dominance import dominate
 from autoshard.search.reductions.pairs import merge
@@ -20,7 +20,7 @@ LARGEST = 1000  # joint strategies on the way; dominance leaves a few of them
 
 def gather(core: Core) -> None:
     """Merge every connected group of nodes of which there are copies into one node, as far as it stays small. In place."""
-    kinds: dict[tuple, list[list[int]]] = defaultdict(list)
+    kinds: dict[Key, list[list[int]]] = defaultdict(list)
     for group in components(core):
         if len(group) > 1:
             kinds[_look(core, group)].append(group)
@@ -42,12 +42,12 @@ def components(core: Core) -> list[list[int]]:
     return found
 
 
-def look(core: Core, v: int) -> tuple:
+def look(core: Core, v: int) -> Key:
     """What of v does not depend on its neighbours, by value."""
     return core.cost[v].tobytes(), *((i.lo, i.hi, i.amount.tobytes()) for i in core.items[v])
 
 
-def _look(core: Core, group: list[int]) -> tuple:
+def _look(core: Core, group: list[int]) -> Key:
     place = {v: i for i, v in enumerate(group)}
     edges = ((place[u], place[v], core.adj[u][v].a.tobytes()) for u in group for v in sorted(core.adj[u]) if u < v)
     return (*(look(core, v) for v in group), *edges)

@@ -80,19 +80,19 @@ def _joint(a: np.ndarray, b: np.ndarray, *between: Table) -> np.ndarray:
     return (a[:, None] + b[None, :] + (between[0].a if between else 0.0)).ravel()
 
 
-def _each_repeated(shape: tuple, amount: np.ndarray) -> np.ndarray:
+def _each_repeated(shape: tuple[int], amount: np.ndarray) -> np.ndarray:
     return np.repeat(amount, shape[0])
 
 
-def _all_repeated(shape: tuple, amount: np.ndarray) -> np.ndarray:
+def _all_repeated(shape: tuple[int], amount: np.ndarray) -> np.ndarray:
     return np.tile(amount, shape[0])
 
 
-def _repeated(shape: tuple, table: Table) -> Table:
+def _repeated(shape: tuple[int], table: Table) -> Table:
     return Table(np.repeat(table.a, shape[0], axis=0))
 
 
-def _tiled(shape: tuple, table: Table) -> Table:
+def _tiled(shape: tuple[int], table: Table) -> Table:
     return Table(np.tile(table.a, (shape[0], 1)))
 
 
@@ -112,5 +112,5 @@ class Pair:
 
     def widen(self, masks: Masks) -> None:
         joint = masks.of[self.u].reshape(-1, self.size)
-        masks.put(self.u, joint.any(axis=1))
-        masks.put(self.v, joint.any(axis=0))
+        masks.put(self.u, np.any(joint, axis=1))
+        masks.put(self.v, np.any(joint, axis=0))

@@ -23,7 +23,8 @@ def drop_slack_rows(core: Core) -> list[int]:
     """Nodes whose items changed. Items are trimmed to the rows that can still bind."""
     if not len(core.limit):
         return []
-    scale = 1e-12 * np.maximum(np.abs(np.where(np.isfinite(core.limit), core.limit, 0.0)), np.abs(core.base))  # cumulated sums of seconds or bytes round
+    finite = np.where(np.isfinite(core.limit), core.limit, 0.0)
+    scale = 1e-12 * np.maximum(np.abs(finite), np.abs(core.base))  # cumulated sums of seconds or bytes round
     binding = most_load(core) > core.limit - scale
     before = np.concatenate([[0], np.cumsum(binding)])
     live = np.flatnonzero(binding)

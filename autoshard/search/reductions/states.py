@@ -15,6 +15,9 @@ from autoshard.search.reductions.steps import Masks
 
 MIX = 0x9E3779B97F4A7C15  # an odd number: multiples of it spread over 64 bits
 
+Merged = tuple[np.ndarray, np.ndarray, Table, np.ndarray, np.ndarray, np.ndarray]
+"""(kept, cost, table to u, best original state [state, choice of u], group and offset of each original)."""
+
 
 def alike(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(kind of every row, its first finite entry): rows of one kind differ by a constant, so that this neighbour does not
@@ -40,7 +43,7 @@ def merge_states(core: Core, v: int) -> bool:
     return True
 
 
-def _told_apart_by_one(*parts) -> int | None:
+def _told_apart_by_one(*parts: Table | np.ndarray) -> int | None:
     """The position of a table that alone tells some two strategies apart, all other tables and loads not; or None."""
     looks = [_kinds(part)[0] for part in parts]
     k = len(looks[0])
@@ -63,7 +66,7 @@ def _kinds(part: Table | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return part.fact(alike)
 
 
-def _apply(core: Core, v: int, u: int, towards: Table, merged: tuple) -> None:
+def _apply(core: Core, v: int, u: int, towards: Table, merged: Merged) -> None:
     kept, cost, table, best, group, offset = merged
     core.undo.append(States(v, u, best, group, (towards.a, offset, table.a)))
     items, core.items[v] = core.items[v], ()
@@ -79,8 +82,8 @@ def _take(table: Table, kept: np.ndarray) -> Table:
     return Table(table.a[kept])
 
 
-def _merged(cost: np.ndarray, towards: Table, *parts) -> tuple | None:
-    """(kept, cost, table to u, best original state [state, choice of u], group and offset of each original) or None."""
+def _merged(cost: np.ndarray, towards: Table, *parts: Table | np.ndarray) -> Merged | None:
+    """None where no states are alike."""
     k = len(cost)
     kinds = [_kinds(part) for part in parts]
     kept, group = distinct(np.stack([kind for kind, _ in kinds], axis=1)) if kinds else (np.zeros(1, dtype=np.int64), np.zeros(k, dtype=np.int64))
@@ -106,7 +109,7 @@ class States:
     u: int
     best: np.ndarray
     group: np.ndarray
-    dearer: tuple
+    dearer: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     def lift(self, full: np.ndarray) -> None:
         full[self.v] = self.best[full[self.v], full[self.u]]
@@ -119,7 +122,7 @@ class States:
         masks.run(self.v, _states, *self.dearer, self.group, masks.of[self.v], masks.of[self.u])
 
 
-def _states(shape: tuple, before: np.ndarray, shift: np.ndarray, after: np.ndarray, group: np.ndarray, alive_v: np.ndarray,
+def _states(shape: tuple[float], before: np.ndarray, shift: np.ndarray, after: np.ndarray, group: np.ndarray, alive_v: np.ndarray,
             alive_u: np.ndarray) -> np.ndarray:
     each = before[:, alive_u] + shift[:, None]
     close = (each <= after[group][:, alive_u] + shape[0]) & np.isfinite(each)

@@ -40,7 +40,7 @@ class Masks:
     def put(self, v: int, mask: np.ndarray) -> None:
         self.of[v] = self.same.setdefault(mask.tobytes(), mask)
 
-    def run(self, v: int, compute: Callable, *args: Any) -> None:
+    def run(self, v: int, compute: Callable[..., np.ndarray], *args: Any) -> None:
         self.put(v, self.memo(compute, (self.room,), *args))
 
 
@@ -71,7 +71,7 @@ class Keep:
             masks.run(self.v, _undominated_within, self.change, self.kept, masks.of[self.v])
 
 
-def _undominated_within(shape: tuple, change: np.ndarray, kept: np.ndarray, alive: np.ndarray) -> np.ndarray:
+def _undominated_within(shape: tuple[float], change: np.ndarray, kept: np.ndarray, alive: np.ndarray) -> np.ndarray:
     """A removed strategy comes back unless an impossible one is never dearer, or a possible one cheaper by more than room."""
     gone = np.ones(len(change) + len(kept), dtype=bool)
     gone[kept] = False

@@ -86,26 +86,30 @@ def first_fitting(board: Board, core: Core, seed: int) -> None:
 
 def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int, share: float) -> Dual:
     """One schedule per thread, then again, with smaller steps, from the best one's prices."""
-    target = board.cost if math.isfinite(board.cost) else None
-    best: Dual | None = None
-    for _ in range(2):
-        factor = 1.0 if prices is None else AGAIN
-        duals = [Dual(core, prices) for _ in range(threads)]
-        for dual in duals:
-            if best is not None:
-                dual.message[:] = best.message
-        climbs = [_Climb(dual, board, share / 2, threads) for dual in duals]
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda job: job[0].ascend(job[1], target=target, step=factor * job[2]), zip(duals, climbs, cycle(STEPS))))
-        board.clock.work += sum(c.phase.work for c in climbs)
-        if best is not None:
-            duals.append(best)
-        best = max(duals, key=lambda d: d.bound)
-        cheapest = min(duals, key=lambda d: d.state[4])
-        best.state[4], best.best_choice = cheapest.state[4], cheapest.best_choice
-        prices = best.row_prices()
+    first = _best_climb(board, core, prices, threads, share, None)
+    best = _best_climb(board, core, first.row_prices(), threads, share, first)
     if math.isfinite(best.state[4]):
         board.offer(best.core.lift(_spread(best, best.best_choice)), "prices")
+    return best
+
+
+def _best_climb(board: Board, core: Core, prices: np.ndarray | None, threads: int, share: float, before: Dual | None) -> Dual:
+    """The highest of one climb per thread, from the messages of `before`, and of `before` itself."""
+    target = board.cost if math.isfinite(board.cost) else None
+    factor = 1.0 if prices is None else AGAIN
+    duals = [Dual(core, prices) for _ in range(threads)]
+    for dual in duals:
+        if before is not None:
+            dual.message[:] = before.message
+    climbs = [_Climb(dual, board, share / 2, threads) for dual in duals]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda job: job[0].ascend(job[1], target=target, step=factor * job[2]), zip(duals, climbs, cycle(STEPS))))
+    board.clock.work += sum(c.phase.work for c in climbs)
+    if before is not None:
+        duals.append(before)
+    best = max(duals, key=lambda d: d.bound)
+    cheapest = min(duals, key=lambda d: float(d.state[4]))
+    best.state[4], best.best_choice = cheapest.state[4], cheapest.best_choice
     return best
 
 
@@ -135,7 +139,7 @@ def walk(board: Board, dual: Dual, seed: int, threads: int, share: float, heat: 
     walkers = _walkers(board, dual, seed, threads, 0.3 * share, heat)
     phases = [Phase(board.clock, share, threads) for _ in walkers]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda job: _anneal(board, dual, *job, heat), zip(walkers, phases, strict=True)))
+        list(pool.map(lambda job: _anneal(board, dual, job[0], job[1], heat), zip(walkers, phases, strict=True)))
     board.clock.work += sum(p.work for p in phases)
     for walker in walkers:
         _offer(board, dual, walker)

@@ -77,7 +77,7 @@ def _without_rows(board: Board, core: Core, seed: int) -> bool:
     return board.done
 
 
-def _size(core: Core) -> dict:
+def _size(core: Core) -> dict[str, int]:
     nodes = core.alive
     return {"nodes": len(nodes), "edges": sum(len(core.adj[v]) for v in nodes) // 2, "entries": table_entries(core)}
 

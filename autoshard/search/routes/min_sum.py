@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from autoshard.search.tie import tie
 PAIRS = (200, 400, 729)  # joint strategies of the largest pair: the width of the elimination
 LARGE = 4_000_000  # table entries that are left; above, equal layers are tied, and no larger pairs are made
 SECONDS = 60.0  # a net: work ends it long before
+
+if TYPE_CHECKING:
+    from autoshard.search.dual.dual import Dual
 
 
 def minimise(problem: Problem, known: Iterable[np.ndarray] = (), seconds: float = SECONDS) -> Solution:
@@ -83,7 +87,7 @@ def _answered(board: Board, core: Core) -> Core:
     return _without_dearer(board, core, dual)
 
 
-def _without_dearer(board: Board, core: Core, dual) -> Core:
+def _without_dearer(board: Board, core: Core, dual: Dual) -> Core:
     """Raises Infeasible where nothing is cheaper than the best choice."""
     left = core.copy()
     for v, mask in dual.possible(board.cost).items():

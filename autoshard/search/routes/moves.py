@@ -195,12 +195,12 @@ def _apply_loads(p: Packed, length: int, tree: np.ndarray, choice: np.ndarray, n
 
 
 class Workspace(NamedTuple):
-    """What the moves of one thread write to. A tree: `tree[i]` its nodes, `link`, `seen` and `count` as in `_grow`, `value` and
+    """What the moves of one thread write to. A tree: `tree[i]` its nodes, `link`, `seen` and `counts` (its `count`) as in `_grow`, `value` and
     `place` as in `_solve_tree`, `new` the choice with the tree's part changed. `trial`: loads after the move; `priced`: costs
     + prices x usage, `unit` being prices x usage."""
 
     seen: np.ndarray
-    count: np.ndarray
+    counts: np.ndarray
     tree: np.ndarray
     link: np.ndarray
     frontier: np.ndarray
@@ -229,7 +229,7 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
 
     tally = [cost with priced excess, violation, best cost, factor on the prices]; `best` is only replaced by choices that fit."""
     work = _workspace(p, choice, len(load), prices)
-    soft, paid = np.any(p.price < np.inf), excess_cost(load, p)
+    soft, paid = bool(np.any(p.price < np.inf)), excess_cost(load, p)
     for move in range(moves):
         if move % 64 == 0:
             for i in range(len(work.priced)):
@@ -244,8 +244,8 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
 def _propose(p: Packed, work: Workspace, choice: np.ndarray, rng: np.ndarray, stamp: int, most: int, noise: float) -> int:
     """Solve a random tree of at most `most` nodes into `work.new`; returns its size."""
     size = min(int(np.exp(_random(rng) * np.log(most))) + 1, len(p.start) - 1)
-    length = _grow(p, rng, size, stamp, work.seen, work.count, work.tree, work.link, work.frontier)
-    _solve_tree(p, rng, length, stamp, work.seen, work.count, work.tree, work.link, work.priced, noise * _random(rng), work.value,
+    length = _grow(p, rng, size, stamp, work.seen, work.counts, work.tree, work.link, work.frontier)
+    _solve_tree(p, rng, length, stamp, work.seen, work.counts, work.tree, work.link, work.priced, noise * _random(rng), work.value,
                 work.place, choice, work.new)
     return length
 

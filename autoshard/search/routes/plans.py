@@ -17,7 +17,7 @@ from autoshard.search.clock import Clock
 from autoshard.search.mip import guarded
 from autoshard.search.problem import row_loads
 from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
-from autoshard.search.reductions.core import Core, build, stored_entries, table_entries
+from autoshard.search.reductions.core import GONE, Core, build, stored_entries, table_entries
 from autoshard.search.routes.priced import (
     LARGEST_PAIR,
     MIP_NODES,
@@ -57,6 +57,12 @@ class Quotient:
     core: Core
     best: Priced | None
 
+    def solved(self) -> np.ndarray | None:
+        """The choice found, for the whole problem, where `best` solves the tied one; else None."""
+        if self.best is None or not self.best.exact or self.board.choice is None:
+            return None
+        return self.tied.lift(self.board.choice)
+
 
 def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Core] | None = None) -> None:
     """`layers`: the problem with its layers tied (`tied_core`), which goes first: its choices are incumbents, its planes a start.
@@ -70,12 +76,13 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         reduce_core(core, board.clock.expired)
     quotient, planes, pool = _search_tied(board, core, layers, seed)
     tied_best = quotient.best if quotient is not None else None
-    likely = tied_best is not None and tied_best.exact and quotient.board.choice is not None
-    if likely:
-        board.offer(quotient.tied.lift(quotient.board.choice), TIED)
+    if quotient is not None and (choice := quotient.solved()) is not None:
+        likely, reduced = True, not (quotient.core.price == 0)[core.price > 0].any()
+        board.offer(choice, TIED)
     else:
+        likely, reduced = False, False
         _close_tied(board, quotient, seed)
-    if not large and (not likely or (quotient.core.price == 0)[core.price > 0].any()):
+    if not large and not reduced:
         reduce_core(core, board.clock.expired)
     best, _, found = search_prices(board, core, planes, seed, tied_best)
     if likely:
@@ -144,16 +151,17 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
     its choices, and at the prices of `like`. What costs most of an answer is left out where it is within `rough` without.
     Returns the best prices' answer, all planes and the choices found."""
-    best, planes, found, largest = None, list(planes), [], like.largest if like else LARGEST_PAIR
+    best: Priced | None = None
+    found: list[np.ndarray] = []
+    planes, largest = list(planes), like.largest if like else LARGEST_PAIR
     asked = [at for at, *_ in planes]
     for _ in range(TRIALS):
         if board.done:
             break
         prices, promised = _next_prices(core, planes) if planes else (_first_prices(core), math.inf)
-        new = _not_asked(prices, best, asked) if best is not None and _promises_more(best, promised) else None
         if best is None:
             priced = solve_priced(board, core, like.prices if like else prices, seed, 0.0 if planes else FIRST, rough, largest)
-        elif new is not None:
+        elif _promises_more(best, promised) and (new := _not_asked(prices, best, asked)) is not None:
             worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
             priced = solve_priced(board, core, new, seed, worth, rough, largest)
         elif best.loose:  # other prices may promise more than they can show: first see what these can
@@ -239,14 +247,14 @@ def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -
 
 
 def _keep_possible(core: Core, masks: dict[int, np.ndarray]) -> None:
-    left = {v: kept for v, mask in masks.items() if core.cost[v] is not None and (kept := core.memo(_kept, mask)) is not None}
+    left = {v: kept for v, mask in masks.items() if core.cost[v] is not GONE and (kept := core.memo(_kept, mask)) is not None}
     for v, kept in left.items():
         if not len(kept):
             raise Infeasible(v)
         if len(kept) == 1 and np.isfinite(core.cost[v][kept[0]]):
             core.fix(v, int(kept[0]))
     for v, kept in left.items():
-        if core.cost[v] is not None:
+        if core.cost[v] is not GONE:
             core.keep(v, kept)
 
 
@@ -287,7 +295,7 @@ def _plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> 
     return prices, choice_value(board, core, prices, choice), np.where(core.price > 0, excess, 0.0)
 
 
-def _next_prices(core: Core, planes: list[tuple[np.ndarray, float, np.ndarray]]) -> tuple[np.ndarray, float]:
+def _next_prices(core: Core, planes: list[Plane]) -> tuple[np.ndarray, float]:
     """Kelley's cutting planes: every priced solve is a plane over the prices that the bound stays below, so the highest
     point under all planes is the next to try, and its height what is still possible."""
     model = mathopt.Model()
@@ -307,7 +315,7 @@ def _next_prices(core: Core, planes: list[tuple[np.ndarray, float, np.ndarray]])
     return prices, float(result.objective_value()) * unit
 
 
-def _cap(core: Core, planes: list) -> np.ndarray:
+def _cap(core: Core, planes: list[Plane]) -> np.ndarray:
     """A hard row has no largest price; allow what prices the whole limit at the bound, and more while it helps."""
     highest = np.max([at for at, _, _ in planes], axis=0)
     reach = np.max([np.abs(slope) for _, _, slope in planes], axis=0)
