@@ -164,7 +164,7 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
 def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
            model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None, interruptible: bool = True) -> Plan:
     """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
-    fit, it is part of the search what backward runs again instead of keeping it. `interruptible`: Ctrl-C ends the search with the
+    fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
     best plan so far, whose status says so. Raises InfeasibleError, and Interrupted where there is no plan yet."""
     clock, settings = clock or PhaseTimer(), options.settings(table.graph.training, has_loss)
     with clock("formulate"):

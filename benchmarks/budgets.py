@@ -85,16 +85,16 @@ def _train(name: str, size: int, cluster: str, plan: Plan) -> Trained:
 
 
 def form(plan: Plan) -> str:
-    """How weights are stored, how long their gathered copies live, and what backward runs again."""
+    """How weights are stored, how long their gathered copies live, and what backward recomputes."""
     weights = {x.name: x for x in plan.layouts if x.kind == "weight"}
     split = sum(any(p >= 0 for p in x.spec) for x in weights.values())
     forward = {(c.value, c.spec) for c in plan.copies if c.window == "forward"}
     gathered = [c.source for c in plan.copies if c.window == "backward" and (c.value, c.spec) in forward]
     words = [f"{split} of {len(weights)} weights split" if split else "replicated"]
     if gathered:
-        words.append(f"copies kept for backward: {gathered.count('kept')}, made again: {gathered.count('made')}")
+        words.append(f"copies kept for backward: {gathered.count('kept')}, gathered again: {gathered.count('made')}")
     if plan.recompute:
-        words.append(f"{len(plan.recompute)} ops run again")
+        words.append(f"{len(plan.recompute)} ops recomputed")
     return "; ".join(words)
 
 

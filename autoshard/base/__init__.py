@@ -1,0 +1,1 @@
+"""Types that every room uses: mesh, spec, graph, plan, precision."""

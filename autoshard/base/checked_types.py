@@ -1,4 +1,4 @@
-"""Do a dataclass's values have the types it declares? For data read from files, which may say anything."""
+"""Checks the field values of a dataclass against their declared types, for data read from files."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def check_types(value: Any) -> None:
-    """Checks the fields of a dataclass instance, and what is inside them. Raises ValueError naming the field. No number is NaN."""
+    """Check the fields of a dataclass instance, nested values included. Raises ValueError that names the field. NaN is refused."""
     hints = _hints(type(value))
     for f in fields(value):
         _check(getattr(value, f.name), hints[f.name], f.name)

@@ -23,7 +23,7 @@ SHAPES: dict[str, type] = {"mesh": str, **dict.fromkeys(("ops", "placements"), d
                                             "stages"), list)}
 """What JSON has for a field that is read as something else."""
 AGAIN = "_again"
-"""Ends the name of an op's second run, in backward."""
+"""Suffix of the name of a recomputed op, in backward."""
 Window = str
 """Name of a window: see `base.graph.Window`."""
 AT_THE_END = {"reduce_gradients": "at the end"}
@@ -151,8 +151,8 @@ class Plan:
                 `offload` host: bytes of it in the host's memory
     timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
     largest     the largest tensors alive at the peak
-    recompute   forward ops that backward runs again (see recompute/rewrite.py); `ops` and `copies` name the second run too
-    offload     parameters whose optimizer state lies on the host (see runtime/host_state.py)
+    recompute   forward ops that backward recomputes (see recompute/rewrite.py); `ops` and `copies` name the recomputed ops too
+    offload     parameters whose optimizer state lies on the host (see runtime/params/host_state.py)
     model       reference, batch, seq, dtype ... as the user gave them
     settings    optimizer, precision, inputs, outputs, training, loss
     placements  stored spec per parameter and buffer
@@ -190,11 +190,11 @@ class Plan:
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def recomputing(self, graph_hash: str) -> "Plan":
-        """This plan, made for a program in which backward runs ops again, as a plan for the program `graph_hash` itself."""
+        """This plan, made for a program with recomputed ops, as a plan for the program `graph_hash` itself."""
         again = tuple(name.removesuffix(AGAIN) for name in self.ops if name.endswith(AGAIN))
         if not again:
             return self
-        note = f"backward runs {len(again)} ops of forward again to save memory"
+        note = f"backward recomputes {len(again)} ops of forward to save memory"
         return replace(self, graph_hash=graph_hash, recompute=again, notes=(*self.notes, note))
 
     @property

@@ -1,4 +1,4 @@
-"""Numbers for people. Everything inside autoshard is in seconds and bytes; only reports round."""
+"""Formats numbers for reports. Inside autoshard all numbers are in seconds and bytes; only reports round."""
 from __future__ import annotations
 
 from math import isfinite

@@ -5,7 +5,7 @@ Inside tables a *placement* on one mesh axis is a small int, so a strategy is a 
     d >= 0     Shard(d): logical dim d is split over the axis
     R  = -1    Replicate
     PSUM = -2  Partial(sum);  PMAX = -3, PMIN = -4 likewise
-    NOWHERE    no value at all; only while it is open what backward runs again (recompute/undecided.py)
+    NOWHERE    no value at all; only while recomputation is undecided (recompute/undecided.py)
 
 A *spec* is a tuple of placements, one per mesh axis in mesh order. Where two axes split the same dim,
 the first in mesh order is the major one. `ShardingSpec` is the form users see (axis names per dim).

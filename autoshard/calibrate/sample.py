@@ -1,4 +1,4 @@
-"""What a measurement is. Everything after it (fit, errors, plot) works on these alone, so it needs no machine."""
+"""One measurement as data. Fit, errors and plots use only this data, so they need no machine."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,0 +1,1 @@
+"""Prices in seconds and bytes: clusters, compute, redistribution, memory, fusion."""

@@ -142,7 +142,7 @@ def host_seconds(name: str, nbytes: Any, device: Device) -> Any:
 
         2 x k x (latency + nbytes / bandwidth) + max(update, tensors read or written x kernel overhead)
 
-    The state comes down the host link, the update runs, the state goes up: one after the other (runtime/host_state.py), so the
+    The state comes down the host link, the update runs, the state goes up: one after the other (runtime/params/host_state.py), so the
     link's two directions are not used at once. A parameter that is updated alone also starts kernels of its own, some eight for
     Adam (torch/optim/adam.py), of which the seven tensors that its fused update reads or writes are taken as the number.
 

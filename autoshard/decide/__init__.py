@@ -1,0 +1,1 @@
+"""The decision: attempts to find a plan that fits in memory, offload, and the plan as data."""

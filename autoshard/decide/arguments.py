@@ -1,4 +1,4 @@
-"""Is an argument of `plan`, `compile` or `verify` of the kind they take? Asked first, so that nothing fails later inside with another's words."""
+"""Checks the types of the arguments of `plan`, `compile` and `verify` first, so that errors name the argument and not an inner failure."""
 from __future__ import annotations
 
 import inspect

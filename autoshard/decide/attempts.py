@@ -1,4 +1,4 @@
-"""The search for a plan that fits, over the programs that a training step may become: what backward runs again is part of it."""
+"""Search for a plan that fits in memory. Tries: nothing recomputed; recomputation chosen by the search; all of it recomputed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ from autoshard.search.problem import Solution, Status, row_loads
 from autoshard.space.cost_table import CostTable
 from autoshard.space.layers import repeated_layers
 
-AMPLE = 0.5  # of the time limit for the search with ample memory, where memory may matter
+AMPLE = 0.5  # share of the time limit for the search with ample memory, where memory may matter
 ROOMY = 0.7  # of the limit; below it there is room
-UNSURE = 0.5  # of what is left for a search after which, as far as is known, it may have to be said why nothing fits
-LEANEST = 0.5  # of what is left then for the plan that needs least memory
+UNSURE = 0.5  # share of the time left for a search that may find nothing; the rest is for explaining why nothing fits
+LEANEST = 0.5  # share of the time left after that for the plan that needs least memory
 
 
 def formulated(table: CostTable, options: Options) -> Formulation:
@@ -39,16 +39,16 @@ def formulated(table: CostTable, options: Options) -> Formulation:
 
 
 def asked_of(formulation: Formulation, settings: Mapping[str, Any]) -> Asked:
-    """With the plans that are known beforehand. `settings`: those of a plan."""
+    """The problem with its starting plans: greedy plans and baselines. `settings`: the settings of the plan."""
     again = any(op.name.endswith(AGAIN) for op in formulation.table.graph.ops)
-    by_hand = () if again else baselines(formulation)  # plans by hand run nothing again
+    by_hand = () if again else baselines(formulation)  # baselines recompute nothing
     return Asked(formulation, Plays(formulation, settings), [choice for _, choice in (*known_plans(formulation), *by_hand)])
 
 
 @dataclass(frozen=True, eq=False)
 class Programs:
-    """The programs that the one of `plain` may become: the same one where nothing is trained. Each is made on first use. `clock`:
-    that of the whole search, what it takes to say why nothing fits included."""
+    """The training program without recomputation (`plain`) and its variants with recomputation, each built on first use. For
+    inference all are `plain`. `clock`: limit of the whole search, including the time to explain why nothing fits."""
 
     plain: Asked
     options: Options
@@ -62,22 +62,22 @@ class Programs:
 
     @cached_property
     def open(self) -> Asked:
-        """It is open what backward runs again: all others are part of this one."""
+        """The program in which recomputation is not decided yet. Every plan of the other programs is a plan of this one."""
         return self._of(open_table)
 
     @cached_property
     def lean(self) -> Asked:
-        """Backward runs everything again that it can."""
+        """The program that recomputes every op that may be recomputed."""
         return self._of(lambda table: program_with(table, frozenset(candidates(table.graph))))
 
     @cached_property
     def leanest(self) -> Lean | None:
-        """The choice of `lean` that needs least memory, of those that a part of the time left finds."""
+        """The choice of `lean` with the least memory that a share of the time left finds."""
         return leanest(self.lean, self.clock.part(LEANEST))
 
     @cached_property
     def fitting(self) -> Solution | None:
-        """`leanest` as a solution of `lean`, where it fits."""
+        """`leanest` as a solution of `lean`; None where it does not fit."""
         if self.leanest is None:
             return None
         found = cheapest_known(self.lean.formulation, self.limit, self.lean.played, [self.leanest[0]])
@@ -88,14 +88,14 @@ class Programs:
         return asked_of(formulated(change(table), self.options), self.settings) if table.graph.training else self.plain
 
     def nothing_fits(self, solution: Solution, only: np.ndarray | None = None) -> InfeasibleError:
-        """The error to raise where `solution` has no choice. `only`: the one choice that there was, where nothing was searched."""
+        """The error for a `solution` without a choice. `only`: the one choice considered, where nothing was searched."""
         lean = self.leanest if only is None else (only, self.plain.played(only))
         return explain_infeasible(self.open.formulation, solution, self.limit, lean, self.settings, self.clock)
 
 
 def searched(programs: Programs, progress: Progress) -> tuple[Asked, Solution]:
-    """The problem searched in the end, and what was found. In training the first one has ample memory: where its best plan
-    fits, nothing else matters. A plan that fits and is known is returned whatever stops the search."""
+    """Search; return the problem that was solved and its solution. Training is first searched with ample memory: if that plan
+    fits, it is the answer. If the search is stopped, the cheapest starting plan that fits is returned."""
     tried, found = _searched(programs, {"backend": programs.options.search, "progress": progress})
     if found.choice is None and found.status is not Status.INFEASIBLE:
         tried, found = _known(programs, tried, found)
@@ -122,21 +122,20 @@ def _searched(programs: Programs, how: Mapping[str, Any]) -> tuple[Asked, Soluti
 
 
 def _is_roomy(asked: Asked) -> bool:
-    """Whether all plans known, those that split nothing among them, leave room on every memory row: then memory will hardly matter."""
+    """Whether every starting plan, fully replicated ones included, leaves room on every memory row: memory then hardly matters."""
     problem, rows = asked.formulation.problem, np.array(list(asked.formulation.memory_rows.values()))
     return all(bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows])) for choice in asked.known)
 
 
 def _share(programs: Programs) -> float:
-    """Of what is left: all of it where a plan that fits is known, else some is kept to look for one, or to say why there is none."""
+    """Share of the time left: all of it where a starting plan fits; else some is kept to find one, or to explain why none exists."""
     asked = programs.plain
     return 1.0 if cheapest_known(asked.formulation, programs.limit, asked.played, asked.known).choice is not None else UNSURE
 
 
 def _tight(programs: Programs, how: Mapping[str, Any]) -> tuple[Asked, Solution]:
-    """It is open what backward runs again. Where no such plan is found, the one that needs least memory says whether it is worth
-    to go on: then nothing is run again, or all, since where less is open there is less to miss. The bound is that of the open
-    program, of which the others are a part."""
+    """Try: recompute what the search chooses; else nothing; else everything. Fewer options are easier to search. The last two are
+    tried only where the plan of least memory fits. The bound is that of the first program, which contains the other two."""
     limit, clock = programs.limit, programs.clock
     search = search_offloading if programs.plain.formulation.table.training.offload else search_within
 
@@ -156,7 +155,8 @@ def _tight(programs: Programs, how: Mapping[str, Any]) -> tuple[Asked, Solution]
 
 
 def _known(programs: Programs, tried: Asked, found: Solution) -> tuple[Asked, Solution]:
-    """The cheapest plan known that fits; `found` for `tried` where there is none. After Ctrl-C none is looked for."""
+    """The cheapest starting plan that fits; else the plan of least memory; else (`tried`, `found`). After Ctrl-C the plan of least
+    memory is not searched for."""
     best = cheapest_known(programs.plain.formulation, programs.limit, programs.plain.played, programs.plain.known)
     if best.choice is not None:
         return programs.plain, best

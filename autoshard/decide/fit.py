@@ -1,9 +1,9 @@
-"""Plans that fit: the search's memory rows first, then what the timeline of the plan found says.
+"""Plans that fit in memory: first by the search's memory rows, then by the timeline of the plan found.
 
-The rows of the formulation count only what is surely there, so their bound holds for every plan. A plan found under them is
-played; where it is fuller than allowed, the rows are limited by as much less, and the search goes on; where that does not help,
-the moment gets a row of its own. What is returned fits exactly. Every search runs on a part of one clock, so that all of them
-together keep its time limit, and what stops it stops each.
+The rows of the formulation count only bytes that every plan holds, so their bound is valid for every plan. A plan found under them
+is played. If it exceeds the limit, the limits of the rows are lowered by the excess, and the search is repeated. If that does not
+help, the moment gets its own row. The plan returned fits exactly. Every search runs on a share of one clock, so all of them
+together keep its time limit, and Ctrl-C stops each.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Measure = Callable[[np.ndarray], Timeline]
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A search problem with the timelines of its choices, and choices known beforehand."""
+    """A search problem with the timelines of its choices (`played`) and its starting plans (`known`)."""
 
     formulation: Formulation
     played: Plays
@@ -54,8 +54,8 @@ def search_within(formulation: Formulation, limit: float, *, measure: Measure, c
 
 def search_ample(formulation: Formulation, *, clock: Clock, incumbents: Sequence[np.ndarray], progress: Progress | None = None,
                  **options) -> Solution:
-    """The cheapest plan when memory is ample; or, where layers repeat, the cheapest that treats them alike, if that is too full for
-    certain. Its bound holds whatever the memory, also where backward may run ops again."""
+    """The cheapest plan with ample memory. Where layers repeat and the cheapest tied plan certainly does not fit, that one is
+    returned. The bound holds for any memory limit, and for programs with recomputation."""
     problem, rows = formulation.problem, np.array(list(formulation.memory_rows.values()))
 
     def watch(*facts: Any) -> None:
@@ -68,7 +68,7 @@ def search_ample(formulation: Formulation, *, clock: Clock, incumbents: Sequence
 
 
 def without_slack(formulation: Formulation, limit: float) -> float:
-    """What a timeline may reach in `limit` bytes: the allocator takes some on top."""
+    """The peak a timeline may have within `limit` bytes, without the allocator's slack."""
     return limit / (1.0 + formulation.table.cluster.device.allocator_slack)
 
 
@@ -78,7 +78,7 @@ def fits_exactly(formulation: Formulation, timeline: Timeline, limit: float) -> 
 
 
 def with_bound(solution: Solution, bound: float) -> Solution:
-    """The solution with the bound that holds for it."""
+    """The solution with another bound."""
     return replace(solution, bound=bound) if solution.choice is None else _settled(replace(solution, bound=bound), solution.choice, solution.cost)
 
 
@@ -131,8 +131,8 @@ def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, a
 
 
 def _cheapest_fitting(problem: Problem, choices: Sequence[np.ndarray], measure: Measure, aim: float) -> tuple[np.ndarray, float] | None:
-    """The cheapest choice whose timeline stays within `aim` bytes, with its cost. A row that was corrected by one plan may
-    forbid another that fits, so plans known are asked again here. What exceeds a row of the problem itself cannot fit."""
+    """The cheapest choice whose timeline stays within `aim` bytes, with its cost. A row corrected by one plan may forbid another
+    plan that fits, so all known plans are checked here. A choice that exceeds a row of the problem itself cannot fit."""
     for cost, i in sorted((evaluate(problem, c), i) for i, c in enumerate(choices)):
         if np.isfinite(cost) and measure(choices[i]).peak <= aim:
             return choices[i], cost
@@ -140,18 +140,18 @@ def _cheapest_fitting(problem: Problem, choices: Sequence[np.ndarray], measure: 
 
 
 def stored_is_too_much(formulation: Formulation) -> bool:
-    """Whether what is surely stored at the end of a step does not fit, in whatever layout and whatever backward runs again."""
+    """Whether stored tensors alone exceed the limit at the end of a step, for any placements and any recomputation."""
     row = formulation.memory_rows["update" if formulation.table.graph.training else "turn"]
     return least_possible(formulation.problem, row) > formulation.problem.row_limit[row]
 
 
 def least_possible(problem: Problem, row: int) -> float:
-    """What is on a row whatever is chosen, were every node free to take its least. More than the limit: nothing fits."""
+    """A lower bound on the row's load: the sum of every node's least amount. If it exceeds the limit, nothing fits."""
     return float(sum(least.min() for least in _with_memory(problem, np.array([row]), 1.0, _free)))
 
 
 def possible(problem: Problem, choices: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Those that some amount of memory would allow: where layouts are given, a plan by hand may be none of them."""
+    """The choices that are feasible with enough memory. Where seeds fix placements, a baseline may be infeasible."""
     enough = ample(problem)
     return [c for c in map(np.asarray, choices) if np.isfinite(evaluate(enough, c))]
 
@@ -257,7 +257,7 @@ def least_memory(problem: Problem, rows: Iterable[int]) -> Problem:
 
 
 def _free(costs: np.ndarray) -> np.ndarray:
-    """Costs of nothing, but where they forbid."""
+    """0 where a cost is finite, infinite elsewhere."""
     return np.where(np.isfinite(costs), 0.0, np.inf)
 
 

@@ -1,4 +1,4 @@
-"""What kind of plan it is, in one sentence, read from the plan's own data: "ZeRO-2 over dp*tp; vocabulary split over tp".
+"""The kind of a plan in one sentence, derived from the plan's data: "ZeRO-2 over dp*tp; vocabulary split over tp".
 
 Per mesh axis: are values split along dim 0, the batch; are weights gathered before they are used, and again for backward; which weights
 stay split while they compute. The words are those of the literature: see docs/report.md."""

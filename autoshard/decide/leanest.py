@@ -1,4 +1,4 @@
-"""The plan that needs least memory, as far as a search finds it: what a budget must be at least to be of use."""
+"""The plan of least memory that the search finds. Its peak is a budget that is known to be enough."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ def leanest(asked: Asked, clock: Clock) -> Lean | None:
 
 
 def _priced(asked: Asked, clock: Clock) -> Lean | None:
-    """Memory is priced, first at the moments that have rows, then also where the plan found is fullest. Seconds count a little:
-    of plans alike to the rows the faster one splits what they do not see."""
+    """Minimise memory: first at the moments that have rows, then also at the peak of the plan found. Seconds have a small weight:
+    of plans with equal rows, the faster one splits tensors that the rows do not count."""
     formulation, met = asked.formulation, possible(asked.formulation.problem, asked.known)
     played = [(choice, asked.played(choice)) for choice in met[:MOST_PLAYED]]
     for n in range(ROUNDS):
@@ -54,7 +54,7 @@ def _priced(asked: Asked, clock: Clock) -> Lean | None:
 
 
 def _least(formulation: Formulation, met: Sequence[np.ndarray], clock: Clock) -> np.ndarray | None:
-    """The choice of least memory in the rows, or the best that treats repeated layers alike."""
+    """The choice of least memory in the rows, or the best one with repeated layers tied."""
     problem, rows = formulation.problem, np.array(list(formulation.memory_rows.values()))
     start = met[-1] if met else solve(least_memory(problem, rows), clock=clock.part(0.5)).choice
     if start is None:

@@ -45,12 +45,12 @@ class Chosen:
 
 
 def choose(formulation: Formulation, solution: Solution) -> Chosen:
-    """Read a solution: which strategy, and for every (value, window, spec) read how it comes about."""
+    """Read a solution: the strategy of every op, and for every (value, window, spec) that is read, how that copy is made."""
     return chosen_by(formulation, solution.choice)
 
 
 def chosen_by(formulation: Formulation, choice: np.ndarray) -> Chosen:
-    """`choose` for a bare choice. Where it was open what backward runs again, the result is about the program that is left."""
+    """`choose` for a bare choice. If recomputation was not decided yet, the result is about the program with the chosen recomputation."""
     table, strategies, states = formulation.table, formulation.strategy_of(choice), formulation.state_of(choice)
     if table.base is not None:
         table, strategies = decided(table, strategies)
@@ -66,7 +66,7 @@ def chosen_by(formulation: Formulation, choice: np.ndarray) -> Chosen:
 
 
 def _is_kept(graph: Graph, states: Mapping[tuple[Ref, Spec], State], key: tuple[Ref, Window, Spec], copies: Mapping) -> bool:
-    """A kept state counts only where an earlier window reads the copy too; else this one makes it, at the same price."""
+    """A kept copy needs an earlier window that reads it too. Without one, this window makes the copy, at the same price."""
     ref, window, spec = key
     if not copied_before(graph, key, copies):
         return False
@@ -157,7 +157,7 @@ def _inner(chosen: Chosen, op: Op, mesh) -> list[Collective]:
 
 
 def fallbacks(chosen: Chosen) -> tuple[Fallback, ...]:
-    """Ops that run replicated for want of a rule, with what that costs."""
+    """Ops without a sharding rule, which run replicated, and their price."""
     graph = chosen.table.graph
     return tuple(Fallback(op.name, str(op.target), float(chosen.table.ops[op.name].compute[chosen.strategies[op.name]]),
                           op.module, op.source)
@@ -187,7 +187,7 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
 
 
 def _host_notes(plan: Plan, predicted: Mapping[str, float], memory: Mapping[str, float | None]) -> tuple[str, ...]:
-    """What lies on the host, and what that takes."""
+    """A note on the optimizer state on the host: bytes and seconds."""
     if not plan.offload:
         return ()
     n, (unit, size) = len(plan.offload), ("GiB", 2**30) if memory["host"] >= 2**30 else ("MiB", 2**20)
@@ -196,7 +196,7 @@ def _host_notes(plan: Plan, predicted: Mapping[str, float], memory: Mapping[str,
 
 
 def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
-    """What is executed, without prices and facts for readers."""
+    """The part of the plan that is executed: no prices, nothing for reports."""
     table, graph = chosen.table, chosen.table.graph
     ops = {op.name: OpPlan(*table.strategies[op.name].strategy(chosen.strategies[op.name])) for op in graph.ops}
     return Plan(
@@ -208,7 +208,7 @@ def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
 
 @dataclass(eq=False)
 class Plays:
-    """Timelines of choices, each played once. `settings`: those of the plan; how inputs come in counts."""
+    """Timelines of choices, each played once. `settings`: the settings of the plan; input placements matter."""
 
     formulation: Formulation
     settings: Mapping[str, Any]

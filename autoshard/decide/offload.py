@@ -1,7 +1,7 @@
-"""Optimizer state on the host, in the search: problems in which none lies there, and plans made to fit by moving some there.
+"""Optimizer state on the host: the search without it, and starting plans that fit because some of it is moved there.
 
-A byte on the host costs nearly the same, whosever it is. So the fastest plan there is, with as much state on the host as it takes too
-much, is often close to the best, and known at once: the search starts from it.
+The cost per byte on the host hardly depends on the parameter. So the fastest plan, with just enough optimizer state moved to the
+host, is often close to the best. It is cheap to compute, and the search starts from it.
 """
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autoshard.search.clock import Clock
 from autoshard.search.problem import Solution
 
 ALONE = 2 / 3
-"""Part of the time that goes into plans without state on the host."""
+"""Share of the time for plans without state on the host."""
 
 
 def search_offloading(formulation: Formulation, limit: float, *, measure: Measure, clock: Clock, incumbents: list[np.ndarray],
                       **options) -> Solution:
-    """`search_within` where optimizer state may lie on the host: first where none does, then with all open from what was found."""
+    """`search_within` with optimizer state on the host allowed. Searches without it first, then with it from the plan found."""
     here = search_within(on_device(formulation), limit, measure=measure, clock=clock.part(ALONE), incumbents=incumbents, **options)
     known = [*incumbents, *([] if here.choice is None else [here.choice])]
     return search_within(formulation, limit, measure=measure, clock=clock, incumbents=known, **options)
@@ -44,14 +44,14 @@ def on_device(formulation: Formulation) -> Formulation:
 
 
 def made_to_fit(formulation: Formulation, choices: Iterable[np.ndarray], measure: Measure, limit: float) -> list[np.ndarray]:
-    """Those of the choices that some state on the host makes fit into `limit` bytes, with that state there."""
+    """The choices that fit into `limit` bytes once some optimizer state is moved to the host, with that state moved."""
     aim = without_slack(formulation, limit)
     return [c for c in (until_it_fits(formulation, np.asarray(c), measure, aim) for c in choices) if c is not None]
 
 
 def until_it_fits(formulation: Formulation, choice: np.ndarray, measure: Measure, aim: float) -> np.ndarray | None:
-    """The choice with its largest states on the host, as few of them as keep the timeline within `aim` bytes; None where all of
-    them are not enough."""
+    """The choice with its largest optimizer states moved to the host, as few as keep the timeline within `aim` bytes. None if
+    moving all of them is not enough."""
     sizes = _state_bytes(formulation, choice)
     order = sorted(sizes, key=lambda n: -sizes[n])
 
@@ -73,7 +73,7 @@ def until_it_fits(formulation: Formulation, choice: np.ndarray, measure: Measure
 
 
 def moved_to_host(formulation: Formulation, node: int, strategy: int) -> int:
-    """The strategy of a parameter's unit that differs from `strategy`, on the device, in where the state lies (`with_host`)."""
+    """The strategy equal to `strategy` of a parameter's unit, but with the optimizer state on the host (`with_host`)."""
     unit = formulation.units.units[node]
     picked, half = unit.picked[0], len(formulation.table.strategies[unit.name]) // 2
     return int(np.flatnonzero(picked == picked[strategy] + half)[0])

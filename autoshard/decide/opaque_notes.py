@@ -1,4 +1,4 @@
-"""What a plan says about submodules that run whole, because they cannot be traced."""
+"""Notes of a plan about submodules that run as one op, because they cannot be traced."""
 from __future__ import annotations
 
 from autoshard.base import quantities

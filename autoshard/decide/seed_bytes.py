@@ -1,4 +1,4 @@
-"""Seeds that keep plans from fitting: how many bytes a rank holds because of each, beyond what the tensors need at least."""
+"""Seeds that keep plans from fitting: bytes per rank that each seed costs above the minimum of its tensors."""
 from __future__ import annotations
 
 from collections import Counter

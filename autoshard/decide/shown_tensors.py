@@ -1,4 +1,4 @@
-"""Graph + chosen specs -> the tensors a reader of the plan wants to see, with their placements.
+"""Graph + chosen specs -> the tensors that reports show, with their placements.
 
 Weights and buffers as stored, the model's inputs and outputs, and of the activations those that leave
 the module that made them (a layer's output), plus the outputs of attention ops, where heads are split.

@@ -1,4 +1,4 @@
-"""Why no plan fits: a proven lower bound, the least found, when it is fullest and what is alive there, and seeds in the way."""
+"""Why no plan fits: the proven lower bound, the least peak found, what is alive at that peak, and seeds that cost memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ DIGITS, MOST_DIGITS = 4, 12  # of an amount in a message; more than usual where 
 
 def explain_infeasible(formulation: Formulation, solution: Solution, limit: float, lean: Lean | None, settings: Mapping[str, Any],
                        clock: Clock) -> InfeasibleError:
-    """The error to raise. `formulation`: of the program that all others are part of; `lean`: the plan of least memory found;
-    `settings`: those of a plan; what is left of `clock` goes into the bound and, with seeds, half of it into a search without them."""
+    """The error to raise. `formulation`: the program with recomputation undecided; `lean`: the plan of least memory found;
+    `settings`: the settings of the plan. The time left on `clock` goes into the bound; with seeds, half of it into a search without them."""
     table, problem, rows = formulation.table, formulation.problem, formulation.memory_rows.values()
     leasts = _leasts(problem, tuple(rows), clock.part(0.5 if table.seeds.matches else 1.0))
     if any(least.status is Status.INFEASIBLE for least in leasts):
@@ -43,12 +43,12 @@ def explain_infeasible(formulation: Formulation, solution: Solution, limit: floa
 
 
 def _leasts(problem: Problem, rows: Sequence[int], clock: Clock) -> list[Solution]:
-    """Per row the problem of using as little of it as possible, in equal parts of the time left."""
+    """Per row, the least load that any choice has; each row gets an equal share of the time left."""
     return [solve(least_memory(problem, [row]), clock=clock.part(1 / (len(rows) - i))) for i, row in enumerate(rows)]
 
 
 def _sentence(limit: float, bound: float, needs: float, timeline: Timeline, solution: Solution) -> str:
-    """What fits, in amounts with as many digits as tell them apart."""
+    """What fits and what does not, with as many digits as tell the amounts apart."""
     digits = next((d for d in range(DIGITS, MOST_DIGITS) if len({_text(x, digits=d) for x in (limit, bound, needs)}) == 3), DIGITS)
     budget, low, high = _text(limit, digits=digits), _text(bound, floor, digits), _text(needs, ceil, digits)
     if bound > limit:
@@ -62,13 +62,13 @@ def _sentence(limit: float, bound: float, needs: float, timeline: Timeline, solu
 
 
 def _offload(table: CostTable) -> str:
-    """That optimizer state could lie on the host, where it could and was not asked for."""
+    """A hint at `offload='optimizer'`, where it is possible and was not requested."""
     could = table.graph.training and not table.training.offload and table.cluster.device.host_link is not None
     return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer][0] else ""
 
 
 def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any], clock: Clock) -> str:
-    """Whether a plan would fit without the user's seeds, and which of them hold most. Empty where there are none."""
+    """Whether a plan fits without the user's seeds, and which seeds cost most memory. Empty without seeds."""
     if not table.seeds.matches:
         return ""
     free = formulate(without_seeds(table.base or table, settings.get("outputs", "replicate")), memory_limit=limit)

@@ -1,0 +1,1 @@
+"""Cost table -> search problem: nodes, copy nodes, edges and memory rows."""

@@ -101,8 +101,8 @@ def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple
 
 
 def with_source(producer: np.ndarray, states: Sequence[State], window: int) -> np.ndarray:
-    """[producer specs x state of the source, states]: what serves `window` is the source's, which may be off; copies of
-    earlier windows are kept of what does not run again."""
+    """[producer specs x state of the source, states]. A copy that serves `window` is made from the recompute source, which may be
+    off. A copy of an earlier window may be kept only if the value is not recomputed."""
     kept = np.array([s.name == KEPT for s in states])
     needs = np.array([s.serves[window] for s in states]) & ~kept
     barred = np.stack([np.where(needs, np.inf, 0.0), np.zeros(len(states)), np.where(kept, np.inf, 0.0)])

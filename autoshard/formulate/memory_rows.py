@@ -1,4 +1,4 @@
-"""Hard rows of memory for single moments, as functions of the choice: added where a plan that was found is too full.
+"""Hard memory rows for single moments of the step, added where the timeline of a plan found exceeds the limit.
 
 A row counts, at the moment an op runs: what is stored; final gradients that exist; values that are read later, once per
 buffer, in their producer's spec; copies in other specs between their first and last reader. Exact lifetimes depend on the
@@ -42,8 +42,8 @@ def with_row(formulation: Formulation, moment: str) -> Formulation:
 
 
 def without_idle(formulation: Formulation, choice: np.ndarray) -> np.ndarray:
-    """The choice with sources off that nobody reads in the plan it stands for: a plan frees what it does not need, and so must
-    the loads of rows that are compared with its timeline."""
+    """`choice` with unread recompute sources switched off. A plan does not keep values that nobody reads, so row loads that are
+    compared with its timeline must not count them."""
     table, units = formulation.table, formulation.units
     if table.base is None:
         return choice
@@ -96,8 +96,8 @@ def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
 
 
 def _values(formulation: Formulation, now: int) -> Iterator[Amounts]:
-    """Buffers that exist at `now` and are read then or later, each for the first value that lies in it. What a source keeps
-    exists from forward on."""
+    """Buffers that exist at `now` and are read then or later, each for the first value that lies in it. A value that a recompute
+    source keeps exists from forward on."""
     table, units = formulation.table, formulation.units
     graph, last = table.graph, last_reads(table.graph)
     for op in graph.ops:

@@ -3,8 +3,9 @@
 Nodes are units of ops that decide together (see space/decision_units.py) and **copy nodes**. A value read in one spec by several consumers is
 redistributed once, so the redistribution is a node of its own: per (value, target spec), see formulate/copies.py.
 
-Where it is open what backward runs again (recompute/undecided.py), backward reads a value through its source, and the copy nodes of the
-two are one: `kept` then needs the value not to run again, and what serves backward from the producer's spec needs its source.
+While recomputation is undecided (recompute/undecided.py), backward reads a value through its recompute source, and a value and its source
+share one copy node: state `kept` requires that the value is not recomputed; a state that serves backward from the producer's spec
+requires the source.
 
 A (value, spec) that only one consumer could read needs no node: the producer-consumer edge carries its
 price. Gathers of parameters and reductions of gradients may hide behind compute; their seconds must sit on
@@ -12,8 +13,8 @@ node states to enter the overlap rows, so their copy nodes have one `made` state
 
 Rows: 0 = memory at the turn from forward to backward (hard), then, where the cluster overlaps at all, 1 = forward and
 2 = backward overlap with load = hideable seconds - eta * heavy compute seconds, limit 0 and price 1 - interference; in
-training then memory at the optimizer's update (hard). Both memory rows count no byte that is not surely there, so that a
-bound under them holds; `memory/rows.py` adds rows for the moments at which a plan turned out to be fuller.
+training then memory at the optimizer's update (hard). Both memory rows count only bytes that every plan holds then, so a
+bound under them is valid; `memory_rows.py` adds rows for moments at which a plan found needs more.
 """
 from __future__ import annotations
 
@@ -128,12 +129,12 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
 
 
 def default_units(table: CostTable) -> Units:
-    """What decides together: units of ops, and where it is open what runs again, units of sources that mirror them."""
+    """Decision units: groups of ops, and, while recomputation is undecided, their recompute sources with them."""
     return find_units(table) if table.base is None else open_units(find_units(table.base), table)
 
 
 def _left(table: CostTable, limit: float) -> float:
-    """Bytes for what the rows count: without the allocator's slack, and buffers, which no choice changes."""
+    """The limit of the memory rows in bytes: without the allocator's slack, and without buffers, which no choice changes."""
     return limit / (1.0 + table.cluster.device.allocator_slack) - buffer_bytes(table)
 
 
@@ -143,7 +144,7 @@ def buffer_bytes(table: CostTable) -> int:
 
 
 def unreachable(items: Items, row: int) -> float:
-    """A limit that no choice can exceed: everything on the row at once."""
+    """A limit that no choice can exceed: the sum of all items on the row."""
     return float(np.maximum(items.amount[items.row == row], 0.0).sum()) + 1.0
 
 

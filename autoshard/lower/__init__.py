@@ -1,0 +1,1 @@
+"""Plan -> schedule of one rank -> local FX graphs with explicit collectives."""

@@ -1,4 +1,4 @@
-"""Attention where there is no CPU kernel: what stands in for the two ops that a trace holds.
+"""Attention on other devices: functions that replace the two CPU attention ops of a trace.
 
 A model is traced with CPU tensors, so its graph holds `_scaled_dot_product_flash_attention_for_cpu` and its backward. Plans know
 of one value saved between the two beside the output, the log-sum-exp of every row. The functions here take and give just

@@ -1,5 +1,5 @@
-"""Which argument's memory an op's result may take where that argument dies: known to the pass that does it
-(runtime/in_place.py) and to the timeline."""
+"""Which argument an op's result may overwrite if the argument is not read afterwards: used by the pass that does it
+(lower/passes/in_place.py) and by the timeline."""
 from __future__ import annotations
 
 from collections.abc import Iterator

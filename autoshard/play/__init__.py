@@ -1,0 +1,1 @@
+"""Memory of a plan: plays a schedule and records live bytes over time."""

@@ -28,7 +28,7 @@ MOST_TENSORS = 12
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """`live[t, c]`: bytes of category c at time t (see memory/play.py), including what `constant` says is there always. `update`:
+    """`live[t, c]`: bytes of category c at time t (see play/play.py), including what `constant` says is there always. `update`:
     what the optimizer needs for a moment; `host`: bytes of its state in the host's memory."""
 
     graph: Graph
@@ -61,7 +61,7 @@ class Timeline:
         return int(np.argmax(self.live.sum(axis=1)))
 
     def moment_of(self, t: int) -> str:
-        """The moment of time t as `memory/rows.py` names it: the op that runs then or next, "turn" or "update"."""
+        """The moment of time t as `formulate/memory_rows.py` names it: the op that runs then or next, "turn" or "update"."""
         times = self.played.times
         if t >= len(times):
             return "update"

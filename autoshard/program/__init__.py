@@ -1,0 +1,1 @@
+"""`nn.Module` -> canonical graph: trace, simplify, report what cannot be traced."""

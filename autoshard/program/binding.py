@@ -1,4 +1,4 @@
-"""How the arguments of a call reach `forward` and `loss_fn`: as Python binds them, in one form for every way to write the call.
+"""Binds the arguments of a call to `forward` and `loss_fn` as Python does, in one form for every way to write the call.
 
 `model(x, target=t)`, `model(target=t, x=x)` and `model(x, t)` are one program. The trace, the compiled module and `verify` all
 get their tensors from `Binding.flatten`, so what is verified is what runs.

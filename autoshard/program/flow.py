@@ -1,4 +1,4 @@
-"""Which values are a parameter, or a gradient, but for views and casts: their communication can overlap compute."""
+"""Finds values that equal a parameter or a gradient up to views and casts: their communication can overlap compute."""
 from __future__ import annotations
 
 from collections import defaultdict

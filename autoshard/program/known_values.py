@@ -1,6 +1,6 @@
-"""Data of a trace that is known all the same: of values made from shapes and constants alone.
+"""Values of a trace that depend on shapes and constants only. Code may read them: they are computed while tracing.
 
-A model that looks at a mask of ones it made itself takes the same way at every call, and so does its graph.
+Example: a model that makes a mask of ones and calls `mask.all()` takes the same branch at every call, so the graph is valid.
 """
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autoshard.program.tape import Tape, is_random
 
 ASKED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 LARGEST = 1 << 26
-"""Elements of the largest value worth computing to answer a question."""
+"""Largest number of elements of a value that is computed while tracing."""
 
 
 @dataclass(eq=False)
 class Constants:
-    """Answers a trace that asks for data; `otherwise` where the data depends on parameters, inputs or random numbers."""
+    """Answers reads of data during a trace. `otherwise` is called where the data depends on parameters, inputs or random numbers."""
 
     tape: Tape
     otherwise: Callable[[Any, Any], Any] | None = None
@@ -40,7 +40,7 @@ class Constants:
         return NotImplemented if self.otherwise is None else self.otherwise(op, args)
 
     def _look_at_new_ops(self) -> None:
-        """Which ops since the last question depend on no data."""
+        """Find the constant ops among those recorded since the last call."""
         for op in self.tape.ops[self._read:]:
             if self._is_constant(op):
                 self._makers[op.name] = op
@@ -54,7 +54,7 @@ class Constants:
         return op.kind == "call" and small and plain and all(r.op in self._makers for r in op.refs)
 
     def _compute(self, wanted: set[str]) -> None:
-        """Those values and what they are made from, in the order of the program."""
+        """Compute the wanted values and the values they depend on, in program order."""
         for op in reversed(tuple(self._makers.values())):
             if op.name in wanted and op.name not in self._values:
                 wanted |= {r.op for r in op.refs}

@@ -1,5 +1,6 @@
-"""Libraries that are told they run in eager mode may keep results in a `functools.lru_cache`. Tensors of a trace must not stay there:
-the user's model would get them."""
+"""Clears `functools.lru_cache`s that hold tensors of a trace.
+
+Libraries that run in eager mode may cache results. A fake tensor left in a cache would reach the user's model after the trace."""
 from __future__ import annotations
 
 import functools
@@ -18,8 +19,8 @@ from autoshard.program.tape import TORCH_DIR
 
 @contextmanager
 def kept_clean(mode: str) -> Iterator[None]:
-    """Clear every cache that holds a tensor of a trace in this block. In `mode` "eager", and only where code outside of torch asked
-    whether it is being compiled: to look through all caches takes some 50 ms."""
+    """On exit, clear every cache that holds a tensor of a trace. Only in `mode` "eager", and only where code outside of torch called
+    `torch.compiler.is_compiling`: the scan of all caches takes about 50 ms."""
     asked, told = [], torch.compiler.is_compiling
 
     def is_compiling() -> bool:

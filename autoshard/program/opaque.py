@@ -1,9 +1,9 @@
-"""A submodule as one op of the graph: what cannot be traced runs as the Python it is, whole, on every rank.
+"""A submodule as one opaque op of the graph: code that cannot be traced runs as Python, unsharded, on every rank.
 
 `Whole` is the target of two ops. Forward takes the submodule's tensor inputs, parameters and buffers and gives its outputs
-and the buffers it wrote. Backward takes the same and the gradients of the outputs, runs the submodule again, and gives what
-autograd finds; so nothing lives from forward to backward but what went in. Random numbers are drawn again from the state of
-the generator, which forward hands over.
+and the buffers it wrote. Backward takes the same and the gradients of the outputs, recomputes the submodule under autograd, and gives
+the gradients; so nothing but the inputs lives from forward to backward. Random numbers are drawn from the state of the generator
+that forward saved, so they are the same.
 
 What the op looks like was found by runs on made-up values (program/opaque_probe.py). What a later call does beyond that (another shape,
 a buffer written, numbers drawn) is refused when it happens.

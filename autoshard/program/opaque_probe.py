@@ -1,4 +1,4 @@
-"""Writes submodules into a trace as one op each (program/opaque.py), and finds out what such an op looks like.
+"""Records submodules in a trace as one opaque op each (program/opaque.py), and probes their outputs and effects.
 
 Two runs on made-up values that take different branches: a trace of the submodule alone, and where that fails a real run on
 random data.

@@ -1,7 +1,7 @@
-"""Why a model is not one graph: every place at once, not the first alone.
+"""Collects every place where a model cannot be one graph, not only the first.
 
-After a trace has failed the model is traced once more, and this time goes on: what asks for a tensor's data gets a made-up
-value, what the recorder refuses is noted, and of a submodule that raises only the result is looked for. Nothing of that
+After a trace has failed, the model is traced once more without stopping: reads of a tensor's data get a made-up
+value, ops that the recorder refuses are noted, and for a submodule that raises only the result is determined. Nothing of that
 trace is used but its list of places.
 """
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write down the aten ops of one run over fake tensors as frozen `Op`s (used by trace.py only)."""
+"""Records the aten ops of one run over fake tensors as frozen `Op`s."""
 from __future__ import annotations
 
 import linecache
@@ -213,7 +213,7 @@ class Tape:
         return tuple(self._canon(v) for v in value) if isinstance(value, tuple) else value
 
     def _twin(self, call: int, key: Any) -> Op | None:
-        """The forward op that a recomputed op of a call of checkpoint repeats. Random ops must not be drawn again, so they are
+        """The forward op that an op recomputed by checkpoint repeats. Random numbers must not be drawn twice, so random ops are
         matched by equal arguments, and by order among several with equal arguments."""
         twins = self._twins.get((call, key))
         if not twins:

@@ -1,7 +1,7 @@
-"""Collectives that the user's own model calls, traced through with their placements taken as given.
+"""User collectives: functional collectives that the model calls, traced as marks that fix their placements.
 
-A model that is parallelised by hand is read as one device would run it: weights are whole and every group has one rank, so a
-collective changes no number. What it says is how its operand and its result lie on the mesh axis of its group:
+A model that is parallelised by hand is traced as on one device: weights are whole and every group has one rank, so a
+collective does not change any number. It fixes the placements of its operand and its result on the mesh axis of its group:
 
     all_reduce(x, op, group)                    Partial(op) -> Replicate
     all_gather_tensor(x, dim, group)            Shard(dim)  -> Replicate
@@ -9,8 +9,8 @@ collective changes no number. What it says is how its operand and its result lie
     shard_dim_alltoall(x, a, b, mesh, dim)      Shard(a)    -> Shard(b), an AllToAll that says both dims
     broadcast(x, src, group)                    Replicate   -> Replicate: every rank holds the one device's value
 
-So it is traced as two marks (see seeds/seeds.py), one per side. Between them lies a change of layout like any other: priced by
-the tables, lowered to the collective it is. Everything else, other mesh axes too, is left to seeds and search.
+So it is traced as two marks (see seeds/marks.py), one per side. The redistribution between them is priced and lowered like any
+other, to the same collective. Seeds and search decide everything else, other mesh axes included.
 """
 from __future__ import annotations
 

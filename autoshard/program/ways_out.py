@@ -1,4 +1,4 @@
-"""What cannot be part of one graph, in the user's words, and what to write instead."""
+"""Table of constructs that cannot be part of one graph, and what to write instead."""
 from __future__ import annotations
 
 from collections.abc import Iterator

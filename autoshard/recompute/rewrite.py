@@ -1,11 +1,11 @@
-"""Activation checkpointing as a graph: backward makes values of forward again instead of keeping them.
+"""Activation checkpointing as a graph: backward recomputes values of forward instead of keeping them.
 
-A recomputed op is a second op, of the backward phase, in front of the first reader. So it has strategies of its own, its
-compute and its redistributions are priced, and it lives in the timeline and runs like any op. What it reads of forward is
-saved instead. Random ops are never run again: their numbers are kept.
+A recomputed op is a second op, of the backward phase, in front of its first reader. So it has strategies of its own, its
+compute and its redistributions are priced, and it lives in the timeline and runs like any op. The values of forward that it
+reads are saved. Random ops are never recomputed: their results are kept.
 
-`with_recompute` is the program once it is decided which ops that are. `with_sources` is the program in which that is still
-open: whatever backward reads of forward comes from a *source*, an op that keeps the value or makes it again.
+`with_recompute` gives the program for decided recomputation. `with_sources` gives the program in which recomputation is not decided
+yet: backward reads every value of forward through a *recompute source*, an op that either keeps the value or recomputes it.
 """
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from autoshard.rules import registry
 
 CHEAP = ("pointwise", "norm", "view", "copy", "reduction")
 FAMILIES = (*CHEAP, "matmul", "attention", "conv", "gather")
-"""Of ops that may run again."""
+"""Families of ops that may be recomputed."""
 
 
 def candidates(graph: Graph, families: Collection[str] = FAMILIES) -> tuple[str, ...]:
-    """Forward ops of these families but random ones and residual joins: sums of two values of the same shape, from which
-    whole blocks are recomputed. Only those that backward would have kept anyway are ever run again."""
+    """Forward ops of these families, except random ops and residual joins (sums of two values of the same shape): blocks are
+    recomputed from their joins. An op is recomputed only if backward reads its value."""
     return tuple(op.name for op in graph.of_kind("call")
                  if op.phase == "forward" and registry.rule_of(op.target).family in families and not is_random(op.target)
                  and not _is_join(graph, op))
@@ -44,28 +44,28 @@ def is_view(op: Op) -> bool:
 
 
 def with_recompute(graph: Graph, names: Collection[str]) -> Graph:
-    """The graph in which backward runs the ops `names` again where it reads them. The same graph where there are none."""
+    """The graph in which backward recomputes the ops `names` where it reads them. Without names, the same graph."""
     return _Rewrite(graph, frozenset(names), frozenset(names)).run() if names else graph
 
 
 def with_sources(graph: Graph) -> Graph:
-    """The graph in which backward reads every value that forward computes through a source.
+    """The graph in which backward reads every value that forward computes through a recompute source.
 
-    A source is named like the op, with `AGAIN`. Its arguments are the op's own, read through sources too, for running it
-    again; an op that never runs again has none there. As keyword `KEPT` it has the op's values, for keeping them; a
-    view has none, for what is kept is what it looks at."""
+    A source has the op's name with the suffix `AGAIN`. Its arguments are those of the op, read through sources too, to recompute
+    it; a source of an op that is never recomputed has none. The keyword `KEPT` holds the op's values, to keep them; a view
+    has none, since the value it views is kept."""
     forward = frozenset(op.name for op in graph.of_kind("call") if op.phase == "forward")
     return _Sources(graph, forward, frozenset(candidates(graph))).run()
 
 
 def is_source(op: Op) -> bool:
-    """Whether the op hands a value of forward to backward, being kept or run again."""
+    """Whether the op is a recompute source: it gives backward a value of forward, kept or recomputed."""
     return op.kind == "call" and any(key == KEPT for key, _ in op.kwargs)
 
 
 @dataclass
 class _Rewrite:
-    """`names` are read through second ops, of which `runs` have the arguments of the first."""
+    """Backward reads `names` through second ops. Those of `runs` have the arguments of the first op."""
 
     graph: Graph
     names: frozenset[str]
@@ -83,7 +83,7 @@ class _Rewrite:
         return replace(self.graph, ops=tuple(self.ops))
 
     def _renamed(self, op: Op) -> Op:
-        """The op reading second ops, where they are there."""
+        """The op, reading second ops where they exist."""
         def read(leaf: object) -> object:
             return Ref(self.again[leaf.op], leaf.index) if isinstance(leaf, Ref) and leaf.op in self.again else leaf
 

@@ -1,8 +1,8 @@
-"""What backward runs again, as strategies: prices and units of the program in which backward reads forward through sources.
+"""Recomputation that is not decided yet, as strategies: prices and decision units of the program with recompute sources.
 
-A source (recompute/rewrite.py) *runs* like any op, *keeps* its values as forward made them, or is *off*, where nobody reads it. Off
-and kept it reads nothing and takes no time; kept it takes memory. A source decides together with the unit of its op and is
-laid out like it, so that there is one choice per group of ops, and equal layers are tied as ever.
+A recompute source (recompute/rewrite.py) *runs* (recomputes its values), *keeps* the values that forward made, or is *off* (nobody
+reads it). A source that is off or keeps reads nothing and takes no time; one that keeps takes memory. A source belongs to the
+decision unit of its op and has the same placements, so there is one choice per group of ops, and equal layers can be tied.
 """
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autoshard.space.strategies import StrategySet
 
 
 def open_table(table: CostTable) -> CostTable:
-    """The prices of the program in which it is open what backward runs again; `table` becomes its `base`. Strategies of a
-    source: those of the op, if it may run again, then one per layout in which its values may be kept, then off."""
+    """The prices of the program while recomputation is undecided; `table` becomes its `base`. Strategies of a source: those of
+    the op, if it may be recomputed; then one per layout in which its values may be kept; then off."""
     graph, again, made = with_sources(table.graph), frozenset(candidates(table.graph)), {}
     strategies, ops = dict(table.strategies), dict(table.ops)
     for op in graph.ops:
@@ -35,7 +35,7 @@ def open_table(table: CostTable) -> CostTable:
 
 
 def first_run(source: str) -> str:
-    """The name of the op that a source, or a second run, stands for."""
+    """The name of the op that a source, or a recomputed op, belongs to."""
     return source.removesuffix(AGAIN)
 
 
@@ -66,14 +66,14 @@ def kept_layouts(found: StrategySet) -> np.ndarray:
 # --- units ---
 
 def open_units(units: Units, table: CostTable) -> Units:
-    """`units` of the base program, those of forward with the sources of their values: a second run is laid out as the first."""
+    """`units` of the base program. Units of forward ops get the sources of their values: a recomputed op has the placements of the first."""
     joined = _Joined(table)
     return Units(tuple(joined.of(unit) for unit in units.units), table)
 
 
 @dataclass
 class _Joined:
-    """Makes units of ops and their sources. `wanted`: sources that a real op of backward reads."""
+    """Builds units of ops and their sources. `wanted`: sources that an op of backward reads, other sources not counted."""
 
     table: CostTable
     memo: dict = field(default_factory=dict)
@@ -84,7 +84,7 @@ class _Joined:
         self.wanted = {r.op for op in graph.ops if op.phase == "backward" and not is_source(op) for r in op.refs}
 
     def of(self, unit: Unit) -> Unit:
-        """The same where backward reads nothing of it."""
+        """The unit with its sources; the same unit where backward reads none of its values."""
         graph, there = self.table.graph, [m for m in unit.members if m + AGAIN in self.table.graph.by_name]
         sources = [graph.op(m + AGAIN) for m in there]
         if not sources or graph.op(unit.name).phase != "forward":
@@ -102,7 +102,7 @@ class _Joined:
         return tuple(tuple(place.get(r.op, -1) for r in s.refs) for s in sources)
 
     def _needed(self, sources: list[Op], wanted: set[str]) -> frozenset[str]:
-        """`wanted` sources, and what views among them look at."""
+        """The `wanted` sources, and the sources that views among them are views of."""
         needed: set[str] = set()
         for source in reversed(sources):
             if source.name in wanted or source.name in needed:
@@ -112,8 +112,8 @@ class _Joined:
         return frozenset(s.name for s in sources if s.name in needed)
 
     def _picked(self, unit: Unit, there: list[str], sources: list[Op], modes: list[frozenset[str]]) -> tuple[np.ndarray, ...]:
-        """Strategies: all run; values kept: all of them, those that are surely read, or of these all but views, of which
-        backward may have copies that forward made; off."""
+        """Strategies: all sources run; sources keep their values (all; those that are surely read; those without views, since
+        backward may have kept copies of views); all sources off."""
         rows = [[self._runs(m, s, unit.of(m)) for m, s in zip(there, sources, strict=True)]]
         for mode in (*modes, frozenset()):
             rows.append([self._keeps(m, s, unit.of(m)) if s.name in mode else self._off(s, len(unit))
@@ -142,7 +142,7 @@ class _Joined:
 # --- and back ---
 
 def decided(table: CostTable, picked: dict[str, int]) -> tuple[CostTable, dict[str, int]]:
-    """The program in which it is decided what runs again, and its strategies, from a choice for every op of the open one."""
+    """The program with the chosen recomputation, and its strategies, from a choice for every op of the undecided program."""
     base, graph = table.base, table.graph
     again = {first_run(s.name) for s in graph.ops if is_source(s) and source_runs(table, s.name)[picked[s.name]]}
     program = program_with(base, frozenset(again - _still_views(table, picked, again)))
@@ -150,7 +150,7 @@ def decided(table: CostTable, picked: dict[str, int]) -> tuple[CostTable, dict[s
 
 
 def program_with(base: CostTable, again: frozenset[str]) -> CostTable:
-    """The table of a program with the ops `again` run again; made once, as plans are played and priced several times."""
+    """The cost table of the program that recomputes the ops `again`. Cached, since plans are played and priced several times."""
     known = base._tables
     if ("program", again) not in known:
         graph = with_recompute(base.graph, again)
@@ -162,8 +162,8 @@ def program_with(base: CostTable, again: frozenset[str]) -> CostTable:
 
 
 def source_state(units: Units, source: Ref) -> np.ndarray:
-    """Per strategy of its unit: 0 where the source is off, 1 where its value is forward's, 2 where it runs again. A view of a
-    value kept in the same unit is forward's too."""
+    """Per strategy of its unit: 0 where the source is off, 1 where it keeps forward's value, 2 where it recomputes the value. A view
+    of a value kept in the same unit counts as kept."""
     op, unit = units.table.graph.op(source.op), units.index(source.op)
     there = ~np.all(units.table.strategies[op.name].outputs == NOWHERE, axis=(1, 2))[units.picked(op.name)]
     below = op

@@ -1,4 +1,4 @@
-"""The one look of every table and section in the terminal."""
+"""The style of every table and section in the terminal."""
 from __future__ import annotations
 
 from rich import box

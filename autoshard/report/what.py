@@ -1,4 +1,4 @@
-"""What a report shows, as rows computed from a `Plan` alone; how it looks is `text.py`'s business."""
+"""What a report shows, as rows computed from a `Plan` alone; `text.py` draws them."""
 from __future__ import annotations
 
 import json

@@ -1,0 +1,1 @@
+"""Sharding rules: what each op can do on one mesh axis."""

@@ -1,0 +1,1 @@
+"""Runs a lowered plan behind an `nn.Module`."""

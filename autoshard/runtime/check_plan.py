@@ -1,4 +1,4 @@
-"""Is a plan one of this program? A plan is data from a file: what it says is checked before anything runs by it."""
+"""Checks that a plan belongs to this program. A plan may come from a file, so it is checked before it is run."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a compiled module answers when it is asked for things of its model, or handed to another library's wrapper.
+"""Attributes of the original model on a compiled module, and errors for methods and wrappers that do not apply to it.
 
 Parameters, buffers and attributes of the instance (`config`) are the model's own. What the model's class has besides works on the module
 tree that the user sees: properties (`device`, `dtype`) and the user's own methods. A method that cannot work says what to do instead.
@@ -46,7 +46,7 @@ METHODS = {
     "push_to_hub": SAVE.format(", push_to_hub=True"),
     "from_pretrained": "load the original model, then compile it",
     "gradient_checkpointing_enable": "call it on the original model before autoshard.compile; or give autoshard.compile a memory_budget, "
-                                     "and the search decides what backward runs again",
+                                     "and the search decides what backward recomputes",
     "resize_token_embeddings": "the sizes of parameters are part of the plan; call it on the original model before autoshard.compile",
 }
 """Methods of these libraries -> what to do instead. Of the others most change the model, or run a part of it: see BEFORE."""

@@ -1,4 +1,4 @@
-"""The garbage collector during a search."""
+"""Settings of the garbage collector during a search."""
 from __future__ import annotations
 
 import gc

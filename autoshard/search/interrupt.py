@@ -1,4 +1,4 @@
-"""Ctrl-C while a search runs: the first asks it to stop with what it has, a second one ends it as everywhere else."""
+"""Ctrl-C during a search: the first asks it to stop with its best choice, a second one raises KeyboardInterrupt as usual."""
 from __future__ import annotations
 
 import signal

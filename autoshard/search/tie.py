@@ -1,9 +1,9 @@
-"""Tie the copies of repeated layers: one node for all nodes of a group.
+"""Ties the copies of repeated layers: one node for all nodes of a group.
 
-The quotient's choices are the choices of the whole problem that treat the copies alike, so its optimum is an incumbent.
-It is no bound: layers may differ at the optimum. All its costs, loads and limits are counted per layer (in parts of the
-most common number of copies): what lies inside a layer then looks exactly as it does in the whole problem, and what
-presolve found out about one holds for the other."""
+The choices of the tied problem are the choices of the whole problem with equal copies, so its optimum is a starting choice.
+It is not a bound: layers may differ at the optimum. All costs, loads and limits are counted per layer (divided by the
+most common number of copies), so the arrays of a layer equal those in the whole problem, and results of the
+reductions for one hold for the other."""
 from __future__ import annotations
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The words of seeds: what the value of a seed may look like, and the specs that it allows for a tensor."""
+"""The grammar of seeds: the forms of a seed's value, and the specs that it allows for a tensor."""
 from __future__ import annotations
 
 import difflib

@@ -1,6 +1,6 @@
-"""Marks in a model: `autoshard.annotate`, and the two sides of a collective of the model's own.
+"""Marks in a model: `autoshard.annotate`, and the two sides of a user collective.
 
-A mark is an op of the graph, an identity that holds its value, and the value's gradient, in a spec."""
+A mark is an op of the graph: an identity that fixes the spec of its value and of the value's gradient."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

@@ -1,0 +1,1 @@
+"""What may be chosen: strategies, decision units, repeated layers, the cost table."""

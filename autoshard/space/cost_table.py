@@ -52,8 +52,8 @@ class OpCost:
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """All prices of one graph on one mesh and cluster. See `table`, `steps` and `ops`. `base`: where it is open what backward
-    runs again (recompute/undecided.py), the prices of the program that runs nothing again."""
+    """All prices of one graph on one mesh and cluster. See `table`, `steps` and `ops`. `base`: while
+    recomputation is undecided (recompute/undecided.py), the prices of the program without recomputation."""
 
     graph: Graph
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""Units of decision: ops that share one choice because no layout change between them could pay.
+"""Decision units: groups of ops that share one choice, because no redistribution between them could pay.
 
 An anchor (contraction, attention, convolution, lookup, parameter, input, output, collective of the model) decides for itself. A cheap op joins the
 unit of its producers when

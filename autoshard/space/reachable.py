@@ -1,7 +1,7 @@
-"""Where the model's own collectives want parts of a sum, whoever makes the value must make parts: nothing else becomes Partial.
+"""Drop strategies that cannot meet the placements of user collectives (arc consistency, spread from their marks).
 
-The search would see that by itself. Walks that look one op ahead (plans by hand, propagation) would not, and a model in which
-nothing can make the parts deserves a message with its line."""
+A user collective that reads a Partial value needs a producer that makes Partial: no redistribution does. The search would
+find that by itself; baselines and propagation look only one op ahead. A model without such a producer gets an error with its line."""
 from __future__ import annotations
 
 from collections import deque
@@ -17,8 +17,8 @@ from autoshard.space.strategies import StrategySet
 
 
 def reachable(graph: Graph, strategies: Mapping[str, StrategySet]) -> dict[str, StrategySet]:
-    """The strategies without those that no neighbour can meet, spread from the model's own collectives. Raises SeedError where
-    that leaves none."""
+    """`strategies` without those that some neighbour cannot meet, spread from the user collectives. Raises SeedError where an op
+    has none left."""
     found = dict(strategies)
     todo = deque(op for op in marks(graph) if was_given(op))
     while todo:
@@ -43,7 +43,7 @@ def _edges(graph: Graph, op: Op) -> Iterator[tuple[Ref, Op, int]]:
 
 
 def _meet(made: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """[strategies of the maker, of the reader]: whether the value can be brought from the one's spec to the other's."""
+    """[strategies of the producer, of the reader]: whether a redistribution leads from the producer's spec to the reader's."""
     used, mine = np.unique(made, axis=0, return_inverse=True)
     wanted, theirs = np.unique(read, axis=0, return_inverse=True)
     able = np.all((wanted[None] > PSUM) | (used[:, None] == wanted[None]), axis=2)

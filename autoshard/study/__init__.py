@@ -1,0 +1,1 @@
+"""Questions about plans: explain, why not, compare, sweep, diff."""

@@ -251,7 +251,7 @@ def with_strategies(chosen: Chosen, strategies: Mapping[str, int]) -> Chosen:
 
 
 def chosen_by(plan: Plan, table: CostTable) -> Chosen:
-    """The choice a plan made, on the tables of its model, with what its backward runs again. Raises PlanError where the plan
+    """The choice a plan made, on the tables of its model, recomputed ops included. Raises PlanError where the plan
     is of another program."""
     graph = table.graph
     if plan.graph_hash != graph.hash or plan.mesh != table.mesh:

@@ -1,4 +1,4 @@
-"""The price of going from any layout of a value to any other, also where axes nest out of mesh order.
+"""The price of a redistribution between any two layouts of a value, also where axes nest out of mesh order.
 
 Plans nest axes in mesh order; such pairs are priced, and lowered, by `cost/redistribute.py`. A layout such as `tp*dp,-` on a mesh
 `dp,tp` is one a plan cannot have, but a question one can ask. Then the cheapest sequence is looked for (Dijkstra, 1959) over the layouts whose

@@ -1,4 +1,4 @@
-"""What the unsharded model computes: run by torch, or, with random ops, its graph run whole with the ranks' numbers."""
+"""The results of the unsharded model: run by torch or, with random ops, its graph run with the random numbers of the ranks."""
 from __future__ import annotations
 
 import copy
@@ -59,7 +59,7 @@ class Eager:
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers = {}) -> Expected:  # noqa: B006
         self.model.zero_grad()
         args, kwargs = pytree.tree_map(_fresh, (args, dict(kwargs)))
-        # Without a cache, for backward may run parts of forward again.
+        # Without a cache, since backward may recompute parts of forward.
         with torch.set_grad_enabled(self.graph.training), alone(), self._cast(), without_decoding_cache(self.model):
             with self.casting():
                 out = self._call(args, kwargs)

@@ -231,7 +231,7 @@ class PlanRun:
     # --- what is wrong ---
 
     def _first_wrong(self, checks: Sequence[Check]) -> FirstWrong:
-        """Run again beside the graph on one device, and stop at the first value that is off. Before that: is the graph the model?"""
+        """Repeat the run beside the graph on one device, and stop at the first wrong value. Before that, compare the graph with the model."""
         traced = [c for c in checks if c.run == "trace"] or self._trace_checks()
         if not all(c.ok for c in traced):
             return FirstWrong("trace", 0)

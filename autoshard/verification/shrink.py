@@ -1,4 +1,4 @@
-"""A Hugging Face config -> one of the same family that fits anywhere: two layers, narrow, few words."""
+"""A Hugging Face config -> a small one of the same family: two layers, narrow, a small vocabulary."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Models that fit: what a verification runs of a model that is too big for this machine's memory.
+"""Smaller models to verify in place of one that does not fit into this machine's memory.
 
-Rules, strategies and redistributions are the same at every size, so a small copy tests them; what it cannot test is
-the very plan of the big one, whose shapes divide in other ways."""
+Rules, strategies and redistributions are the same at every size, so a small copy tests them. It cannot test the plan of
+the big model, whose shapes divide in other ways."""
 from __future__ import annotations
 
 import json

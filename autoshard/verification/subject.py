@@ -1,4 +1,4 @@
-"""What a verification runs: a copy of the model in the sharpest dtype it can do, and its graph."""
+"""What a verification runs: a copy of the model in the most precise dtype it supports, and its graph."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` in a model, on two ranks: what it names is run again, the memory is what the plan says, and less."""
+"""`torch.utils.checkpoint` in a model, on two ranks: what it names is recomputed, the memory is what the plan says, and less."""
 from __future__ import annotations
 
 import sys

@@ -24,7 +24,7 @@ def plan(budget: float | None) -> autoshard.Plan:
 
 
 def layers_again(found: autoshard.Plan) -> set[str]:
-    """The layers of which backward runs some op again."""
+    """The layers of which backward recomputes some op."""
     model, _, batch = twins(build, torch.float64)
     graph = trace(model, batch, loss_fn=llama.loss).graph
     modules = [graph.op(name).module.split(".") for name in found.recompute]

@@ -19,7 +19,7 @@ def run_page(page: str, folder: Path, check: str) -> str:
     checks = f"import page_checks\npage_checks.{check}(globals())\nprint('checked', flush=True)\n"
     program = folder / "program.py"
     program.write_text(code.removesuffix(END) + checks + END)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOSHARD_CACHE": str(folder / "cache"), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOSHARD_CACHE": str(folder / "cache"), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
     done = subprocess.run([sys.executable, *TORCHRUN, program.name], capture_output=True, text=True, timeout=400, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("checked") == 2

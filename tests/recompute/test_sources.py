@@ -1,4 +1,4 @@
-"""What backward runs again, chosen together with the layouts: the best over all subsets of ops."""
+"""Recomputation chosen together with the placements: the best over all subsets of ops."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ class Wavy(nn.Module):
 
 
 def subsets(table):
-    """(seconds, bytes at the turn) of every program in which backward runs some ops again, on one rank: nothing to lay out."""
+    """(seconds, bytes at the turn) of every program that recomputes some ops, on one rank: there are no placements to choose."""
     names = candidates(table.graph)
     for n in range(len(names) + 1):
         for again in combinations(names, n):

@@ -1,0 +1,1 @@
+"""Plans made without a search: greedy starting plans, baselines and propagation."""

@@ -8,7 +8,7 @@ A scheme gives every mesh axis a role and says how parameters are stored:
     sequence   as tensor, but sums are reduce-scattered along the sequence, and gathered where a column starts
 
     whole      parameters, gradients and optimizer state on every rank of the data axes
-    sharded    split over the data axes; a gathered copy is kept from forward to backward (`keep`: ZeRO-1 and 2) or made again
+    sharded    split over the data axes; a gathered copy is kept from forward to backward (`keep`: ZeRO-1 and 2) or gathered again
                in backward (ZeRO-3). Gradients are reduced where they are made, or all when backward is through (`late`:
                ZeRO-1), which takes the memory of whole gradients and hides behind no compute.
 

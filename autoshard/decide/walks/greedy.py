@@ -1,4 +1,4 @@
-"""Known plans as starting points: a plan that was not proven optimal is never worse than one of these that fits.
+"""Greedy starting plans. The search never returns a plan that is worse than a starting plan that fits.
 
 Each walks the units in order and gives every unit the strategy that is cheapest where it stands (its own time plus
 the redistribution of its inputs), from a classic storage of the parameters: whole (data parallel) or split

@@ -1,9 +1,9 @@
-"""Seeds spread over the program, and between them the cheapest way is taken: no MIP, no memory, seconds at most.
+"""Propagates seeds over the program and takes the cheapest completion: no MIP, no memory rows, seconds at most.
 
-Seeds are never overridden: their ops have no other strategies. Splits that follow from them for sure spread (narrowing), and
-everything else is minimised together, exactly where elimination solves it (`search/min_sum.py`): first communication, then
-compute (`orders.py`). Where a step would take over 10 % longer that way than with everything open, their sum counts, and then
-nothing has to follow. What is taken is never dearer than the walk from which all of it starts, in which two steps take turns:
+Seeds are never overridden: their ops have no other strategies. Splits that follow from them spread (narrowing). Everything
+else is minimised together, exactly where elimination solves it (`search/routes/min_sum.py`): first communication, then
+compute (`orders.py`). If a step then takes over 10 % longer than with the seeds alone fixed, the sum of both is minimised, and in
+the last order narrowing is dropped. The result never costs more than the walk that it starts from, in which two steps alternate:
 
 * **Narrowing.** A value that is sure to be split by a mesh axis in one way asks its readers, and its maker, for the same. Who
   can follow drops its other strategies on that axis; who cannot keeps them all. Repeated to a fixpoint, as Shardy does.

@@ -1,4 +1,4 @@
-"""How units of decision hang together: who reads what from whom. Walks over the units (baselines, propagation) start here."""
+"""Edges between decision units: which unit reads which value. Walks over the units (baselines, propagation) use them."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,0 +1,1 @@
+"""Passes over a lowered graph that is bound to a rank."""

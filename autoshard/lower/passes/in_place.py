@@ -1,4 +1,4 @@
-"""Ops that may overwrite an argument, because it dies there: no second buffer, no copy before an all-reduce.
+"""Ops that overwrite an argument that is not read afterwards: no second buffer, no copy before an all-reduce.
 
 Only the eager backend needs this; inductor plans buffers by itself. The lowered graph stays functional.
 """

@@ -1,0 +1,1 @@
+"""The numeric oracle for sharding rules, and its samples."""

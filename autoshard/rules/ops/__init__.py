@@ -1,0 +1,1 @@
+"""Tables of sharding rules, one file per op family."""

@@ -1,4 +1,4 @@
-"""What carries a program's collectives on CPUs: memory that ranks share, or gloo; never a functional collective (docs/runtime.md)."""
+"""Chooses what carries a program's collectives on CPUs: shared memory or gloo messages, never a functional collective (docs/runtime.md)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The collectives of gloo_messages.py where the ranks share memory: each posts what it has and reads of the others what it wants."""
+"""The collectives of gloo_messages.py over shared memory: each rank posts its data and reads what it needs from the others."""
 from __future__ import annotations
 
 from collections.abc import Sequence

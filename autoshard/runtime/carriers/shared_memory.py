@@ -1,4 +1,4 @@
-"""Memory that the ranks of a process group on one machine share: what one posts, the others read where it lies.
+"""Memory that the ranks of a process group on one machine share: the others read in place what one rank posts.
 
 A message through the loopback is copied into the kernel and out of it, by a thread that first has to wake up: 2 MB take
 a millisecond, and 4 bytes on average half of one while both cores compute. Here they are written once, and a rank that waits looks

@@ -1,0 +1,1 @@
+"""Stored parameters and optimizer state of a compiled module."""

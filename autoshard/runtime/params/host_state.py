@@ -1,4 +1,4 @@
-"""Optimizer state in the host's memory: whose it is, and how it comes to the device for one parameter's update.
+"""Optimizer state in the host's memory: which parameters have it, and its transfer to the device for an update.
 
 A plan may keep the state of some parameters on the host (`Plan.offload`). The compiled model marks these parameters; the
 optimizer that `local_update` has wrapped updates each of them alone: its state comes to the device, torch's own step runs, the

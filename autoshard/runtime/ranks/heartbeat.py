@@ -1,4 +1,4 @@
-"""What every rank does, told to the others through the store: nobody waits for a rank that is gone or went elsewhere.
+"""Every rank reports through the store what it does, so that no rank waits for one that has ended or takes another branch.
 
 Each rank writes a beat, a number that grows with what it does, once a second from a thread of its own. A rank that
 waits reads the beats of the one it waits for: no new beat for `LOST` seconds is a dead process, and a rank that

@@ -1,4 +1,4 @@
-"""The end of a program: no thread of gloo's may hold a tensor when the interpreter shuts down.
+"""The end of a program: no gloo thread may hold a tensor when the interpreter shuts down.
 
 A worker thread of gloo's drops a collective's tensors after it has told the caller that the call is done, and on a busy machine long
 after. Dropping a tensor that Python knows takes Python's lock, and a thread that wants it while the interpreter shuts down is ended

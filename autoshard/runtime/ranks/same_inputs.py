@@ -19,9 +19,6 @@ from autoshard.errors import UsageError
 from autoshard.runtime.ranks.agree import gathered
 from autoshard.runtime.ranks.place import Place
 
-CHECKS = ("first", "always", "never")
-"""When ranks compare the numbers of their inputs."""
-
 
 def is_due(calls: int, check: str) -> bool:
     """Whether ranks compare before the call that comes after so many `calls` of a variant."""

@@ -1,0 +1,1 @@
+"""Reads and solves public contest instances: `autoshard solve`."""

@@ -1,4 +1,4 @@
-"""Why nothing fits: the tightest time point, and the least limit that would do, when it can be proven."""
+"""Why nothing fits: the tightest time point, and the least feasible limit, when it can be proven."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,0 +1,1 @@
+"""Lower bounds: message passing, row prices, reduced costs, and the proof in whole numbers."""

@@ -1,0 +1,1 @@
+"""MIP solvers in processes that can be killed."""

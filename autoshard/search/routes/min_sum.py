@@ -1,4 +1,4 @@
-"""A problem without rows, minimised without a MIP: exact reductions as long as they help, then sweeps.
+"""Minimises a problem without rows and without a MIP: exact reductions as long as they help, then sweeps.
 
 Reductions and pairs solve trees, and what is nearly one, exactly: every elimination joins at most two nodes at a time, so the
 tables stay small. What is left, if anything, gets messages (`Dual.converge`), whose bound often meets the choice decoded from
