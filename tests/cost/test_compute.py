@@ -133,7 +133,7 @@ def test_optimizer_state():
     for name, (kept, moved) in OPTIMIZERS.items():
         lean = {"none": 0, "adafactor": 5, "adam8bit": 4, "adamw8bit": 4}  # what they keep has another size
         assert moved == lean.get(name, 3 + 2 * kept)
-    with pytest.raises(UsageError, match="no cost for optimizer 'adamm'; use adam"):
+    with pytest.raises(UsageError, match="no cost for optimizer 'adamm'; did you mean adam"):
         optimizer_state_bytes("adamm", F32)
 
 

@@ -129,7 +129,7 @@ def loss_of_three(out, target, weight):
 @pytest.mark.parametrize("loss_fn, message", [
     (loss_of_one, r"loss_fn loss_of_one\(out\) is called with two arguments.*too many positional arguments.*\n  at .*test_call_forms.py:\d+: def loss_of_one"),
     (loss_of_three, r"loss_fn loss_of_three\(out, target, weight\) .*missing a required argument: 'weight'.*\n  at "),
-    (nn.MSELoss, r"loss_fn=MSELoss is a class; make a module of it: loss_fn=MSELoss\(\)"), ("mse", "loss_fn='mse' cannot be called")])
+    (nn.MSELoss, r"loss_fn=MSELoss is a class; make a module of it: loss_fn=MSELoss\(\)"), ("mse", "loss_fn is the str 'mse'; give a function")])
 def test_a_loss_of_another_arity_is_named(loss_fn, message: str) -> None:
     x, t = tensors(2)
     for call in (lambda: autoshard.compile(Seen(), "one=1", loss_fn=loss_fn, cluster="cpu-gloo"),
