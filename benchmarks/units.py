@@ -1,36 +1,76 @@
-"""How far grouping ops into units shrinks the search problem.
+"""How far grouping ops into units shrinks the search problem, and what it costs against deciding op by op.
 
     python benchmarks/units.py [MODEL] [--mesh dp=8,tp=8] [--batch 16] [--seq 8192]
+    python benchmarks/units.py --gain [MODEL ...] [--meshes a=8 a=2,b=4 a=2,b=2,c=2] [--batch 1] [--precision param=bf16,master=fp32,reduce=bf16]
+
+`--gain` takes the models of models/ at real widths with few layers. "+" stands at gaps of a search that ended at its time limit: op by op
+is a harder problem, and where its search does not close, its bound says what it gains at most.
 """
 from __future__ import annotations
 
 import argparse
+import importlib
 
+import torch
+
+from autoshard.api import prices
 from autoshard.base.mesh import parse_mesh
+from autoshard.cli.read import parse_precision
 from autoshard.cost.cluster import load_cluster
+from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import formulate
 from autoshard.program.load import load_model
 from autoshard.program.trace import trace
+from autoshard.search import solve
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import Training, build_cost_table
 from autoshard.space.decision_units import find_units, singletons
 from autoshard.space.strategies import enumerate_strategies
 
+WIDE = {"bert": ("base", {"layers": 2}), "dlrm": ("small", {}), "gpt": ("124M", {"layers": 2}), "llama": ("1B", {"layers": 2}),
+        "mlp": ("wide", {}), "moe": ("small", {"layers": 2}), "resnet": ("18", {}), "t5": ("small", {"layers": 1}), "vit": ("b16", {"layers": 2})}
+
+
+def gain(names: list[str], meshes: list[str], clusters: list[str], batch: int, policy: str | None, seconds: float) -> None:
+    """A line per model, mesh and cluster: what units cost, what op by op costs and is bound by."""
+    precision = parse_precision(policy) if policy else None
+    for name in names:
+        module, (size, shape) = importlib.import_module(f"models.{name}"), WIDE[name]
+        with torch.device("meta"):
+            model, inputs = module.build(size, batch=batch, **shape)
+        traced = trace(model, inputs, loss_fn=module.loss, training=True, precision=precision)
+        for mesh in meshes:
+            for cluster in clusters:
+                table = prices(traced, parse_mesh(mesh), Options(cluster=cluster, precision=precision))
+                units, single = (solve(formulate(table, units=u).problem, time_limit=seconds) for u in (find_units(table), singletons(table)))
+                print(f"{name:7} {mesh:12} {cluster:9} units {units.cost * 1e6:14.2f} us (gap {units.gap:.1e}{'+' * (units.gap > 1e-9)})  op by op "
+                      f"{single.cost * 1e6:14.2f} us (gap {single.gap:.1e}{'+' * (single.gap > 1e-9)})  "
+                      f"gains {100 * (units.cost / single.cost - 1):6.2f} %, at most {100 * (units.cost / single.bound - 1):6.2f} %", flush=True)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="llama:1b")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="llama:1b; with --gain, all of models/")
+    parser.add_argument("--gain", action="store_true", help="what op by op would gain")
+    parser.add_argument("--meshes", nargs="+", default=["a=8", "a=2,b=4", "a=2,b=2,c=2"])
+    parser.add_argument("--clusters", nargs="+", default=["cpu-gloo", "h100-dgx"])
+    parser.add_argument("--precision", help="a policy, such as param=bf16,master=fp32,reduce=bf16")
+    parser.add_argument("--time-limit", type=float, default=60.0)
     parser.add_argument("--mesh", default="dp=8,tp=8")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, help="16; with --gain, 1")
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--cluster", default="h100-dgx")
     args = parser.parse_args()
-    spec = load_model(args.model, batch=args.batch, seq=args.seq, dtype="bf16")
+    if args.gain:
+        gain(args.models or list(WIDE), args.meshes, args.clusters, args.batch or 1, args.precision, args.time_limit)
+        return
+    model = (args.models or ["llama:1b"])[0]
+    spec = load_model(model, batch=args.batch or 16, seq=args.seq, dtype="bf16")
     traced = trace(spec.model, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn)
     graph, mesh = traced.graph, parse_mesh(args.mesh)
     strategies = enumerate_strategies(graph, mesh, Seeds())
     table = build_cost_table(graph, mesh, load_cluster(args.cluster), strategies, Training())
-    print(f"{args.model} on {mesh}: {len(graph.ops)} ops")
+    print(f"{model} on {mesh}: {len(graph.ops)} ops")
     for name, units in (("every op by itself", singletons(table)), ("units", find_units(table))):
         problem = formulate(table, units=units).problem
         print(f"{name:20} {len(units.units):7} deciders  {problem.n:7} nodes with copies  {len(problem.edges):7} edges  "

@@ -6,14 +6,19 @@ unit of its producers when
 * they all hang on the same sources, so that one layout fits them all (parameters, constants, graph inputs and, in
   backward, saved forward values are side inputs and do not count), and
 * what it reads can not be Partial, or it is a view that passes Partial on, and
-* being a view, it accepts every shard its producer may have.
+* being a view, it accepts every shard its producer may have, and
+* it is no norm, which needs a dim whole that its producer may leave split, and no expand behind an anchor, whose new dim may be split.
+
+On a mesh of one axis, where choices are few, a sum of what a contraction reads too begins a unit, and where communication does not
+overlap compute a transpose of it joins the contraction that reads the transpose (`views_of_readers.py`): both readers then share one
+gather. On two axes that made the search's bound too loose to close.
 
 So every place where a reduction or a gather may be wanted stays an edge between units: before contractions, at
 residual joins, at outputs. Inside a unit all ops run in matching layouts and nothing is communicated.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -26,6 +31,7 @@ from autoshard.rules import registry
 from autoshard.seeds.marks import was_given
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet
+from autoshard.space.views_of_readers import views_of_contractions
 
 CHEAP = ("pointwise", "reduction", "norm", "view", "copy", "random")
 MAX_ROWS = 48  # joint rows per mesh axis above which a unit is not worth its size
@@ -33,7 +39,8 @@ MAX_ROWS = 48  # joint rows per mesh axis above which a unit is not worth its si
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """`members` in execution order; unit strategy s runs member m with its own strategy `picked[m][s]`."""
+    """`members` in execution order; unit strategy s runs member m with its own strategy `picked[m][s]`. `name`: the first of them, or
+    the contraction that the others are views for."""
 
     name: str
     members: tuple[str, ...]
@@ -98,7 +105,10 @@ def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> Unit:
 
 def find_units(table: CostTable) -> Units:
     """Group the ops as described above and enumerate every unit's strategies; equal units share their arrays."""
-    graph, walk, memo = table.graph, _Walk(table.graph, flow.casts_after_sums(table.graph), flow.casts_of_parts(table.graph)), {}
+    graph, memo = table.graph, {}
+    one_axis = sum(size > 1 for size in table.mesh.sizes) == 1
+    views = views_of_contractions(graph) if one_axis and table.cluster.overlap.eta == 0 else {}
+    walk = _Walk(graph, flow.casts_after_sums(graph), flow.casts_of_parts(graph), views, one_axis)
     for op in graph.ops:
         walk.visit(op)
     units: list[Unit] = []
@@ -108,7 +118,7 @@ def find_units(table: CostTable) -> Units:
         if picked is None:
             units += [_single(m, table.strategies[m], m in walk.passing, memo) for m in members]
         else:
-            units.append(Unit(members[0], members, picked))
+            units.append(Unit(walk.views.get(members[0], members[0]), members, picked))
     return Units(tuple(units), table)
 
 
@@ -120,11 +130,17 @@ class _Walk:
     joinable  sources -> the cheap unit on exactly these sources
     partial   values that may be Partial;  passing: ops that may read Partial
     after_sums  casts of gradients that are summed over ranks before: layouts change between units only, so they begin one
-    of_parts    casts of gradients that are summed over ranks after them"""
+    of_parts    casts of gradients that are summed over ranks after them
+    views       view -> contraction it decides with;  waiting: such views per contraction;  looked_at: what they look at
+    sums_apart  whether sums of what a contraction reads begin a unit"""
 
     graph: Graph
     after_sums: frozenset[str] = frozenset()
     of_parts: frozenset[str] = frozenset()
+    views: Mapping[str, str] = field(default_factory=dict)
+    sums_apart: bool = False
+    waiting: dict[str, list[str]] = field(default_factory=dict)
+    looked_at: dict[Ref, Ref] = field(default_factory=dict)
     unit_of: dict[str, int] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
     sources: list[frozenset[Ref]] = field(default_factory=list)
@@ -138,17 +154,28 @@ class _Walk:
         cheap = op.kind == "call" and registry.rule_of(op.target).family in CHEAP and not was_given(op)
         if op.kind == "call" and not main and self._is_constant(op):
             self.constant.add(op.name)
+        if op.name in self.views and main:
+            self._wait(op, main[0])
+            return
         home = self._home(op, main) if cheap and main else None
         joined = home is not None
         if home is None:
             home = len(self.members)
-            self.members.append([])
-            self.sources.append(frozenset(main))
+            self.members.append(self.waiting.pop(op.name, []))
+            self.sources.append(frozenset(self.looked_at.get(r, r) for r in main))
             if cheap and main:
                 self.joinable[frozenset(main)] = home
         self.unit_of[op.name] = home
         self.members[home].append(op.name)
         self._note_partial(op, main, cheap, joined)
+
+    def _wait(self, view: Op, ref: Ref) -> None:
+        """For its contraction, in whose unit it will be."""
+        value = Ref(view.name)
+        self.waiting.setdefault(self.views[view.name], []).append(view.name)
+        self.looked_at[value] = self.looked_at.get(ref, ref)
+        self.passing.add(view.name)
+        self.partial |= {value} if ref in self.partial else set()
 
     def _is_side(self, op: Op, ref: Ref) -> bool:
         producer = self.graph.op(ref.op)
@@ -166,10 +193,11 @@ class _Walk:
 
     def _home(self, op: Op, main: Sequence[Ref]) -> int | None:
         """The unit `op` joins, or None for one of its own."""
-        if op.name in self.after_sums:
+        if op.name in self.after_sums or self.sums_apart and self._sums_what_is_contracted(op):
             return None
         blocked = [r for r in main if r in self.partial and not self._is_free(op)]
-        if _is_view(op) and not _accepts_all(self.graph, op):
+        family = registry.rule_of(op.target).family
+        if family == "norm" or family == "view" and (not _accepts_all(self.graph, op) or self._widens(op)):
             blocked = list(main)
         open_units = {self.unit_of[r.op] for r in main if r not in blocked and self.graph.op(r.op).kind == "call"}
         if not open_units:
@@ -181,6 +209,18 @@ class _Walk:
         if any(r not in known and self.unit_of[r.op] not in open_units for r in main):
             return None
         return self._merge(sorted(open_units)) if not blocked or set(blocked) <= known else None
+
+    def _widens(self, op: Op) -> bool:
+        """An expand of what an anchor made, seen through views: the dim that it makes may be split."""
+        maker = self.graph.op(op.refs[0].op)
+        while maker.kind == "call" and _is_view(maker) and len(maker.refs) == 1:
+            maker = self.graph.op(maker.refs[0].op)
+        return "expand" in str(op.target) and maker.kind == "call" and registry.rule_of(maker.target).family not in CHEAP
+
+    def _sums_what_is_contracted(self, op: Op) -> bool:
+        """A bias's gradient: what it sums is moved once for it and the contraction."""
+        readers = self.graph.users[op.refs[0]] if registry.rule_of(op.target).family == "reduction" and len(op.refs) == 1 else ()
+        return any((r := self.graph.op(n)).kind == "call" and registry.rule_of(r.target).family == "matmul" for n, _ in readers)
 
     def _merge(self, units: list[int]) -> int:
         first, *others = units

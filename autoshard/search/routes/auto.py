@@ -13,7 +13,7 @@ SMALL_FREE = 100_000  # table entries; above, even the problem without rows is n
 
 LARGEST_FREE = 600_000  # of the core with rows; above, forgetting them is not even tried
 SURELY_LARGE = 5_000_000  # of equal layers; above, what is left when they are reduced is no small MIP either
-SMALL_MIP = 10_000  # table entries up to which the MIP takes the rows too, with no prices first
+SMALL_MIP = 5_000  # table entries up to which the MIP takes the rows too, with no prices first: above, its bound is loose where rows bind
 
 
 def search_auto(board: Board, seed: int, threads: int) -> None:

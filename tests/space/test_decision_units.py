@@ -1,0 +1,55 @@
+"""What grouping ops into units costs against deciding op by op."""
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from autoshard.api import as_mesh, prices
+from autoshard.base.graph import Ref
+from autoshard.decide.options import Options
+from autoshard.formulate.problem_of import formulate
+from autoshard.program.trace import trace
+from autoshard.search import solve
+from autoshard.space.decision_units import find_units, singletons
+from autoshard.space.views_of_readers import views_of_contractions
+
+WIDE = {"bert": ("base", {"layers": 2}), "dlrm": ("small", {}), "gpt": ("124M", {"layers": 2}), "llama": ("1B", {"layers": 2}),
+        "mlp": ("wide", {}), "moe": ("small", {"layers": 2}), "resnet": ("18", {}), "t5": ("small", {"layers": 1}), "vit": ("b16", {"layers": 2})}
+"""Real widths and one sample: communication on slow links decides, and every join counts."""
+MOST, KNOWN = 5e-3, {"bert": 9e-3, "moe": 1.8e-2}
+"""What op by op may gain; in these two it still gains more."""
+
+
+def table_of(name: str, mesh: str, cluster: str, tiny: bool = False, **shape):
+    module = importlib.import_module(f"models.{name}")
+    size, more = ("tiny", {}) if tiny else WIDE[name]
+    with torch.device("meta"):
+        model, inputs = module.build(size, **shape, **more)
+    return prices(trace(model, inputs, loss_fn=module.loss, training=True), as_mesh(mesh), Options(cluster=cluster))
+
+
+@pytest.mark.parametrize("name, mesh, cluster, tiny, batch", [
+    *[(name, "a=8", "cpu-gloo", False, 1) for name in WIDE],
+    *[(name, mesh, "h100-dgx", True, 4096) for name in ("gpt", "dlrm") for mesh in ("a=8", "a=4")],
+    *[("mlp", mesh, "cpu-gloo", False, 1) for mesh in ("a=2,b=4", "a=2,b=2,c=2")]])
+def test_op_by_op_gains_little(name, mesh, cluster, tiny, batch):
+    table = table_of(name, mesh, cluster, tiny, batch=batch)
+    free, grouped = (solve(formulate(table, units=find(table)).problem, time_limit=60) for find in (singletons, find_units))
+    assert len(find_units(table).units) < len(singletons(table).units)
+    assert grouped.cost <= free.bound * (1 + KNOWN.get(name, MOST))
+
+
+def test_a_view_for_a_contraction_decides_with_it():
+    """The view reads what it looks at as its contraction reads the view, and the contraction names the unit."""
+    table = table_of("gpt", "a=4", "cpu-gloo", True)
+    views, units = views_of_contractions(table.graph), find_units(table)
+    assert views
+    for view, contraction in views.items():
+        assert units.index(view) == units.index(contraction)
+        assert units.units[units.index(view)].name == contraction
+        (reader, index), = table.graph.users[Ref(view)]
+        made, read = units.outputs(table.graph.op(reader).refs[index]), units.inputs(reader, index)
+        assert [made.specs[i] for i in made.index] == [read.specs[i] for i in read.index]
+    assert all(len(unit) == len(set(zip(*(p.tolist() for p in unit.picked), strict=True))) for unit in units.units)
