@@ -6,8 +6,9 @@ import importlib
 import pytest
 import torch
 
-from autoshard.api import as_mesh, prices
+from autoshard.api import prices
 from autoshard.base.graph import Ref
+from autoshard.base.mesh import mesh_of
 from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import formulate
 from autoshard.program.trace import trace
@@ -27,7 +28,7 @@ def table_of(name: str, mesh: str, cluster: str, tiny: bool = False, **shape):
     size, more = ("tiny", {}) if tiny else WIDE[name]
     with torch.device("meta"):
         model, inputs = module.build(size, **shape, **more)
-    return prices(trace(model, inputs, loss_fn=module.loss, training=True), as_mesh(mesh), Options(cluster=cluster))
+    return prices(trace(model, inputs, loss_fn=module.loss, training=True), mesh_of(mesh), Options(cluster=cluster))
 
 
 @pytest.mark.parametrize("name, mesh, cluster, tiny, batch", [
