@@ -23,24 +23,6 @@ TWO_NODES = {"problem": {
     "edges": {"nodes": [[0, 1]], "costs": [[0, 9, 9, 0]]}, "usage_limit": 10}}
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """run(*arguments) -> (exit code, stdout, stderr), in this process."""
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["autoshard", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setenv("NO_COLOR", "1")
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
 def assert_refused(result: tuple[int, str, str], *words: str) -> None:
     code, out, err = result
     assert code == 2, err

@@ -5,7 +5,7 @@ import json
 import logging
 
 import pytest
-from test_cli import assert_refused, run  # noqa: F401  (a fixture)
+from test_cli import assert_refused
 
 from autoshard.base.logs import configure
 from autoshard.base.plan import Plan

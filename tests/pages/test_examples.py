@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import run  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_cli import run  # noqa: F401  (a fixture)
 
 from autoshard.base.plan import Plan
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import Block, Stack
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -30,28 +31,6 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
-
-
-class Block(nn.Module):
-    def __init__(self, p=0.0):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(p)
-
-    def forward(self, x):
-        return x + self.down(self.drop(F.gelu(self.up(x))))
-
-
-class Stack(nn.Module):
-    """Three blocks, each run by `call(block, x)`."""
-
-    def __init__(self, call=lambda block, x: block(x), p=0.0):
-        super().__init__()
-        self.blocks, self.call = nn.ModuleList(Block(p) for _ in range(3)), call
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = self.call(block, x)
-        return x
 
 
 class Attention(nn.Module):

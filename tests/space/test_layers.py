@@ -3,7 +3,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from test_trace import Block, Stack
+from small_models import Block, Stack
 from torch import nn
 
 from autoshard.base.precision import Precision
