@@ -9,10 +9,11 @@ import torch
 
 from autoshard import _torch
 from autoshard.base.spec import R, is_partial
-from autoshard.collectives import all_gather, reduce_scatter
+from autoshard.collectives.all_gather import seconds as all_gather_seconds
 from autoshard.collectives.kind import Collective
 from autoshard.collectives.levels import Levels, bandwidth, flat, log_latency, overhead, ranks
 from autoshard.collectives.reduce_ops import combined
+from autoshard.collectives.reduce_scatter import seconds as reduce_scatter_seconds
 
 
 def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
@@ -27,7 +28,7 @@ def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
     best = flat("all_reduce", 2 * (n - 1) / n * size, levels, 2, (n - 1) / n)
     best = np.minimum(best, _in_network(size, levels))
     if len(levels) > 1:
-        inside = reduce_scatter.seconds(size, levels[:1]) + all_gather.seconds(size, levels[:1])
+        inside = reduce_scatter_seconds(size, levels[:1]) + all_gather_seconds(size, levels[:1])
         best = np.minimum(best, inside + seconds(size / levels[0][1], levels[1:]))
     return best
 

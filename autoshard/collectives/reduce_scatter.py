@@ -9,7 +9,7 @@ import torch
 
 from autoshard import _torch
 from autoshard.base.spec import is_partial, is_shard
-from autoshard.collectives import all_gather
+from autoshard.collectives.all_gather import seconds as all_gather_seconds
 from autoshard.collectives.kind import Collective, Emitter
 from autoshard.collectives.levels import Levels
 from autoshard.collectives.reduce_ops import combined
@@ -19,7 +19,7 @@ def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
     """The same steps as `all_gather` in reverse order, hence the same seconds for S = the input buffer.
 
     8 H100, S = 1e9: 2.409 ms."""
-    return all_gather.seconds(size, levels, "reduce_scatter")
+    return all_gather_seconds(size, levels, "reduce_scatter")
 
 
 def reference(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> list[torch.Tensor]:
