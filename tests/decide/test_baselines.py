@@ -52,11 +52,6 @@ def calls(plan, phase: str | None = None) -> Counter:
     return Counter(c.kind for c in plan.collectives if phase in (None, c.phase))
 
 
-def sums(plan) -> int:
-    """How many sums over ranks backward makes, whole or scattered."""
-    return sum(calls(plan, "backward")[kind] for kind in ("all_reduce", "reduce_scatter"))
-
-
 def weights(plan) -> int:
     return len(plan.placements)
 
@@ -175,11 +170,4 @@ def test_a_policy_changes_no_plan_by_hand(name, mesh, policy):
     for scheme in plain:
         assert cast[scheme].placements == plain[scheme].placements, scheme
         assert calls(cast[scheme], "forward") == calls(plain[scheme], "forward"), scheme
-        if name == "llama" and "sequence" in scheme:
-            # In bf16 alone the gradients of its norms are split, cast and then gathered; under a policy they are summed whole.
-            norms = sum("norm" in weight for weight in plain[scheme].placements)
-            extra = calls(plain[scheme], "backward")["all_gather"] - calls(cast[scheme], "backward")["all_gather"]
-            assert extra == norms, scheme
-            assert sums(cast[scheme]) == sums(plain[scheme]), scheme
-            continue
         assert calls(cast[scheme], "backward") == calls(plain[scheme], "backward"), scheme
