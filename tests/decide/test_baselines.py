@@ -168,8 +168,6 @@ def test_a_policy_changes_no_plan_by_hand(name, mesh, policy):
         found[precision] = planned(formulation_of(program, mesh))
     plain, cast = found.values()
     for scheme in plain:
-        if name == "llama" and "sequence" in scheme:
-            continue  # its norms are not split along the sequence under a policy (docs/status.md)
         assert cast[scheme].placements == plain[scheme].placements, scheme
         assert calls(cast[scheme], "forward") == calls(plain[scheme], "forward"), scheme
         assert calls(cast[scheme], "backward") == calls(plain[scheme], "backward"), scheme

@@ -170,7 +170,8 @@ class _Walk:
                 total += _activation(role, meta.ndim, made, wanted) + (is_partial(wanted) and self._widens(reader)) * 1.5
                 leaves = self.leaves.get(read.value)
                 if leaves is not None and not is_partial(wanted) and wanted != self.stored(leaves)[axis]:
-                    total += 16.0 if reader.name in self.last else 0.5
+                    scatters = role == "sequence" and made is not None and is_partial(made)  # a gradient is no activation
+                    total += 16.0 if reader.name in self.last else 1.5 if scatters else 0.5
         return total
 
     @cached_property
