@@ -295,11 +295,15 @@ def innermost_user_line(tb: TracebackType | None) -> str:
     return found
 
 
-@cache
 def place_of(code: CodeType, line: int) -> tuple[str, str]:
     """("file.py:12", text of that line); the path is relative when it lies below the working directory."""
+    return _place(code, line, os.getcwd())
+
+
+@cache
+def _place(code: CodeType, line: int, folder: str) -> tuple[str, str]:
     path = code.co_filename
-    below = os.path.abspath(path).startswith(os.getcwd() + os.sep)
+    below = os.path.abspath(path).startswith(folder + os.sep)
     return f"{os.path.relpath(path) if below else path}:{line}", linecache.getline(path, line).strip()
 
 

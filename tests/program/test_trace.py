@@ -495,3 +495,15 @@ def test_as_strided_reads_a_copy_laid_out_as_in_the_model():
 def test_as_strided_of_a_part_is_refused(part):
     with pytest.raises(TraceError, match=r"reads memory around it.*\.contiguous\(\)"):
         trace(Strided(lambda y: part(y).as_strided((2, 2), (2, 1))), (torch.randn(8, 8),))
+
+
+def test_source_lines_follow_the_working_directory(tmp_path, monkeypatch):
+    """A path is relative where it lies below the working directory, whatever that was at an earlier trace."""
+    def sources():
+        return {op.source for op in trace(Block(), (torch.randn(2, 8),)).graph.ops if op.source}
+
+    here = sources()
+    monkeypatch.chdir(tmp_path)
+    assert all(os.path.isabs(s) for s in sources()) and not any(os.path.isabs(s) for s in here)
+    monkeypatch.undo()
+    assert sources() == here
