@@ -1,6 +1,7 @@
 """Traced graphs compute what eager PyTorch computes, keep its names, and refuse what is not one graph."""
 import contextlib
 import functools
+import inspect
 import os
 import threading
 
@@ -278,7 +279,7 @@ def test_phases_modules_and_sources():
             assert all(graph.op(r.op).phase == "forward" for r in op.refs)
     matmuls = [op for op in graph.of_kind("call") if op.target in (aten.mm.default, aten.addmm.default)]
     assert {op.module for op in matmuls if op.phase == "backward"} == {op.module for op in matmuls if op.phase == "forward"}
-    here = os.path.relpath(__file__)
+    here = os.path.relpath(inspect.getfile(Block))
     for op in graph.of_kind("call"):
         assert op.source.startswith(f"{here}:"), op.where
     gelu = next(op for op in graph.ops if op.target is aten.gelu_backward.default)
