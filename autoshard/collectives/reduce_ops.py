@@ -10,12 +10,7 @@ from autoshard.errors import LoweringError
 
 COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-"""Two tensors -> a new one. With `out=` of the first they work in place."""
-
-
-def combine_into(total: torch.Tensor, piece: torch.Tensor, op: str) -> torch.Tensor:
-    """`total`, combined in place with `piece`."""
-    return COMBINE[op](total, piece, out=total)  # type: ignore[call-arg]
+"""Two tensors -> a new one."""
 
 
 def combined(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:

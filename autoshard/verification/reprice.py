@@ -15,7 +15,7 @@ import torch
 
 from autoshard import _torch, collectives
 from autoshard.base.graph import Call, Graph, TensorMeta
-from autoshard.cost.cluster import Cluster
+from autoshard.cost.cluster import HEAVY, Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.cost.fusion import Fused, fused
 from autoshard.errors import LoweringError
@@ -24,7 +24,6 @@ from autoshard.lower.lower import Called, LocalGraph, Lowered
 from autoshard.rules import registry
 
 aten = torch.ops.aten
-HEAVY = ("matmul", "attention", "conv")
 KINDS = {target: kind for kind, target in _torch.COLLECTIVES.items()}
 
 

@@ -39,10 +39,6 @@ def _along(call: Call) -> str:
     return f"{marked} -> {', '.join([marked] * len(call.outputs))}"
 
 
-def _along_backward(call: Call) -> str:
-    return f"{_along(call).split(' -> ')[0]}, ~{_along(call)}"
-
-
 def _mean(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Every rank divides by the global count, so that the parts sum to the mean."""
     y = ctx.call.target(x, *args, **kwargs)
