@@ -212,7 +212,7 @@ class Graph:
 
     `in_tree`/`out_tree` describe how the user calls the model (pytree specs as JSON text; see trace). `tied`: (alias, name
     that is kept) of parameters that are one tensor; `unused`: parameters that no op reads; `microbatches`: how often a step runs
-    what is neither at its start nor at its end (see windows.py)."""
+    what is neither at its start nor at its end (see windows.py); `notes`: what the user should know of them."""
 
     ops: tuple[Op, ...]
     training: bool
@@ -221,6 +221,7 @@ class Graph:
     tied: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     microbatches: int = 1
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Op]:

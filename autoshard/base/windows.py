@@ -19,6 +19,9 @@ CAT, SUM, MEAN, WEIGHTED, SAME = "cat", "sum", "mean", "weighted", "same"
 weights that the graph computes; it is the same for all."""
 BATCH_DIM, JOIN, JOIN_DIM = "batch_dim", "join", "join_dim"
 """Keywords of inputs and user outputs."""
+WEIGHTS = "weights"
+"""How the last user output is put together where it is the weight of a micro-batch, which no user sees. As a keyword of it: how large a weight
+is, about."""
 HOLD, ACCUMULATE = "autoshard.hold.default", "autoshard.accumulate.default"
 
 

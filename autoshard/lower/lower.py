@@ -195,7 +195,7 @@ class _Lowering:
                  strides: Mapping[Held, tuple[int, ...]]) -> None:
         self.graph, self.plan, self.mesh, self.played, self.work, self.strides = graph, plan, mesh, played, work, strides
         self.window = work.name
-        self.emit = Emitter(mesh)
+        self.emit = Emitter(mesh, seeded=graph.microbatches > 1)
         self.env: dict[Held, Any] = {}
         self.ports: dict[str, Port] = {}
         self.calls: list[Called] = []
