@@ -94,19 +94,21 @@ class Windows:
 
 
 class Results:
-    """User outputs of the batch, put together from those of its micro-batches as these arrive."""
+    """User outputs of the batch, put together from those of its micro-batches as these arrive. `counts`: whether the last one has any
+    weight; the gradient of a mean of nothing is no number, and its part of the batch's is zero."""
 
     def __init__(self, graph: Graph) -> None:
         ops = [op for op in graph.of_kind("output") if str(op.target).startswith("user:")]
         self.ways = [(join_of(op), dict(op.kwargs)[JOIN_DIM]) for op in ops]
         self.count, self.values = graph.microbatches, [None] * len(ops)
-        self.weight: torch.Tensor | None = None
         self.total: Any = 0.0
+        self.counts = True
 
     def add(self, m: int, outs: list[torch.Tensor | None]) -> torch.Tensor | None:
         """Results of micro-batch `m`, which the list gives up; returns its weight, where the graph has one."""
         weight = next((outs[i] for i, (how, _) in enumerate(self.ways) if how == WEIGHTS), None)
-        self.total = self.total if weight is None else self.total + weight
+        if weight is not None:
+            self.total, self.counts = self.total + weight, bool(weight != 0)
         for i, (how, dim) in enumerate(self.ways):
             value, outs[i] = outs[i], None
             self.values[i] = self._joined(self.values[i], value, m, how, dim, weight)
@@ -178,7 +180,8 @@ class MicroStep(Step):
                 users: list[Any] = [out.pop(Port("user", i)) for i in range(self.n_users)]
                 micro.tangents[self.loss] = self._weighed(users[self.loss], results.add(m, users))
                 micro.inputs = {}
-                windows.run(BACKWARD, micro)
+                if results.counts:
+                    windows.run(BACKWARD, micro)
             grads = windows.finish()
         finally:
             windows.shared.clear()
