@@ -144,7 +144,7 @@ class Options(_Checked):
         """The part that belongs to a plan; `planned_under` reads it."""
         own, p = self if training else replace(self, optimizer="none", offload="none"), self.precision
         said = {f.name: getattr(own, f.name) for f in fields(own) if f.metadata.get("recorded") and getattr(own, f.name) != f.default}
-        said |= {"pipeline": self.pipeline.as_data()} if self.pipeline != Pipeline() else {}
+        said |= {"pipeline": self.pipeline.as_data()} if training and self.pipeline != Pipeline() else {}
         return {**said, "optimizer": own.optimizer, "training": training, "loss_in_graph": has_loss,
                 "inputs": self.passing.inputs, "outputs": self.passing.outputs,
                 "precision": None if p is None else {"param": p.param, "master": p.master, "reduce": p.reduce}}

@@ -17,7 +17,7 @@ from autoshard.report.tables import report_console, section, table
 MOST_COLLECTIVES = 24
 PROVEN = 1e-9  # a relative gap below this is rounding
 KIND_WORDS = {"weight": "weight", "buffer": "buffer", "input": "input", "activation": "output", "output": "result"}
-PASS_WORDS = {"forward": "fwd", "backward": "bwd"}
+PASS_WORDS = {"start": "start", "forward": "fwd", "backward": "bwd", "end": "end"}
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
@@ -131,7 +131,7 @@ def _collectives(plan: Plan) -> RenderableType:
     shown = rows if len(rows) <= MOST_COLLECTIVES + 1 else rows[:MOST_COLLECTIVES]
     for row in shown:
         where = escape(row.where) + (" *" if row.hideable else "")
-        grid.add_row(escape(row.kind), row.axis, where, PASS_WORDS[row.phase], str(row.count),
+        grid.add_row(escape(row.kind), row.axis, where, PASS_WORDS.get(row.phase, row.phase), str(row.count),
                      quantities.size(row.nbytes), quantities.size(row.total_bytes), quantities.seconds(row.seconds))
     if len(shown) < len(rows):
         grid.add_row(*_totals_row(f"{len(rows) - len(shown)} smaller rows", rows[len(shown):]), style="dim")
