@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Plan, Window
-from autoshard.base.windows import CAT, batch_dim_of, is_accumulator, join_of
+from autoshard.base.windows import CAT, ONCE, START, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
@@ -79,15 +79,18 @@ class _Player:
 
     def enter(self, first: Window) -> None:
         """Time 0, before anything runs: parameters and buffers for good; inputs as the user holds them, and this rank's copy where
-        it needs one; accumulators."""
+        it needs one."""
         self.times.append((first, None))
         for op in self.graph.of_kind("param", "buffer"):
             self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), {"param": "parameters", "buffer": "buffers"}[op.kind])
-        for op in filter(is_accumulator, self.graph.ops):
-            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), "gradients").holders = 1
         for op in self.graph.of_kind("input"):
             self._input(op)
-        if self.graph.microbatches > 1:  # the results of all micro-batches together
+
+    def _between(self) -> None:
+        """What all micro-batches share: accumulators, and the results that are put together."""
+        for op in filter(is_accumulator, self.graph.ops):
+            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), "gradients").holders = 1
+        if self.graph.microbatches > 1:
             for op in self.graph.of_kind("output"):
                 if str(op.target).startswith("user:") and op.refs:
                     held = Held(op.refs[0], self.plan.ops[op.name].inputs[0])
@@ -125,6 +128,8 @@ class _Player:
         for buffer in self.buffers:
             buffer.reads = 0
         self.times.append((window, None))
+        if schedule.windows[i - 1].name == START:
+            self._between()
         tangents = [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("tangent") if op.phase == window]
         return [self._given(held, "temporaries") for held in tangents]
 
@@ -156,6 +161,8 @@ class _Player:
         self.uses = Counter(held for i in instructions if i.kind != "wait" for held in i.reads)
         later = schedule.windows[schedule.windows.index(window) + 1:]
         passing = dict.fromkeys(held for w in later for held in w.takes if held in self.env)
+        if window.name not in ONCE and schedule.windows[0].name in ONCE:  # the next micro-batch reads it again
+            passing |= dict.fromkeys(held for held in schedule.windows[0].saves if held in self.env)
         for held in (*self._stored(), *passing, *(held for held, _ in self._leaving(window, schedule))):
             self.uses[held] += 1
         for held, (buffer, _) in self.env.items():
@@ -167,7 +174,7 @@ class _Player:
             buffer = self.env[held][0]
             buffer.holders += held in seen
             seen.add(held)
-            if buffer.category not in ("parameters", "buffers", "inputs"):
+            if buffer.category not in ("parameters", "buffers", "inputs") and not is_accumulator(self.graph.op(held.ref.op)):
                 buffer.category = category
             if category == "outputs" and self.graph.microbatches > 1:  # put to those of the other micro-batches
                 self._let_go(buffer)

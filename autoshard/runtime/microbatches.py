@@ -50,13 +50,13 @@ class Windows:
         self._last = {port: name for name, function in functions.items() for port in function.takes if port.kind == "saved"}
 
     def begin(self) -> None:
-        """Make the accumulators, and run the window at the start."""
+        """Run the window at the start, and make the accumulators."""
+        self.run(START, Micro({}, 0))
         takes = (p for f in self.functions.values() for p in f.takes if p.kind == "accumulator")
         for held in (p.name for p in takes):
             meta = self.graph.meta(held.ref)
             shape = local_tensor_shape(meta, held.spec, self.place.mesh)
             self.shared[held] = torch.zeros(shape, dtype=meta.dtype, device=self.place.device)
-        self.run(START, Micro({}, 0))
 
     def run(self, name: str, micro: Micro) -> dict[Port, torch.Tensor]:
         """Run a window for a micro-batch; what it saves goes to `micro`, of the window at the start to all. Returns the rest that it
@@ -75,6 +75,8 @@ class Windows:
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Run the window at the end: local gradients by name."""
+        needed = {port.name for port in self.functions[END].takes}
+        self.shared = {held: t for held, t in self.shared.items() if held in needed}
         given = self.run(END, Micro({}, 0))
         self.shared.clear()
         return {port.name: value for port, value in given.items()}

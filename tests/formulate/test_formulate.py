@@ -15,6 +15,7 @@ from autoshard.base.plan import Copy, Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.make_plan import Chosen, choose, make_plan, price
 from autoshard.formulate.problem_of import formulate
+from autoshard.program.accumulate import accumulating
 from autoshard.program.trace import trace
 from autoshard.search import Clock, solve
 from autoshard.seeds.seeds import Seeds, resolve_seeds
@@ -44,8 +45,8 @@ class Chain(nn.Module):
         return torch.relu(x @ self.w).sum()
 
 
-def table_of(model: nn.Module, x: torch.Tensor, mesh: str, cluster: str, training: bool, seeds=None, eta: float | None = None):
-    graph = trace(model, (x,), training=training).graph
+def table_of(model: nn.Module, x: torch.Tensor, mesh: str, cluster: str, training: bool, seeds=None, eta: float | None = None, microbatches: int = 1):
+    graph = accumulating(trace(model, (x,), training=training).graph, microbatches, (0,), (("sum", 0),))
     profile = load_cluster(cluster)
     if eta is not None:
         profile = replace(profile, overlap=replace(profile.overlap, eta=eta, interference=0.05))
@@ -109,6 +110,20 @@ def test_optimum_equals_brute_force(model, training, cluster, eta, group):
     formulation = formulate(table, units=units)
     solution = solve(formulation.problem, time_limit=30)
     plan = make_plan(formulation, solution, memory_limit=None, model={}, settings={}, seeds={})
+    assert plan.objective_s == pytest.approx(brute_force(table, units), rel=1e-9)
+    assert solution.cost == pytest.approx(plan.objective_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("microbatches", [2, 16])
+@pytest.mark.parametrize("eta", [0.0, 0.7])
+@pytest.mark.parametrize("group", [singletons, find_units])
+def test_optimum_with_microbatches_equals_brute_force(group, eta, microbatches):
+    """What runs once a step and what runs for every micro-batch, in every combination."""
+    table = cheap_links(table_of(Chain(), torch.randn(4, 4), "dp=2", "h100-dgx", True, eta=eta, microbatches=microbatches))
+    units = group(table)
+    formulation = formulate(table, units=units)
+    solution = solve(formulation.problem, time_limit=30)
+    plan = make_plan(formulation, solution, memory_limit=None, model={}, settings={"training": True}, seeds={})
     assert plan.objective_s == pytest.approx(brute_force(table, units), rel=1e-9)
     assert solution.cost == pytest.approx(plan.objective_s, rel=1e-9)
 
