@@ -373,13 +373,8 @@ def _tie_gradients(b: _Builder) -> None:
     """A gradient leaves in its parameter's stored spec, or as its input comes in, a tangent enters as the dual of its output; seeds
     tie what lies alike."""
     graph = b.table.graph
-    stored = {op.target: op for op in graph.of_kind("param", "input")}
-    users = {str(op.target): op for op in graph.of_kind("output")}
-    for name, out in users.items():
-        if name.startswith("grad:"):
-            _add_equality(b, stored[name.removeprefix("grad:")], out)
-    for tangent in graph.of_kind("tangent"):
-        _add_equality(b, tangent, users[f"user:{tangent.target}"])
+    for pair in graph.chosen_ties.items():
+        _add_equality(b, *sorted(map(graph.op, pair), key=lambda op: op.kind == "output"))
     for one, other in b.table.seeds.ties:
         _add_equality(b, graph.op(one), graph.op(other))
 
