@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from autoshard.base.graph import Call
-from autoshard.cost.cluster import HEAVY, OPTIMIZER, Device, HostLink
+from autoshard.cost.cluster import OPTIMIZER, Device, HostLink
 from autoshard.errors import UsageError
+from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
 
 # Ops that read only as much of one input as they write: op -> position of that tensor input.
@@ -55,17 +56,16 @@ OPTIMIZERS = {
 }
 
 
-def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device, op: str = "",
+def op_seconds(family: Family, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device, op: str = "",
                overhead: float | None = None) -> Any:
     """Seconds of an op; `flops` (FLOP) and `nbytes` (bytes moved) may be arrays, `op` is its name for measured curves.
     Views cost 0. `overhead`: what a kernel costs at least, if not the device's (0 for one that another kernel runs).
 
-    Raises ClusterError for an unknown family.
-    >>> op_seconds("matmul", 2 * 4096**3, 3 * 2 * 4096**2, torch.bfloat16, h100)
+    >>> op_seconds(Family.MATMUL, 2 * 4096**3, 3 * 2 * 4096**2, torch.bfloat16, h100)
     1.98...e-04                                # 137.4e9 / (989.4e12 x 0.70), compute bound
     """
     flops, nbytes = np.asarray(flops, np.float64), np.asarray(nbytes, np.float64)
-    if family == "view":
+    if family.free:
         out = np.zeros(np.broadcast_shapes(flops.shape, nbytes.shape))
     else:
         e, curve = device.efficiency_of(family), device.curve_of(op, family, dtype)
@@ -74,7 +74,7 @@ def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device:
             least = device.kernel_overhead if overhead is None else overhead
             out = np.maximum(np.maximum(flops / (device.peak_flops(dtype) * e), memory), least)
         else:
-            out = np.maximum(curve(flops), memory) if family in HEAVY else curve(nbytes)
+            out = np.maximum(curve(flops), memory) if family.heavy else curve(nbytes)
             out = np.broadcast_to(out, np.broadcast_shapes(flops.shape, nbytes.shape))
     return out if out.ndim else float(out)
 
@@ -131,7 +131,7 @@ def optimizer_seconds(name: str, nbytes: Any, device: Device) -> Any:
     out = _optimizer(name)[1] * np.asarray(nbytes, np.float64)
     curve = device.curve_of(f"{OPTIMIZER}/{name}", OPTIMIZER, torch.float32)
     if curve is None or name == "none":
-        out = out / (device.memory_bandwidth * device.efficiency_of("pointwise"))
+        out = out / (device.memory_bandwidth * device.efficiency_of(Family.POINTWISE))
     else:
         out = np.asarray(curve(out))
     return out if out.ndim else float(out)

@@ -35,9 +35,6 @@ from autoshard.lower.schedule import (
 )
 from autoshard.rules import registry
 
-ANY_STRIDES = ("matmul", "pointwise", "view", "reduction", "copy")
-"""Op families whose kernels are right for tensors with any strides."""
-
 
 @dataclass(frozen=True)
 class Port:
@@ -316,7 +313,7 @@ def _readable(emit: Emitter, op: Op, x: Any) -> Any:
     as after a gather along it. One device never sees such slices, so nothing is lost there."""
     t = emit.value(x)
     innermost = not t.ndim or t.shape[-1] == 1 or t.stride(-1) == 1
-    if emit.mesh.size == 1 or registry.rule_of(op.target).family in ANY_STRIDES or is_dense(t) and innermost:
+    if emit.mesh.size == 1 or registry.rule_of(op.target).family.any_strides or is_dense(t) and innermost:
         return x
     return torch.ops.aten.contiguous.default(x)
 

@@ -19,8 +19,7 @@ PART = Row((PSUM,), (PSUM,))
 
 def is_passing(op: Op) -> bool:
     """A view or cast of a single tensor: the value stays the same parameter or gradient."""
-    return op.kind == "call" and len(op.refs) - len(op.kept) == 1 and (
-        registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target))
+    return (registry.is_view(op) or registry.is_cast(op)) and len(op.refs) - len(op.kept) == 1
 
 
 def param_derived(graph: Graph) -> frozenset[Ref]:

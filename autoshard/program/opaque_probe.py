@@ -165,7 +165,7 @@ def _peak(graph: Graph, until: str) -> int:
     live = most = 0
     for i, op in enumerate(ops):
         for index, meta in enumerate(op.outputs):
-            if meta is not None and registry.rule_of(op.target).family != "view":
+            if meta is not None and not registry.is_view(op):
                 live += meta.nbytes
                 end = next((last[r] for r in last if r.op == op.name and r.index == index), i)
                 ends[end] = ends.get(end, 0) + meta.nbytes

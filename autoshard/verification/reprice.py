@@ -15,13 +15,14 @@ import torch
 
 from autoshard import _torch, collectives
 from autoshard.base.graph import Call, Graph, TensorMeta
-from autoshard.cost.cluster import HEAVY, Cluster
+from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.cost.fusion import Fused, fused
 from autoshard.errors import LoweringError
 from autoshard.lower.emit import VIEWS, Part
 from autoshard.lower.lower import Called, LocalGraph, Lowered
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 
 aten = torch.ops.aten
 KINDS = {target: kind for kind, target in _torch.COLLECTIVES.items()}
@@ -67,7 +68,7 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
         for called in local.calls:
             seconds = _op_seconds(graph, called, cluster, chains.get(called.op))
             compute += seconds
-            heavy += seconds if registry.rule_of(graph.op(called.op).target).family in HEAVY else 0.0
+            heavy += seconds if registry.is_heavy(graph.op(called.op)) else 0.0
         hide, block = _communication_seconds(local, lowered, cluster)
         blocking += block
         exposed = max(0.0, hide - overlap.eta * heavy)
@@ -118,7 +119,7 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
         seconds = collectives.seconds(seen.kind, seen.nbytes, link_of(seen.axis))
         rearranged = 0 if seen.inner else _rearranged_before(node) + _rearranged_after(node)
         if rearranged:
-            seconds += op_seconds("copy", 0, 2 * rearranged, torch.uint8, cluster.device)
+            seconds += op_seconds(Family.COPY, 0, 2 * rearranged, torch.uint8, cluster.device)
         if overlaps and seen.hideable:
             hide += seconds
         else:
