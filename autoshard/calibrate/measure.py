@@ -201,12 +201,12 @@ def op_work(place: Place, dtypes: Sequence[torch.dtype]) -> Iterator[Work]:
 def optimizer_work(place: Place) -> Iterator[Work]:
     """AdamW as torch runs it by default, on each rank's own pieces (`autoshard.local_update`). A step updates TENSORS of them,
     and a sample is one: what the step costs by itself is spread over them, as in a model."""
-    from autoshard.cost.compute import OPTIMIZERS
+    from autoshard.cost.optimizers import OPTIMIZERS
 
     for numel in (*OPTIMIZER_SIZES, *HELD_OPTIMIZER_SIZES):
         params = [_parameter(place, numel) for _ in range(TENSORS)]
         step = torch.optim.AdamW(params).step
-        amount = 4.0 * numel * OPTIMIZERS["adamw"][1]
+        amount = 4.0 * numel * OPTIMIZERS["adamw"].moved
         sample = Sample("optimizer", "adamw", amount, 0.0, numel in HELD_OPTIMIZER_SIZES, dtype="float32", moved=amount)
         yield Work(sample, step, False, len(params))
 

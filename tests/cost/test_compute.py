@@ -10,16 +10,15 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.base.spec import R
 from autoshard.cost.cluster import available, load_cluster
 from autoshard.cost.compute import (
-    OPTIMIZERS,
     call_bytes,
     call_seconds,
     compute_dtype,
     host_seconds,
     op_seconds,
     optimizer_seconds,
-    optimizer_state_bytes,
 )
-from autoshard.cost.memory import stored_bytes, stored_parts, value_bytes
+from autoshard.cost.memory import state_bytes, stored_bytes, stored_parts, value_bytes
+from autoshard.cost.optimizers import OPTIMIZERS
 from autoshard.errors import ClusterError, UsageError
 from autoshard.rules.family import PRICED, Family
 
@@ -131,13 +130,13 @@ def test_worked_update_from_the_host():
 
 
 def test_optimizer_state():
-    assert [optimizer_state_bytes(n, F32) for n in ("adamw", "momentum", "sgd", "none")] == [8, 4, 0, 0]
-    assert optimizer_state_bytes("adamw", BF16) == 4
-    for name, (kept, moved) in OPTIMIZERS.items():
+    assert [state_bytes(n, (3, 5), F32) for n in ("adamw", "momentum", "sgd", "none")] == [8 * 15, 4 * 15, 0, 0]
+    assert state_bytes("adamw", (3, 5), BF16) == 4 * 15
+    for name, row in OPTIMIZERS.items():
         lean = {"none": 0, "adafactor": 5, "adam8bit": 4, "adamw8bit": 4}  # what they keep has another size
-        assert moved == lean.get(name, 3 + 2 * kept)
+        assert row.moved == lean.get(name, 3 + 2 * row.state)
     with pytest.raises(UsageError, match="no cost for optimizer 'adamm'; did you mean adam"):
-        optimizer_state_bytes("adamm", F32)
+        state_bytes("adamm", (3, 5), F32)
 
 
 def test_stored_bytes():
