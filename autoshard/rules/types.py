@@ -17,9 +17,9 @@ class InnerCollective:
     """A collective that runs inside an op's local implementation, over the row's own mesh axis.
 
     Its buffer is `copies` times the local shape of `tensor` ("in0", "out1", ...) without the logical dims
-    `drop`, in `dtype` (default: that tensor's)."""
+    `drop`, in `dtype` (default: that tensor's). `kind`: a name in `collectives.RUN`."""
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    kind: str
     tensor: str
     reduce_op: str = "sum"
     drop: tuple[int, ...] = ()

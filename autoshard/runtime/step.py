@@ -16,7 +16,7 @@ from autoshard.base.graph import Graph
 from autoshard.base.plan import Plan
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
-from autoshard.collectives import KINDS
+from autoshard.collectives import KIND_OF
 from autoshard.errors import AutoshardError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, lower_deferred
 from autoshard.lower.passes.bucket import bucket_gradients
@@ -41,10 +41,10 @@ class Issue:
 
     @staticmethod
     def of(node: torch.fx.Node, place: Place) -> "Issue":
-        kind = _torch.COLLECTIVE_KINDS[node.target]
-        buffer = KINDS[kind].buffer(node.args[0].meta["val"], node.meta["val"])
+        kind = KIND_OF[node.target]
+        buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
         axes = {group: axis for axis, group in place.groups.items()}
-        return Issue(kind, axes[node.args[-1]], buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
+        return Issue(kind.name, axes[node.args[-1]], buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
 
     def planned(self) -> tuple["Issue", ...]:
         """The calls of the plan that this one stands for."""
@@ -65,7 +65,7 @@ class Function:
         module, takes = bind(local, place.coordinates, place.group, place.mesh, place.device)
         module.meta["carriers"] = place.carriers()
         bucket_gradients(module.graph)
-        issues = tuple(Issue.of(n, place) for n in module.graph.nodes if n.target in _torch.COLLECTIVE_KINDS)
+        issues = tuple(Issue.of(n, place) for n in module.graph.nodes if n.target in KIND_OF)
         return Function(takes, local.gives, backend(module, name), issues)
 
 
