@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Plan, Window
+from autoshard.base.roles import Role
 from autoshard.base.windows import CAT, ONCE, START, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
@@ -18,6 +19,8 @@ from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 
 FOREVER = 2**62
+KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries"}
+"""Category of memory in which a window's results are counted from its end on."""
 
 
 @dataclass(eq=False)
@@ -91,8 +94,8 @@ class _Player:
         for op in filter(is_accumulator, self.graph.ops):
             self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), "gradients").holders = 1
         if self.graph.microbatches > 1:
-            for op in self.graph.of_kind("output"):
-                if str(op.target).startswith("user:") and op.refs:
+            for op in self.graph.outputs(Role.USER).values():
+                if op.refs:
                     held = Held(op.refs[0], self.plan.ops[op.name].inputs[0])
                     pieces = self.graph.microbatches if join_of(op) == CAT else 1
                     self._make(pieces * value_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, "outputs").holders = 1
@@ -120,8 +123,8 @@ class _Player:
         window = schedule.windows[i].name
         needed = dict.fromkeys(held for later in schedule.windows[i:] for held in later.takes)
         needed |= dict.fromkeys(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("input") if op.phase == window)
-        for op in self.graph.of_kind("output"):
-            if str(op.target).startswith("mutation:") and op.name in schedule.outputs and op.phase == schedule.windows[i - 1].name:
+        for op in self.graph.outputs(Role.MUTATION).values():
+            if op.name in schedule.outputs and op.phase == schedule.windows[i - 1].name:
                 self._let_go(self.env[schedule.outputs[op.name]][0])
         stay = {held: self.env[held][0] for held in (*needed, *self._stored()) if held in self.env}
         self.env = {held: (buffer, self._contiguous(held)) for held, buffer in stay.items()}
@@ -181,8 +184,7 @@ class _Player:
 
     def _leaving(self, window: WindowSchedule, schedule: Schedule) -> list[tuple[Held, str]]:
         """Values that outlive the window, with what they are kept for."""
-        kinds = {"user": "outputs", "grad": "gradients", "mutation": "temporaries"}
-        out = [(schedule.outputs[op.name], kinds[str(op.target).partition(":")[0]])
+        out = [(schedule.outputs[op.name], KEPT_AS[op.target.role])
                for op in self.graph.of_kind("output") if op.phase == window.name and op.name in schedule.outputs]
         return out + [(held, "saved") for held in window.saves]
 

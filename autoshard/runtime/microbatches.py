@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.base.graph import BACKWARD, FORWARD, Graph
 from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.base.windows import CAT, END, START, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
@@ -138,8 +139,8 @@ class MicroStep(Step):
             for m in range(self.graph.microbatches):
                 micro = Micro(self._piece(tensors, given, m), of_microbatch(seed, m))
                 out = windows.run(FORWARD, micro)
-                self.write_back([out[Port("mutation", name)] for name in self.mutated])
-                users: list[Any] = [out.pop(Port("user", i)) for i in range(self.n_users)]
+                self.write_back([out[Port(Role.MUTATION, name)] for name in self.mutated])
+                users: list[Any] = [out.pop(Port(Role.USER, i)) for i in range(self.n_users)]
                 results.add(m, users)
                 micro.tangents[self.loss] = results.tangent(self.loss).to(self.place.device)
                 micro.inputs = {}

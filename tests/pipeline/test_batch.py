@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Pipeline
+from autoshard.base.roles import Role
 from autoshard.errors import UsageError
 from autoshard.pipeline.batch import traced
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
@@ -301,4 +302,4 @@ def test_gradients_are_accumulated_as_they_are_reduced(reduce: str, dtype: torch
                    precision=autoshard.Precision("bf16", master="fp32", reduce=reduce)).graph
     sums = [op for op in graph.ops if op.name.startswith("sum:")]
     assert len(sums) == 4 and {op.outputs[0].dtype for op in sums} == {dtype}
-    assert {graph.meta(op.refs[0]).dtype for op in graph.of_kind("output") if op.target.startswith("grad:")} == {torch.float32}
+    assert {graph.meta(op.refs[0]).dtype for op in graph.outputs(Role.GRADIENT).values()} == {torch.float32}
