@@ -119,15 +119,14 @@ class _Player:
 
     def turn(self, schedule: Schedule, i: int) -> list[Buffer]:
         """Before window i: what no window from there on needs goes, tangents come and are returned. Saved values are arguments
-        there, which lowering takes for contiguous."""
+        there as they lie."""
         window = schedule.windows[i].name
         needed = dict.fromkeys(held for later in schedule.windows[i:] for held in later.takes)
         needed |= dict.fromkeys(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("input") if op.phase == window)
         for op in self.graph.outputs(Role.MUTATION).values():
             if op.name in schedule.outputs and op.phase == schedule.windows[i - 1].name:
                 self._let_go(self.env[schedule.outputs[op.name]][0])
-        stay = {held: self.env[held][0] for held in (*needed, *self._stored()) if held in self.env}
-        self.env = {held: (buffer, self._contiguous(held)) for held, buffer in stay.items()}
+        self.env = {held: self.env[held] for held in (*needed, *self._stored()) if held in self.env}
         for buffer in self.buffers:
             buffer.reads = 0
         self.times.append((window, None))

@@ -34,7 +34,7 @@ from autoshard.runtime.step import Backend, Function, Step
 class Micro:
     """What belongs to one micro-batch: its inputs and tangents by name, its seed, and what its windows saved for later ones."""
 
-    inputs: Mapping[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
     seed: int
     tangents: dict[int, torch.Tensor] = field(default_factory=dict)
     saved: dict[Held, torch.Tensor] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Windows:
         if port.kind == "accumulator":
             return self.shared[port.name]
         if port.kind == "input":
-            return micro.inputs[port.name]
+            return micro.inputs.pop(port.name)  # one window alone takes it
         if port.kind == "tangent":
             return micro.tangents[port.name]
         return micro.seed if port.kind == "seed" else self.local(port.name)
@@ -143,7 +143,6 @@ class MicroStep(Step):
                 users: list[Any] = [out.pop(Port(Role.USER, i)) for i in range(self.n_users)]
                 results.add(m, users)
                 micro.tangents[self.loss] = results.tangent(self.loss).to(self.place.device)
-                micro.inputs = {}
                 if results.counts:
                     windows.run(BACKWARD, micro)
             grads = windows.finish()
