@@ -71,8 +71,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer(2, 4, 3, (2, 1, 1), torch="AdamW", verified_with=SLOW),  # reads p, g, m, v; writes p, m, v
     "adam": Optimizer(2, 4, 3, (2, 1, 1), torch="Adam", verified_with=SLOW),
     "sgd": Optimizer(0, 2, 1, scalars=0, torch="SGD", verified_with={"lr": 1e-2}),
-    "nesterov": Optimizer(1, 3, 2, (1, 0, 0), scalars=0, torch="SGD", setting="nesterov",
-                          verified_with={"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     "momentum": Optimizer(1, 3, 2, scalars=0, torch="SGD", setting="momentum", verified_with={"lr": 1e-2, "momentum": 0.9}),
     "nadam": Optimizer(2, 4, 3, (2, 1, 1), scalars=2, torch="NAdam", verified_with=SLOW),
     "radam": Optimizer(2, 4, 3, (5, 0, 1), torch="RAdam", verified_with=SLOW),
