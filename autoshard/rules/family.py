@@ -48,7 +48,6 @@ class Family(StrEnum):
     CONV = Facts("conv", heavy=True, weighted=True)
     POINTWISE = Facts("pointwise", cheap=True, any_strides=True)
     REDUCTION = Facts("reduction", cheap=True, any_strides=True)
-    SCAN = Facts("scan", priced_as="reduction", cheap=True, any_strides=True)
     NORM = Facts("norm", cheap=True)
     GATHER = Facts("gather", weighted=True)
     RANDOM = Facts("random", cheap=True, repeatable=False)

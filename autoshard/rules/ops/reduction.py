@@ -68,7 +68,7 @@ RULES = {
     aten.max.default: _max,
     aten.amin.default: _min,
     aten.min.default: _min,
-    aten.cumsum.default: rule(_along, family=Family.SCAN, partial="each"),
+    aten.cumsum.default: _family(_along, partial="each"),
     aten.cumprod.default: _scan,
     aten.logcumsumexp.default: _scan,
     **dict.fromkeys((
