@@ -42,14 +42,13 @@ from autoshard.collectives.all_gather import ALL_GATHER
 from autoshard.collectives.all_reduce import ALL_REDUCE
 from autoshard.collectives.all_to_all import ALL_TO_ALL
 from autoshard.collectives.broadcast import BROADCAST
-from autoshard.collectives.half_gather import HALF_GATHER
 from autoshard.collectives.kind import Collective
 from autoshard.collectives.levels import Axis
 from autoshard.collectives.reduce_scatter import REDUCE_SCATTER
 from autoshard.collectives.send_recv import SEND_RECV
 from autoshard.errors import ClusterError
 
-KINDS: dict[str, Collective] = {c.name: c for c in (HALF_GATHER, ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER, BROADCAST, SEND_RECV)}
+KINDS: dict[str, Collective] = {c.name: c for c in (ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER, BROADCAST, SEND_RECV)}
 """In the order in which equally cheap steps of a redistribution are preferred."""
 RUN: dict[str, Collective] = {name: c for name, c in KINDS.items() if c.exchange is not None}
 """Those that plans run."""
