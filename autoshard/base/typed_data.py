@@ -84,7 +84,7 @@ def _wrong(data: Any, hint: Any, where: str) -> str:
         except msgspec.ValidationError:
             return _wrong(value, inner, place)
     kind = _bare(hint)
-    missing = [f.name for f in fields(kind) if f.name not in data and f.default is f.default_factory] if _is_table(data, kind) else []
+    missing = [f.name for f in fields(kind) if f.name not in data and f.default is f.default_factory is MISSING] if _is_table(data, kind) else []
     if missing:
         return f"{f'{where}.{missing[0]}'.lstrip('.')} is missing"
     return f"{where or 'the file'} is {data!r:.60}; {_wanted(data, hint)}"
