@@ -22,12 +22,10 @@ from autoshard.base.typed_data import Fraction, Positive, Share, as_data, not_a_
 from autoshard.collectives import KINDS
 from autoshard.cost.curve import Curve, Points, problem
 from autoshard.errors import ClusterError
+from autoshard.rules.family import PRICED, Family
 
 VERSION = 1
 OPTIMIZER = "optimizer"
-HEAVY = ("matmul", "attention", "conv")
-"""Op families that count FLOPs. Their time can hide communication; the others are too short or memory-bound."""
-FAMILIES = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "gather", "random", "copy")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,8 @@ class Device:
 
     peak              dense FLOP/s by dtype, named as torch writes it ("bfloat16")
     memory_bandwidth  bytes/s;  memory_capacity  bytes;  kernel_overhead  seconds an op costs at least
-    efficiency        achievable fraction of peak or bandwidth by op family, one per `FAMILIES`
+    efficiency        achievable fraction of peak or bandwidth by op family: every family in `PRICED`, others where they differ from
+                      what they are priced as
     measured          seconds over amount, by what they stand in for on the roofline; see `curve_of`
     fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
     allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
@@ -69,25 +68,32 @@ class Device:
         return {name: Curve.through(points) for name, points in self.measured.items()}
 
     def curve_of(self, op: str, family: str, dtype: torch.dtype) -> Curve | None:
-        """The measured curve of an op ("aten::gelu"), else of its family, a dtype's own before the common one:
-        keys "aten::gelu/bfloat16", "aten::gelu", "pointwise/bfloat16", "pointwise". None: use the roofline.
+        """The measured curve of an op ("aten::gelu"), else of its family, else of what that is priced as, a dtype's own before the
+        common one: keys "aten::gelu/bfloat16", "aten::gelu", "pointwise/bfloat16", "pointwise". None: use the roofline.
 
         Amounts are FLOP for matmul, attention and conv, bytes read and written for the others."""
         if not self.measured:
             return None
         name = str(dtype).removeprefix("torch.")
-        keys = (f"{op}/{name}", op, f"{family}/{name}", family)
+        keys = [f"{op}/{name}", op, f"{family}/{name}", family]
+        if isinstance(family, Family) and family.priced_as is not family:
+            keys += [f"{family.priced_as}/{name}", family.priced_as]
         return next((self._curves[k] for k in keys if k in self._curves), None)
+
+    @cached_property
+    def _efficiency(self) -> dict[Family, float]:
+        given = self.efficiency
+        return {f: given[f] if f in given else given[f.priced_as] for f in Family if f in given or f.priced_as in given}
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """FLOP/s for `dtype`; dtypes without a number of their own (integers) run at the float32 rate."""
         return self.peak.get(str(dtype).removeprefix("torch."), self.peak["float32"])
 
-    def efficiency_of(self, family: str) -> float:
-        """Achievable fraction for an op family. Raises ClusterError for a family no profile knows."""
-        if family not in self.efficiency:
-            raise ClusterError(f"no efficiency for op family {family!r}; the families are {', '.join(FAMILIES)}")
-        return self.efficiency[family]
+    def efficiency_of(self, family: Family) -> float:
+        """Achievable fraction for an op family. Raises ClusterError for a device that was made without it."""
+        if family not in self._efficiency:
+            raise ClusterError(f"{self.name} has no efficiency for op family {family.priced_as.value!r}; give one for each of {', '.join(PRICED)}")
+        return self._efficiency[family]
 
 
 @dataclass(frozen=True)
@@ -290,16 +296,17 @@ def _read(data: Any, origin: str) -> Cluster:
 
 def _check_device(device: Device) -> None:
     """Raises ValueError for what the types of the fields do not say."""
-    missing = ["device.peak.float32"] * ("float32" not in device.peak) + [f"device.efficiency.{f}" for f in FAMILIES if f not in device.efficiency]
+    missing = ["device.peak.float32"] * ("float32" not in device.peak) + [f"device.efficiency.{f}" for f in PRICED if f not in device.efficiency]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
+    families = [f.value for f in Family if not f.free]
     for key in device.efficiency:
-        if key not in FAMILIES:
-            raise ValueError(not_a_key(f"device.efficiency.{key}", FAMILIES))
+        if key not in families:
+            raise ValueError(not_a_key(f"device.efficiency.{key}", families))
     for key, points in device.measured.items():
-        if "::" not in key and key.partition("/")[0] not in (*FAMILIES, OPTIMIZER):
+        if "::" not in key and key.partition("/")[0] not in (*Family, OPTIMIZER):
             raise ValueError(f"device.measured has a curve for {key!r}; name an op (aten::gelu) or a family "
-                             f"({', '.join(FAMILIES)}, {OPTIMIZER}), with a dtype or without (matmul/float32)")
+                             f"({', '.join(families)}, {OPTIMIZER}), with a dtype or without (matmul/float32)")
         _check_curve(f"device.measured[{key!r}]", points)
 
 
