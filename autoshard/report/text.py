@@ -31,6 +31,8 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
     """The report from top to bottom; sections without content are left out."""
     yield _header(plan)
     yield Columns((_step_time(plan), _memory(plan)), padding=(0, 4))
+    if len(plan.stages) > 1:
+        yield _stages(plan)
     if plan.layouts:
         yield _layers(plan)
     yield _collectives(plan)
@@ -104,6 +106,13 @@ def _memory(plan: Plan) -> RenderableType:
     if limit is not None:
         grid.add_row("limit", quantities.size(limit), f"{quantities.share(total, limit)} used", style="dim")
     return section("Memory at its peak", Group(grid, *(Text(line, style="dim") for line in what.peak(plan))))
+
+
+def _stages(plan: Plan) -> RenderableType:
+    grid = table(">stage", "blocks", "!mesh", "!a micro-batch", ">a step", ">in flight", ">memory")
+    for i, (blocks, mesh, _, windows, once, flying, nbytes) in enumerate(what.stages(plan)):
+        grid.add_row(str(i), escape(blocks), mesh, windows.replace(", ", "\n"), quantities.seconds(once), str(flying), quantities.size(nbytes))
+    return section("Stages of the pipeline", grid)
 
 
 def _layers(plan: Plan) -> RenderableType:
