@@ -18,7 +18,7 @@ from autoshard.base.roles import Output, Role
 from autoshard.base.windows import CAT, JOIN, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
-from autoshard.pipeline.relations import Cut, Inexact, Relation, Same, by_shape, partners, walk
+from autoshard.pipeline.relations import Cut, Inexact, Relation, Rows, Same, by_shape, partners, walk
 from autoshard.program.accumulate import accumulating
 from autoshard.program.calling import Calling, Traced
 from autoshard.program.trace import trace
@@ -141,6 +141,9 @@ def _join(op: Op, found: Relation, meta: Any, count: int, told: _Found) -> tuple
         if meta.logical_dims(dim)[0] != found.dim:
             told(Inexact(op, f"samples are not the major part of dim {dim} of the output"))
         return CAT, dim
+    if isinstance(found, Rows):
+        told(Inexact(op, "the output holds the numbers of the samples"))
+        return CAT, 0
     if found.weights is not None and found.factor == 1:
         return WEIGHTED, 0
     if found.weights is None and found.factor in (1, Fraction(1, count)):

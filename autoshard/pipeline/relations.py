@@ -41,7 +41,14 @@ class Added:
     weights: Ref | None = None
 
 
-Relation = Same | Cut | Added
+@dataclass(frozen=True)
+class Rows:
+    """The numbers of the samples along logical dim `dim`; every micro-batch counts its own from 0."""
+
+    dim: int
+
+
+Relation = Same | Cut | Added | Rows
 
 
 class Inexact(Exception):
@@ -67,7 +74,7 @@ class Pair:
 
     @property
     def placements(self) -> tuple[int, ...]:
-        return tuple(i.dim if isinstance(i, Cut) else PSUM if isinstance(i, Added) else R for i in self.inputs)
+        return tuple(i.dim if isinstance(i, (Cut, Rows)) else PSUM if isinstance(i, Added) else R for i in self.inputs)
 
     @property
     def added(self) -> list[Added]:
@@ -81,6 +88,8 @@ def relations_of(pair: Pair) -> tuple[Relation, ...]:
             return found
     if all(isinstance(i, Same) for i in pair.inputs):
         return _without_batch(pair)
+    if any(isinstance(i, Rows) for i in pair.inputs):
+        return _of_rows(pair)
     _check_arguments(pair)
     return _by_rule(pair, _common(pair))
 
@@ -168,6 +177,30 @@ SHAPES = ("size", "sizes", "shape", "repeats")
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 REPEATED = ("zeros", "ones", "full", "empty", "expand", "fill", "scalar_tensor", "repeat")
 """Ops that make the same numbers everywhere along a new dim."""
+
+
+# --- the numbers of the samples ---
+
+def _numbers_of_rows(pair: Pair) -> tuple[Relation, ...] | None:
+    """A count from 0 to the size of the batch."""
+    (a, b), start = (op.outputs[0].shape[0] for op in (pair.whole, pair.part)), pair.whole.args[:-1]
+    return (Rows(0),) if a == pair.pieces * b and start in ((), (0,)) and a != b else None
+
+
+def _of_rows(pair: Pair) -> tuple[Relation, ...]:
+    """Numbers of samples may be viewed otherwise, and pick the samples themselves."""
+    if registry.is_view(pair.whole) or registry.is_cast(pair.whole):
+        _check_arguments(pair)
+        return tuple(Rows(r.dim) if isinstance(r, Cut) else r for r in _by_rule(pair, Added(Fraction(1))))
+    if pair.whole.target is aten.index.Tensor and isinstance(pair.inputs[0], Cut) and not pair.graph.meta(pair.whole.refs[0]).is_flat:
+        given = iter(pair.inputs[1:])
+        by = [None if index is None else next(given) for index in pair.whole.args[1]]
+        others = by[:pair.inputs[0].dim] + by[pair.inputs[0].dim + 1:]
+        if pair.inputs[0].dim < len(by) and isinstance(by[pair.inputs[0].dim], Rows) and all(i is None or isinstance(i, Same) for i in others):
+            whole, part = pair.whole.outputs[0], pair.part.outputs[0]
+            assert whole is not None and part is not None, "indexing makes a tensor"
+            return (Cut(cut_dim(whole, part, pair)),)
+    raise pair.refuse("it reads the numbers of the samples in the batch")
 
 
 # --- ops with their own ways ---
@@ -260,7 +293,8 @@ SPECIAL: Mapping[Any, Callable[[Pair], tuple[Relation, ...] | None]] = {
     **dict.fromkeys(AS_THEY_ARE - {aten.mean.default, aten.mean.dim}, _loss),
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _quotient), **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _product),
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), _sum)}
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), _sum),
+    **dict.fromkeys((aten.arange.default, aten.arange.start), _numbers_of_rows)}
 """Ops that need more than their rule says."""
 
 

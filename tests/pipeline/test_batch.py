@@ -186,6 +186,16 @@ def numbered(x: torch.Tensor) -> torch.Tensor:
     return x * torch.arange(x.shape[0], dtype=x.dtype)[:, None]
 
 
+def picked(x: torch.Tensor) -> torch.Tensor:
+    """Its own numbers of every sample: as many models pick the last token of each."""
+    return x.unflatten(1, (4, 2))[torch.arange(x.shape[0])[:, None], torch.arange(4)].flatten(1)
+
+
+def test_samples_may_be_picked_by_their_numbers() -> None:
+    for count in (2, 6):
+        assert_same(Net(picked), (features(), classes()), F.cross_entropy, count)
+
+
 def by_size(x: torch.Tensor) -> torch.Tensor:
     return x * (1.0 / x.shape[0])
 
@@ -194,7 +204,7 @@ def balanced(x: torch.Tensor) -> torch.Tensor:
     return x * x.mean(0)
 
 
-INEXACT = {contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "size of the batch",
+INEXACT = {contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "numbers of the samples",
            by_size: "its argument", balanced: "not linear in a sum over samples"}
 
 
