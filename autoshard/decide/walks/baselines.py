@@ -33,6 +33,8 @@ from autoshard.decide.walks.reads import Read, Wiring
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
 from autoshard.rules import registry
+from autoshard.space.decision_units import CHEAP
+from autoshard.space.strategies import SpecIndex
 
 Role = Literal["data", "tensor", "sequence"]
 WEIGHTED = ("matmul", "conv", "gather")  # families whose parameter is split on a tensor axis
@@ -135,7 +137,7 @@ class _Walk:
         key = (*map(id, unit.picked), *(id(w.formulation.table.ops[m]) for m in unit.members), sources,
                tuple(r.value in w.param_derived for r in reads), tuple(self.stored(self.leaves[r.value]) for r in reads if r.value in self.leaves))
         if key not in self.memo:
-            departures = np.zeros(len(unit))
+            departures = 0.25 * self._split_by_itself(n)
             seconds = np.zeros(len(unit))
             for read, source in zip(reads, sources, strict=True):
                 targets = w.targets(read)
@@ -146,6 +148,21 @@ class _Walk:
             possible = np.where(np.isfinite(seconds), departures, np.inf)
             self.memo[key] = int(np.lexsort((seconds, w.compute(n), possible))[0])
         return self.memo[key]
+
+    def _split_by_itself(self, n: int) -> np.ndarray:
+        """Per strategy, the axes on which a unit of cheap ops splits what it makes and reads nothing split: an expand can. That computes
+        less, but no scheme asks for it, and later the whole must be gathered. What is not decided yet follows, parameters aside."""
+        w, unit = self.wiring, self.wiring.unit(n)
+        read, made = np.zeros((2, len(unit), len(self.scheme.roles)), bool)
+        ops = [w.formulation.table.graph.op(m) for m in unit.members]
+        if not w.reads[n] or any(op.kind != "call" or registry.rule_of(op.target).family not in CHEAP for op in ops):
+            return np.zeros(len(unit))
+        for each in w.reads[n]:
+            if each.maker in self.strategy or each.value in w.param_derived:
+                read |= _splits(w.targets(each))
+        for value in (Ref(op.name, i) for op in ops for i, meta in enumerate(op.outputs) if meta is not None):
+            made |= _splits(w.formulation.units.outputs(value))
+        return np.sum(made & ~read, axis=1)
 
     def source(self, read: Read) -> Spec | None:
         """The spec a value has; None where its maker is not decided yet."""
@@ -274,6 +291,11 @@ class _Walk:
             specs, theirs = units.inputs(w.unit(n).name, 0), units.outputs(Ref(w.unit(other).name))
         wanted = theirs.specs[theirs.index[self.strategy[other]]]
         return int(np.argmax(specs.index == specs.specs.index(wanted)))
+
+
+def _splits(specs: SpecIndex) -> np.ndarray:
+    """[strategies, axes]: where a value is split."""
+    return (np.array(specs.specs) >= 0)[specs.index]
 
 
 def _activation(role: Role, ndim: int, made: int | None, wanted: int) -> float:
