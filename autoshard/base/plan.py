@@ -17,6 +17,8 @@ from autoshard.errors import PlanError, UsageError
 FORMAT = 1
 INTERRUPTED = "best found before it was interrupted"
 """The status of a plan whose search was stopped by Ctrl-C, as `search.problem.Status` says it; reading a plan loads no solver."""
+TIED = "optimal among tied plans"
+"""The status of a plan that is proven optimal with its repeated layers tied, likewise."""
 REQUIRED = ("copies", "collectives", "fallbacks", "notes", "stages")  # of the lists of a plan file
 SHAPES: dict[str, type] = {"mesh": str, **dict.fromkeys(("ops", "placements"), dict),
                            **dict.fromkeys(("copies", "collectives", "fallbacks", "notes", "layouts", "timeline", "largest", "recompute", "offload",
@@ -201,6 +203,11 @@ class Plan:
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended its search."""
         return self.status == INTERRUPTED
+
+    @property
+    def tied(self) -> bool:
+        """Whether it is proven optimal only among plans that treat repeated layers alike; its bound is one of all plans."""
+        return self.status == TIED
 
     @property
     def peak(self) -> Moment | None:
