@@ -6,7 +6,7 @@ the budget. What no search finds, a starting plan may be, or the plan of least m
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,12 +56,17 @@ class Attempt:
 
 
 def search(variants: Variants) -> Outcome:
-    """Try the attempts until one is final. A plan of the first one alone has the status that its search gave; another is
-    proven by the bound of all of them, or not."""
-    so_far = Outcome(variants.plain)
+    """Try what there is to try. Where stored tensors alone are too much, nothing is."""
     if stored_is_too_much(variants.plain.formulation):
-        return replace(so_far, solution=replace(NOTHING, status=Status.INFEASIBLE))
-    for attempt in TRAINING if variants.training else INFERENCE:
+        return Outcome(variants.plain, replace(NOTHING, status=Status.INFEASIBLE), final=True)
+    return try_in_order(variants, TRAINING if variants.training else INFERENCE)
+
+
+def try_in_order(variants: Variants, attempts: Iterable[Attempt]) -> Outcome:
+    """Try the attempts until one is final. Its solution has the status that its search gave; another one is proven by the bound of
+    all attempts, or not."""
+    so_far = Outcome(variants.plain)
+    for attempt in attempts:
         if attempt.due(variants, so_far):
             so_far = _tried(attempt, variants, so_far)
         if so_far.final:
