@@ -172,7 +172,7 @@ def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = Non
         program = with_starts(formulation or formulate_within(table, options.memory_limit(table.cluster)), settings)
     how = How(Clock(options.time_limit), options.search, clock.search)
     with stopping(how.clock, interruptible), clock("search"):
-        found = find(program, settings, how)
+        found = find(program, how)
     with clock("assemble"):
         plan = make_plan(found.program.formulation, found.solution, model=model_info or {}, settings=settings, seeds=options.marks,
                          notes=seed_notes(table), timelines=found.program.timelines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from autoshard.decide.attempts import search
 from autoshard.decide.how import How
@@ -30,15 +29,15 @@ class Found:
     only: Lean | None = None
 
 
-def find(program: Program, settings: Mapping[str, Any], how: How) -> Found:
-    """The cheapest plan of a program within its budget, by the backend of `how`. `settings`: those of the plan. Raises
-    InfeasibleError, UsageError, and Interrupted where there is no plan yet."""
-    variants = Variants(program, settings, how)
+def find(program: Program, how: How) -> Found:
+    """The cheapest plan of a program within its budget, by the backend of `how`. Raises InfeasibleError, UsageError, and
+    Interrupted where there is no plan yet."""
+    variants = Variants(program, how)
     found = BACKENDS.get(how.backend, _searched)(variants)
     if found.solution.choice is None and how.clock.stopped:
         raise Interrupted("interrupted before a plan that fits was found; there is no plan yet")
     if found.solution.choice is None:
-        raise explain_infeasible(variants.open.formulation, found.solution, found.only or variants.leanest, settings, How(how.clock))
+        raise explain_infeasible(variants.open, found.solution, found.only or variants.leanest, How(how.clock))
     return found
 
 

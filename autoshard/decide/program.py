@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,12 @@ NOTHING = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
 @dataclass(frozen=True, eq=False)
 class Program:
     """`formulation`, with the budget in it; `timelines`: the memory of a choice over one step; `starts`: choices that are plans
-    already; `spread`: the one among them that the user's seeds alone give, where there are seeds."""
+    already; `settings`: those of the plan; `spread`: the starting plan that the user's seeds alone give, where there are seeds."""
 
     formulation: Formulation
     timelines: Callable[[np.ndarray], Timeline]
     starts: tuple[np.ndarray, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     spread: Propagated | None = None
 
     def fits(self, choice: np.ndarray) -> bool:
@@ -55,7 +56,7 @@ def with_starts(formulation: Formulation, settings: Mapping[str, Any]) -> Progra
     seeds = formulation.table.seeds
     spread = propagate(formulation, seeds) if seeds else None
     starts = (*starting_plans(formulation), *([spread.choice] if spread else []))
-    return Program(formulation, Timelines(formulation, settings), starts, spread)
+    return Program(formulation, Timelines(formulation, settings), starts, settings, spread)
 
 
 def starting_plans(formulation: Formulation) -> tuple[np.ndarray, ...]:

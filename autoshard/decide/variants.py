@@ -1,10 +1,9 @@
 """The variants of a program that a search may take up: recomputation not at all, undecided, or of everything."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from autoshard.decide.how import How
 from autoshard.decide.leanest import Lean, leanest
@@ -20,11 +19,9 @@ LEANEST = 0.5  # share of the time left for the plan that needs least memory
 @dataclass(frozen=True, eq=False)
 class Variants:
     """The program without recomputation (`plain`) and its variants with recomputation, each built on first use. For inference
-    all are `plain`. `settings`: those of the plan. `how`: its clock is the limit of the whole search, including the time to
-    explain why nothing fits."""
+    all are `plain`. `how`: its clock is the limit of the whole search, including the time to explain why nothing fits."""
 
     plain: Program
-    settings: Mapping[str, Any]
     how: How
 
     @property
@@ -58,6 +55,6 @@ class Variants:
     def _of(self, change: Callable[[CostTable], CostTable]) -> Program:
         if not self.training:
             return self.plain
-        plain = self.plain.formulation
+        plain, settings = self.plain.formulation, self.plain.settings
         formulation = formulate_within(change(plain.table), plain.budget.limit)
-        return Program(formulation, Timelines(formulation, self.settings), starting_plans(formulation))
+        return Program(formulation, Timelines(formulation, settings), starting_plans(formulation), settings)

@@ -1,9 +1,8 @@
 """Why no plan fits: the proven lower bound, the least peak found, what is alive at that peak, and seeds that cost memory."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, floor, log10
-from typing import Any
 
 from autoshard.cost.budget import Budget
 from autoshard.cost.compute import OPTIMIZERS
@@ -15,7 +14,7 @@ from autoshard.decide.memory_problems import least_memory, least_possible
 from autoshard.decide.program import Program
 from autoshard.decide.seed_bytes import pinned, without_seeds
 from autoshard.errors import InfeasibleError
-from autoshard.formulate.problem_of import Formulation, formulate
+from autoshard.formulate.problem_of import formulate
 from autoshard.play.timeline import Timeline
 from autoshard.search.problem import Problem, Solution, Status
 from autoshard.seeds.marks import was_given
@@ -25,11 +24,10 @@ NAMED = 3  # seeds in a message
 DIGITS, MOST_DIGITS = 4, 12  # of an amount in a message; more than usual where amounts would read the same
 
 
-def explain_infeasible(formulation: Formulation, solution: Solution, lean: Lean | None, settings: Mapping[str, Any],
-                       how: How) -> InfeasibleError:
-    """The error to raise. `formulation`: the program with recomputation undecided; `lean`: the plan of least memory found;
-    `settings`: the settings of the plan. The time left goes into the bound; with seeds, half of it into a search without them."""
-    table, budget = formulation.table, formulation.budget
+def explain_infeasible(program: Program, solution: Solution, lean: Lean | None, how: How) -> InfeasibleError:
+    """The error to raise. `program`: the one with recomputation undecided; `lean`: the plan of least memory found. The time left goes
+    into the bound; with seeds, half of it into a search without them."""
+    formulation, table, budget = program.formulation, program.formulation.table, program.formulation.budget
     problem, rows = formulation.problem, formulation.memory_rows.values()
     leasts = _leasts(problem, tuple(rows), how.part(0.5 if table.seeds.matches else 1.0))
     if any(least.status is Status.INFEASIBLE for least in leasts):
@@ -43,7 +41,7 @@ def explain_infeasible(formulation: Formulation, solution: Solution, lean: Lean 
         return InfeasibleError(f"the time limit ended the search before any plan was found, for {_text(budget.limit)} per rank or more; "
                                f"no plan needs less than {_text(bound, floor)} (proven). Give more time (time_limit, --time-limit)", proven=proven)
     return InfeasibleError(_sentence(budget, bound, lean[1], solution)
-                           + f"{_offload(table)}{_seeds_in_the_way(table, budget, settings, how)}", proven=proven)
+                           + f"{_offload(table)}{_seeds_in_the_way(program, how)}", proven=proven)
 
 
 def _leasts(problem: Problem, rows: Sequence[int], how: How) -> list[Solution]:
@@ -72,16 +70,17 @@ def _offload(table: CostTable) -> str:
     return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer][0] else ""
 
 
-def _seeds_in_the_way(table: CostTable, budget: Budget, settings: Mapping[str, Any], how: How) -> str:
+def _seeds_in_the_way(program: Program, how: How) -> str:
     """Whether a plan fits without the user's seeds, and which seeds cost most memory. Empty without seeds."""
+    table, budget = program.formulation.table, program.formulation.budget
     if not table.seeds.matches:
         return ""
-    free = formulate(without_seeds(table.base or table, settings.get("outputs", "replicate")), memory_limit=budget.limit)
-    program = Program(free, Timelines(free, settings))
-    found = search_within(program, how)
+    free = formulate(without_seeds(table.base or table, program.settings.get("outputs", "replicate")), memory_limit=budget.limit)
+    timelines = Timelines(free, program.settings)
+    found = search_within(Program(free, timelines), how)
     if found.choice is None:
         return f", or take seeds away, though without all {len(table.seeds.matches)} of them none was found that fits either"
-    needs = _text(budget.taken(program.timelines(found.choice).peak), ceil)
+    needs = _text(budget.taken(timelines(found.choice).peak), ceil)
     most = ", ".join(f"{p.seed} {_text(p.nbytes)}" for p in pinned(table)[:NAMED])
     return f". Without the seeds a plan fits: one that needs {needs} was found. Most bytes per rank are held by {most}"
 

@@ -45,7 +45,7 @@ def never(variants: Variants) -> Program:
 
 
 def outcome(program: Program, *attempts: Attempt, clock: Clock | None = None) -> Outcome:
-    return try_in_order(Variants(program, {}, How(clock or Clock(60.0))), attempts)
+    return try_in_order(Variants(program, How(clock or Clock(60.0))), attempts)
 
 
 def test_a_plan_that_does_not_fit_leaves_its_bound(program):
