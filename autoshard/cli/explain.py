@@ -12,7 +12,7 @@ import typer
 
 from autoshard.cli.common import JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
-from autoshard.cli.request import TracedRequest, Request
+from autoshard.cli.request import Request, TracedRequest
 from autoshard.errors import PlanError, UsageError
 
 EXAMPLES = """
@@ -96,7 +96,8 @@ def _chosen(asked: TracedRequest, plan: Any, progress: Callable) -> tuple[Any, t
     return chosen_by(found, table), () if plan else (found.status,)
 
 
-def _edge(asked: TracedRequest, plan: Any, text: str, layouts: tuple[str | None, str | None], rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
+def _edge(asked: TracedRequest, plan: Any, text: str, layouts: tuple[str | None, str | None], rows: int,
+          progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard import api
     from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.seeds.grammar import specs_of

@@ -3,18 +3,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from autoshard.base.plan import Plan
 from autoshard.decide.attempts import search
 from autoshard.decide.how import How
 from autoshard.decide.leanest import Lean
+from autoshard.decide.make_plan import make_plan
+from autoshard.decide.opaque_notes import whole_notes
 from autoshard.decide.options import PROPAGATE
 from autoshard.decide.program import Program
+from autoshard.decide.seed_notes import seed_notes
 from autoshard.decide.variants import Variants
 from autoshard.decide.walks.propagate import NO_SEEDS, as_solution
 from autoshard.decide.why_nothing_fits import explain_infeasible
 from autoshard.errors import Interrupted, UsageError
 from autoshard.search.problem import Solution
+from autoshard.space.cost_table import CostTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +33,14 @@ class Found:
     status: str
     warnings: tuple[str, ...] = ()
     only: Lean | None = None
+
+    def plan(self, table: CostTable, model: Mapping[str, Any], seeds: Mapping[str, str]) -> Plan:
+        """The plan for `table`, the program without recomputation. `model`, `seeds`: what the plan says about them."""
+        program = self.program
+        plan = make_plan(program.formulation, self.solution, model=model, settings=program.settings, seeds=seeds, notes=seed_notes(table),
+                         timelines=program.timelines)
+        plan = replace(plan, notes=(*plan.notes, *whole_notes(table.graph, plan)), status=self.status).recomputing(table.graph.hash)
+        return replace(plan, notes=(*plan.notes, *self.warnings))
 
 
 def find(program: Program, how: How) -> Found:

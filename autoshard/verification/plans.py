@@ -24,6 +24,7 @@ from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
 from autoshard.decide.walks.greedy import STORAGE, complete, greedy
+from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.program.flow import param_derived
@@ -91,8 +92,8 @@ class Plans:
 
     def _walked(self, table: CostTable, rank: Callable[[Spec], float],
                 score: Callable[[np.ndarray], np.ndarray] = lambda seconds: seconds) -> Plan:
-        formulation = formulate(table)
-        return self._assembled(formulation, complete(formulation, greedy(formulation, rank, score)))
+        wiring = Wiring(formulate(table))
+        return self._assembled(wiring.formulation, complete(wiring, greedy(wiring, rank, score)))
 
     def _drawn(self, seed: int) -> Plan:
         rng = np.random.default_rng(seed)

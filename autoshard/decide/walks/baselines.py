@@ -96,7 +96,7 @@ def baselines(formulation: Formulation) -> Iterator[tuple[Scheme, np.ndarray]]:
 
 def baseline(wiring: Wiring, scheme: Scheme) -> np.ndarray:
     """The choice of `scheme` for every node of the formulation, copies included."""
-    return complete(wiring.formulation, walk(wiring, lambda placed: _ByRoles(placed, scheme).steps()), keep=scheme.keep)
+    return complete(wiring, walk(wiring, lambda placed: _ByRoles(placed, scheme).steps()), keep=scheme.keep)
 
 
 @dataclass(eq=False)

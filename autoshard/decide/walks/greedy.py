@@ -15,7 +15,6 @@ from autoshard.decide.walks.reads import Wiring
 from autoshard.decide.walks.walk import Placed, Score, Steps, ranked, walk
 from autoshard.formulate.copies import KEPT, OWN, CopyNode, State
 from autoshard.formulate.problem_of import Formulation
-from autoshard.program.flow import param_derived
 from autoshard.space.decision_units import Unit
 from autoshard.space.strategies import SpecIndex
 
@@ -35,10 +34,11 @@ STORAGE: dict[str, Callable[[Spec], int]] = {"data parallel": _data_parallel, "f
 
 def greedy_plans(formulation: Formulation) -> Iterator[tuple[str, np.ndarray]]:
     """(name, choice) of every greedy plan, complete with copy states. Whether it fits in memory is the search's to see."""
+    wiring = Wiring(formulation)
     whole = [int(np.argmax(_shards(formulation, u) == 0)) for u in formulation.units.units]
-    yield "replicated", complete(formulation, np.array(whole))
+    yield "replicated", complete(wiring, np.array(whole))
     for name, rank in STORAGE.items():
-        yield name, complete(formulation, greedy(formulation, rank))
+        yield name, complete(wiring, greedy(wiring, rank))
 
 
 def _shards(formulation: Formulation, unit: Unit) -> np.ndarray:
@@ -48,20 +48,20 @@ def _shards(formulation: Formulation, unit: Unit) -> np.ndarray:
                for m, p in zip(unit.members, unit.picked, strict=True))
 
 
-def greedy(formulation: Formulation, rank: Callable[[Spec], float],
+def greedy(wiring: Wiring, rank: Callable[[Spec], float],
            score: Callable[[np.ndarray], np.ndarray] = lambda seconds: seconds) -> np.ndarray:
     """Strategy per unit: parameters by least `rank` of their storage spec, every other unit by the least `score` of the
     seconds of its strategies where it stands (inf cannot be reached)."""
-    wiring = Wiring(formulation)
+    units = wiring.formulation.units
 
     def way(placed: Placed) -> Steps:
         def stored(n: int) -> Score:
-            return (ranked(formulation.units.outputs(Ref(wiring.op(n).name)), rank),)
+            return (ranked(units.outputs(Ref(wiring.op(n).name)), rank),)
 
         def cheapest(n: int) -> Score:
             return (score(placed.moved(n, wiring.compute(n))),)
 
-        for n in sorted(range(len(formulation.units.units)), key=lambda n: _turn(wiring.op(n))):
+        for n in sorted(range(len(units.units)), key=lambda n: _turn(wiring.op(n))):
             op = wiring.op(n)
             tied = n in wiring.ties and op.kind in ("output", "tangent")
             yield n, stored if op.kind == "param" else placed.tied if tied else cheapest
@@ -74,11 +74,11 @@ def _turn(op: Op) -> int:
     return 1 if op.kind == "tangent" else 2 if op.phase == "backward" else 0
 
 
-def complete(formulation: Formulation, picked: np.ndarray, keep: bool = True) -> np.ndarray:
+def complete(wiring: Wiring, picked: np.ndarray, keep: bool = True) -> np.ndarray:
     """Add the state of every copy node that the chosen strategies ask for: the cheapest that serves its readers.
     Without `keep` a gathered parameter that both windows read is gathered in each (ZeRO-3)."""
+    formulation, derived = wiring.formulation, wiring.param_derived
     table, units = formulation.table, formulation.units
-    derived = param_derived(table.graph)
 
     def spec_of(specs: SpecIndex, op: str) -> int:
         return int(specs.index[picked[units.index(op)]])

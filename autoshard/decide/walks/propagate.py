@@ -96,7 +96,7 @@ def look_ahead(wiring: Wiring, held: frozenset[str]) -> tuple[list[np.ndarray], 
     it."""
     spread = _Spread(wiring, held)
     sure = spread.narrowed()
-    return sure, complete(wiring.formulation, walk(wiring, spread.steps))
+    return sure, complete(wiring, walk(wiring, spread.steps))
 
 
 def _taken_of(formulation: Formulation, sure: list[np.ndarray], start: np.ndarray, lowest: Solution) -> _Found:
