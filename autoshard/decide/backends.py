@@ -45,7 +45,10 @@ class Found:
 
 def find(program: Program, how: How) -> Found:
     """The cheapest plan of a program within its budget, by the backend of `how`. Raises InfeasibleError, UsageError, and
-    Interrupted where there is no plan yet."""
+    Interrupted where there is no plan yet. A part of a model with a limit of its own is a program too:
+
+        find(with_starts(formulate_within(table, limit), settings), How(Clock(seconds)))
+    """
     variants = Variants(program, how)
     found = BACKENDS.get(how.backend, _searched)(variants)
     if found.solution.choice is None and how.clock.stopped:
