@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from math import ceil, floor, log10
 
 from autoshard.cost.budget import Budget
-from autoshard.cost.compute import OPTIMIZERS
+from autoshard.cost.optimizers import OPTIMIZERS
 from autoshard.decide.fit import search_within
 from autoshard.decide.how import How
 from autoshard.decide.leanest import Lean
@@ -67,7 +67,7 @@ def _sentence(budget: Budget, bound: float, timeline: Timeline, solution: Soluti
 def _offload(table: CostTable) -> str:
     """A hint at `offload='optimizer'`, where it is possible and was not requested."""
     could = table.graph.training and not table.training.offload and table.cluster.device.host_link is not None
-    return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer][0] else ""
+    return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer].state else ""
 
 
 def _seeds_in_the_way(program: Program, how: How) -> str:

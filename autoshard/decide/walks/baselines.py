@@ -35,9 +35,9 @@ from autoshard.decide.walks.walk import Placed, Score, Steps, ranked, walk
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 
 Role = Literal["data", "tensor", "sequence"]
-WEIGHTED = ("matmul", "conv", "gather")  # families whose parameter is split on a tensor axis
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _ByRoles:
         rest = [n for n in order if n not in chain]
         yield from ((n, self.cheapest) for n in rest if w.op(n).phase == "forward" and w.op(n).kind != "output")
         yield from ((n, self.storage if w.op(n).kind == "param" else self.as_read) for n in reversed(of_param))
-        yield from ((n, self.as_stored) for n in of_param if "_to_copy" in str(w.op(n).target))
+        yield from ((n, self.as_stored) for n in of_param if registry.is_cast(w.op(n)))
         yield from ((n, self.cheapest) for n in rest if n not in decided and w.op(n).phase == "forward")
         yield from ((n, self.placed.tied if n in w.ties else self.cheapest) for n in rest if n not in decided)
 
@@ -166,7 +166,7 @@ class _ByRoles:
         w, graph = self.wiring, self.wiring.formulation.table.graph
         out = {graph.op(w.unit(n).name).refs[0]: param for n, param in w.ties.items() if w.op(n).kind == "output"}
         for op in reversed(graph.ops):
-            if op.phase == "backward" and "_to_copy" in str(op.target) and Ref(op.name) in out:
+            if op.phase == "backward" and registry.is_cast(op) and Ref(op.name) in out:
                 out[op.refs[0]] = out[Ref(op.name)]
         return out
 
@@ -178,7 +178,7 @@ class _ByRoles:
     def _widens(self, op: Op) -> bool:
         """A cast to a wider dtype: a sum is cheaper before it."""
         graph = self.wiring.formulation.table.graph
-        return "_to_copy" in str(op.target) and op.outputs[0].dtype.itemsize > graph.meta(op.refs[0]).dtype.itemsize
+        return registry.is_cast(op) and op.outputs[0].dtype.itemsize > graph.meta(op.refs[0]).dtype.itemsize
 
     @staticmethod
     def _weight(role: Role, reader: Op, ndim: int, made: int | None, wanted: int) -> float:
@@ -188,10 +188,10 @@ class _ByRoles:
             return 8.0 * (wanted != R)
         if made is not None:
             return 4.0 * (wanted != made)
-        family = registry.rule_of(reader.target).family if reader.kind == "call" else ""
-        if family not in WEIGHTED or ndim < 2:
+        family = registry.family_of(reader)
+        if family is None or not family.weighted or ndim < 2:
             return 0.0
-        if family == "gather":  # a lookup splits its vocabulary
+        if family is Family.GATHER:  # a lookup splits its vocabulary
             return 4.0 if wanted == R else 0.5 * (wanted != 0)
         return 4.0 * (wanted == R)
 
