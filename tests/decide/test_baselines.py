@@ -29,7 +29,7 @@ def planned(formulation):
     found = {}
     for scheme, choice in baselines(formulation):
         cost = evaluate(formulation.problem, choice)
-        found[scheme.name] = make_plan(formulation, Solution(choice, cost, 0.0, Status.GAP, 0.0), memory_limit=None, model={},
+        found[scheme.name] = make_plan(formulation, Solution(choice, cost, 0.0, Status.GAP, 0.0), model={},
                                        settings={}, seeds={})
         assert found[scheme.name].objective_s == pytest.approx(cost, rel=1e-9)
     return found
