@@ -81,8 +81,11 @@ class Wiring:
         return self.formulation.units.inputs(read.op, read.index)
 
     def seconds(self, read: Read) -> np.ndarray:
-        """[source specs, target specs] of redistributing the value."""
-        return self.formulation.table.table(read.value, self.sources(read), self.targets(read))
+        """[source specs, target specs] of redistributing the value, as often as a step does."""
+        table = self.formulation.table
+        once = table.table(read.value, self.sources(read), self.targets(read))
+        runs = table.graph.runs_of(table.graph.op(read.op).phase)
+        return once if runs == 1 else runs * once
 
     def possible(self, read: Read, source: Spec, target: Spec) -> bool:
         """Whether a value can be brought from one spec to the other."""
