@@ -146,7 +146,8 @@ class Plan:
     """See the field names; seconds and bytes are per rank and step.
 
     predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
-                optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it
+                optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it; bucketed_s: step_s as
+                it runs, where reductions of small gradients share calls (step_s prices each by itself)
     memory      at the peak: bytes per category of `CATEGORIES`, slack (of the allocator), total, limit (or null); with
                 `offload` host: bytes of it in the host's memory
     timeline    live bytes over one step: every local peak that matters, thinned out where the step is long

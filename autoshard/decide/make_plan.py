@@ -10,11 +10,12 @@ import numpy as np
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
 from autoshard.base.spec import Spec
-from autoshard.cost.cluster import HEAVY
+from autoshard.cost.cluster import HEAVY, Overlap
 from autoshard.decide.kinds import kind_of
 from autoshard.decide.shown_tensors import layouts
 from autoshard.formulate.copies import State
 from autoshard.formulate.problem_of import Formulation
+from autoshard.lower.seconds import saved_by_buckets
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
 from autoshard.recompute.undecided import decided
@@ -80,11 +81,11 @@ def copied_before(graph: Graph, key: tuple[Ref, Window, Spec], copies: Mapping[t
     return any((ref, earlier.name, spec) in copies for earlier in graph.windows[:graph.window_index[window]])
 
 
-def price(chosen: Chosen) -> dict[str, float]:
+def price(chosen: Chosen, saved: Mapping[Window, float] | None = None) -> dict[str, float]:
     """Predicted seconds of one step by the one objective (see docs/costs.md), from the chosen specs.
 
     Keys: compute_s, blocking_s, hideable_s, hidden_s, exposed_s, optimizer_s, step_s; host_s, the part of optimizer_s for state
-    on the host, where there is some."""
+    on the host, where there is some; bucketed_s, with `saved`: the step when hideable communication takes so much less per window."""
     table, overlap = chosen.table, chosen.table.cluster.overlap
     compute = blocking = update = 0.0
     heavy, hide = dict.fromkeys(table.graph.window_index, 0.0), dict.fromkeys(table.graph.window_index, 0.0)
@@ -102,13 +103,27 @@ def price(chosen: Chosen) -> dict[str, float]:
             hide[copy.window] += seconds
         else:
             blocking += seconds
-    exposed = sum(max(0.0, hide[w] - overlap.eta * heavy[w]) for w in hide)
+    exposed, paid = _paid(overlap, hide, heavy)
     hideable = sum(hide.values())
-    paid = overlap.interference * hideable + (1.0 - overlap.interference) * exposed
     host = sum(float(table.ops[op.name].update[chosen.strategies[op.name]]) for op in chosen.on_host)
     return {"compute_s": compute, "blocking_s": blocking, "hideable_s": hideable, "hidden_s": hideable - exposed,
             "exposed_s": exposed, "optimizer_s": update, "step_s": compute + blocking + update + paid,
-            **({"host_s": host} if host else {})}
+            **({"host_s": host} if host else {}),
+            **({} if saved is None else {"bucketed_s": compute + blocking + update + _bucketed(overlap, hide, heavy, saved, overlaps)})}
+
+
+def _paid(overlap: Overlap, hide: Mapping[Window, float], heavy: Mapping[Window, float]) -> tuple[float, float]:
+    """Of communication that can hide behind heavy ops: seconds that do not, and what it adds to a step."""
+    exposed = sum(max(0.0, hide[w] - overlap.eta * heavy[w]) for w in hide)
+    return exposed, overlap.interference * sum(hide.values()) + (1.0 - overlap.interference) * exposed
+
+
+def _bucketed(overlap: Overlap, hide: Mapping[Window, float], heavy: Mapping[Window, float], saved: Mapping[Window, float],
+              overlaps: bool) -> float:
+    """What communication that can hide adds to a step when it takes `saved` less; where nothing overlaps, all of it blocks."""
+    if not overlaps:
+        return -sum(saved.values())
+    return _paid(overlap, {w: seconds - saved.get(w, 0.0) for w, seconds in hide.items()}, heavy)[1]
 
 
 def collectives(chosen: Chosen) -> tuple[Collective, ...]:
@@ -171,10 +186,10 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     search's (a state chosen but not needed costs nothing). `played` may know its timeline already."""
     chosen = choose(formulation, solution)
     table, graph = chosen.table, chosen.table.graph
-    predicted = price(chosen)
+    step = (played or Plays(formulation, settings))(solution.choice)
+    predicted = price(chosen, saved_by_buckets(step.order, table.mesh, table.cluster))
     objective = predicted["step_s"]
     bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
-    step = (played or Plays(formulation, settings))(solution.choice)
     memory = step.summary(table.cluster.device.allocator_slack, memory_limit)
     bare = bare_plan(chosen, settings)
     found = replace(

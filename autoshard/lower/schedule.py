@@ -9,7 +9,7 @@ and which values nobody reads after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autoshard.base.graph import BACKWARD, Graph, Op, Ref
@@ -46,12 +46,14 @@ class Held:
 @dataclass(frozen=True)
 class CollectiveCall:
     """A collective as it is called: bytes by the convention of collectives/__init__.py; `axis`: a mesh axis, or several taken as one
-    ("dp+tp"). `bucket`: the bytes of the gradients that share the call, empty for a call that the plan has as it is."""
+    ("dp+tp"). `bucket`: the bytes of the gradients that share the call, empty for a call that the plan has as it is. `seconds`: of the
+    call alone, None where nobody has filled them in (lower/seconds.py)."""
 
     kind: str
     axis: str
     nbytes: int
     bucket: tuple[int, ...] = ()
+    seconds: float | None = field(default=None, compare=False)
 
     def planned(self) -> tuple["CollectiveCall", ...]:
         """The calls of the plan that this one stands for."""
@@ -72,7 +74,7 @@ class Instruction:
               each other, each in the order of the window; the compute stream stops at a wait until the call is through
     frees     values that no later instruction reads, and that nobody keeps: each value of a window is in one of these lists at most
     nbytes    per rank, of the values it makes
-    seconds   of its work alone, None where nobody has filled them in (lower/seconds.py); a wait has none
+    seconds   of its kernels, without its calls; None where nobody has filled them in (lower/seconds.py), and of a wait
     """
 
     kind: Literal["compute", "redistribute", "wait"]
