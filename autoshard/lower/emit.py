@@ -21,7 +21,7 @@ from autoshard import _torch
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.random import seeded
-from autoshard.collectives import RUN
+from autoshard.collectives import KIND_OF, RUN
 from autoshard.cost.redistribute import SLICE
 from autoshard.errors import LoweringError
 from autoshard.program.opaque import SeededWhole, Whole
@@ -200,11 +200,12 @@ class Emitter:
     def _of_nothing(self, kind: str, x: Proxy, n: int) -> Proxy:
         """What the collective would make: a tensor of size 0 as well."""
         rows, *rest = self._shape(x) or [1]
-        return x if RUN[kind].rows(rows, n) == rows else aten.new_empty.default(x, [RUN[kind].rows(rows, n), *rest])
+        made = RUN[kind].runs.rows(rows, n)
+        return x if made == rows else aten.new_empty.default(x, [made, *rest])
 
     def wait(self, x: Proxy) -> Proxy:
         """The result of what was started, for which the program waits once."""
-        if x.node.target not in _torch.COLLECTIVE_KINDS:
+        if x.node.target not in KIND_OF:
             return x
         if x.node not in self._done:
             self._done[x.node] = _torch.WAIT(x)
@@ -241,14 +242,14 @@ class Emitter:
     def _issue_together(self, prepared: Sequence[Prepared]) -> Pending:
         """Rows of the buffer are what each rank gets: all of it for an all-reduce, its piece for a reduce-scatter."""
         step = prepared[0].step
-        rows = self.mesh.ranks(step.axes) if step.kind == "reduce_scatter" else 1
+        rows = 1 if RUN[step.kind].runs.whole else self.mesh.ranks(step.axes)
         flat = [aten.view.default(p.x, [rows, self.value(p.x).numel() // rows]) for p in prepared]
         started = self._call(step, aten.cat.default(flat, 1))
         started.node.meta["bucket"] = tuple(self.value(p.x).numel() * self.value(p.x).dtype.itemsize for p in prepared)
         rests, at = [], 0
         for p, x in zip(prepared, flat, strict=True):
             first, *more = self._shape(p.x) or [1]
-            shape = [RUN[step.kind].rows(first, self.mesh.ranks(step.axes)), *more] if self._shape(p.x) else []
+            shape = [RUN[step.kind].runs.rows(first, self.mesh.ranks(step.axes)), *more] if self._shape(p.x) else []
             size = self._shape(x)[1]
             rests.append((partial(self._piece, start=at, size=size, shape=shape), *p.rest))
             at += size

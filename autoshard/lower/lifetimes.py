@@ -15,9 +15,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autoshard import _torch
+from autoshard.collectives import RUN
 
-SENDS = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
-"""Collectives that read their argument until they are waited for; an all-reduce works on a copy of its own."""
+SENDS = tuple(kind.target for kind in RUN.values() if kind.holds_input)
+"""Collectives that read their argument until they are waited for; what can work in place works on a copy of its own."""
 END = 1 << 60
 """Position of what the graph hands out."""
 

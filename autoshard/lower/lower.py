@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from autoshard import _torch
 from autoshard.base.graph import BACKWARD, Call, Graph, Op, Ref, TensorMeta, map_args
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan, Window
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, is_shard, local_shape, shard_counts
-from autoshard.collectives import KINDS
+from autoshard.collectives import KIND_OF
 from autoshard.errors import LoweringError
 from autoshard.lower.attention_kernels import on_device
 from autoshard.lower.emit import Emitter, Part, Pending
@@ -39,14 +39,11 @@ from autoshard.lower.schedule import (
 )
 from autoshard.rules import registry
 
-ANY_STRIDES = ("matmul", "pointwise", "view", "reduction", "copy")
-"""Op families whose kernels are right for tensors with any strides."""
-
 
 @dataclass(frozen=True)
 class Port:
     """What a placeholder takes or an output gives. kind: param, buffer, input, tangent, saved, coord, seed /
-    user, mutation, saved, grad. `name` is the graph's target for it; saved values go by their `Held`."""
+    saved or the `Role` of an output. `name` is the graph's target for it; saved values go by their `Held`."""
 
     kind: str
     name: Any
@@ -112,8 +109,7 @@ def _lowered(graph: Graph, plan: Plan, mesh: Mesh, order: Schedule, work: Window
     gives = []
     for op in graph.of_kind("output"):
         if op.phase == work.name and op.refs:
-            kind, _, name = str(op.target).partition(":")
-            gives.append((Port(kind, int(name) if kind == "user" else name), order.outputs[op.name]))
+            gives.append((Port(op.target.role, op.target.name), order.outputs[op.name]))
     gives += [(Port("saved", held), held) for held in work.saves]
     return _Lowering(graph, plan, mesh, work).run(takes, gives, strides)
 
@@ -139,7 +135,7 @@ def lower_deferred(graph: Graph, plan: Plan, mesh: Mesh, route: Route, forward: 
 def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGraph:
     takes, gives = [], []
     for op in parameter_gradients(graph):
-        port = Port("grad", op.target.removeprefix("grad:"))
+        port = Port(Role.GRADIENT, op.target.name)
         takes.append((port, Held(op.refs[0], made_as(plan, op.refs[0]))))
         gives.append((port, Held(op.refs[0], plan.ops[op.name].inputs[0])))
     return _Lowering(graph, plan, mesh, reductions(graph, plan, mesh, route)).run(takes, gives)
@@ -282,9 +278,9 @@ class _Lowering:
         out, seen = [], set()
         for port, held in gives:
             value = self._alive(held, f"{port.kind} {port.name}")
-            if port.kind == "user" and (value.node.op == "placeholder" or value.node in seen):
+            if port.kind == Role.USER and (value.node.op == "placeholder" or value.node in seen):
                 value = torch.ops.aten.alias.default(value)
-            if port.kind == "mutation":  # the next call takes buffers for contiguous
+            if port.kind == Role.MUTATION:  # the next call takes buffers for contiguous
                 value = torch.ops.aten.contiguous.default(value)
             seen.add(value.node)
             out.append(value)
@@ -314,7 +310,7 @@ def _readable(emit: Emitter, op: Op, x: Any) -> Any:
     as after a gather along it. One device never sees such slices, so nothing is lost there."""
     t = emit.value(x)
     innermost = not t.ndim or t.shape[-1] == 1 or t.stride(-1) == 1
-    if emit.mesh.size == 1 or registry.rule_of(op.target).family in ANY_STRIDES or is_dense(t) and innermost:
+    if emit.mesh.size == 1 or registry.rule_of(op.target).family.any_strides or is_dense(t) and innermost:
         return x
     return torch.ops.aten.contiguous.default(x)
 
@@ -364,9 +360,9 @@ def _bound(node: torch.fx.Node, graph: torch.fx.Graph, values: dict[torch.fx.Nod
 
 def call_of(node: torch.fx.Node, axis: str) -> CollectiveCall:
     """A node that starts a collective over `axis`, in the words of the schedule."""
-    kind = _torch.COLLECTIVE_KINDS[node.target]
-    buffer = KINDS[kind].buffer(node.args[0].meta["val"], node.meta["val"])
-    return CollectiveCall(kind, axis, buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
+    kind = KIND_OF[node.target]
+    buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
+    return CollectiveCall(kind.name, axis, buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
 
 
 def _has_node(value: Any) -> bool:

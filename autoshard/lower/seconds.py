@@ -21,6 +21,7 @@ from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, op_seconds
 from autoshard.cost.fusion import Fused, fused
 from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule
+from autoshard.rules.family import Family
 
 
 class Prices:
@@ -37,7 +38,7 @@ class Prices:
 
     def of_copy(self, nbytes: int) -> float:
         """Reading so many bytes and writing them elsewhere."""
-        return float(op_seconds("copy", 0, 2 * nbytes, torch.uint8, self.cluster.device)) if nbytes else 0.0
+        return float(op_seconds(Family.COPY, 0, 2 * nbytes, torch.uint8, self.cluster.device)) if nbytes else 0.0
 
     def moved(self, move: Instruction) -> Instruction:
         """A redistribution with its seconds."""

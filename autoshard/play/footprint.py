@@ -19,6 +19,7 @@ from autoshard.base.graph import Call, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan
 from autoshard.base.spec import shard_counts
+from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import Cluster
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lifetimes import Lifetimes, storages, tensors
@@ -28,7 +29,6 @@ from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque import whole_of
 
 Strides = tuple[int, ...]
-ALL_REDUCE = _torch.COLLECTIVES["all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _over(node: torch.fx.Node, buffers: Mapping[int, int]) -> Iterator[int]:
 
 def _is_swap(node: torch.fx.Node, mesh: Mesh, apart: frozenset[str]) -> bool:
     """Whether an all-reduce, made in place, takes a second buffer until it is waited for."""
-    if node.target is not ALL_REDUCE:
+    if node.target not in KIND_OF or KIND_OF[node.target].holds_input:
         return False
     axes = str(node.args[-1]).removeprefix("axis:").split("+")
     return not apart.isdisjoint(axes) and swaps(prod(mesh.sizes[mesh.index(a)] for a in axes), node.meta["val"].untyped_storage().nbytes())

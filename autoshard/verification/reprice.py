@@ -14,9 +14,9 @@ from math import gcd, prod
 
 import torch
 
-from autoshard import _torch, collectives
+from autoshard import collectives
 from autoshard.base.graph import Call, Graph, TensorMeta
-from autoshard.cost.cluster import HEAVY, Cluster
+from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.cost.fusion import Fused, fused
 from autoshard.errors import LoweringError
@@ -24,6 +24,7 @@ from autoshard.lower.emit import VIEWS, Part
 from autoshard.lower.lower import Called, LocalGraph, Lowered, call_of
 from autoshard.lower.schedule import CollectiveCall
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ class Repriced:
 def collectives_in(lowered: Lowered) -> tuple[Seen, ...]:
     """Every collective of one step, in the order it is issued."""
     graphs = lowered.windows
-    return tuple(seen_at(node) for g in graphs for node in g.graph.nodes if node.target in _torch.COLLECTIVE_KINDS)
+    return tuple(seen_at(node) for g in graphs for node in g.graph.nodes if node.target in collectives.KIND_OF)
 
 
 def seen_at(node: torch.fx.Node) -> Seen:
@@ -71,7 +72,7 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
         for called in local.calls:
             seconds = _op_seconds(graph, called, cluster, chains.get(called.op))
             compute += seconds
-            heavy += seconds if registry.rule_of(graph.op(called.op).target).family in HEAVY else 0.0
+            heavy += seconds if registry.is_heavy(graph.op(called.op)) else 0.0
         for i, executed in enumerate((False, True)):
             hide, block = _communication_seconds(local, lowered, cluster, executed)
             exposed = max(0.0, hide - overlap.eta * heavy)
@@ -117,12 +118,12 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
     overlaps = cluster.overlap.eta > 0
     hide = block = 0.0
     for node in local.graph.nodes:
-        if node.target not in _torch.COLLECTIVE_KINDS:
+        if node.target not in collectives.KIND_OF:
             continue
         seen = seen_at(node)
         calls = (seen,) if executed else seen.planned()
         seconds = sum(collectives.seconds(call.kind, call.nbytes, link_of(call.axis)) for call in calls)
-        seconds += sum(float(op_seconds("copy", 0, 2 * n, torch.uint8, cluster.device)) for n in _copied(node, seen, executed) if n)
+        seconds += sum(float(op_seconds(Family.COPY, 0, 2 * n, torch.uint8, cluster.device)) for n in _copied(node, seen, executed) if n)
         if overlaps and seen.hideable:
             hide += seconds
         else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard import _torch
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.spec import PSUM, R, Spec, shard_counts
+from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
 from autoshard.lower.emit import Emitter, Part
@@ -45,7 +45,7 @@ def emitted(mesh: str, values: list[tuple[tuple[int, ...], Spec, Spec]], togethe
 
 
 def reductions(local: LocalGraph) -> list[torch.fx.Node]:
-    return [n for n in local.graph.nodes if _torch.COLLECTIVE_KINDS.get(n.target) in ("all_reduce", "reduce_scatter")]
+    return [n for n in local.graph.nodes if n.target in KIND_OF and KIND_OF[n.target].runs.reduces]
 
 
 @pytest.mark.parametrize("case", CASES)

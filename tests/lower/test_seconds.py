@@ -5,7 +5,7 @@ import pytest
 from test_schedule import SLOW_DEVICE, planned
 
 from autoshard.base.mesh import parse_mesh
-from autoshard.cost.cluster import HEAVY, load_cluster
+from autoshard.cost.cluster import load_cluster
 from autoshard.lower.schedule import CollectiveCall, Instruction, WindowSchedule
 from autoshard.lower.seconds import Prices, priced, saved_by_buckets
 from autoshard.rules import registry
@@ -36,7 +36,7 @@ def test_they_add_up_to_the_step_as_it_runs(name: str, mesh: str, cluster: str) 
     step = plan.predicted["compute_s"] + plan.predicted["optimizer_s"]
     for window in order.windows:
         hide, block = communication(window, overlap.eta > 0)
-        heavy = sum(s for op, s in computes if op.phase == window.name and registry.rule_of(op.target).family in HEAVY)
+        heavy = sum(s for op, s in computes if op.phase == window.name and registry.is_heavy(op))
         exposed = max(0.0, hide - overlap.eta * heavy)
         step += block + overlap.interference * hide + (1.0 - overlap.interference) * exposed
     assert step == pytest.approx(plan.predicted["bucketed_s"], rel=1e-9)
