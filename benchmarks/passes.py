@@ -42,6 +42,10 @@ def nothing(*args: Any) -> frozenset[Any]:
     return frozenset()
 
 
+def each_alone(flights: Any) -> tuple[Any, ...]:
+    return tuple((flight,) for flight in flights)
+
+
 def no_memory(*args: Any) -> None:
     return None
 
@@ -53,7 +57,7 @@ def alone(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 WITHOUT: dict[str, dict[str, Callable]] = {
     "everything on": {},
     "memory reused in place": {"autoshard.runtime.execute.backends.overwrite": nothing},
-    "small gradients in buckets": {"autoshard.runtime.step.bucket_gradients": nothing},
+    "small gradients in buckets": {"autoshard.lower.schedule.shared_calls": each_alone},
     "early issue, late wait": {"autoshard.lower.schedule.param_derived": nothing, "autoshard.lower.schedule.gradient_bound": nothing},
     "axes taken as one": {"autoshard.cost.redistribute.axis_sets": alone,
                           "autoshard.cost.redistribute.layout": redistribute.layout.__wrapped__},

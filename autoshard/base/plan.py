@@ -181,7 +181,8 @@ class Plan:
     """See the field names; seconds and bytes are per rank and step.
 
     predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
-                optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it
+                optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it; bucketed_s: step_s as
+                it runs, where reductions of small gradients share calls (step_s prices each by itself)
     stages      what belongs to a pipeline stage: one without a pipeline. Names of ops are unique in the program, so `ops`, `copies` and
                 `placements` are about all stages
     pipeline    how the stages work together; None: one stage

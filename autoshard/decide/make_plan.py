@@ -10,10 +10,12 @@ import numpy as np
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, StagePlan, Window
 from autoshard.base.spec import Spec
+from autoshard.cost.cluster import Overlap
 from autoshard.decide.kinds import kind_of
 from autoshard.decide.shown_tensors import layouts
 from autoshard.formulate.copies import State
 from autoshard.formulate.problem_of import Formulation
+from autoshard.lower.seconds import saved_by_buckets
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
 from autoshard.recompute.undecided import decided
@@ -79,15 +81,15 @@ def copied_before(graph: Graph, key: tuple[Ref, Window, Spec], copies: Mapping[t
     return any((ref, earlier.name, spec) in copies for earlier in graph.windows[:graph.window_index[window]])
 
 
-def price(chosen: Chosen) -> dict[str, float]:
+def price(chosen: Chosen, saved: Mapping[Window, float] | None = None) -> dict[str, float]:
     """Predicted seconds of one step by the one objective (see docs/costs.md), from the chosen specs.
 
     Keys: compute_s, blocking_s, hideable_s, hidden_s, exposed_s, optimizer_s, step_s; host_s, the part of optimizer_s for state
-    on the host, where there is some."""
-    return price_windows(chosen)[0]
+    on the host, where there is some; bucketed_s, with `saved`: the step when hideable communication takes so much less per window."""
+    return price_windows(chosen, saved)[0]
 
 
-def price_windows(chosen: Chosen) -> tuple[dict[str, float], dict[str, float]]:
+def price_windows(chosen: Chosen, saved: Mapping[Window, float] | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """`price`, and the seconds of each window: with `optimizer_s` they add up to the step, but for rounding."""
     table, overlap = chosen.table, chosen.table.cluster.overlap
     compute = blocking = update = 0.0
@@ -108,14 +110,28 @@ def price_windows(chosen: Chosen) -> tuple[dict[str, float], dict[str, float]]:
         else:
             blocking += seconds
             windows[copy.window] += seconds
-    shown = {w: max(0.0, hide[w] - overlap.eta * heavy[w]) for w in hide}
-    exposed, hideable = sum(shown.values()), sum(hide.values())
-    paid = overlap.interference * hideable + (1.0 - overlap.interference) * exposed
-    windows = {w: s + overlap.interference * hide[w] + (1.0 - overlap.interference) * shown[w] for w, s in windows.items()}
+    exposed, paid = _paid(overlap, hide, heavy)
+    hideable = sum(hide.values())
+    windows = {w: s + _paid(overlap, {w: hide[w]}, heavy)[1] for w, s in windows.items()}
     host = sum(float(table.ops[op.name].update[chosen.strategies[op.name]]) for op in chosen.on_host)
     return {"compute_s": compute, "blocking_s": blocking, "hideable_s": hideable, "hidden_s": hideable - exposed,
             "exposed_s": exposed, "optimizer_s": update, "step_s": compute + blocking + update + paid,
-            **({"host_s": host} if host else {})}, windows
+            **({"host_s": host} if host else {}),
+            **({} if saved is None else {"bucketed_s": compute + blocking + update + _bucketed(overlap, hide, heavy, saved, overlaps)})}, windows
+
+
+def _paid(overlap: Overlap, hide: Mapping[Window, float], heavy: Mapping[Window, float]) -> tuple[float, float]:
+    """Of communication that can hide behind heavy ops: seconds that do not, and what it adds to a step."""
+    exposed = sum(max(0.0, hide[w] - overlap.eta * heavy[w]) for w in hide)
+    return exposed, overlap.interference * sum(hide.values()) + (1.0 - overlap.interference) * exposed
+
+
+def _bucketed(overlap: Overlap, hide: Mapping[Window, float], heavy: Mapping[Window, float], saved: Mapping[Window, float],
+              overlaps: bool) -> float:
+    """What communication that can hide adds to a step when it takes `saved` less; where nothing overlaps, all of it blocks."""
+    if not overlaps:
+        return -sum(saved.values())
+    return _paid(overlap, {w: seconds - saved.get(w, 0.0) for w, seconds in hide.items()}, heavy)[1]
 
 
 def collectives(chosen: Chosen) -> tuple[Collective, ...]:
@@ -177,10 +193,10 @@ def make_plan(formulation: Formulation, solution: Solution, *, model: Mapping[st
     search's (a state chosen but not needed costs nothing). `timelines` may know its timeline already."""
     chosen = choose(formulation, solution)
     table, graph = chosen.table, chosen.table.graph
-    predicted, windows = price_windows(chosen)
+    step = (timelines or Timelines(formulation, settings))(solution.choice)
+    predicted, windows = price_windows(chosen, saved_by_buckets(step.order, table.mesh, table.cluster))
     objective = predicted["step_s"]
     bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
-    step = (timelines or Timelines(formulation, settings))(solution.choice)
     memory = step.summary(formulation.budget)
     stage = StagePlan(submesh=table.mesh, windows=windows, once_s=predicted["optimizer_s"], memory=memory, timeline=step.moments(),
                       largest=step.largest())

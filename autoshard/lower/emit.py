@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -41,11 +42,21 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """A redistribution up to its last collective: `x` is what that one (`step`, None where there is none) is called on, `rest` turns
+    its result into the value."""
+
+    x: Proxy
+    step: Any
+    rest: tuple[Callable[[Proxy], Proxy], ...]
+
+
+@dataclass(frozen=True)
 class Pending:
-    """A redistribution whose last collective has been started; `rest` turns its result into the value."""
+    """Redistributions whose last collective has been started, by one call; `rests` turn its result into the value of each."""
 
     started: Proxy
-    rest: tuple[Callable[[Proxy], Proxy], ...]
+    rests: tuple[tuple[Callable[[Proxy], Proxy], ...], ...]
 
 
 class _Tracer(GraphAppendingTracer):
@@ -88,6 +99,7 @@ class Emitter:
         self.extra_ports: dict[str, tuple[str, str]] = {}
         self.random_key: tuple[str, tuple[int, ...]] = ("", ())
         self._extra: dict[str, Proxy] = {}
+        self._done: dict[torch.fx.Node, Proxy] = {}
         self._part: Part | None = None
         self._count = 0
 
@@ -193,42 +205,81 @@ class Emitter:
         return x if made == rows else aten.new_empty.default(x, [made, *rest])
 
     def wait(self, x: Proxy) -> Proxy:
-        """The result of what was started."""
-        return _torch.WAIT(x) if x.node.target in KIND_OF else x
+        """The result of what was started, for which the program waits once."""
+        if x.node.target not in KIND_OF:
+            return x
+        if x.node not in self._done:
+            self._done[x.node] = _torch.WAIT(x)
+        return self._done[x.node]
 
-    def redistribute(self, x: Proxy, meta: TensorMeta, counts: Sequence[int], steps: Sequence[Any]) -> Pending:
-        """Run `steps` on `x`, a local tensor cut into `counts` pieces per logical dim, up to and including the
-        start of the last collective."""
+    def prepare(self, x: Proxy, meta: TensorMeta, counts: Sequence[int], steps: Sequence[Any]) -> Prepared:
+        """Run `steps` on `x`, a local tensor cut into `counts` pieces per logical dim, up to the last collective."""
         work: list[Callable[[Proxy], Proxy]] = []
         if meta.is_flat:
             logical = [n // c for n, c in zip(meta.logical_shape, counts, strict=True)]
             work.append(lambda x: aten.view.default(x, logical))
-        started = 0
+        at, last = len(work), None
         for step in steps:
-            work += self._step(step)
-            started = len(work) - 1 if step.kind != "slice" else started
+            if step.kind == SLICE:
+                work.append(partial(self._slice, dim=step.dst_dim, axes=step.axes))
+                continue
+            kind, n = self._kind(step), self.mesh.ranks(step.axes)
+            work.append(partial(self._before, kind, step, n))
+            at, last = len(work), step
+            work += [partial(self._call, step), partial(self._after, kind, step, n)]
         if meta.is_flat:
             work.append(lambda x: aten.view.default(x, list(meta.unflatten(tuple(self.value(x).shape)))))
-        for do in work[:started]:
+        for do in work[:at] if last else ():
             x = do(x)
-        return Pending(x, tuple(work[started:]))
+        return Prepared(x, last, tuple(work[at + 1:] if last else work))
 
-    def complete(self, pending: Pending) -> Proxy:
+    def issue(self, prepared: Sequence[Prepared]) -> Pending:
+        """Start the last collective of each, by one call where there are several: they must agree in kind, axes and dtype."""
+        if len(prepared) > 1:
+            return self._issue_together(prepared)
+        (one,) = prepared
+        return Pending(one.x if one.step is None else self._call(one.step, one.x), (one.rest,))
+
+    def _issue_together(self, prepared: Sequence[Prepared]) -> Pending:
+        """Rows of the buffer are what each rank gets: all of it for an all-reduce, its piece for a reduce-scatter."""
+        step = prepared[0].step
+        rows = 1 if RUN[step.kind].runs.whole else self.mesh.ranks(step.axes)
+        flat = [aten.view.default(p.x, [rows, self.value(p.x).numel() // rows]) for p in prepared]
+        started = self._call(step, aten.cat.default(flat, 1))
+        started.node.meta["bucket"] = tuple(self.value(p.x).numel() * self.value(p.x).dtype.itemsize for p in prepared)
+        rests, at = [], 0
+        for p, x in zip(prepared, flat, strict=True):
+            first, *more = self._shape(p.x) or [1]
+            shape = [RUN[step.kind].runs.rows(first, self.mesh.ranks(step.axes)), *more] if self._shape(p.x) else []
+            size = self._shape(x)[1]
+            rests.append((partial(self._piece, start=at, size=size, shape=shape), *p.rest))
+            at += size
+        return Pending(started, tuple(rests))
+
+    def _piece(self, buffer: Proxy, start: int, size: int, shape: Sequence[int]) -> Proxy:
+        """A tensor out of the buffer that it shares with others."""
+        return aten.view.default(aten.slice.Tensor(self.wait(buffer), 1, start, start + size), shape)
+
+    def complete(self, pending: Pending, which: int = 0) -> Proxy:
+        """The value of redistribution number `which`."""
         x = pending.started
-        for do in pending.rest:
+        for do in pending.rests[which]:
             x = do(x)
         return x
 
-    def _step(self, step: Any) -> list[Callable[[Proxy], Proxy]]:
-        """A step as functions on the logical local tensor; a collective's last function begins with its wait."""
-        n = self.mesh.ranks(step.axes)
-        if step.kind == SLICE:
-            return [lambda x: self._slice(x, step.dst_dim, step.axes)]
+    def _kind(self, step: Any) -> Any:
         if step.kind not in RUN:
             raise LoweringError(f"no redistribution step of kind {step.kind!r}; there are {SLICE}, {', '.join(RUN)}")
-        kind = RUN[step.kind]
-        return [lambda x: self.collective(step.kind, kind.before(self, x, step, n), step.axes, step.reduce_op),
-                lambda y: kind.after(self, self.wait(y), step, n)]
+        return RUN[step.kind]
+
+    def _before(self, kind: Any, step: Any, n: int, x: Proxy) -> Proxy:
+        return aten.contiguous.default(kind.before(self, x, step, n))
+
+    def _call(self, step: Any, x: Proxy) -> Proxy:
+        return self.collective(step.kind, x, step.axes, step.reduce_op)
+
+    def _after(self, kind: Any, step: Any, n: int, x: Proxy) -> Proxy:
+        return kind.after(self, self.wait(x), step, n)
 
     def _shape(self, x: Proxy) -> list[int]:
         return list(self.value(x).shape)

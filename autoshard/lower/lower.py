@@ -9,6 +9,7 @@ while building, and `meta["part"]`, what it belongs to, for whoever walks the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,12 @@ from autoshard.base.plan import OpPlan, Plan, Window
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, is_shard, local_shape, shard_counts
 from autoshard.base.windows import is_accumulator
+from autoshard.collectives import KIND_OF
 from autoshard.errors import LoweringError
 from autoshard.lower.attention_kernels import on_device
-from autoshard.lower.emit import Emitter, Part
+from autoshard.lower.emit import Emitter, Part, Pending
 from autoshard.lower.schedule import (
+    CollectiveCall,
     Held,
     Instruction,
     Route,
@@ -32,6 +35,7 @@ from autoshard.lower.schedule import (
     deferred,
     made_as,
     parameter_gradients,
+    reductions,
     schedule,
 )
 from autoshard.rules import registry
@@ -90,8 +94,27 @@ def lower(graph: Graph, plan: Plan, mesh: Mesh, order: Schedule) -> Lowered:
     PlanError for a plan that does not fit the graph."""
     windows: list[LocalGraph] = []
     for window in order.windows:
-        windows.append(_Lowering(graph, plan, mesh, order, window, saved_strides(windows)).run())
+        windows.append(_lowered(graph, plan, mesh, order, window, saved_strides(windows)))
     return Lowered(mesh, order, tuple(windows))
+
+
+def _lowered(graph: Graph, plan: Plan, mesh: Mesh, order: Schedule, work: WindowSchedule, strides: Mapping[Held, tuple[int, ...]]) -> LocalGraph:
+    """One window. It takes parameters and buffers, what is handed in, what earlier windows saved; it gives outputs and what it saves."""
+    takes = []
+    for op in graph.of_kind("param", "buffer", "input"):
+        if op.kind != "input" or op.phase == work.name:
+            takes.append((Port(op.kind, op.target), Held(Ref(op.name), made_as(plan, Ref(op.name)))))
+    takes += [(Port("saved", held), held) for held in work.takes]
+    takes += [(Port("tangent", op.target), Held(Ref(op.name), made_as(plan, Ref(op.name))))
+              for op in graph.of_kind("tangent") if op.phase == work.name]
+    sums = (Held(Ref(op.name), made_as(plan, Ref(op.name))) for op in graph.ops if op.phase == work.name and is_accumulator(op))
+    takes += [(Port("accumulator", held), held) for held in sums]
+    gives = []
+    for op in graph.of_kind("output"):
+        if op.phase == work.name and op.refs:
+            gives.append((Port(op.target.role, op.target.name), order.outputs[op.name]))
+    gives += [(Port("saved", held), held) for held in work.saves]
+    return _Lowering(graph, plan, mesh, work).run(takes, gives, strides)
 
 
 def saved_strides(windows: Sequence[LocalGraph]) -> dict[Held, tuple[int, ...]]:
@@ -107,31 +130,18 @@ def lower_deferred(graph: Graph, plan: Plan, mesh: Mesh, route: Route, forward: 
     """For `no_sync`: a backward, after `forward`, that hands out parameters' gradients as they are made, and the reductions
     left out of it, from those to the stored placements."""
     later = deferred(graph, plan)
-    played = schedule(graph, later, mesh, route)
-    window = next(w for w in played.windows if w.name == BACKWARD)
-    return _Lowering(graph, later, mesh, played, window, saved_strides((forward,))).run(), _reductions(graph, plan, mesh, route)
+    order = schedule(graph, later, mesh, route)
+    window = next(w for w in order.windows if w.name == BACKWARD)
+    return _lowered(graph, later, mesh, order, window, saved_strides((forward,))), _reductions(graph, plan, mesh, route)
 
 
 def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGraph:
-    emit, ports, pending = Emitter(mesh), [], []
+    takes, gives = [], []
     for op in parameter_gradients(graph):
-        meta, made, wanted = graph.meta(op.refs[0]), made_as(plan, op.refs[0]), plan.ops[op.name].inputs[0]
-        x = emit.placeholder(op.name, local_tensor_shape(meta, made, mesh), meta.dtype)
-        part = Part("redistribute", str(op.refs[0]), BACKWARD, True)
-        with emit.part(part):
-            steps = route(meta.logical_shape, meta.dtype, made, wanted)
-            counts = shard_counts(meta.ndim, made, mesh.sizes)
-            pending.append((part, emit.redistribute(x, meta, counts, steps)))
-        ports.append(Port(Role.GRADIENT, op.target.name))
-    results = []
-    for part, started in pending:
-        with emit.part(part):
-            results.append(emit.complete(started))
-    graph_ = emit.finish(results)
-    takes = [Port("coord", n.name) if n.name in emit.extra_ports else None for n in graph_.nodes if n.op == "placeholder"]
-    order = iter(ports)
-    named = tuple(Port(*emit.extra_ports[t.name]) if t else next(order) for t in takes)
-    return LocalGraph(BACKWARD, graph_, named, tuple(ports))
+        port = Port(Role.GRADIENT, op.target.name)
+        takes.append((port, Held(op.refs[0], made_as(plan, op.refs[0]))))
+        gives.append((port, Held(op.refs[0], plan.ops[op.name].inputs[0])))
+    return _Lowering(graph, plan, mesh, reductions(graph, plan, mesh, route)).run(takes, gives)
 
 
 @dataclass(frozen=True)
@@ -184,46 +194,35 @@ def is_dense(t: torch.Tensor) -> bool:
 
 
 class _Lowering:
-    """Builds one window's graph. `env` holds the proxy of every held value that exists so far; `strides`: of saved values."""
+    """Builds one window's graph. `env` holds the proxy of every held value that is alive, `pending` what is under way."""
 
-    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, played: Schedule, work: WindowSchedule,
-                 strides: Mapping[Held, tuple[int, ...]]) -> None:
-        self.graph, self.plan, self.mesh, self.played, self.work, self.strides = graph, plan, mesh, played, work, strides
+    def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, work: WindowSchedule) -> None:
+        self.graph, self.plan, self.mesh, self.work = graph, plan, mesh, work
         self.window = work.name
         self.emit = Emitter(mesh, seeded=graph.microbatches > 1)
         self.env: dict[Held, Any] = {}
+        self.pending: dict[Held, tuple[Pending, int]] = {}
         self.ports: dict[str, Port] = {}
         self.calls: list[Called] = []
 
-    def run(self) -> LocalGraph:
-        self._placeholders()
+    def run(self, takes: Sequence[tuple[Port, Held]], gives: Sequence[tuple[Port, Held]],
+            strides: Mapping[Held, tuple[int, ...]] | None = None) -> LocalGraph:
+        """`strides` of saved values; others come in contiguous."""
+        for port, held in takes:
+            self._placeholder(port, held, strides[held] if strides and port.kind == "saved" else None)
+        run = {"compute": self._compute, "redistribute": self._redistribute, "wait": self._wait}
         for instruction in self.work.instructions:
-            getattr(self, f"_{instruction.kind}")(instruction)
-        gives = self._gives()
+            run[instruction.kind](instruction)
+            for held in instruction.frees:
+                del self.env[held]
         graph = self.emit.finish(self._results(gives))
         ports = {**self.ports, **{n: Port(*p) for n, p in self.emit.extra_ports.items()}}
-        takes = tuple(ports[n.name] for n in graph.nodes if n.op == "placeholder")
-        return LocalGraph(self.window, graph, takes, tuple(port for port, _ in gives), tuple(self.calls))
+        taken = tuple(ports[n.name] for n in graph.nodes if n.op == "placeholder")
+        return LocalGraph(self.window, graph, taken, tuple(port for port, _ in gives), tuple(self.calls))
 
-    def _placeholders(self) -> None:
-        """Parameters and buffers, what is handed in, what earlier windows saved."""
-        for op in self.graph.of_kind("param", "buffer", "input"):
-            if op.kind != "input" or op.phase == self.window:
-                self._placeholder(Port(op.kind, op.target), Held(Ref(op.name), self.plan.ops[op.name].outputs[0]))
-        for held in self.work.takes:
-            self._placeholder(Port("saved", held), held)
-        for op in self.graph.of_kind("tangent"):
-            if op.phase == self.window:
-                self._placeholder(Port("tangent", op.target), Held(Ref(op.name), self.plan.ops[op.name].outputs[0]))
-        for op in filter(is_accumulator, self.graph.ops):
-            if op.phase == self.window:
-                held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
-                self._placeholder(Port("accumulator", held), held)
-
-    def _placeholder(self, port: Port, held: Held) -> None:
+    def _placeholder(self, port: Port, held: Held, strides: tuple[int, ...] | None) -> None:
         meta = self.graph.meta(held.ref)
-        proxy = self.emit.placeholder(f"{port.kind}_{held.ref.op}", local_tensor_shape(meta, held.spec, self.mesh),
-                                      meta.dtype, self.strides[held] if port.kind == "saved" else None)
+        proxy = self.emit.placeholder(f"{port.kind}_{held.ref.op}", local_tensor_shape(meta, held.spec, self.mesh), meta.dtype, strides)
         self.ports[proxy.node.name] = port
         self.env[held] = proxy
 
@@ -233,9 +232,10 @@ class _Lowering:
             self._accumulate(instruction)
             return
         chosen = self.plan.ops[op.name]
+        given = [self._alive(held, op.where) for held in instruction.reads]
         with self.emit.part(Part("compute", op.name, self.window)):
             try:
-                reads, results = emit_op(self.emit, op, self.graph.calls[op.name], chosen, [self.env[h] for h in instruction.reads])
+                reads, results = emit_op(self.emit, op, self.graph.calls[op.name], chosen, given)
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as e:
                 raise LoweringError(f"cannot lower {op.where} with inputs {chosen.inputs} and outputs "
                                     f"{chosen.outputs}: {e}") from e
@@ -247,11 +247,15 @@ class _Lowering:
     def _accumulate(self, instruction: Instruction) -> None:
         """Add a gradient to its accumulator, in place."""
         (read,), (held,) = instruction.reads, instruction.writes
+        into, gradient = (self._alive(h, instruction.op) for h in (held, read))
         with self.emit.part(Part("compute", instruction.op, self.window)):
-            into, gradient = self.env[held], self.env[read]
-            self.env[held] = torch.ops.aten.add_.Tensor(into, gradient)
-        self.env[held].node.meta["held"] = held
+            self.env[held] = self._checked(self.graph.op(instruction.op), held, torch.ops.aten.add_.Tensor(into, gradient))
         self.calls.append(Called(instruction.op, (self.emit.value(gradient),), (self.emit.value(into),)))
+
+    def _alive(self, held: Held, reader: str) -> Any:
+        if held not in self.env:
+            raise LoweringError(f"{reader} needs {held}, which the {self.window} window does not make before, or has freed")
+        return self.env[held]
 
     def _checked(self, op: Op, held: Held, result: Any) -> Any:
         meta = self.graph.meta(held.ref)
@@ -264,40 +268,30 @@ class _Lowering:
         return result
 
     def _redistribute(self, instruction: Instruction) -> None:
-        (own,), (held,) = instruction.reads, instruction.writes
-        meta = self.graph.meta(held.ref)
-        part = Part("redistribute", str(held.ref), self.window, instruction.hideable)
-        with self.emit.part(part):
-            counts = shard_counts(meta.ndim, own.spec, self.mesh.sizes)
-            self.env[held] = self.emit.redistribute(self.env[own], meta, counts, instruction.steps)
+        prepared = []
+        for own, held, steps in zip(instruction.reads, instruction.writes, instruction.steps, strict=True):
+            meta, given = self.graph.meta(held.ref), self._alive(own, f"the redistribution to {held}")
+            with self._moving(held, instruction):
+                prepared.append(self.emit.prepare(given, meta, shard_counts(meta.ndim, own.spec, self.mesh.sizes), steps))
+        with self._moving(instruction.writes[0], instruction):
+            pending = self.emit.issue(prepared)
+        self.pending.update((held, (pending, i)) for i, held in enumerate(instruction.writes))
 
     def _wait(self, instruction: Instruction) -> None:
-        held = instruction.reads[0]
-        with self.emit.part(Part("redistribute", str(held.ref), self.window, instruction.hideable)):
-            self.env[held] = self.emit.complete(self.env[held])
-        self.env[held].node.meta.setdefault("copy", held)
+        for held in instruction.reads:
+            with self._moving(held, instruction):
+                self.env[held] = self.emit.complete(*self.pending.pop(held))
+            self.env[held].node.meta.setdefault("copy", held)
 
-    def _free(self, instruction: Instruction) -> None:
-        """FX code drops a value after its last use by itself."""
+    def _moving(self, held: Held, instruction: Instruction) -> AbstractContextManager[None]:
+        return self.emit.part(Part("redistribute", str(held.ref), self.window, instruction.hideable))
 
-    def _gives(self) -> list[tuple[Port, Held]]:
-        out = []
-        for op in self.graph.of_kind("output"):
-            if op.phase == self.window and op.refs:
-                out.append((Port(op.target.role, op.target.name), self.played.outputs[op.name]))
-        return out + [(Port("saved", held), held) for held in self.work.saves]
-
-    def _result(self, port: Port, held: Held) -> Any:
-        if held not in self.env:
-            raise LoweringError(f"{port.kind} {port.name} needs {held}, which the {self.window} window does not make")
-        return self.env[held]
-
-    def _results(self, gives: list[tuple[Port, Held]]) -> list[Any]:
+    def _results(self, gives: Sequence[tuple[Port, Held]]) -> list[Any]:
         """Output values. What the user gets is never an argument itself, nor one tensor twice: autograd would
         attach the model's node to it."""
         out, seen = [], set()
         for port, held in gives:
-            value = self._result(port, held)
+            value = self._alive(held, f"{port.kind} {port.name}")
             if port.kind == Role.USER and (value.node.op == "placeholder" or value.node in seen):
                 value = torch.ops.aten.alias.default(value)
             if port.kind == Role.MUTATION:  # the next call takes buffers for contiguous
@@ -376,6 +370,13 @@ def _bound(node: torch.fx.Node, graph: torch.fx.Graph, values: dict[torch.fx.Nod
     new = graph.create_node(node.op, target, args, kwargs, node.name)
     new.meta = dict(node.meta)
     return new
+
+
+def call_of(node: torch.fx.Node, axis: str) -> CollectiveCall:
+    """A node that starts a collective over `axis`, in the words of the schedule."""
+    kind = KIND_OF[node.target]
+    buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
+    return CollectiveCall(kind.name, axis, buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
 
 
 def _has_node(value: Any) -> bool:

@@ -6,7 +6,7 @@ little more than one layer. Only of a submodule that runs whole (program/opaque.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
+from autoshard import _torch
 from autoshard.base.graph import Call, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan
 from autoshard.base.spec import shard_counts
-from autoshard.collectives import KIND_OF, RUN
+from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import Cluster
 from autoshard.lower.emit import Emitter, Part
+from autoshard.lower.lifetimes import Lifetimes, storages, tensors
 from autoshard.lower.lower import emit_op, local_tensor_shape
 from autoshard.lower.overwrite_table import swaps, takers
 from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque import whole_of
 
 Strides = tuple[int, ...]
-HOLDS_INPUT = tuple(kind.target for kind in RUN.values() if kind.holds_input)
-"""Collectives in flight that keep the tensor they send alive."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,11 @@ class Footprints:
             self._known[key] = self._op(op, call, chosen, strides)
         return self._known[key]
 
-    def of_move(self, meta: TensorMeta, instruction: Instruction, strides: Strides) -> Footprint:
+    def of_move(self, metas: Sequence[TensorMeta], instruction: Instruction, strides: Sequence[Strides]) -> Footprint:
         """Of a `redistribute` instruction."""
-        own = instruction.reads[0].spec
-        key = (meta, own, instruction.writes[0].spec, strides)
+        key = tuple((m, own.spec, new.spec, st) for m, own, new, st in zip(metas, instruction.reads, instruction.writes, strides, strict=True))
         if key not in self._known:
-            self._known[key] = self._move(meta, own, instruction.steps, strides)
+            self._known[key] = self._move(metas, instruction, strides)
         return self._known[key]
 
     def _op(self, op: Op, call: Call, chosen: OpPlan, strides: Sequence[Strides]) -> Footprint:
@@ -99,61 +98,55 @@ class Footprints:
         kept = [None if meta is None else r for meta, r in zip(call.outputs, results, strict=True)]
         return _read(emit, inputs, kept, None, self.apart)
 
-    def _move(self, meta: TensorMeta, own: Any, steps: Sequence[Any], strides: Strides) -> Footprint:
+    def _move(self, metas: Sequence[TensorMeta], instruction: Instruction, strides: Sequence[Strides]) -> Footprint:
         emit = Emitter(self.mesh)
-        x = emit.placeholder("x", local_tensor_shape(meta, own, self.mesh), meta.dtype, strides)
+        given, prepared = [], []
         with emit.part(Part("redistribute", "", "forward")):
-            pending = emit.redistribute(x, meta, shard_counts(meta.ndim, own, self.mesh.sizes), steps)
-            started = pending.started.node
-            result = emit.complete(pending)
-        return _read(emit, [x], [result], started, self.apart)
+            for meta, own, steps, st in zip(metas, instruction.reads, instruction.steps, strides, strict=True):
+                given.append(emit.placeholder("x", local_tensor_shape(meta, own.spec, self.mesh), meta.dtype, st))
+                prepared.append(emit.prepare(given[-1], meta, shard_counts(meta.ndim, own.spec, self.mesh.sizes), steps))
+            pending = emit.issue(prepared)
+            results = [emit.complete(pending, i) for i in range(len(prepared))]
+        return _read(emit, given, results, pending.started.node, self.apart)
 
 
 def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started: torch.fx.Node | None,
           apart: frozenset[str]) -> Footprint:
     """The footprint of a finished local graph. A variable lives until the last call that reads it, a buffer as long as
     some variable looks at it: that is how the generated code runs."""
-    graph = emit.finish([r for r in results if r is not None])
-    nodes = [n for n in graph.nodes if n.op == "call_function"]
-    at = {n: i for i, n in enumerate(nodes)}
-    storages: dict[int, int] = {}
-    for i, x in enumerate(inputs):
-        storages[_storage(emit.value(x))] = ~i
+    lives = Lifetimes.of(emit.finish([r for r in results if r is not None]))
+    nodes = [n for n in lives.graph.nodes if n.op == "call_function"]
+    buffers = {key: ~i for i, x in enumerate(inputs) for key in storages(x.node)}
     makes: list[tuple[int, ...]] = []
     last: dict[int, int] = {}
     for node in nodes:
         first, made = sum(map(len, makes)), []
-        for tensor in _tensors(node.meta["val"]):
-            if _storage(tensor) not in storages:
-                storages[_storage(tensor)] = first + len(made)
+        for tensor in tensors(node):
+            if _torch.storage_key(tensor) not in buffers:
+                buffers[_torch.storage_key(tensor)] = first + len(made)
                 made.append(tensor.untyped_storage().nbytes())
         if _is_swap(node, emit.mesh, apart):
-            last[first + 1] = _until(next(iter(node.users)), at)
+            last[first + 1] = lives.position[next(iter(node.users))]
             made.append(made[0])
         if (whole := whole_of(node)) is not None:
-            last[first + len(made)] = at[node]
+            last[first + len(made)] = lives.position[node]
             made.append(whole.workspace)
         makes.append(tuple(made))
-    for node in (n for n in graph.nodes if n.op in ("placeholder", "call_function")):
-        end = max((len(nodes) if u.op == "output" else _until(u, at) for u in node.users), default=at.get(node, -1))
-        for tensor in _tensors(node.meta["val"]):
-            buffer = storages[_storage(tensor)]
-            last[buffer] = max(last.get(buffer, -1), end)
+    last |= {buffers[key]: end for key, end in lives.last_read.items()}
     pieces = []
     for i, node in enumerate(nodes):
         drops = tuple(b for b, end in last.items() if end == i)
-        over = tuple(b for b in _over(node, storages) if b in drops) if makes[i] else ()
+        over = tuple(b for b in _over(node, buffers) if b in drops) if makes[i] else ()
         pieces.append(Piece(makes[i], drops, over, _is_swap(node, emit.mesh, apart)))
-    outputs = tuple(None if r is None else Output(storages[_storage(emit.value(r))], emit.value(r).stride()) for r in results)
-    return Footprint(tuple(pieces), outputs, len(nodes) if started is None else at.get(started, -1) + 1)
+    outputs = tuple(None if r is None else Output(buffers[next(storages(r.node))], emit.value(r).stride()) for r in results)
+    return Footprint(tuple(pieces), outputs, len(nodes) if started is None else lives.position[started] + 1)
 
 
-def _over(node: torch.fx.Node, storages: dict[int, int]) -> Iterator[int]:
+def _over(node: torch.fx.Node, buffers: Mapping[int, int]) -> Iterator[int]:
     """Buffers that the eager backend may write the node's result to, as far as can be seen here."""
     for k in takers(node):
-        mine = storages[_storage(node.args[k].meta["val"])]
-        others = [storages[_storage(t)] for j, a in enumerate(node.args) if j != k and isinstance(a, torch.fx.Node)
-                  for t in _tensors(a.meta["val"])]
+        mine = buffers[next(storages(node.args[k]))]
+        others = [buffers[key] for j, a in enumerate(node.args) if j != k and isinstance(a, torch.fx.Node) for key in storages(a)]
         if mine not in others:
             yield mine
 
@@ -165,17 +158,3 @@ def _is_swap(node: torch.fx.Node, mesh: Mesh, apart: frozenset[str]) -> bool:
     axes = str(node.args[-1]).removeprefix("axis:").split("+")
     return not apart.isdisjoint(axes) and swaps(prod(mesh.sizes[mesh.index(a)] for a in axes), node.meta["val"].untyped_storage().nbytes())
 
-
-def _until(user: torch.fx.Node, at: dict[torch.fx.Node, int]) -> int:
-    """Where a reader lets go of what it reads: a collective in flight only when it is waited for."""
-    if user.target in HOLDS_INPUT:
-        return max([at[user], *(at[u] for u in user.users if u in at)])
-    return at[user]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

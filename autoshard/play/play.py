@@ -6,13 +6,12 @@ what a collective sends stays until it is waited for.
 """
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Plan, Window
 from autoshard.base.roles import Role
-from autoshard.base.windows import CAT, ONCE, START, batch_dim_of, is_accumulator, join_of
+from autoshard.base.windows import CAT, START, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
@@ -26,8 +25,8 @@ KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "tem
 @dataclass(eq=False)
 class Buffer:
     """A piece of memory. `held`: the value it was made for (a temporary inside an op: the op's first result);
-    `category`: see `plan.CATEGORIES`; `holders`: values, and variables of ops under way, that look at it now; `reads`: how
-    often values that lie in it will still be read in this window; `given`: made before the window, so not to be written."""
+    `category`: see `plan.CATEGORIES`; `holders`: values, and variables of instructions under way, that look at it now; `given`:
+    made before the window, so not to be written."""
 
     nbytes: int
     born: int
@@ -35,7 +34,6 @@ class Buffer:
     category: str = "temporaries"
     died: int = FOREVER
     holders: int = 0
-    reads: int = 0
     given: bool = False
 
 
@@ -75,8 +73,7 @@ class _Player:
         self.buffers: list[Buffer] = []
         self.times: list[tuple[Window, Instruction | None]] = []
         self.env: dict[Held, tuple[Buffer, Strides]] = {}
-        self.uses: Counter[Held] = Counter()
-        self.started: dict[Held, _Use] = {}
+        self.started: dict[tuple[Held, ...], _Use] = {}
 
     # --- borders ---
 
@@ -127,8 +124,6 @@ class _Player:
             if op.name in schedule.outputs and op.phase == schedule.windows[i - 1].name:
                 self._let_go(self.env[schedule.outputs[op.name]][0])
         self.env = {held: self.env[held] for held in (*needed, *self._stored()) if held in self.env}
-        for buffer in self.buffers:
-            buffer.reads = 0
         self.times.append((window, None))
         if schedule.windows[i - 1].name == START:
             self._between()
@@ -159,18 +154,11 @@ class _Player:
     # --- one window ---
 
     def window(self, window: WindowSchedule, schedule: Schedule) -> None:
-        instructions = [i for i in window.instructions if i.kind != "free"]
-        self.uses = Counter(held for i in instructions if i.kind != "wait" for held in i.reads)
-        later = schedule.windows[schedule.windows.index(window) + 1:]
-        passing = dict.fromkeys(held for w in later for held in w.takes if held in self.env)
-        if window.name not in ONCE and schedule.windows[0].name in ONCE:  # the next micro-batch reads it again
-            passing |= dict.fromkeys(held for held in schedule.windows[0].saves if held in self.env)
-        for held in (*self._stored(), *passing, *(held for held, _ in self._leaving(window, schedule))):
-            self.uses[held] += 1
-        for held, (buffer, _) in self.env.items():
-            buffer.given, buffer.reads = True, buffer.reads + self.uses[held]
-        for instruction in instructions:
-            {"compute": self._compute, "redistribute": self._issue, "wait": self._complete}[instruction.kind](window.name, instruction)
+        for buffer, _ in self.env.values():
+            buffer.given = True
+        run = {"compute": self._compute, "redistribute": self._issue, "wait": self._complete}
+        for instruction in window.instructions:
+            run[instruction.kind](window.name, instruction)
         seen: set[Held] = set()
         for held, category in self._leaving(window, schedule):
             buffer = self.env[held][0]
@@ -190,7 +178,8 @@ class _Player:
     def _compute(self, window: Window, instruction: Instruction) -> None:
         op = self.graph.op(instruction.op)
         if is_accumulator(op):  # added to what is there
-            self._release(instruction.reads[0])
+            for held in instruction.frees:
+                self._drop(held)
             return
         strides = [self.env[h][1] for h in instruction.reads]
         footprint = self.footprints.of_op(op, self.graph.calls[op.name], self.plan.ops[op.name], strides)
@@ -199,20 +188,27 @@ class _Player:
         self._finish(use)
 
     def _issue(self, window: Window, instruction: Instruction) -> None:
-        (own,) = instruction.reads
-        footprint = self.footprints.of_move(self.graph.meta(own.ref), instruction, self.env[own][1])
-        use = self.started[instruction.writes[0]] = self._begin(instruction, footprint)
+        metas = [self.graph.meta(own.ref) for own in instruction.reads]
+        footprint = self.footprints.of_move(metas, instruction, [self.env[own][1] for own in instruction.reads])
+        use = self.started[instruction.writes] = self._begin(instruction, footprint)
         self._run(window, use, 0, footprint.started)
 
     def _complete(self, window: Window, instruction: Instruction) -> None:
-        use = self.started.pop(instruction.reads[0])
+        use = self.started.pop(instruction.reads)
         self._run(window, use, use.footprint.started, len(use.footprint.pieces))
         self._finish(use)
 
     # --- pieces ---
 
     def _begin(self, instruction: Instruction, footprint: Footprint) -> _Use:
-        return _Use(instruction, footprint, tuple(self.env[h][0] for h in instruction.reads))
+        """The instruction's own variables look at what it reads from here on, and values that it reads last go."""
+        use = _Use(instruction, footprint, tuple(self.env[h][0] for h in instruction.reads))
+        for buffer in use.inputs:
+            buffer.holders += 1
+        for held in instruction.frees:
+            if held in self.env:
+                self._drop(held)
+        return use
 
     def _run(self, window: Window, use: _Use, start: int, stop: int) -> None:
         held = use.instruction.writes[0]
@@ -231,49 +227,32 @@ class _Player:
                 use.own[-1].holders = 1
             for buffer in piece.drops:
                 if buffer < 0:
-                    self._used(use, ~buffer)
-                else:
-                    self._let_go(use.own[buffer])
+                    use.done.add(~buffer)
+                self._let_go(use.inputs[~buffer] if buffer < 0 else use.own[buffer])
 
     def _overwritten(self, use: _Use, piece: Piece) -> Buffer | None:
-        """The buffer that a call writes its result to instead of a new one: this window has made it, and nobody else will
-        read it."""
+        """The buffer that a call writes its result to instead of a new one: this window has made it, and nobody else looks at it."""
         for b in piece.over:
             buffer = use.inputs[~b] if b < 0 else use.own[b]
-            if not buffer.given and buffer.reads == (b < 0) and use.own.count(buffer) == (b >= 0):
+            if not buffer.given and buffer.holders == 1:
                 return buffer
         return None
 
     def _finish(self, use: _Use) -> None:
-        for held in use.instruction.writes:
-            output = use.footprint.outputs[held.ref.index if use.instruction.kind == "compute" else 0]
+        instruction = use.instruction
+        for i, held in enumerate(instruction.writes):
+            output = use.footprint.outputs[held.ref.index if instruction.kind == "compute" else i]
             buffer = use.inputs[~output.buffer] if output.buffer < 0 else use.own[output.buffer]
-            self._hold(held, buffer, output.strides)
+            self.env[held] = buffer, output.strides
+            buffer.holders += 1
         dropped = {b for piece in use.footprint.pieces for b in piece.drops}
         for b in set(range(len(use.own))) - dropped:
             self._let_go(use.own[b])
         for i in set(range(len(use.inputs))) - use.done:
-            self._used(use, i)
-        for held in use.instruction.writes:
-            if not self.uses[held]:
+            self._let_go(use.inputs[i])
+        for held in instruction.frees:
+            if held in self.env:  # one that nobody reads
                 self._drop(held)
-
-    def _hold(self, held: Held, buffer: Buffer, strides: Strides) -> None:
-        """`held` lies in `buffer` from now on."""
-        self.env[held] = buffer, strides
-        buffer.holders += 1
-        buffer.reads += self.uses[held]
-
-    def _used(self, use: _Use, i: int) -> None:
-        """Input i of an instruction has been read for the last time by it."""
-        use.done.add(i)
-        self._release(use.instruction.reads[i])
-
-    def _release(self, held: Held) -> None:
-        self.uses[held] -= 1
-        self.env[held][0].reads -= 1
-        if not self.uses[held]:
-            self._drop(held)
 
     def _drop(self, held: Held) -> None:
         self._let_go(self.env.pop(held)[0])

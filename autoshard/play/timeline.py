@@ -20,7 +20,7 @@ from autoshard.base.spec import format_spec
 from autoshard.base.windows import END, START
 from autoshard.cost.budget import Budget
 from autoshard.cost.memory import host_workspace, scalar_bytes, stored_parts, update_workspace
-from autoshard.lower.schedule import Instruction, Route, schedule
+from autoshard.lower.schedule import Instruction, Route, Schedule, schedule
 from autoshard.play.footprint import Footprints
 from autoshard.play.play import Buffer, Playback, play
 
@@ -30,10 +30,11 @@ MOST_TENSORS = 12
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """`live[t, c]`: bytes of category c at time t (see play/play.py), including what `constant` says is there always. `update`:
-    what the optimizer needs for a moment; `host`: bytes of its state in the host's memory."""
+    """`live[t, c]`: bytes of category c at time t (see play/play.py), including what `constant` says is there always. `order`: what
+    was played; `update`: what the optimizer needs for a moment; `host`: bytes of its state in the host's memory."""
 
     graph: Graph
+    order: Schedule
     playback: Playback
     constant: Mapping[str, int]
     update: int
@@ -130,11 +131,12 @@ def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, opt
              together: bool) -> Timeline:
     """Play one step of `plan`. `trained`: names of the parameter ops with a gradient; `together`: whether the optimizer
     updates all parameters in one call. Raises PlanError for a plan that does not fit the graph."""
-    playback = play(graph, plan, schedule(graph, plan, plan.mesh, route), footprints)
+    order = schedule(graph, plan, plan.mesh, route)
+    playback = play(graph, plan, order, footprints)
     parts = {n: stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained}
     away = frozenset(plan.offload)
     host = [p for n, p in parts.items() if graph.op(n).target in away]
     here = [p for n, p in parts.items() if graph.op(n).target not in away]
     update = max(host_workspace(optimizer, host, together), update_workspace(optimizer, [p["parameters"] for p in here], together))
     state = sum(p["optimizer"] for p in here) + scalar_bytes(optimizer, len(trained))  # scalars stay where they are
-    return Timeline(graph, playback, {"optimizer": state}, update, sum(p["optimizer"] for p in host))
+    return Timeline(graph, order, playback, {"optimizer": state}, update, sum(p["optimizer"] for p in host))

@@ -18,8 +18,8 @@ from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.collectives import KIND_OF
 from autoshard.errors import AutoshardError
-from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, lower_deferred
-from autoshard.lower.passes.bucket import bucket_gradients
+from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, call_of, lower_deferred
+from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.calling import Calling, as_stored
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
@@ -29,43 +29,21 @@ from autoshard.runtime.route import route_of
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
 
-@dataclass(frozen=True)
-class Issue:
-    """A collective call as it is made: bytes by the convention of collectives/__init__.py. `bucket`: the bytes of the
-    gradients that share it, empty for a call that the plan has as it is."""
-
-    kind: str
-    axis: str
-    nbytes: int
-    bucket: tuple[int, ...] = ()
-
-    @staticmethod
-    def of(node: torch.fx.Node, place: Place) -> "Issue":
-        kind = KIND_OF[node.target]
-        buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
-        axes = {group: axis for axis, group in place.groups.items()}
-        return Issue(kind.name, axes[node.args[-1]], buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
-
-    def planned(self) -> tuple["Issue", ...]:
-        """The calls of the plan that this one stands for."""
-        return tuple(Issue(self.kind, self.axis, n) for n in self.bucket) or (self,)
-
-
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A bound local graph: called with one list, which it empties. `issues`: its collectives."""
+    """A bound local graph: called with one list, which it empties. `issues`: its collectives, as they are in the graph."""
 
     takes: tuple[Port, ...]
     gives: tuple[Port, ...]
     call: Callable[[list[Any]], Sequence[torch.Tensor]]
-    issues: tuple[Issue, ...]
+    issues: tuple[CollectiveCall, ...]
 
     @staticmethod
     def of(local: LocalGraph, place: Place, backend: Backend, name: str) -> "Function":
         module, takes = bind(local, place.coordinates, place.group, place.mesh, place.device)
         module.meta["carriers"] = place.carriers()
-        bucket_gradients(module.graph)
-        issues = tuple(Issue.of(n, place) for n in module.graph.nodes if n.target in KIND_OF)
+        axes = {group: axis for axis, group in place.groups.items()}
+        issues = tuple(call_of(n, axes[n.args[-1]]) for n in module.graph.nodes if n.target in KIND_OF)
         return Function(takes, local.gives, backend(module, name), issues)
 
 
@@ -118,7 +96,7 @@ class Step:
                     for name, value in calling.constants.items() if name in plan.placements}
 
     @property
-    def issues(self) -> tuple[Issue, ...]:
+    def issues(self) -> tuple[CollectiveCall, ...]:
         """The collectives of one step."""
         return self.forward.issues + (self.backward.issues if self.backward else ())
 

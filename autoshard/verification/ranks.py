@@ -13,6 +13,7 @@ import torch
 from autoshard import _torch
 from autoshard.base.mesh import Mesh
 from autoshard.collectives import KIND_OF
+from autoshard.lower.lifetimes import Lifetimes
 from autoshard.lower.lower import LocalGraph, Port, makes_tensor_from_nothing
 from autoshard.verification.collectives import Ranked, run_collective
 
@@ -33,7 +34,7 @@ def run_ranks(local: LocalGraph, mesh: Mesh, given: Mapping[Port, Ranked], devic
     """What the graph gives, by port. `given` has the local tensors of every port it takes but coordinates;
     `watch` sees every node with its values. Values are dropped after their last use. Raises OpFailed."""
     values: dict[torch.fx.Node, Ranked] = {}
-    last = {n: user for user in local.graph.nodes for n in user.all_input_nodes}
+    dead_after = Lifetimes.of(local.graph).dead_after
     ports = iter(local.takes)
     with torch.no_grad():
         for node in local.graph.nodes:
@@ -41,9 +42,8 @@ def run_ranks(local: LocalGraph, mesh: Mesh, given: Mapping[Port, Ranked], devic
                 return dict(zip(local.gives, (values[n] for n in node.args[0]), strict=True))
             values[node] = _placeholder(next(ports), given, mesh) if node.op == "placeholder" else _run(node, values, mesh, device)
             watch(node, values[node])
-            for used in node.all_input_nodes:
-                if last[used] is node:
-                    del values[used]
+            for dead in dead_after.get(node, ()):
+                del values[dead]
     raise AssertionError("an FX graph ends with its output node")
 
 

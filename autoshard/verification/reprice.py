@@ -2,7 +2,8 @@
 
 Walks the two local graphs. Each op call is priced from the shapes of the tensors that really go in and out of
 it, each collective from the buffer it is called on, rearranging copies from the nodes that make them. No
-search table, no strategy and no planned collective is looked at. Equal to `plan.objective_s` up to rounding.
+search table, no strategy and no planned collective is looked at. Equal, up to rounding, to `plan.objective_s` and, with what buckets
+save, to `plan.predicted["bucketed_s"]`.
 """
 from __future__ import annotations
 
@@ -20,24 +21,29 @@ from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optim
 from autoshard.cost.fusion import Fused, fused
 from autoshard.errors import LoweringError
 from autoshard.lower.emit import VIEWS, Part
-from autoshard.lower.lower import Called, LocalGraph, Lowered
+from autoshard.lower.lower import Called, LocalGraph, Lowered, call_of
+from autoshard.lower.schedule import CollectiveCall
 from autoshard.rules import registry
 from autoshard.rules.family import Family
 
 aten = torch.ops.aten
 
+@dataclass(frozen=True)
+class Seen(CollectiveCall):
+    """A collective call found in a lowered graph."""
+
+    window: str = ""
+    hideable: bool = False
+    inner: bool = False
+
 
 @dataclass(frozen=True)
-class Seen:
-    """A collective call found in a lowered graph. `axis`: a mesh axis, or several taken as one ("dp+tp"). nbytes per rank, see
-    collectives/__init__.py."""
+class Repriced:
+    """Seconds of one step. `planned_s`: every planned collective by itself, as the objective has it; `executed_s`: the calls that are
+    made, buckets of gradients as one call and one copy."""
 
-    kind: str
-    axis: str
-    nbytes: int
-    window: str
-    hideable: bool
-    inner: bool
+    planned_s: float
+    executed_s: float
 
 
 def collectives_in(lowered: Lowered) -> tuple[Seen, ...]:
@@ -48,31 +54,30 @@ def collectives_in(lowered: Lowered) -> tuple[Seen, ...]:
 
 def seen_at(node: torch.fx.Node) -> Seen:
     part: Part = node.meta["part"]
-    kind = collectives.KIND_OF[node.target]
-    buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
-    return Seen(kind.name, str(node.args[-1]).removeprefix("axis:"), buffer.numel() * buffer.dtype.itemsize, part.window,
-                part.hideable, part.kind == "compute")
+    call = call_of(node, str(node.args[-1]).removeprefix("axis:"))
+    return Seen(call.kind, call.axis, call.nbytes, call.bucket, window=part.window, hideable=part.hideable, inner=part.kind == "compute")
 
 
-def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str] = ()) -> float:
+def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str] = ()) -> Repriced:
     """Seconds of one step: compute + optimizer + blocking collectives + what stays of those that can hide.
 
     `graph` only says what each op is (target, arguments) and which parameters are trained; `offload`: those whose optimizer state
     lies on the host."""
-    compute = blocking = 0.0
+    compute = 0.0
     chains = fused(graph) if cluster.device.fuses else {}
-    overlap, total = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
+    overlap, update = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
+    communication = [0.0, 0.0]
     for local in lowered.windows:
         heavy, runs = 0.0, graph.runs_of(local.window)
         for called in local.calls:
             seconds = _op_seconds(graph, called, cluster, chains.get(called.op))
             compute += runs * seconds
             heavy += runs * seconds if registry.is_heavy(graph.op(called.op)) else 0.0
-        hide, block = (runs * seconds for seconds in _communication_seconds(local, lowered, cluster))
-        blocking += block
-        exposed = max(0.0, hide - overlap.eta * heavy)
-        total += overlap.interference * hide + (1.0 - overlap.interference) * exposed
-    return total + compute + blocking
+        for i, executed in enumerate((False, True)):
+            hide, block = (runs * seconds for seconds in _communication_seconds(local, lowered, cluster, executed))
+            exposed = max(0.0, hide - overlap.eta * heavy)
+            communication[i] += block + overlap.interference * hide + (1.0 - overlap.interference) * exposed
+    return Repriced(*(update + compute + seconds for seconds in communication))
 
 
 def _op_seconds(graph: Graph, called: Called, cluster: Cluster, chain: Fused | None) -> float:
@@ -105,8 +110,9 @@ def _cut(factors: tuple[int, ...], pieces: int, call: Call) -> list[int]:
     return out
 
 
-def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster) -> tuple[float, float]:
-    """(hideable, blocking) seconds of the collectives of one window and the copies that rearrange their buffers."""
+def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster, executed: bool) -> tuple[float, float]:
+    """(hideable, blocking) seconds of the collectives of one window and the copies that rearrange their buffers: as they are
+    `executed`, or as they were planned, each gradient of a bucket by itself."""
     mesh = lowered.mesh
     link_of = lru_cache(maxsize=None)(lambda axis: cluster.link_of(mesh, mesh.axes(axis)))
     overlaps = cluster.overlap.eta > 0
@@ -115,10 +121,9 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
         if node.target not in collectives.KIND_OF:
             continue
         seen = seen_at(node)
-        seconds = collectives.seconds(seen.kind, seen.nbytes, link_of(seen.axis))
-        rearranged = 0 if seen.inner else _rearranged_before(node) + _rearranged_after(node)
-        if rearranged:
-            seconds += op_seconds(Family.COPY, 0, 2 * rearranged, torch.uint8, cluster.device)
+        calls = (seen,) if executed else seen.planned()
+        seconds = sum(collectives.seconds(call.kind, call.nbytes, link_of(call.axis)) for call in calls)
+        seconds += sum(float(op_seconds(Family.COPY, 0, 2 * n, torch.uint8, cluster.device)) for n in _copied(node, seen, executed) if n)
         if overlaps and seen.hideable:
             hide += seconds
         else:
@@ -126,12 +131,25 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
     return hide, block
 
 
-def _rearranged_before(collective: torch.fx.Node) -> int:
-    """Bytes copied to bring the pieces of the buffer to its front."""
-    buffer = collective.args[0]
+def _copied(node: torch.fx.Node, seen: Seen, executed: bool) -> list[int]:
+    """Bytes of every copy that rearranges a collective's buffers, that of a bucket included if it is `executed`."""
+    if seen.inner:
+        return []
+    if not seen.bucket:
+        return [_rearranged_before(node.args[0]) + _rearranged_after(node)]
+    flat = [_unviewed(x) for x in node.args[0].args[0]]
+    return [*map(_rearranged_before, flat), *([_bytes(node.args[0])] if executed else [])]
+
+
+def _unviewed(node: torch.fx.Node) -> torch.fx.Node:
+    return node.args[0] if node.target in VIEWS else node
+
+
+def _rearranged_before(buffer: torch.fx.Node) -> int:
+    """Bytes copied to bring the pieces of the buffer that is sent to its front."""
     if buffer.target is aten.contiguous.default and buffer.args[0].target is aten.permute.default:
         moved = buffer.args[0]
-        return _bytes(moved) if moved.meta.get("part") == collective.meta["part"] else 0
+        return _bytes(moved) if moved.meta.get("part") == buffer.meta["part"] else 0
     return 0
 
 

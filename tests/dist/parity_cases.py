@@ -301,12 +301,14 @@ def _state_errors(model: nn.Module, reference: nn.Module) -> dict[str, float]:
 
 
 def _prices(model: Any, plan: Plan, issued: list[Any]) -> tuple[bool, float]:
-    """Whether issued collectives are the planned ones, and how far the re-priced program is from the objective."""
+    """Whether the collectives issued are those of the schedule, in its order, and stand for the planned ones; and how far the
+    re-priced program is from the plan, with and without buckets."""
     step = model._latest[1]
     planned = Counter((c.kind, c.axis, c.nbytes) for c in plan.collectives)
-    lowered = Counter((c.kind, c.axis, c.nbytes) for c in collectives_in(step.lowered))
-    calls = Counter((c.kind, c.axis, c.nbytes) for c in step.issues)
     meant = Counter((c.kind, c.axis, c.nbytes) for call in step.issues for c in call.planned())
-    same = Counter((c.kind, c.axis, c.nbytes) for c in issued) == calls and meant == planned == lowered
+    ordered = [[(c.kind, c.axis, c.nbytes) for c in calls]
+               for calls in (issued, step.issues, step.lowered.schedule.calls, collectives_in(step.lowered))]
+    same = all(calls == ordered[0] for calls in ordered) and meant == planned
     price = reprice(step.graph, step.lowered, Cluster.from_snapshot(plan.cluster), "adamw")
-    return same, abs(price - plan.objective_s) / plan.objective_s
+    off = abs(price.planned_s - plan.objective_s), abs(price.executed_s - plan.predicted["bucketed_s"])
+    return same, max(off) / plan.objective_s

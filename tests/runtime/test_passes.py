@@ -1,4 +1,4 @@
-"""Passes over bound graphs: memory reused in place, small gradients in buckets, straight-line code."""
+"""Passes over bound graphs: memory reused in place, straight-line code."""
 from __future__ import annotations
 
 import torch
@@ -6,14 +6,10 @@ from torch.fx import Graph
 
 from autoshard import _torch
 from autoshard.collectives import RUN
-from autoshard.lower.emit import Part
-from autoshard.lower.passes.bucket import SMALL, bucket_gradients
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.runtime.execute.eager import straight
 
 aten = torch.ops.aten
-REDUCE = RUN["all_reduce"].target
-SCATTER = RUN["reduce_scatter"].target
 
 
 class Writer:
@@ -28,17 +24,11 @@ class Writer:
             node.meta["val"] = torch.empty(shape)
         return node
 
-    def call(self, target, *args, part: Part | None = None):
+    def call(self, target, *args):
         node = self.graph.call_function(target, args)
         with self.fake:
             node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
-        node.meta["part"] = part
         return node
-
-    def reduced(self, x, target, *args):
-        """A gradient's reduction, its wait left to the caller."""
-        part = Part("redistribute", x.name, "backward", True)
-        return self.call(target, x, *args, part=part), part
 
 
 def targets(graph: Graph) -> list:
@@ -103,49 +93,3 @@ def test_straight_code_empties_its_list_and_drops_defaults() -> None:
     got = straight(w.graph, "test")(values)
     assert values == [] and got[1].dtype == torch.float64 and torch.equal(got[0], torch.full((2,), 3.0))
     assert unused.name in [n.name for n in w.graph.nodes]
-
-
-def test_small_gradients_share_a_call() -> None:
-    w = Writer()
-    inputs = [w.take(3), w.take(2, 2), w.take(SMALL)]  # the last is too large: 4 bytes an element
-    starts = [w.reduced(x, REDUCE, "sum", "0") for x in inputs]
-    w.graph.output(tuple(w.call(_torch.WAIT, s, part=part) for s, part in starts))
-    bucket_gradients(w.graph)
-    w.graph.lint()
-    calls = [n for n in w.graph.nodes if n.target is REDUCE]
-    assert [n.meta.get("bucket") for n in calls] == [(12, 16), None] or [n.meta.get("bucket") for n in calls] == [None, (12, 16)]
-    for node in calls:  # on one rank a sum over ranks is the value itself
-        node.target = aten.clone.default
-        node.args = node.args[:1]
-    for node in [n for n in w.graph.nodes if n.target is _torch.WAIT]:
-        node.target = aten.alias.default
-    values = [torch.randn(3), torch.randn(2, 2), torch.randn(SMALL)]
-    for got, want in zip(straight(w.graph, "test")(list(values)), values, strict=True):
-        assert torch.equal(got, want)
-
-
-def test_scattered_gradients_share_a_call_row_by_row() -> None:
-    w = Writer()
-    inputs = [w.take(2, 3), w.take(2, 2, 2)]
-    starts = [w.reduced(x, SCATTER, "sum", 2, "0") for x in inputs]
-    w.graph.output(tuple(w.call(_torch.WAIT, s, part=part) for s, part in starts))
-    bucket_gradients(w.graph)
-    (call,) = [n for n in w.graph.nodes if n.target is SCATTER]
-    assert call.meta["bucket"] == (24, 32) and tuple(call.args[0].meta["val"].shape) == (2, 7)
-    call.target, call.args = aten.slice.Tensor, (call.args[0], 0, 1, 2)  # what the second of two ranks gets, the others' parts being 0
-    (wait,) = [n for n in w.graph.nodes if n.target is _torch.WAIT]
-    wait.target = aten.clone.default
-    values = [torch.randn(2, 3), torch.randn(2, 2, 2)]
-    for got, want in zip(straight(w.graph, "test")(list(values)), values, strict=True):
-        assert torch.equal(got, want[1:])
-
-
-def test_a_wait_in_between_ends_a_bucket() -> None:
-    w = Writer()
-    x, y = w.take(3), w.take(3)
-    first, part = w.reduced(x, REDUCE, "sum", "0")
-    done = w.call(_torch.WAIT, first, part=part)
-    second, other = w.reduced(y, REDUCE, "sum", "0")
-    w.graph.output((done, w.call(_torch.WAIT, second, part=other)))
-    bucket_gradients(w.graph)
-    assert targets(w.graph).count(REDUCE) == 2

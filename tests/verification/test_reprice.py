@@ -31,6 +31,10 @@ def test_lowered_program_costs_what_was_planned(module, mesh: str, seeds: dict, 
     plan = plan_traced(traced, on, Options(cluster=cluster, seeds=seeds), has_loss=True)
     graph = traced.graph
     lowered = lower(graph, plan, on, schedule(graph, plan, on, route_of(plan)))
-    assert reprice(graph, lowered, load_cluster(cluster), "adamw") == pytest.approx(plan.objective_s, rel=1e-9)
+    found = reprice(graph, lowered, load_cluster(cluster), "adamw")
+    assert found.planned_s == pytest.approx(plan.objective_s, rel=1e-9)
+    assert found.executed_s == pytest.approx(plan.predicted["bucketed_s"], rel=1e-9)
     planned = Counter((c.kind, c.axis, c.nbytes, c.phase) for c in plan.collectives)
-    assert planned and Counter((c.kind, c.axis, c.nbytes, c.window) for c in collectives_in(lowered)) == planned
+    seen = collectives_in(lowered)
+    assert planned and Counter((c.kind, c.axis, c.nbytes, s.window) for s in seen for c in s.planned()) == planned
+    assert any(s.bucket for s in seen) == (found.executed_s != found.planned_s)

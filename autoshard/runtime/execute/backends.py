@@ -9,7 +9,7 @@ import torch
 from autoshard import _torch
 from autoshard.base.random import seeded, seeded_op
 from autoshard.errors import UsageError
-from autoshard.lower.passes.bucket import bucket_gradients
+from autoshard.lower.lifetimes import Lifetimes
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.program.opaque import whole_of
 from autoshard.runtime.carriers.choose import carry
@@ -18,22 +18,22 @@ from autoshard.runtime.execute.eager import straight
 
 
 def as_run(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A local graph as the eager backend runs it, but for what carries its collectives: small gradients reduced together, over memory
-    that is free. `verify` runs this too."""
+    """A local graph as the eager backend runs it, but for what carries its collectives: over memory that is free. `verify` runs this
+    too."""
     out = torch.fx.Graph()
     values: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in graph.nodes:  # a copy with every node's name and meta, the output's too
         values[node] = out.node_copy(node, values.__getitem__)
-    bucket_gradients(out)
     overwrite(out)
     return out
 
 
 def eager(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Op by op, over memory that is free where possible. Values die at their last use, arguments too."""
-    overwrite(module.graph)
+    lifetimes = Lifetimes.of(module.graph)
+    overwrite(module.graph, lifetimes)
     carry(module.graph, module.meta.get("carriers", {}))
-    return straight(module.graph, name)
+    return straight(module.graph, name, lifetimes)
 
 
 def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:

@@ -15,11 +15,12 @@ import torch
 from torch.fx import Graph, Node
 
 from autoshard import _torch
+from autoshard.lower.lifetimes import Lifetimes
 
 
-def straight(graph: Graph, name: str) -> Callable[[list[Any]], Sequence[Any]]:
+def straight(graph: Graph, name: str, lifetimes: Lifetimes | None = None) -> Callable[[list[Any]], Sequence[Any]]:
     """A function of one list (placeholders in order), which it empties so that arguments die at their last use."""
-    writer = _Writer(graph)
+    writer = _Writer(graph, lifetimes or Lifetimes.of(graph))
     source = "\n".join(writer.lines()) + "\n"
     file = f"<autoshard {name} {id(graph):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # tracebacks show the line
@@ -30,25 +31,25 @@ def straight(graph: Graph, name: str) -> Callable[[list[Any]], Sequence[Any]]:
 class _Writer:
     """`scope` is filled with what the lines name: ops and constants."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, lifetimes: Lifetimes) -> None:
         self.scope: dict[str, Any] = {}
         self._graph = graph
         self._known: dict[int, str] = {}
-        self._last = _last_uses(graph)
+        self._lifetimes = lifetimes
 
     def lines(self) -> Iterator[str]:
         takes = [n.name for n in self._graph.nodes if n.op == "placeholder"]
         yield "def run(values):"
         yield f"    {', '.join(takes)}{',' * bool(takes)} = values" if takes else "    pass"
         yield "    values.clear()"
-        unread = [n.name for n in self._graph.nodes if n.op == "placeholder" and not n.users]
+        unread = [n.name for n in self._lifetimes.unread]
         if unread:
             yield f"    del {', '.join(unread)}"
         for node in self._graph.nodes:
             if node.op == "output":
                 yield f"    return {self._value(tuple(node.args[0]))}"
             elif node.op == "call_function":
-                dead = [n.name for n in self._last.get(node, ())]
+                dead = [n.name for n in self._lifetimes.dead_after.get(node, ())]
                 yield f"    {node.name} = {self._call(node)}" + (f"; del {', '.join(dead)}" if dead else "")
 
     def _call(self, node: Node) -> str:
@@ -92,17 +93,3 @@ def _short(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and not isinstance(a, (Node, torch.Tensor)) and a == b
 
-
-def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """Per node, the values it is the last to read, and itself where nobody reads it."""
-    last: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and not node.users:
-            last[node] = node
-        for read in node.all_input_nodes:
-            last[read] = node
-    out: dict[Node, list[Node]] = {}
-    for value, at in last.items():
-        if at.op != "output":
-            out.setdefault(at, []).append(value)
-    return out

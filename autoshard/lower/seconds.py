@@ -1,0 +1,97 @@
+"""Seconds of a schedule, filled in per instruction and per collective, for whoever plays it; and what buckets save.
+
+An instruction's seconds are those of the kernels that it runs: an op, or the copies that rearrange what a redistribution sends and
+receives. Each of its collectives has its own. Together with the optimizer's update, and with buckets priced call by call, they make
+up the objective (tests/lower/test_seconds.py).
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from autoshard import collectives
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Plan
+from autoshard.base.spec import Spec, local_shape
+from autoshard.cost.cluster import Cluster
+from autoshard.cost.compute import call_seconds, op_seconds
+from autoshard.cost.fusion import Fused, fused
+from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule
+from autoshard.rules.family import Family
+
+
+class Prices:
+    """Seconds of collectives and copies on one mesh of a cluster."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+        self.mesh, self.cluster = mesh, cluster
+        self._known: dict[CollectiveCall, float] = {}
+
+    def of_call(self, call: CollectiveCall) -> float:
+        if call not in self._known:
+            self._known[call] = collectives.seconds(call.kind, call.nbytes, self.cluster.link_of(self.mesh, self.mesh.axes(call.axis)))
+        return self._known[call]
+
+    def of_copy(self, nbytes: int) -> float:
+        """Reading so many bytes and writing them elsewhere."""
+        return float(op_seconds(Family.COPY, 0, 2 * nbytes, torch.uint8, self.cluster.device)) if nbytes else 0.0
+
+    def moved(self, move: Instruction) -> Instruction:
+        """A redistribution with its seconds."""
+        rearranged = [s.rearranged for steps in move.steps for s in steps]
+        joined = [call.nbytes for call in move.calls if call.bucket]
+        return replace(move, calls=tuple(replace(c, seconds=self.of_call(c)) for c in move.calls),
+                       seconds=sum(map(self.of_copy, [*rearranged, *joined])))
+
+    def saved(self, move: Instruction) -> float:
+        """What a bucket's call takes less than one for each of its gradients, the copy into its buffer taken off; 0 without a bucket."""
+        return sum(sum(map(self.of_call, call.planned())) - self.of_call(call) - self.of_copy(call.nbytes) for call in move.calls if call.bucket)
+
+
+class _Computes:
+    """Seconds of the ops of a plan, each form of a call priced once."""
+
+    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster) -> None:
+        self.graph, self.plan, self.cluster = graph, plan, cluster
+        self._known: dict[object, float] = {}
+
+    @cached_property
+    def _chains(self) -> Mapping[str, Fused]:
+        return fused(self.graph) if self.cluster.device.fuses else {}
+
+    def __call__(self, name: str) -> float:
+        call, chosen, chain = self.graph.calls[name], self.plan.ops[name], self._chains.get(name)
+        key = (call, chosen, chain)
+        if key not in self._known:
+            inputs = [self._shape(m.logical_shape, s) for m, s in zip(call.inputs, chosen.inputs, strict=True)]
+            outputs = [None if m is None else self._shape(m.logical_shape, s) for m, s in zip(call.outputs, chosen.outputs, strict=True)]
+            kept = (chain.unread, chain.unwritten) if chain else ()
+            self._known[key] = float(call_seconds(call, inputs, outputs, self.cluster.device, *kept))
+        return self._known[key]
+
+    def _shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        return local_shape(shape, spec, self.plan.mesh.sizes)
+
+
+def priced(order: Schedule, graph: Graph, plan: Plan, cluster: Cluster) -> Schedule:
+    """The schedule of `plan` with seconds on a cluster. Waits have none: how long they take is up to what else runs."""
+    prices, computes = Prices(plan.mesh, cluster), _Computes(graph, plan, cluster)
+
+    def with_seconds(i: Instruction) -> Instruction:
+        if i.kind == "redistribute":
+            return prices.moved(i)
+        if i.kind == "wait":
+            return i
+        return replace(i, seconds=computes(i.op), calls=tuple(replace(c, seconds=prices.of_call(c)) for c in i.calls))
+
+    return replace(order, windows=tuple(replace(w, instructions=tuple(map(with_seconds, w.instructions))) for w in order.windows))
+
+
+def saved_by_buckets(order: Schedule, mesh: Mesh, cluster: Cluster) -> dict[str, float]:
+    """Seconds by window that reductions of gradients take less than the objective says, because small ones share calls."""
+    prices = Prices(mesh, cluster)
+    return {w.name: sum(prices.saved(i) for i in w.instructions if i.kind == "redistribute") for w in order.windows}
