@@ -23,6 +23,10 @@ Kind = Literal["param", "buffer", "input", "tangent", "call", "output"]
 
 KEPT = "kept"
 """Keyword of a source."""
+PORT = "port"
+"""Keyword of an input, tangent or output where a stage of a pipeline receives or sends a value."""
+WEIGHT = "weight"
+"""The window of a split backward that makes the gradients of parameters; what sends gradients to other stages stays in `BACKWARD`."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,9 @@ class Op:
     param / buffer   target = its qualified name          input     target = its name ("x", "input:0")
     tangent          target = index of the user output    output    target = "user:0", "grad:wq.weight",
                                                                     "mutation:bn.running_mean"; one Ref in args
+
+    `traced_at`: of a forward call its number in the trace, of a backward call that of the forward call whose gradient it takes part
+    in (of its autograd node); -1 where there is none. It outlives ops that were simplified away.
     """
 
     name: str
@@ -163,6 +170,7 @@ class Op:
     module: str = ""
     source: str = ""
     code: str = ""
+    traced_at: int = -1
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
@@ -174,6 +182,11 @@ class Op:
         """Of a source (recompute/rewrite.py): the values of forward that it may keep; they come last in `refs`."""
         kept: tuple[Ref, ...] = dict(self.kwargs).get(KEPT, ())
         return kept
+
+    @property
+    def is_port(self) -> bool:
+        """Whether another stage of a pipeline is at its other end: its placement is free, and tied to nothing here."""
+        return any(key == PORT for key, _ in self.kwargs)
 
     @property
     def where(self) -> str:

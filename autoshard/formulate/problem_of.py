@@ -379,7 +379,8 @@ def _tie_gradients(b: _Builder) -> None:
         if name.startswith("grad:"):
             _add_equality(b, stored[name.removeprefix("grad:")], out)
     for tangent in graph.of_kind("tangent"):
-        _add_equality(b, tangent, users[f"user:{tangent.target}"])
+        if f"user:{tangent.target}" in users:  # else it is of another stage of a pipeline
+            _add_equality(b, tangent, users[f"user:{tangent.target}"])
     for one, other in b.table.seeds.ties:
         _add_equality(b, graph.op(one), graph.op(other))
 

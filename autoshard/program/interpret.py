@@ -43,7 +43,7 @@ def values(traced: Traced, state: Mapping[str, torch.Tensor], args: tuple[Any, .
         for op in traced.graph.ops:
             if op.kind == "call":
                 answer = instead(op, tuple(found[r.op][r.index] for r in op.refs))
-                found[op.name] = _call(op, found, device) if answer is None else answer
+                found[op.name] = call_op(op, found, device) if answer is None else answer
             elif op.kind != "output":
                 found[op.name] = (_given(op, state, given, tangents or {}, device),)
     return found
@@ -61,7 +61,7 @@ def _given(op: Op, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch
     return as_stored(source[op.target].detach())
 
 
-def _call(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
+def call_op(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
     def value(leaf: Any) -> Any:
         return values[leaf.op][leaf.index] if isinstance(leaf, Ref) else leaf
 

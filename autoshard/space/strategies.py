@@ -115,7 +115,10 @@ def _placeholder_key(op: Op, graph: Graph, outputs: str) -> object:
 
 
 def _is_fixed(op: Op, outputs: str) -> bool:
-    """Whether the op's only placement is Replicate: inputs, buffers and what is written back to them."""
+    """Whether the op's only placement is Replicate: inputs, buffers and what is written back to them. Where a stage of a pipeline
+    receives or sends a value, its placement is free."""
+    if op.is_port:
+        return False
     if op.kind in ("buffer", "input"):
         return True
     if op.kind == "tangent" or (op.kind == "output" and str(op.target).startswith("user:")):
