@@ -21,6 +21,7 @@ _HOMES = {
     "verify": "autoshard.verification.check",
     "AutoshardError": "autoshard.errors",
     "Mesh": "autoshard.base.mesh",
+    "Pipeline": "autoshard.decide.pipeline_options",
     "Plan": "autoshard.base.plan",
     "Precision": "autoshard.base.precision",
     "ShardingSpec": "autoshard.base.spec",

@@ -21,6 +21,7 @@ from autoshard.decide.make_plan import make_plan
 from autoshard.decide.opaque_notes import whole_notes
 from autoshard.decide.options import Options, Progress, default_cluster
 from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.seed_notes import seed_notes
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program.calling import Traced
@@ -45,7 +46,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
          outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
-         progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
+         pipeline: Pipeline | None = None, progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
     mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh
@@ -66,6 +67,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    "error": a TraceError lists all places that cannot be traced
     offload        "none"; "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
                    host_link; step with `autoshard.local_update(optimizer)` then
+    pipeline       Pipeline(microbatches=4): the batch in so many parts, see docs/pipeline.md; Pipeline(...) also names stages
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError; Interrupted (also a KeyboardInterrupt) on
@@ -89,7 +91,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
-            time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
+            time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None,
             plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
             cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
             check_inputs: str = "first", progress: Progress | None = None) -> CompiledModule:
@@ -130,7 +132,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     check_compilable(model, mesh_of(mesh), options)
     chosen = loaded(plan)
-    settings = Settings(build, options.filled(chosen, "seeds", "fallback"), loss_fn, chosen, planner_key(options, profile))
+    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile))
     compiled = CompiledModule(model, locate(mesh, device, join_timeout), settings)
     if example_inputs is not None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):

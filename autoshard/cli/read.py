@@ -38,3 +38,12 @@ def parse_precision(text: str | None) -> Any:
     if unknown:
         raise UsageError(f"precision has no part {unknown[0]!r}; write for example param=bf16,master=fp32,reduce=fp32")
     return Precision(**roles)
+
+
+def parse_count(option: str, text: str) -> Any:
+    """`"4"` -> 4; `"auto"` stays. Raises UsageError."""
+    if text == "auto":
+        return text
+    if not (text.isdecimal() and int(text) >= 1):
+        raise UsageError(f"{option} {text!r}: give a positive whole number, or auto")
+    return int(text)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from autoshard.cli.common import INTERRUPTED
-from autoshard.cli.read import parse_precision, parse_seeds
+from autoshard.cli.read import parse_count, parse_precision, parse_seeds
 
 if TYPE_CHECKING:
     from autoshard.base.mesh import Mesh
     from autoshard.base.plan import Plan
     from autoshard.decide.options import Options
     from autoshard.decide.phase_timer import PhaseTimer
+    from autoshard.decide.pipeline_options import Pipeline
     from autoshard.program.calling import Traced
     from autoshard.program.load import ModelSpec
 
@@ -65,6 +66,14 @@ class Request:
         help="What to do with submodules that cannot be traced: error, or replicate (run them whole on every rank).")] = "error"
     offload: Annotated[str, typer.Option(
         help="none, or optimizer: its state may lie in the host's memory where that pays (the cluster needs a host_link).")] = "none"
+    microbatches: Annotated[str, typer.Option(
+        help="Parts of the batch, which run one after the other with gradients added up (gradient accumulation, or what fills a pipeline): "
+             "a number that divides the batch, or auto.")] = "1"
+    schedule: Annotated[str, typer.Option(
+        help="Schedule of the pipeline stages (mesh axis pp): auto, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, or a file in torch's CSV "
+             "format.")] = "auto"
+    cut: Annotated[list[str] | None, typer.Option(
+        help="Path of a module that begins a pipeline stage: layers.10. Once for every stage but the first. Default: searched.")] = None
 
     @property
     def what(self) -> str:
@@ -76,7 +85,15 @@ class Request:
         from autoshard.decide.options import Options
 
         seeds, precision = parse_seeds(self.seed or [], self.seeds), parse_precision(self.precision)
-        return Options.of(vars(self), seeds=seeds, precision=precision, memory_budget=self.memory)
+        return Options.of(vars(self), seeds=seeds, precision=precision, memory_budget=self.memory, pipeline=self.pipeline)
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """Raises UsageError."""
+        from autoshard.decide.pipeline_options import Pipeline
+
+        return Pipeline(microbatches=parse_count("--microbatches", self.microbatches), schedule=self.schedule,
+                        cuts=tuple(self.cut) if self.cut else "auto")
 
     def check(self, options: Options | None = None) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
@@ -87,8 +104,10 @@ class Request:
         from autoshard.cost.compute import optimizer_state_bytes
 
         cluster = load_cluster(self.cluster)
-        cluster.links_for(parse_mesh(self.mesh))
+        mesh = parse_mesh(self.mesh)
+        cluster.links_for(mesh)
         options = options or self.options
+        options.pipeline.stages(mesh)
         options.check_offload(cluster, not self.inference)
         if not self.inference:
             optimizer_state_bytes(options.optimizer, torch.float32)  # an unknown one, before the work

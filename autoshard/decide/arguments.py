@@ -11,6 +11,7 @@ from torch import nn
 
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
+from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import ModelError, UsageError
 
 Check = tuple[Callable[[Any], bool], str]
@@ -21,6 +22,7 @@ OPTIONAL: dict[str, Check] = {
     "training": (lambda v: isinstance(v, bool), "True, False or None"),
     "precision": (lambda v: isinstance(v, Precision), "an autoshard.Precision, such as Precision('bf16') or Precision(param='bf16', master='fp32', "
                                                       "reduce='fp32')"),
+    "pipeline": (lambda v: isinstance(v, Pipeline), "an autoshard.Pipeline, such as Pipeline(microbatches=4)"),
     "seeds": (lambda v: isinstance(v, Mapping) and all(isinstance(k, str) for k in v),
               "a mapping from names to layouts, {'layers.*.weight': 'tp,-'}"),
     "cluster": (lambda v: isinstance(v, (str, os.PathLike)), "the name of a profile or the path of a .toml file"),

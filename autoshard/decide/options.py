@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
+from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Options(_Checked):
     search: str = "auto"
     fallback: str = one_of("error", "replicate", recorded=True)
     offload: str = one_of("none", "optimizer", recorded=True)
+    pipeline: Pipeline = Pipeline()
     running: Running = Running()
 
     @classmethod
@@ -92,6 +94,7 @@ class Options(_Checked):
             named["optimizer"] = optimizer_name(named["optimizer"])
         named["memory_budget"] = parse_bytes(named.get("memory_budget"))
         named["batch_axes"] = tuple(named.get("batch_axes", ()))
+        named["pipeline"] = named.get("pipeline") or Pipeline()
 
         def part(kind: type) -> dict[str, Any]:
             return {f.name: named[f.name] for f in fields(kind) if f.name in named}
@@ -141,6 +144,7 @@ class Options(_Checked):
         """The part that belongs to a plan; `planned_under` reads it."""
         own, p = self if training else replace(self, optimizer="none", offload="none"), self.precision
         said = {f.name: getattr(own, f.name) for f in fields(own) if f.metadata.get("recorded") and getattr(own, f.name) != f.default}
+        said |= {"pipeline": self.pipeline.as_data()} if self.pipeline != Pipeline() else {}
         return {**said, "optimizer": own.optimizer, "training": training, "loss_in_graph": has_loss,
                 "inputs": self.passing.inputs, "outputs": self.passing.outputs,
                 "precision": None if p is None else {"param": p.param, "master": p.master, "reduce": p.reduce}}
@@ -154,13 +158,17 @@ class Options(_Checked):
 
 
 def planned_under(plan: Plan) -> dict[str, Any]:
-    """What a plan says about the options it was made under, by field. Raises PlanError for what is no precision policy."""
+    """What a plan says about the options it was made under, by field. Raises PlanError for what is no precision policy or pipeline."""
     said, policy = plan.settings, plan.settings.get("precision")
     if policy and not (isinstance(policy, dict) and policy.keys() <= {"param", "master", "reduce"}):
         raise PlanError(f"the plan's precision {policy!r:.60} is none; plan the model again")
+    try:
+        pipeline = Pipeline.from_data(said.get("pipeline", {}))
+    except UsageError as e:
+        raise PlanError(f"the plan's pipeline: {e}; plan the model again") from None
     return {**{f.name: said.get(f.name, f.default) for f in fields(Options) if f.metadata.get("recorded")},
             "optimizer": said.get("optimizer", Options.optimizer), "precision": Precision(**policy) if policy else None,
-            "seeds": dict(plan.seeds), "passing": Passing(said.get("inputs", "global"), said.get("outputs", "replicate"))}
+            "seeds": dict(plan.seeds), "pipeline": pipeline, "passing": Passing(said.get("inputs", "global"), said.get("outputs", "replicate"))}
 
 
 def optimizer_name(optimizer: Any) -> str:

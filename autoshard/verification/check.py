@@ -17,6 +17,7 @@ from autoshard.base.precision import Precision
 from autoshard.base.spec import R, Spec, divides
 from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.options import Options
+from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.verification.copies import default_dtype
 from autoshard.verification.optimizers import optimizer_of
@@ -33,7 +34,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
            plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
            tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
            memory_budget: str | float | None = None, inputs: str = "global", fallback: str = "error", time_limit: float = 60.0,
-           precision: Precision | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
+           precision: Precision | None = None, pipeline: Pipeline | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
            progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:
     """Run plans of `model` with real numbers, all ranks in this process, and compare with the model itself: user outputs,
     every gradient (of the outputs' sum), every buffer, and after `steps` optimizer steps every weight.
@@ -44,6 +45,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
                  Adam divides by the gradient's size: where a gradient is zero but for rounding, weights may differ
     precision    a policy as for `autoshard.plan`; by default that of the given plan. Under a policy, or inside
                  torch.autocast, the model stays in its dtypes
+    pipeline     Pipeline(microbatches=4): the program runs micro-batches, the model itself the batch; by default as the given plan
     dtype        what to compute in: by default float64, else (ops without it, a plan that fits no float64 twin) float32
     tolerance    largest error of a tensor over its norm (or, for gradients, over 1e-6 of the norm of all of them); by default
                  1e-9 in float64, and where the program has less precise floats, the rounding measured (see verify/run.py)
@@ -62,7 +64,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
         raise UsageError(f"steps={steps}: give at least 1")
     names, mesh, given = check_names(plans), mesh_of(mesh), loaded(plan)
     options = Options.of(arguments, optimizer=Options.optimizer, seeds=seeds or {}, cluster=cluster or "cpu-gloo")
-    options = options.filled(given, "seeds", "fallback", "precision")
+    options = options.filled(given, "seeds", "fallback", "precision", "pipeline")
     call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training, options,
                 torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
     progress("trace", "")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Precision
+from autoshard import Pipeline, Precision
 from autoshard.cli.request import Request
 from autoshard.decide.options import Options, Passing, Running, choices_of, planned_under
 from autoshard.errors import PlanError, UsageError
@@ -18,7 +18,7 @@ from autoshard.errors import PlanError, UsageError
 PARTS = (Options, Passing, Running)
 NAMES = {f.name for part in PARTS for f in fields(part)} - {"passing", "running"}
 NO_KEYWORD = {"timeout"}  # of the stores that ranks meet in, for tests
-CLI = {"memory_budget": "memory"}
+CLI = {"memory_budget": "memory", "pipeline": "microbatches"}
 PLANNING = {f.name for part in (Options, Passing) for f in fields(part)} - {"passing", "running", "batch_axes"}
 
 
@@ -51,7 +51,7 @@ def test_arguments_find_their_field(given: dict, part: str, name: str, value: ob
 
 
 RECORDED = {"optimizer": "sgd", "precision": Precision("bf16"), "seeds": {"weight": "d,-"}, "fallback": "replicate", "offload": "optimizer",
-            "passing": Passing("local", "dtensor")}
+            "passing": Passing("local", "dtensor"), "pipeline": Pipeline(4, cuts=("0",), batch_dims={"mask": None})}
 
 
 @pytest.mark.parametrize("names", [tuple(RECORDED), ("seeds",), ()])
@@ -76,10 +76,10 @@ def test_what_is_recorded() -> None:
     assert Options().settings(True, True) == plain
     assert Options(**RECORDED).settings(True, False) == {
         "fallback": "replicate", "offload": "optimizer", "optimizer": "sgd", "training": True, "loss_in_graph": False, "inputs": "local",
-        "outputs": "dtensor", "precision": {"param": "bf16", "master": "fp32", "reduce": "fp32"}}
+        "outputs": "dtensor", "pipeline": {"microbatches": 4, "cuts": ["0"], "batch_dims": {"mask": None}}, "precision": {"param": "bf16", "master": "fp32", "reduce": "fp32"}}
     assert Options(**RECORDED).settings(False, False) == {
         "fallback": "replicate", "optimizer": "none", "training": False, "loss_in_graph": False, "inputs": "local",
-        "outputs": "dtensor", "precision": {"param": "bf16", "master": "fp32", "reduce": "fp32"}}
+        "outputs": "dtensor", "pipeline": {"microbatches": 4, "cuts": ["0"], "batch_dims": {"mask": None}}, "precision": {"param": "bf16", "master": "fp32", "reduce": "fp32"}}
 
 
 def test_words_are_checked_in_every_part() -> None:

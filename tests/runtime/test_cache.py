@@ -14,10 +14,11 @@ from autoshard.base.precision import Precision
 from autoshard.cost import cluster as clusters
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.options import Options, Passing, Running
+from autoshard.decide.pipeline_options import Pipeline
 from autoshard.runtime.cache import planner_key, source_digest
 
 OTHER = {"optimizer": "sgd", "precision": Precision("bf16"), "seeds": {"0.weight": "dp,-"}, "passing": Passing("local"),
-         "memory_budget": 1e9, "time_limit": 5.0, "search": "milp", "fallback": "replicate", "offload": "optimizer"}
+         "memory_budget": 1e9, "time_limit": 5.0, "search": "milp", "fallback": "replicate", "offload": "optimizer", "pipeline": Pipeline(2)}
 PASSING = {"inputs": "local", "outputs": "dtensor", "batch_axes": ("dp",)}
 
 
