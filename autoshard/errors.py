@@ -57,5 +57,9 @@ class PlanError(UsageError):
     """A plan that is malformed or was made for another model, mesh or version."""
 
 
+class ScheduleError(UsageError):
+    """A pipeline schedule that is malformed, never ends, or cannot be made for these numbers of ranks and micro-batches."""
+
+
 class LoweringError(AutoshardError):
     """The plan cannot be turned into a local graph; always a bug or an unsupported op, never silent."""

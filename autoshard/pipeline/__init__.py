@@ -1,1 +1,1 @@
-"""Pipeline stages: the joint graph cut into stages, schedules of micro-batches over them, and the search for both."""
+"""Pipeline parallelism: schedules as data, their player, and what a step of a pipeline costs."""
