@@ -8,7 +8,7 @@ read is a part in each of them; the sum of the parts is taken once a step (`Cut.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -54,6 +54,14 @@ class Stage:
     blocks: tuple[str, ...]
     receives: tuple[Hop, ...]
     sends: tuple[Hop, ...]
+
+    def received(self, port: str) -> Hop:
+        """What arrives at a port, "recv:..."."""
+        return self._received[port]
+
+    @cached_property
+    def _received(self) -> dict[str, Hop]:
+        return {h.recv: h for h in self.receives}
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Of its parameters, buffers or inputs, as the model calls them."""
@@ -222,7 +230,3 @@ def check_whole(made: Cut) -> None:
         raise UsageError(f"a cut before {', '.join(made.names)} loses {', '.join(lost[:3])}; this is a bug of autoshard: please report it, and "
                          "cut elsewhere")
 
-
-def received_by(stages: Iterable[Stage], window: str) -> dict[int, tuple[Hop, ...]]:
-    """What every stage receives in a window, in order."""
-    return {s.index: tuple(h for h in s.receives if h.window == window) for s in stages}

@@ -84,7 +84,7 @@ class _Player:
         for op in self.graph.of_kind("param", "buffer", "input"):
             held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
             buffer = self._given(held, {"param": "parameters", "buffer": "buffers", "input": "inputs"}[op.kind])
-            if op.kind == "input" and whole:
+            if op.kind == "input" and whole and not op.is_port:  # what another stage sends is local
                 local = buffer.nbytes
                 buffer.nbytes = self.graph.meta(held.ref).nbytes
                 if not self._is_prefix(held):
@@ -155,7 +155,7 @@ class _Player:
 
     def _leaving(self, window: WindowSchedule, schedule: Schedule) -> list[tuple[Held, str]]:
         """Values that outlive the window, with what they are kept for."""
-        kinds = {"user": "outputs", "grad": "gradients", "mutation": "temporaries"}
+        kinds = {"user": "outputs", "grad": "gradients", "mutation": "temporaries", "send": "outputs"}
         out = [(schedule.outputs[op.name], kinds[str(op.target).partition(":")[0]])
                for op in self.graph.of_kind("output") if op.phase == window.name and op.name in schedule.outputs]
         return out + [(held, "saved") for held in window.saves]

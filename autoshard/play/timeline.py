@@ -114,7 +114,7 @@ class Timeline:
 def _what(graph: Graph, instruction: Instruction | None, window: Window) -> tuple[str, str, Op | None]:
     """(kind, name, op to show) of a moment."""
     if instruction is None:
-        return {"forward": ("start", "inputs"), "backward": ("turn", "end of forward"), "update": ("update", "optimizer")}[window] + (None,)
+        return {"forward": ("start", "inputs"), "update": ("update", "optimizer")}.get(window, ("turn", "end of forward")) + (None,)
     if instruction.kind == "compute":
         op = graph.op(instruction.op)
         return "compute", op.name, op

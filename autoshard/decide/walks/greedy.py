@@ -75,8 +75,7 @@ def greedy(formulation: Formulation, rank: Callable[[Spec], float], pick: Callab
             return _argmin(units.outputs(Ref(op.name)), rank)
         if op.kind == "output" and op.target in stored:
             return _argmin(units.inputs(op.name, 0), lambda s: s != made(stored[op.target]))
-        if op.kind == "tangent":
-            output = outputs[f"user:{op.target}"]
+        if op.kind == "tangent" and (output := outputs.get(f"user:{op.target}")) is not None:
             specs = units.inputs(output.name, 0)
             wanted = specs.specs[specs.index[picked[units.index(output.name)]]]
             return _argmin(units.outputs(Ref(op.name)), lambda s: s != wanted)

@@ -59,7 +59,7 @@ class Wiring:
         sources = {f"grad:{op.target}": op.name for op in graph.of_kind("param", "input")}
         outputs = {str(op.target): op.name for op in graph.of_kind("output")}
         tied = {name: sources[target] for target, name in outputs.items() if target in sources}
-        tied |= {op.name: outputs[f"user:{op.target}"] for op in graph.of_kind("tangent")}
+        tied |= {op.name: outputs[user] for op in graph.of_kind("tangent") if (user := f"user:{op.target}") in outputs}
         tied |= {a: b for a, b in self.formulation.table.seeds.ties if a not in tied}
         return {units.index(a): units.index(b) for a, b in tied.items()}
 
