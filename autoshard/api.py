@@ -18,14 +18,15 @@ from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.attempts import Programs, asked_of, formulated
 from autoshard.decide.backends import find, spread_seeds
 from autoshard.decide.make_plan import make_plan
+from autoshard.decide.microbatch_notes import microbatch_notes
 from autoshard.decide.opaque_notes import whole_notes
 from autoshard.decide.options import Options, Progress, default_cluster
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.seed_notes import seed_notes
 from autoshard.formulate.problem_of import Formulation
+from autoshard.pipeline import batch
 from autoshard.program.calling import Traced
-from autoshard.program.trace import trace
 from autoshard.runtime.cache import cache_folder, planner_key
 from autoshard.runtime.compile import Settings, Variant, check_compilable
 from autoshard.runtime.module import CompiledModule
@@ -78,10 +79,11 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     mesh, profile, clock = mesh_of(mesh), load_cluster(options.cluster), PhaseTimer(progress)
     profile.links_for(mesh)  # a bad cluster or mesh is reported before the long work
     options.check_offload(profile, training is not False)
+    options.pipeline.stages(mesh)
     check_called(model, example_inputs, example_kwargs)
     with clock("trace"):
-        traced = trace(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn=loss_fn,
-                       training=training, precision=precision, marks=options.marks, fallback=fallback)
+        traced = batch.traced(model, tuple(example_inputs), dict(example_kwargs or {}), options.pipeline, loss_fn=loss_fn,
+                              training=training, precision=precision, marks=options.marks, fallback=fallback)
     options.check_offload(profile, traced.graph.training)
     return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
 
@@ -117,6 +119,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), cache=cache_folder(cache))
     profile = load_cluster(options.cluster)
     profile.links_for(mesh_of(mesh))
+    options.pipeline.stages(mesh_of(mesh))
     if example_inputs is not None:
         check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
@@ -178,5 +181,5 @@ def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = Non
     with clock("assemble"):
         plan = make_plan(found.asked.formulation, found.solution, memory_limit=programs.limit, model=model_info or {}, settings=settings,
                          seeds=options.marks, notes=seed_notes(table), played=found.asked.played)
-        plan = replace(plan, notes=(*plan.notes, *whole_notes(table.graph, plan))).recomputing(table.graph.hash)
+        plan = replace(plan, notes=(*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan))).recomputing(table.graph.hash)
     return replace(found.described(plan), timings=dict(clock.seconds))

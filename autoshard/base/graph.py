@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from autoshard.base.windows import ONCE
+
 Phase = str
 """Name of the window that an op runs in."""
 FORWARD, BACKWARD = "forward", "backward"
@@ -222,7 +224,8 @@ class Graph:
     """A forward graph, or a joint forward + backward graph, in execution order.
 
     `in_tree`/`out_tree` describe how the user calls the model (pytree specs as JSON text; see trace). `tied`: (alias, name
-    that is kept) of parameters that are one tensor; `unused`: parameters that no op reads."""
+    that is kept) of parameters that are one tensor; `unused`: parameters that no op reads; `microbatches`: how often a step runs
+    what is neither at its start nor at its end (see windows.py); `notes`: what the user should know of them."""
 
     ops: tuple[Op, ...]
     training: bool
@@ -230,6 +233,8 @@ class Graph:
     out_tree: str = ""
     tied: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+    microbatches: int = 1
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
@@ -252,6 +257,15 @@ class Graph:
     def window_index(self) -> dict[Phase, int]:
         """Position of every window by name."""
         return {w.name: i for i, w in enumerate(self.windows)}
+
+    @cached_property
+    def runs(self) -> tuple[int, ...]:
+        """How often a step runs each window."""
+        return tuple(1 if w.name in ONCE else self.microbatches for w in self.windows)
+
+    def runs_of(self, phase: Phase) -> int:
+        """How often a step runs the ops of a window."""
+        return 1 if phase in ONCE else self.microbatches
 
     def window_of(self, name: str) -> int:
         """Position of the window in which the op runs."""
@@ -299,4 +313,6 @@ class Graph:
         for op in self.ops:
             h.update(repr((op.name, op.kind, str(op.target), op.args, op.kwargs, op.outputs, op.phase)).encode())
         h.update(repr((self.training, self.in_tree, self.out_tree, self.tied)).encode())
+        if self.microbatches > 1:
+            h.update(f"{self.microbatches} micro-batches".encode())
         return h.hexdigest()[:32]

@@ -20,6 +20,12 @@ def seeded(op: Any, seed: int, salt: int, piece: int, *args: Any, **kwargs: Any)
         generator.set_state(state)
 
 
+def of_microbatch(seed: int, microbatch: int) -> int:
+    """The seed of one micro-batch of a step. It depends on nothing else, so that a pipeline of any number of stages draws what one stage
+    draws."""
+    return mix(seed, microbatch + 1)
+
+
 @cache
 def seeded_op(op: Any) -> Any:
     """`seeded` for `op` as an op of its own, which compilers call and do not look into:

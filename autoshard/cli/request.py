@@ -131,13 +131,14 @@ class Request:
         from autoshard.base.mesh import parse_mesh
         from autoshard.decide.arguments import check_called
         from autoshard.decide.phase_timer import PhaseTimer
-        from autoshard.program.trace import trace
+        from autoshard.pipeline import batch
 
         spec = self.load()
         check_called(spec.model, spec.example_inputs, spec.example_kwargs)
         with (clock or PhaseTimer(progress))("trace"):
-            traced = trace(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), loss_fn=spec.loss_fn,
-                           training=not self.inference, precision=options.precision, marks=options.marks, fallback=options.fallback)
+            traced = batch.traced(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), options.pipeline,
+                                  loss_fn=spec.loss_fn, training=not self.inference, precision=options.precision, marks=options.marks,
+                                  fallback=options.fallback)
         return Asked(traced, parse_mesh(self.mesh), options, spec.loss_fn is not None,
                      {"reference": spec.reference, **spec.settings})
 

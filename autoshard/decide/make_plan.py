@@ -97,7 +97,7 @@ def price(chosen: Chosen) -> dict[str, float]:
             heavy[op.phase] += float(cost.compute[s])
     overlaps = overlap.eta > 0 and table.mesh.size > 1
     for ref, source, copy in chosen.copies:
-        seconds = 0.0 if copy.source == "kept" else table.seconds(table.graph.meta(ref), source, copy.spec)
+        seconds = 0.0 if copy.source == "kept" else table.graph.runs_of(copy.window) * table.seconds(table.graph.meta(ref), source, copy.spec)
         if overlaps and table.hideable(ref):
             hide[copy.window] += seconds
         else:

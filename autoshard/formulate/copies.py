@@ -38,6 +38,10 @@ class State:
     times: tuple[int, ...]
     price: float | None = None
 
+    def count(self, runs: Sequence[int]) -> int:
+        """How often a step makes the copy where it runs its windows so often."""
+        return sum(t * n for t, n in zip(self.times, runs, strict=True))
+
 
 def absent(windows: int) -> State:
     return State(ABSENT, (False,) * windows, (0,) * windows)
@@ -87,8 +91,8 @@ def copy_states(src: SpecIndex, spec: Spec, prices: np.ndarray, readers: Collect
     return (absent(windows), *(owned if spec in src.specs else []), *(moved if possible else []))
 
 
-def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple[State, ...]) -> np.ndarray:
-    """[producer specs, states]: inf where the state contradicts the producer's spec; else edge seconds."""
+def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple[State, ...], runs: Sequence[int]) -> np.ndarray:
+    """[producer specs, states]: inf where the state contradicts the producer's spec; else edge seconds. `runs`: of each window in a step."""
     out = np.zeros((len(src.specs), len(states)))
     for p, (source, price) in enumerate(zip(src.specs, prices, strict=True)):
         for s, state in enumerate(states):
@@ -96,7 +100,7 @@ def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple
                 out[p, s] = 0.0 if source == spec else np.inf
             elif state.name != ABSENT:
                 fits = source != spec and np.isfinite(price) and (state.price is None or state.price == price)
-                out[p, s] = np.inf if not fits else 0.0 if state.price is not None else price * sum(state.times)
+                out[p, s] = np.inf if not fits else 0.0 if state.price is not None else price * state.count(runs)
     return out
 
 

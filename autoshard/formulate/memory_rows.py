@@ -14,7 +14,8 @@ import numpy as np
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.plan import AGAIN
 from autoshard.cost.memory import stored_parts
-from autoshard.formulate.copies import KEPT, OWN, CopyNode, State, own
+from autoshard.base.windows import is_accumulator, is_hold
+from autoshard.formulate.copies import KEPT, MADE, OWN, CopyNode, State, own
 from autoshard.formulate.problem_of import Formulation, local_bytes, storage_root
 from autoshard.program.flow import param_derived
 from autoshard.recompute.rewrite import is_source
@@ -80,6 +81,7 @@ def _amounts(formulation: Formulation, moment: str) -> Iterator[Amounts]:
         if amounts.any():
             yield len(formulation.units.units) + i, amounts
     yield from _gathered(formulation, moment)
+    yield from ((node, (formulation.in_flight - 1) * amounts) for node, amounts in formulation.saved if formulation.in_flight > 1)
 
 
 def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
@@ -87,7 +89,8 @@ def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
     final = {str(op.target).removeprefix("grad:"): table.graph.order[op.refs[0].op] for op in table.graph.of_kind("output") if op.refs}
     for op in table.graph.of_kind("param"):
         optimizer = table.training.optimizer if op.name in table.trained else None
-        counted = ("parameters", *(["gradients"] if final.get(op.target, now + 1) <= now else []))
+        is_final = table.graph.microbatches == 1 and final.get(op.target, now + 1) <= now  # else they are in accumulators
+        counted = ("parameters", *(["gradients"] if is_final else []))
         specs = units.outputs(Ref(op.name))
         parts = [stored_parts(op.outputs[0], s, table.mesh, optimizer) for s in specs.specs]
         always = np.array([sum(p[c] for c in counted) for p in parts], dtype=float)[specs.index]
@@ -101,6 +104,9 @@ def _values(formulation: Formulation, now: int) -> Iterator[Amounts]:
     table, units = formulation.table, formulation.units
     graph, last = table.graph, last_reads(table.graph)
     for op in graph.ops:
+        if is_accumulator(op):
+            yield units.index(op.name), _bytes(table, Ref(op.name), units.outputs(Ref(op.name)))
+            continue
         for i, meta in enumerate(op.outputs):
             ref = Ref(op.name, i)
             if op.kind != "call" or meta is None or storage_root(graph, ref) != ref or last.get(ref, -1) < now:
@@ -132,6 +138,8 @@ def last_reads(graph: Graph) -> dict[Ref, int]:
 def _copy(formulation: Formulation, copy: CopyNode, now: int) -> np.ndarray:
     graph = formulation.table.graph
     nbytes = local_bytes(formulation.table, copy.value, copy.spec)
+    if any(is_hold(graph.op(name)) for name, _ in copy.readers):
+        return np.array([nbytes if s.name == MADE else 0.0 for s in copy.states])
     spans = [[graph.order[name] for name, _ in copy.readers if graph.window_of(name) == w] for w in range(len(graph.windows))]
     return np.array([nbytes if _is_alive(s, spans, now) else 0.0 for s in copy.states])
 

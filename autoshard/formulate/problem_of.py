@@ -27,9 +27,10 @@ import numpy as np
 from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import AGAIN
 from autoshard.base.spec import NOWHERE, Spec
+from autoshard.base.windows import START, is_accumulator, is_hold
 from autoshard.cost.cluster import HEAVY
 from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
-from autoshard.formulate.copies import KEPT, CopyNode, State, copy_states, producer_table, reader_table, with_source
+from autoshard.formulate.copies import KEPT, MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import open_units, source_state
 from autoshard.rules import registry
@@ -44,13 +45,16 @@ MEMORY, FIRST_WINDOW = 0, 1
 @dataclass(frozen=True, eq=False)
 class Formulation:
     """The problem with what is needed to read a solution: node n is unit n, or, from
-    `len(units)` on, copy node `copies[n - len(units)]`. `memory_rows`: moment ("turn", "update", an op) -> its row."""
+    `len(units)` on, copy node `copies[n - len(units)]`. `memory_rows`: moment ("turn", "update", an op) -> its row. `saved`: bytes per
+    strategy of nodes that a micro-batch keeps from forward to backward."""
 
     problem: Problem
     units: Units
     copies: tuple[CopyNode, ...]
     table: CostTable
     memory_rows: Mapping[str, int] = field(default_factory=lambda: {"turn": MEMORY})
+    in_flight: int = 1
+    saved: tuple[tuple[int, np.ndarray], ...] = ()
 
     def strategy_of(self, choice: np.ndarray) -> dict[str, int]:
         """Chosen strategy index per op name."""
@@ -69,11 +73,13 @@ class _Builder:
     units: Units
     eta: float
     kappa: float
+    in_flight: int = 1
     costs: list[np.ndarray] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     items: list[tuple[int, np.ndarray, int, np.ndarray]] = field(default_factory=list)
     copies: list[CopyNode] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    saved: list[tuple[int, np.ndarray]] = field(default_factory=list)
     memo: dict = field(default_factory=dict)
 
     @property
@@ -94,19 +100,30 @@ class _Builder:
             self.memo[key] = make()
         return self.memo[key]
 
+    def priced(self, ref: Ref, src: SpecIndex, dst: SpecIndex, runs: int) -> np.ndarray:
+        """Seconds of a step for redistributing a value so often."""
+        once = self.table.table(ref, src, dst)
+        return once if runs == 1 else self.shared(("runs", id(once), runs), lambda: runs * once)
+
     def add_items(self, node: int, row: int, amounts: np.ndarray) -> None:
         hit = np.flatnonzero(amounts)
         if len(hit):
             self.items.append((node, hit, row, amounts[hit]))
 
+    def add_saved(self, node: int, amounts: np.ndarray) -> None:
+        """Bytes that every micro-batch in flight has at the turn."""
+        self.add_items(node, MEMORY, self.in_flight * amounts)
+        self.saved.append((node, amounts))
+
 
 def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Mapping[str, int] | None = None,
-              units: Units | None = None) -> Formulation:
-    """Build the search problem. `memory_limit`: bytes per rank at any moment, None: unlimited.
+              units: Units | None = None, in_flight: int = 1) -> Formulation:
+    """Build the search problem: seconds of a step, in which every window runs `graph.runs` times. `memory_limit`: bytes per rank at any
+    moment, None: unlimited. `in_flight`: micro-batches whose saved values are there at once (of the stages of a pipeline).
     `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
     (see space/decision_units.py), by default as `find_units` groups the ops."""
     overlap = table.cluster.overlap
-    b = _Builder(table, units or default_units(table), overlap.eta, overlap.interference)
+    b = _Builder(table, units or default_units(table), overlap.eta, overlap.interference, in_flight)
     layers = layers or {}
     for unit in b.units.units:
         _add_unit(b, unit, layers)
@@ -125,7 +142,7 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     row_price += [np.inf] * len(limits)
     problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
                       groups=np.array(b.groups, dtype=np.int64) if layers else None)
-    return Formulation(problem, b.units, tuple(b.copies), table, rows)
+    return Formulation(problem, b.units, tuple(b.copies), table, rows, in_flight, tuple(b.saved))
 
 
 def default_units(table: CostTable) -> Units:
@@ -168,6 +185,9 @@ def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
         op = b.table.graph.op(name)
         if op.kind == "param":
             _add_stored(b, node, op, picked)
+        if is_accumulator(op):  # all of them are there at the turn; at the update they are gradients, or gone
+            specs = b.table.strategies[name].output_specs[0]
+            b.add_items(node, MEMORY, np.array([local_bytes(b.table, Ref(name), s) for s in specs.specs])[specs.index][picked])
         if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
             b.add_items(node, b.window_row(name), -b.eta * cost.compute[picked])
 
@@ -230,8 +250,9 @@ def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
     readers = _readers(b, ref)
     later = _readers(b, source) if source else []
     priced = b.overlaps and b.table.hideable(ref)
+    held = any(is_hold(b.table.graph.op(r.op)) for r in readers)
     shared = {spec: tuple(rs) for spec, rs in _by_spec([*readers, *later]).items()
-              if (priced or len(rs) > 1) and _costs_anything(b, ref, spec)}
+              if (priced or held or len(rs) > 1) and _costs_anything(b, ref, spec)}
     for value, rs in ((ref, readers), (source, later)):
         for reader in rs:
             _add_direct_edge(b, value, reader, frozenset(s for s, through in shared.items() if reader in through))
@@ -268,7 +289,7 @@ def _target(b: _Builder, spec: Spec) -> SpecIndex:
 def _add_direct_edge(b: _Builder, ref: Ref, reader: _Reader, through_copies: frozenset[Spec]) -> None:
     """Producer-reader prices; targets served by copy nodes are free here."""
     src, dst = b.units.outputs(ref), reader.specs
-    seconds = b.table.table(ref, src, dst)
+    seconds = b.priced(ref, src, dst, b.table.graph.runs[reader.window])
     if all(s in through_copies or NOWHERE in s for s in dst.specs):
         return
     columns = tuple(i for i, s in enumerate(dst.specs) if s in through_copies)
@@ -286,7 +307,7 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
                    layers: Mapping[str, int]) -> None:
     src, source = b.units.outputs(ref), _source(b, ref)
     seconds = b.table.table(ref, src, _target(b, spec))
-    windows, every_window = frozenset(r.window for r in readers), len(b.table.graph.windows)
+    windows, runs, every_window = frozenset(r.window for r in readers), b.table.graph.runs, len(b.table.graph.windows)
     through = b.table.graph.window_of(source.op) if source is not None else None
     through = through if through in windows else None
     states = b.shared(("states", id(seconds), windows, priced, through),
@@ -295,9 +316,9 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
     copy = CopyNode(ref, spec, states, tuple((r.op, r.index) for r in readers))
     b.copies.append(copy)
     b.costs.append(b.shared(("copy cost", id(states)), lambda: np.array(
-        [(s.price or 0.0) * sum(s.times) * b.kappa for s in states])))
+        [(s.price or 0.0) * s.count(runs) * b.kappa for s in states])))
     b.groups.append(_copy_group(b, copy, layers))
-    producer, index = b.shared(("producer", id(states)), lambda: producer_table(src, spec, seconds[:, 0], states)), src.index
+    producer, index = b.shared(("producer", id(states)), lambda: producer_table(src, spec, seconds[:, 0], states, runs)), src.index
     if through is not None:
         there = b.shared(("there", source, id(src)), lambda: source_state(b.units, source))
         producer = b.shared(("producer and source", id(producer)), lambda: with_source(producer, states, through))
@@ -310,10 +331,12 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
         b.edges.append(Edge(node, r.node, table, every, r.specs.index))
     if priced:
         for window in range(every_window):
-            b.add_items(node, FIRST_WINDOW + window, np.array([(s.price or 0.0) * s.times[window] for s in states]))
+            b.add_items(node, FIRST_WINDOW + window, np.array([(s.price or 0.0) * s.times[window] * runs[window] for s in states]))
     if len(windows) > 1:
         extra = max(0.0, local_bytes(b.table, ref, spec) - (0.0 if through is not None else _least_saved(b, ref)))
-        b.add_items(node, MEMORY, np.array([extra if s.name == KEPT else 0.0 for s in states]))
+        b.add_saved(node, np.array([extra if s.name == KEPT else 0.0 for s in states]))
+    if b.table.graph.op(ref.op).kind == "param" and any(is_hold(b.table.graph.op(r.op)) for r in readers):  # alive as long as what holds it
+        b.add_items(node, MEMORY, np.array([local_bytes(b.table, ref, spec) if s.name == MADE else 0.0 for s in states]))
 
 
 def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
@@ -337,13 +360,16 @@ def _add_saved(b: _Builder, ref: Ref) -> None:
             amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
             if b.table.graph.meta(ref).numel > b.table.graph.meta(root).numel:  # expanded: no larger than what it is a view of
                 amounts = np.minimum(amounts, min(local_bytes(b.table, root, s) for s in b.units.outputs(root).specs))
-            b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
+            if b.table.graph.op(root.op).phase == START:
+                b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
+            else:
+                b.add_saved(b.units.index(ref.op), amounts[specs.index])
     if (source := _source(b, ref)) and source in b.table.graph.users:
         op = b.table.graph.op(source.op)
         if ref in op.kept:
             specs = b.units.inputs(op.name, op.refs.index(ref))
             amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
-            b.add_items(b.units.index(op.name), MEMORY, amounts[specs.index])
+            b.add_saved(b.units.index(op.name), amounts[specs.index])
 
 
 def _is_saved(b: _Builder, ref: Ref) -> bool:
@@ -351,7 +377,7 @@ def _is_saved(b: _Builder, ref: Ref) -> bool:
     graph = b.table.graph
     readers = (graph.op(name) for name, _ in graph.users.get(ref, ()))
     made = graph.window_of(ref.op)
-    return (graph.op(storage_root(graph, ref).op).kind == "call"
+    return (not is_accumulator(graph.op(ref.op)) and graph.op(storage_root(graph, ref).op).kind == "call"
             and any(graph.window_of(op.name) > made and not is_source(op) for op in readers))
 
 

@@ -78,10 +78,11 @@ class _Recording(TorchFunctionMode):
 
 
 class Emitter:
-    """Builds one FX graph. `random_key`: (op name, mesh axes that shard its result), for random ops."""
+    """Builds one FX graph. `random_key`: (op name, mesh axes that shard its result), for random ops. `seeded`: they draw under a seed also
+    on one rank."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.graph = mesh, torch.fx.Graph()
+    def __init__(self, mesh: Mesh, seeded: bool = False) -> None:
+        self.mesh, self.graph, self.seeded = mesh, torch.fx.Graph(), seeded or mesh.size > 1
         self.fake = _torch.fake_mode()
         self.tracer = _Tracer(self)
         self.extra_ports: dict[str, tuple[str, str]] = {}
@@ -131,7 +132,7 @@ class Emitter:
 
     def node(self, target: Any, args: Any, kwargs: Any, create: Callable[..., torch.fx.Node]) -> torch.fx.Node:
         """Append a call with its fake value, or return an existing node that already is the result."""
-        if _is_random(target, args, kwargs) and self.mesh.size > 1:
+        if self.seeded and _is_random(target, args, kwargs):
             name, axes = self.random_key
             args = (self._number("seed", "").node, crc32(name.encode()), _node(self.index(axes)), *args)
             target, args = (SeededWhole(target), args) if isinstance(target, Whole) else (seeded, (target, *args))

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import BACKWARD, Call, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import BACKWARD, FORWARD, Call, Graph, Op, Ref, TensorMeta, map_args
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan, Window
 from autoshard.base.spec import Spec, is_shard, local_shape, shard_counts
+from autoshard.base.windows import is_accumulator
 from autoshard.errors import LoweringError
 from autoshard.lower.attention_kernels import on_device
 from autoshard.lower.emit import Emitter, Part
@@ -40,8 +41,8 @@ ANY_STRIDES = ("matmul", "pointwise", "view", "reduction", "copy")
 
 @dataclass(frozen=True)
 class Port:
-    """What a placeholder takes or an output gives. kind: param, buffer, input, tangent, saved, coord, seed /
-    user, mutation, saved, grad. `name` is the graph's target for it; saved values go by their `Held`."""
+    """What a placeholder takes or an output gives. kind: param, buffer, input, tangent, saved, accumulator, coord, seed /
+    user, mutation, saved, grad. `name` is the graph's target for it; saved values and accumulators go by their `Held`."""
 
     kind: str
     name: Any
@@ -77,13 +78,16 @@ class Lowered:
 
     @property
     def forward(self) -> LocalGraph:
-        """The first window: of a training step its forward, of inference all there is."""
-        return self.windows[0]
+        """Of a training step its forward, of inference all there is."""
+        return next(w for w in self.windows if w.window == FORWARD)
 
     @property
     def backward(self) -> LocalGraph | None:
         """The window that makes gradients; None without training."""
-        return next((w for w in self.windows[1:] if w.window == BACKWARD), None)
+        return next((w for w in self.windows if w.window == BACKWARD), None)
+
+    def window(self, name: Window) -> LocalGraph:
+        return next(w for w in self.windows if w.window == name)
 
 
 def lower(graph: Graph, plan: Plan, mesh: Mesh, order: Schedule) -> Lowered:
@@ -191,7 +195,7 @@ class _Lowering:
                  strides: Mapping[Held, tuple[int, ...]]) -> None:
         self.graph, self.plan, self.mesh, self.played, self.work, self.strides = graph, plan, mesh, played, work, strides
         self.window = work.name
-        self.emit = Emitter(mesh)
+        self.emit = Emitter(mesh, seeded=graph.microbatches > 1)
         self.env: dict[Held, Any] = {}
         self.ports: dict[str, Port] = {}
         self.calls: list[Called] = []
@@ -216,6 +220,10 @@ class _Lowering:
         for op in self.graph.of_kind("tangent"):
             if op.phase == self.window:
                 self._placeholder(Port("tangent", op.target), Held(Ref(op.name), self.plan.ops[op.name].outputs[0]))
+        for op in filter(is_accumulator, self.graph.ops):
+            if op.phase == self.window:
+                held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
+                self._placeholder(Port("accumulator", held), held)
 
     def _placeholder(self, port: Port, held: Held) -> None:
         meta = self.graph.meta(held.ref)
@@ -226,6 +234,9 @@ class _Lowering:
 
     def _compute(self, instruction: Instruction) -> None:
         op = self.graph.op(instruction.op)
+        if is_accumulator(op):
+            self._accumulate(instruction)
+            return
         chosen = self.plan.ops[op.name]
         with self.emit.part(Part("compute", op.name, self.window)):
             try:
@@ -237,6 +248,15 @@ class _Lowering:
             self.env[held] = self._checked(op, held, results[held.ref.index])
         outputs = tuple(None if m is None else self.emit.value(results[i]) for i, m in enumerate(op.outputs))
         self.calls.append(Called(op.name, tuple(self.emit.value(r) for r in reads), outputs))
+
+    def _accumulate(self, instruction: Instruction) -> None:
+        """Add a gradient to its accumulator, in place."""
+        (read,), (held,) = instruction.reads, instruction.writes
+        with self.emit.part(Part("compute", instruction.op, self.window)):
+            into, gradient = self.env[held], self.env[read]
+            self.env[held] = torch.ops.aten.add_.Tensor(into, gradient)
+        self.env[held].node.meta["held"] = held
+        self.calls.append(Called(instruction.op, (self.emit.value(gradient),), (self.emit.value(into),)))
 
     def _checked(self, op: Op, held: Held, result: Any) -> Any:
         meta = self.graph.meta(held.ref)

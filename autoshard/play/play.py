@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from autoshard.base.graph import Graph, Ref
+from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Plan, Window
+from autoshard.base.windows import CAT, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
@@ -78,18 +79,33 @@ class _Player:
 
     def enter(self, first: Window) -> None:
         """Time 0, before anything runs: parameters and buffers for good; inputs as the user holds them, and this rank's copy where
-        it needs one."""
+        it needs one; accumulators."""
         self.times.append((first, None))
-        whole = self.plan.settings.get("inputs", "global") == "global"
-        for op in self.graph.of_kind("param", "buffer", "input"):
-            held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
-            buffer = self._given(held, {"param": "parameters", "buffer": "buffers", "input": "inputs"}[op.kind])
-            if op.kind == "input" and whole and not op.is_port:  # what another stage sends is local
-                local = buffer.nbytes
-                buffer.nbytes = self.graph.meta(held.ref).nbytes
-                if not self._is_prefix(held):
-                    self.env[held] = self._make(local, held, "inputs"), self._contiguous(held)
-                    self.env[held][0].holders = 1
+        for op in self.graph.of_kind("param", "buffer"):
+            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), {"param": "parameters", "buffer": "buffers"}[op.kind])
+        for op in filter(is_accumulator, self.graph.ops):
+            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), "gradients").holders = 1
+        for op in self.graph.of_kind("input"):
+            self._input(op)
+        if self.graph.microbatches > 1:  # the results of all micro-batches together
+            for op in self.graph.of_kind("output"):
+                if str(op.target).startswith("user:") and op.refs:
+                    held = Held(op.refs[0], self.plan.ops[op.name].inputs[0])
+                    pieces = self.graph.microbatches if join_of(op) == CAT else 1
+                    self._make(pieces * value_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, "outputs").holders = 1
+
+    def _input(self, op: Op) -> None:
+        held, whole = Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), self.plan.settings.get("inputs", "global") == "global"
+        buffer = self._given(held, "inputs")
+        if op.is_port:  # what another stage sends is local
+            return
+        local, dim = buffer.nbytes, batch_dim_of(op)
+        pieces = 1 if dim is None else self.graph.microbatches
+        buffer.nbytes = pieces * (self.graph.meta(held.ref).nbytes if whole else local)
+        apart = pieces > 1 and any(n != 1 for n in self.graph.meta(held.ref).shape[:dim])
+        if apart or whole and not self._is_prefix(held):
+            self.env[held] = self._make(local, held, "inputs"), self._contiguous(held)
+            self.env[held][0].holders = 1
 
     def _is_prefix(self, held: Held) -> bool:
         """Whether the local part of a whole input lies in it without gaps, so that it is no copy."""
@@ -103,7 +119,7 @@ class _Player:
         window = schedule.windows[i].name
         needed = dict.fromkeys(held for later in schedule.windows[i:] for held in later.takes)
         for op in self.graph.of_kind("output"):
-            if str(op.target).startswith("mutation:") and op.name in schedule.outputs:
+            if str(op.target).startswith("mutation:") and op.name in schedule.outputs and op.phase == schedule.windows[i - 1].name:
                 self._let_go(self.env[schedule.outputs[op.name]][0])
         stay = {held: self.env[held][0] for held in (*needed, *self._stored()) if held in self.env}
         self.env = {held: (buffer, self._contiguous(held)) for held, buffer in stay.items()}
@@ -139,7 +155,9 @@ class _Player:
     def window(self, window: WindowSchedule, schedule: Schedule) -> None:
         instructions = [i for i in window.instructions if i.kind != "free"]
         self.uses = Counter(held for i in instructions if i.kind != "wait" for held in i.reads)
-        for held in (*self._stored(), *(held for held, _ in self._leaving(window, schedule))):
+        later = schedule.windows[schedule.windows.index(window) + 1:]
+        passing = dict.fromkeys(held for w in later for held in w.takes if held in self.env)
+        for held in (*self._stored(), *passing, *(held for held, _ in self._leaving(window, schedule))):
             self.uses[held] += 1
         for held, (buffer, _) in self.env.items():
             buffer.given, buffer.reads = True, buffer.reads + self.uses[held]
@@ -152,6 +170,8 @@ class _Player:
             seen.add(held)
             if buffer.category not in ("parameters", "buffers", "inputs"):
                 buffer.category = category
+            if category == "outputs" and self.graph.microbatches > 1:  # put to those of the other micro-batches
+                self._let_go(buffer)
 
     def _leaving(self, window: WindowSchedule, schedule: Schedule) -> list[tuple[Held, str]]:
         """Values that outlive the window, with what they are kept for."""
@@ -162,6 +182,9 @@ class _Player:
 
     def _compute(self, window: Window, instruction: Instruction) -> None:
         op = self.graph.op(instruction.op)
+        if is_accumulator(op):  # added to what is there
+            self._release(instruction.reads[0])
+            return
         strides = [self.env[h][1] for h in instruction.reads]
         footprint = self.footprints.of_op(op, self.graph.calls[op.name], self.plan.ops[op.name], strides)
         use = self._begin(instruction, footprint)

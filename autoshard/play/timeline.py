@@ -17,6 +17,7 @@ import numpy as np
 from autoshard.base.graph import Graph, Op
 from autoshard.base.plan import CATEGORIES, Alive, Moment, Plan, Window
 from autoshard.base.spec import format_spec
+from autoshard.base.windows import END, START
 from autoshard.cost.memory import host_workspace, scalar_bytes, stored_parts, update_workspace
 from autoshard.lower.schedule import Instruction, Route, schedule
 from autoshard.play.footprint import Footprints
@@ -114,7 +115,9 @@ class Timeline:
 def _what(graph: Graph, instruction: Instruction | None, window: Window) -> tuple[str, str, Op | None]:
     """(kind, name, op to show) of a moment."""
     if instruction is None:
-        return {"forward": ("start", "inputs"), "update": ("update", "optimizer")}.get(window, ("turn", "end of forward")) + (None,)
+        first = ("start", "parameters" if window == START else "inputs")
+        return {START: first, "forward": first, "update": ("update", "optimizer"), END: ("turn", "end of backward")}.get(
+            window, ("turn", "end of forward")) + (None,)
     if instruction.kind == "compute":
         op = graph.op(instruction.op)
         return "compute", op.name, op

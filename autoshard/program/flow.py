@@ -9,6 +9,7 @@ import torch
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.spec import PSUM
+from autoshard.base.windows import is_accumulator
 from autoshard.rules import registry
 from autoshard.rules.types import Row
 
@@ -17,9 +18,9 @@ PART = Row((PSUM,), (PSUM,))
 
 
 def is_passing(op: Op) -> bool:
-    """A view or cast of a single tensor: the value stays the same parameter or gradient."""
+    """A view or cast of a single tensor, or its sum over micro-batches: the value stays the same parameter or gradient."""
     return op.kind == "call" and len(op.refs) - len(op.kept) == 1 and (
-        registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target))
+        registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target) or is_accumulator(op))
 
 
 def param_derived(graph: Graph) -> frozenset[Ref]:

@@ -22,6 +22,7 @@ from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.cache import cached, key_of
 from autoshard.runtime.check_plan import check_fits
 from autoshard.runtime.execute.backends import backend_of
+from autoshard.runtime.microbatches import MicroStep
 from autoshard.runtime.params.host_state import keep_on_host
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
@@ -96,7 +97,8 @@ class Variant:
             self.stored.settle(plan.placements, self.seed, running.checkpoint)
         if self.traced.graph.training:
             keep_on_host(self.stored.params, plan.offload, afresh=self.replan)
-        return Step(self._graph(plan), self.traced.calling, plan, program, self.place, self.stored, backend_of(running.backend),
+        kind = MicroStep if self.traced.graph.microbatches > 1 else Step
+        return kind(self._graph(plan), self.traced.calling, plan, program, self.place, self.stored, backend_of(running.backend),
                     self.settings.options.passing.outputs, self.inputs)
 
     @property

@@ -15,8 +15,8 @@ from autoshard._torch import pytree
 from autoshard.base.plan import Plan
 from autoshard.base.random import mix
 from autoshard.errors import AutoshardError, UsageError
+from autoshard.pipeline import batch
 from autoshard.program.binding import Binding, leaf_key
-from autoshard.program.trace import trace
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.guidance import Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
@@ -134,9 +134,9 @@ class CompiledModule(Guidance, nn.Module):
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
         args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
-        traced = alone(self.place, lambda: trace(self._stored.module, args, kwargs, loss_fn=self.settings.loss_fn,
-                                                 precision=self.options.precision, marks=self.options.marks,
-                                                 fallback=self.options.fallback, hooks_run=True))
+        traced = alone(self.place, lambda: batch.traced(self._stored.module, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
+                                                        precision=self.options.precision, marks=self.options.marks,
+                                                        fallback=self.options.fallback, hooks_run=True))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = self.settings.build(Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan))
         self._steps[key] = step

@@ -39,7 +39,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class OpCost:
-    """Per strategy, seconds: `compute` on local shapes, `inner` collectives of the implementation,
+    """Per strategy, seconds of a step: `compute` on local shapes, `inner` collectives of the implementation,
     `update` of the optimizer (parameters only)."""
 
     compute: np.ndarray
@@ -49,6 +49,10 @@ class OpCost:
     @property
     def total(self) -> np.ndarray:
         return self.compute + self.inner + self.update
+
+    def times(self, runs: int) -> "OpCost":
+        """Of an op that a step runs so often; the update is made once."""
+        return self if runs == 1 else OpCost(runs * self.compute, runs * self.inner, self.update)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,13 +140,13 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
     if training.offload:
         strategies = with_host(strategies, [n for n in trained if graph.op(n).outputs[0].shape])
     chains = fused(graph) if cluster.device.fuses else {}
-    cache: dict[tuple[int, bool, Fused | None, bool], OpCost] = {}
+    cache: dict[tuple[int, bool, Fused | None, int, bool], OpCost] = {}
     ops: dict[str, OpCost] = {}
     for op in graph.ops:
         found = strategies[op.name]
-        key = (id(found), op.name in trained, chains.get(op.name), op.is_port)
+        key = (id(found), op.name in trained, chains.get(op.name), graph.runs_of(op.phase), op.is_port)
         if key not in cache:
-            cache[key] = _op_cost(op, found, mesh, cluster, links, training, *key[1:3])
+            cache[key] = _op_cost(op, found, mesh, cluster, links, training, *key[1:3]).times(key[3])
         ops[op.name] = cache[key]
     return CostTable(graph, mesh, cluster, strategies, training, ops, Redistribution(mesh, cluster))
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.spec import PSUM, Placement, is_partial
+from autoshard.base.windows import START, is_accumulator
 from autoshard.program import flow
 from autoshard.rules import registry
 from autoshard.seeds.marks import was_given
@@ -151,7 +152,7 @@ class _Walk:
 
     def visit(self, op: Op) -> None:
         main = [r for r in op.refs if not self._is_side(op, r)]
-        cheap = op.kind == "call" and registry.rule_of(op.target).family in CHEAP and not was_given(op)
+        cheap = op.kind == "call" and registry.rule_of(op.target).family in CHEAP and not was_given(op) and not is_accumulator(op)
         if op.kind == "call" and not main and self._is_constant(op):
             self.constant.add(op.name)
         if op.name in self.views and main:
@@ -183,8 +184,8 @@ class _Walk:
                 or (op.phase == "backward" and producer.phase == "forward"))
 
     def _is_stored(self, op: Op) -> bool:
-        """The cast of a parameter by a precision policy stands for the parameter."""
-        return op.kind == "call" and "_to_copy" in str(op.target) and all(self.graph.op(r.op).kind == "param" for r in op.refs)
+        """The cast of a parameter by a precision policy stands for the parameter, and so does what holds it for a step."""
+        return op.phase == START or op.kind == "call" and "_to_copy" in str(op.target) and all(self.graph.op(r.op).kind == "param" for r in op.refs)
 
     def _is_constant(self, op: Op) -> bool:
         """Made of constants alone, or in backward of values that forward saved (not of parameters: those are stored)."""

@@ -65,7 +65,7 @@ def greedy(formulation: Formulation, rank: Callable[[Spec], float], pick: Callab
             for i, ref in enumerate(graph.op(member).refs):
                 if ref.op not in unit.members:
                     src, dst = units.outputs(ref), units.inputs(member, i)
-                    seconds = table.table(ref, src, dst)
+                    seconds = graph.runs_of(graph.op(member).phase) * table.table(ref, src, dst)
                     total = total + seconds[src.index[picked[units.index(ref.op)]]][dst.index]
         return total
 
@@ -119,7 +119,7 @@ def complete(formulation: Formulation, picked: np.ndarray, keep: bool = True) ->
         fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == OWN) == (price is None)
                 and (s.price is None or s.price == price)]
         again = not keep and copy.value in derived
-        return min(fits, key=lambda i: (again and copy.states[i].name == KEPT, sum(copy.states[i].times),
+        return min(fits, key=lambda i: (again and copy.states[i].name == KEPT, copy.states[i].count(table.graph.runs),
                                         copy.states[i].name == KEPT), default=0)
 
     return np.concatenate([picked, np.array([state_of(c) for c in formulation.copies], dtype=np.int64)])

@@ -51,5 +51,5 @@ def narrowed(problem: Problem, domains: Sequence[np.ndarray]) -> Problem:
 
 
 def _without_rows(formulation: Formulation, units: Sequence[np.ndarray]) -> Problem:
-    copies = [np.array([(s.price or 0.0) * sum(s.times) for s in copy.states]) for copy in formulation.copies]
+    copies = [np.array([(s.price or 0.0) * s.count(formulation.table.graph.runs) for s in copy.states]) for copy in formulation.copies]
     return Problem((*units, *copies), formulation.problem.edges, groups=formulation.problem.groups)

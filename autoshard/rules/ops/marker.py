@@ -9,6 +9,7 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.base.spec import is_partial, parse_spec
+from autoshard.base.windows import ACCUMULATE, HOLD
 from autoshard.rules.notation import rule
 from autoshard.rules.types import LocalContext, Row
 
@@ -26,4 +27,5 @@ def _rows(call: Call) -> tuple[Row, ...]:
     return (*SAME.rows(call), *(Row((p,), (p,)) for p in given if is_partial(p)))
 
 
-BY_NAME = {"autoshard.annotate.default": replace(SAME, rows=_rows)}
+BY_NAME = {"autoshard.annotate.default": replace(SAME, rows=_rows), HOLD: SAME,
+           ACCUMULATE: rule("... -> ...", partial="each", local=_same)}

@@ -1,0 +1,251 @@
+"""A variant that runs its batch in micro-batches: every window a function, and the values between them.
+
+`Windows.run` runs one window for one micro-batch. `MicroStep` is the order of one stage: start, then forward and backward of one
+micro-batch after the other, then end. All of it happens when the model is called, since the loss is in the graph;
+`loss.backward()` hands out the gradients, times what arrives at the loss."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from autoshard.base.graph import BACKWARD, FORWARD, Graph
+from autoshard.base.plan import Plan
+from autoshard.base.random import of_microbatch
+from autoshard.base.spec import Spec
+from autoshard.base.windows import CAT, END, JOIN_DIM, MEAN, SAME, START, SUM, WEIGHTED, WEIGHTS, batch_dim_of, join_of
+from autoshard.errors import AutoshardError, UsageError
+from autoshard.lower.lower import Lowered, Port, local_tensor_shape
+from autoshard.lower.schedule import Held
+from autoshard.program.calling import Calling
+from autoshard.runtime.inputs import localize
+from autoshard.runtime.params.stored import Stored
+from autoshard.runtime.ranks.place import Place
+from autoshard.runtime.step import Backend, Function, Step
+
+
+@dataclass(eq=False)
+class Micro:
+    """What belongs to one micro-batch: its inputs and tangents by name, its seed, and what its windows saved for later ones."""
+
+    inputs: Mapping[str, torch.Tensor]
+    seed: int
+    tangents: dict[int, torch.Tensor] = field(default_factory=dict)
+    saved: dict[Held, torch.Tensor] = field(default_factory=dict)
+
+
+class Windows:
+    """The windows of a lowered graph on this rank. `shared`: values that all micro-batches read (parameters held for the step,
+    accumulators), there between `begin` and `finish`."""
+
+    def __init__(self, graph: Graph, plan: Plan, lowered: Lowered, place: Place, local: Any, backend: Backend) -> None:
+        self.graph, self.plan, self.place, self.local = graph, plan, place, local
+        self.functions = {w.window: Function.of(w, place, backend, w.window) for w in lowered.windows}
+        self.shared: dict[Held, torch.Tensor] = {}
+        order = [w.window for w in lowered.windows]
+        self._last = {port: name for name in order for port in self.functions[name].takes if port.kind == "saved"}
+
+    def begin(self) -> None:
+        """Make the accumulators, and run the window at the start."""
+        takes = (p for f in self.functions.values() for p in f.takes if p.kind == "accumulator")
+        for held in (p.name for p in takes):
+            meta = self.graph.meta(held.ref)
+            shape = local_tensor_shape(meta, held.spec, self.place.mesh)
+            self.shared[held] = torch.zeros(shape, dtype=meta.dtype, device=self.place.device)
+        self.run(START, Micro({}, 0))
+
+    def run(self, name: str, micro: Micro) -> dict[Port, torch.Tensor]:
+        """Run a window for a micro-batch; what it saves goes to `micro`, of the window at the start to all. Returns the rest that it
+        gives by port. Raises what collectives raise."""
+        function = self.functions[name]
+        results = function.call([self._take(port, name, micro) for port in function.takes])
+        out = {}
+        for port, value in zip(function.gives, results, strict=True):
+            if port.kind != "saved":
+                out[port] = value
+            elif name == START or port.name in self.shared:
+                self.shared[port.name] = value
+            else:
+                micro.saved[port.name] = value
+        return out
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Run the window at the end: local gradients by name."""
+        given = self.run(END, Micro({}, 0))
+        self.shared.clear()
+        return {port.name: value for port, value in given.items()}
+
+    def _take(self, port: Port, name: str, micro: Micro) -> Any:
+        if port.kind == "saved":
+            found = self.shared if port.name in self.shared else micro.saved
+            dies = self._last[port] == name and (found is micro.saved or name == END)
+            return found.pop(port.name) if dies else found[port.name]
+        if port.kind == "accumulator":
+            return self.shared[port.name]
+        if port.kind == "input":
+            return micro.inputs[port.name]
+        if port.kind == "tangent":
+            return micro.tangents[port.name]
+        return micro.seed if port.kind == "seed" else self.local(port.name)
+
+
+class Results:
+    """User outputs of the batch, put together from those of its micro-batches as these arrive."""
+
+    def __init__(self, graph: Graph) -> None:
+        ops = [op for op in graph.of_kind("output") if str(op.target).startswith("user:")]
+        self.ways = [(join_of(op), dict(op.kwargs)[JOIN_DIM]) for op in ops]
+        self.count, self.values = graph.microbatches, [None] * len(ops)
+        self.weight: torch.Tensor | None = None
+        self.total: Any = 0.0
+
+    def add(self, m: int, outs: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """Results of micro-batch `m`, which the list gives up; returns its weight, where the graph has one."""
+        weight = next((outs[i] for i, (how, _) in enumerate(self.ways) if how == WEIGHTS), None)
+        self.total = self.total if weight is None else self.total + weight
+        for i, (how, dim) in enumerate(self.ways):
+            value, outs[i] = outs[i], None
+            self.values[i] = self._joined(self.values[i], value, m, how, dim, weight)
+        return weight
+
+    def _joined(self, so_far: Any, value: torch.Tensor, m: int, how: str, dim: int, weight: torch.Tensor | None) -> Any:
+        if how == CAT:
+            rows = value.shape[dim]
+            if so_far is None:
+                shape = [*value.shape[:dim], self.count * rows, *value.shape[dim + 1:]]
+                so_far = torch.empty(shape, dtype=value.dtype, device=value.device)
+            so_far.narrow(dim, m * rows, rows).copy_(value)
+            return so_far
+        if how == WEIGHTED:
+            value = torch.where(weight > 0, value * weight, torch.zeros_like(value))
+        elif how == SAME or how == WEIGHTS:
+            return value
+        return value.clone() if so_far is None else so_far.add_(value)
+
+    def finished(self) -> list[torch.Tensor]:
+        """All but weights."""
+        scale = {MEAN: 1.0 / self.count, WEIGHTED: 1.0 / self.total if isinstance(self.total, torch.Tensor) else 1.0}
+        return [v * scale[how] if how in scale else v for v, (how, _) in zip(self.values, self.ways, strict=True) if how != WEIGHTS]
+
+
+class MicroStep(Step):
+    """`Step` for a graph with micro-batches."""
+
+    def __init__(self, graph: Graph, calling: Calling, plan: Plan, lowered: Lowered, place: Place, stored: Stored,
+                 backend: Backend, outputs: str, given: Any = ()) -> None:
+        super().__init__(graph, calling, plan, lowered, place, stored, backend, outputs, given)
+        self.windows = Windows(graph, plan, lowered, place, self.local, backend)
+        self.grad_names = tuple(p.name for p in self.windows.functions[END].gives)
+        self.input_grads = ()
+        (self.loss,) = (op.target for op in graph.of_kind("tangent"))
+        self.dims = {op.target: batch_dim_of(op) for op in graph.of_kind("input")}
+        ways = Results(graph).ways
+        self.shown = tuple(i for i, (how, _) in enumerate(ways) if how != WEIGHTS)
+        self.way, self.scale = ways[self.loss][0], _scale(graph)
+        self.user_specs = tuple(self.user_specs[i] for i in self.shown)
+        self.user_metas = tuple(_joined_meta(self.user_metas[i], *ways[i], graph.microbatches) for i in self.shown)
+
+    @property
+    def issues(self) -> tuple[Any, ...]:
+        """The collectives of one step, in order."""
+        f = {name: function.issues for name, function in self.windows.functions.items()}
+        return f[START] + (f[FORWARD] + f[BACKWARD]) * self.graph.microbatches + f[END]
+
+    def reduce(self, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """They are reduced."""
+        return dict(zip(self.grad_names, grads, strict=True))
+
+    def run(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            outs, grads = self._step(tensors, given, seed)
+        apart = model.keeps_apart()
+        result = _Gradients.apply(self, model, outs, grads, apart, *self.leaves(tensors, apart))
+        return result if isinstance(result, tuple) else (result,)
+
+    def _step(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Results of the batch, and local gradients in the order of `grad_names`."""
+        results, windows = Results(self.graph), self.windows
+        windows.begin()
+        try:
+            for m in range(self.graph.microbatches):
+                micro = Micro(self._piece(tensors, given, m), of_microbatch(seed, m))
+                out = windows.run(FORWARD, micro)
+                self.write_back([out[Port("mutation", name)] for name in self.mutated])
+                users: list[Any] = [out.pop(Port("user", i)) for i in range(self.n_users)]
+                micro.tangents[self.loss] = self._weighed(users[self.loss], results.add(m, users))
+                micro.inputs = {}
+                windows.run(BACKWARD, micro)
+            grads = windows.finish()
+        finally:
+            windows.shared.clear()
+        if isinstance(results.total, torch.Tensor):
+            _multiply(grads.values(), self.scale / results.total)
+        return results.finished(), [grads[name] for name in self.grad_names]
+
+    def _weighed(self, loss: Any, weight: torch.Tensor | None) -> torch.Tensor:
+        """The part of the batch's loss that a micro-batch's is; with weights, up to a factor that is known at the end."""
+        meta, device = self.graph.meta(self.graph.op(f"user:{self.loss}").refs[0]), self.place.device
+        if self.way == WEIGHTED and weight is not None:
+            return (weight / self.scale).to(meta.dtype)
+        return torch.full((), 1.0 if self.way == SUM else 1.0 / self.graph.microbatches, dtype=meta.dtype, device=device)
+
+    def _piece(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], m: int) -> dict[str, torch.Tensor]:
+        """Local inputs of micro-batch `m`. One that comes in placed is cut on every rank."""
+        out = {}
+        for i, name, spec in self.reads:
+            t, dim = tensors[i], self.dims[name]
+            local = t._local_tensor if isinstance(t, DTensor) else t
+            if dim is not None:
+                rows = local.shape[dim] // self.graph.microbatches
+                local = local.narrow(dim, m * rows, rows)
+            out[name] = localize(local, given[i], spec, self.place)
+        return out
+
+
+class _Gradients(torch.autograd.Function):
+    """Hands out gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, step: MicroStep, model: Any, outs: list[torch.Tensor], grads: list[torch.Tensor], apart: bool,
+                *leaves: torch.Tensor) -> Any:
+        ctx.step, ctx.model, ctx.grads, ctx.apart = step, model, grads, apart
+        ctx.mark_non_differentiable(*(t for i, t in zip(step.shown, outs, strict=True) if i != step.loss))
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        step, grads, ctx.grads = ctx.step, ctx.grads, None
+        if grads is None:
+            raise UsageError("backward() of this loss ran before; with micro-batches it hands out gradients once, so add losses up before backward()")
+        tangent = tangents[step.shown.index(step.loss)]
+        if tangent.device.type != "cpu" or tangent.item() != 1.0:
+            _multiply(grads, tangent)
+        try:
+            grads = ctx.model.finish_gradients(step, grads, ctx.apart)
+        except (AutoshardError, RuntimeError) as e:
+            ctx.model.name_who_left(e)
+            raise
+        return (None,) * 5 + tuple(None if g is None else step.as_gradient(name, g) for name, g in zip(step.grad_names, grads, strict=True))
+
+
+def _multiply(grads: Any, factor: torch.Tensor) -> None:
+    """In place, a tensor that stands for two gradients once."""
+    for g in {id(g): g for g in grads}.values():
+        g.mul_(factor)
+
+
+def _scale(graph: Graph) -> float:
+    """About what the weights of a batch add up to: it keeps tangents near 1."""
+    found = [dict(op.kwargs)[WEIGHTS] for op in graph.of_kind("output") if join_of(op) == WEIGHTS]
+    return float(found[0] * graph.microbatches) if found else 1.0
+
+
+def _joined_meta(meta: Any, how: str, dim: int, count: int) -> Any:
+    if how != CAT:
+        return meta
+    return type(meta)((*meta.shape[:dim], count * meta.shape[dim], *meta.shape[dim + 1:]), meta.dtype)
