@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.base.graph import BACKWARD, FORWARD, PORT, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import BACKWARD, FORWARD, PORT, WEIGHT, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.windows import END, START
 from autoshard.errors import UsageError
 from autoshard.pipeline.blocks import Blocks
 from autoshard.pipeline.repeated import repeated_ops
 from autoshard.pipeline.shared_gradients import apart
 
-FORWARD_KINDS = ("param", "buffer", "input")
+PLACEHOLDERS = ("param", "buffer", "input", "tangent")
+WINDOWS = (START, FORWARD, BACKWARD, WEIGHT, END)
+EARLY = (START, FORWARD)
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,10 @@ def _stages_of(graph: Graph, blocks: Blocks, starts: Sequence[int]) -> dict[str,
 
     out: dict[str, int] = {}
     for op in graph.of_kind("call"):
-        if op.phase == FORWARD:
-            out[op.name] = stage(blocks.of_op[op.name])
+        if op.phase in EARLY:
+            out[op.name] = stage(blocks.of_op.get(op.name, 0))
             continue
-        read = [out[r.op] for r in op.refs if r.op in out and graph.op(r.op).phase != FORWARD]
+        read = [out[r.op] for r in op.refs if r.op in out and graph.op(r.op).phase not in EARLY]
         own = stage(blocks.at(op.traced_at)) if op.traced_at >= 0 else len(starts)
         out[op.name] = min([own, *read])
     return out
@@ -147,9 +150,8 @@ class _Cutter:
         return tuple(out)
 
     def _output_stage(self, op: Op) -> int:
-        """Where an output is handed out: with the op that makes it; what needs no stage, in the last."""
-        (ref,) = op.refs
-        return self.home.get(ref.op, self.n - 1)
+        """Where an output is handed out: results of the model by the last stage, where the loss is made; others with the op that makes them."""
+        return self.n - 1 if str(op.target).startswith("user:") else self.home.get(op.refs[0].op, self.n - 1)
 
     def _reads(self, stage: int) -> Iterator[Ref]:
         for op in self.graph.ops:
@@ -166,7 +168,7 @@ class _Cutter:
         for ref in sorted(readers, key=lambda r: (self.graph.order[r.op], r.index)):
             op, home = self.graph.op(ref.op), self.home[ref.op]
             later, earlier = sorted(s for s in readers[ref] if s > home), sorted((s for s in readers[ref] if s < home), reverse=True)
-            if later and op.phase != FORWARD:
+            if later and op.phase not in EARLY:
                 raise UsageError(f"cannot cut before {', '.join(self.blocks.names[b] for b in self.starts)}: {op.where} is a gradient that stage "
                                  f"{home} makes and stage {later[0]}, whose backward comes first, reads; cut elsewhere")
             for window, chain in ((FORWARD, later), (BACKWARD, earlier)):
@@ -189,7 +191,7 @@ class _Cutter:
         """Placeholders, forward with its outputs, tangents, backward with its outputs. What is in an earlier stage too has the stage's number
         in its name: names are unique over all stages."""
         reads = set(self._reads(s))
-        ops = [op for op in self.graph.ops if op.name in self.members[s] or Ref(op.name) in reads and op.kind in (*FORWARD_KINDS, "tangent")
+        ops = [op for op in self.graph.ops if op.name in self.members[s] or Ref(op.name) in reads and op.kind in PLACEHOLDERS
                or op.kind == "output" and self._output_stage(op) == s]
         names = {op.name: self._unique(op.name, s) for op in ops}
         arrived = {h.value: Ref(h.recv) for h in receives}
@@ -214,16 +216,15 @@ class _Cutter:
 
 
 def _place(op: Op) -> tuple[int, int]:
-    """Sorts a stage's ops: forward before backward, and in each placeholders, calls, outputs."""
-    first = (*FORWARD_KINDS, "tangent")
-    return (op.phase != FORWARD, 0 if op.kind in first else 1 if op.kind == "call" else 2)
+    """Sorts a stage's ops: by window, and in each placeholders, calls, outputs."""
+    return WINDOWS.index(op.phase), 0 if op.kind in PLACEHOLDERS else 1 if op.kind == "call" else 2
 
 
 def check_whole(made: Cut) -> None:
     """Every op, parameter, buffer and output of the graph is in some stage. A layer lost in a cut would train nothing and say nothing."""
     there = {op.name.partition("@")[0] for stage in made.stages for op in stage.graph.ops}
     outputs = {str(op.target) for stage in made.stages for op in stage.graph.of_kind("output")}
-    sums = {op.name for op in made.graph.of_kind("call") if op.phase != FORWARD}  # sums of shared gradients are taken apart
+    sums = {op.name for op in made.graph.of_kind("call") if op.phase not in EARLY}  # sums of shared gradients are taken apart
     lost = [op.name for op in made.graph.ops if op.kind in ("call", "param", "buffer") and op.name not in there and op.name not in sums]
     lost += [str(op.target) for op in made.graph.of_kind("output") if str(op.target) not in outputs]
     if lost:

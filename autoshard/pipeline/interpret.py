@@ -1,6 +1,7 @@
 """Runs the stages of a cut in one process, op by op, micro-batch by micro-batch: the reference of everything that runs them for real."""
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Op
+from autoshard.base.windows import END, ONCE, START, is_accumulator
 from autoshard.pipeline.cut import Cut
 from autoshard.program.calling import as_stored
 from autoshard.program.interpret import call_op
@@ -35,19 +37,26 @@ class StagePlayer:
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     written: dict[str, torch.Tensor] = field(default_factory=dict)
     _values: dict[tuple[int, int], dict[str, tuple[Any, ...]]] = field(default_factory=dict)
+    _shared: dict[int, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
 
     def run(self, stage: int, window: str, m: int) -> None:
-        """One window of one stage for micro-batch m: an action F, I or W of a schedule; B is I, then W."""
+        """One window of one stage for micro-batch m: an action F, I or W of a schedule; B is I, then W. What runs once a step, at the start
+        and at the end, has no micro-batch: m = -1."""
         graph = self.cut.stages[stage].graph
-        values = self._values.setdefault((stage, m), {})
-        first = window == FORWARD
+        shared = self._shared.setdefault(stage, {})
+        values = ChainMap(shared if window in ONCE else self._values.setdefault((stage, m), {}), shared)
         for op in graph.ops:
-            if op.kind in ("param", "buffer") and first or op.kind in ("input", "tangent") and op.phase == window:
-                values[op.name] = (self._given(op, m),)
-            elif op.kind == "call" and op.phase == window:
+            if op.phase != window:
+                continue
+            if op.kind == "call" and is_accumulator(op):
+                value = values[op.refs[0].op][op.refs[0].index]
+                shared[op.name] = (shared[op.name][0] + value if op.name in shared else value,)
+            elif op.kind == "call":
                 values[op.name] = call_op(op, values, torch.device("cpu"))
-            elif op.kind == "output" and op.phase == window:
+            elif op.kind == "output":
                 self._hand_out(op, m, values[op.refs[0].op][op.refs[0].index])
+            else:
+                values[op.name] = (self._given(op, m),)
 
     def _given(self, op: Op, m: int) -> torch.Tensor:
         if op.is_port:
@@ -76,6 +85,8 @@ class StagePlayer:
         """Forward of all stages and micro-batches, then backward: GPipe's order."""
         order, batches = range(len(self.cut.stages)), range(len(self.inputs))
         with torch.no_grad():
+            for s in order:
+                self.run(s, START, -1)
             for m in batches:
                 for s in order:
                     self.run(s, FORWARD, m)
@@ -83,6 +94,8 @@ class StagePlayer:
                 for s in reversed(order):
                     for window in (BACKWARD, WEIGHT):
                         self.run(s, window, m)
+            for s in order:
+                self.run(s, END, -1)
         return self.result()
 
     def result(self) -> StepResult:

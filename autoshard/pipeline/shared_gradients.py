@@ -10,8 +10,10 @@ from dataclasses import replace
 import torch
 
 from autoshard.base.graph import FORWARD, Graph, Op, Ref
+from autoshard.base.windows import START
 from autoshard.program.flow import is_passing
 
+EARLY = (START, FORWARD)
 SUM = torch.ops.aten.add.Tensor
 
 
@@ -43,8 +45,8 @@ def _parts(graph: Graph, ref: Ref) -> tuple[list[Ref], list[Op]]:
     while todo:
         at = todo.pop()
         op = graph.op(at.op)
-        alone = len(graph.users[at]) == 1 and op.phase != FORWARD
-        if alone and (is_passing(op) or _is_sum(op)) and all(graph.op(r.op).kind == "call" and graph.op(r.op).phase != FORWARD for r in op.refs):
+        alone = len(graph.users[at]) == 1 and op.phase not in EARLY
+        if alone and (is_passing(op) or _is_sum(op)) and all(graph.op(r.op).kind == "call" and graph.op(r.op).phase not in EARLY for r in op.refs):
             way.append(op)
             todo += reversed(op.refs)
         else:

@@ -6,6 +6,9 @@ import torch
 from cut_models import MODELS, subject
 
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
+from autoshard.base.windows import END
+from autoshard.decide.pipeline_options import Pipeline
+from autoshard.pipeline import batch
 from autoshard.pipeline.blocks import Blocks
 from autoshard.pipeline.cut import cut
 from autoshard.pipeline.interpret import StagePlayer
@@ -65,9 +68,20 @@ def test_the_full_batch_where_the_loss_is_a_mean():
     loss.backward()
     made = cut(what.traced.graph, (3,))
     found = StagePlayer(made, dict(what.state), what.parts(4)).step()
-    assert abs(sum(float(u["0"]) for u in found.users) / 4 - float(loss)) < 1e-12
+    assert abs(sum(float(u["0"]) for u in found.users) / 4 - loss.item()) < 1e-12
     for name, p in what.model.named_parameters():
         assert torch.allclose(found.grads[name], p.grad, rtol=1e-10, atol=1e-14), name
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "t5"])
+def test_a_graph_with_holds_and_accumulators(name):
+    """Micro-batches in the graph: parameters are held for the step, gradients accumulated; of a tied weight in every stage that reads it."""
+    what = subject(name)
+    found = batch.traced(what.model, what.batch, {}, Pipeline(microbatches=4), loss_fn=what.loss)
+    blocks = Blocks.of(found.graph)
+    made = split_backward(cut(found.graph, (len(blocks.blocks) // 2, len(blocks.blocks) - 1), blocks))
+    assert any(op.phase == END for s in made.stages for op in s.graph.ops)
+    assert_equal_training(what, made)
 
 
 def test_blocks_are_the_layers_and_what_is_between_them():
