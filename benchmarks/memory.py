@@ -142,8 +142,8 @@ def step(model: Any, optimizer: Any, batch: Any, seen: LiveBytes | None = None) 
 
 
 def compared(case: Case, plan: Plan, peak: float, before: float) -> Result:
-    earlier = max(m.total for m in plan.timeline if m.window != "update")
-    return Result(case, float(plan.memory["total"]), peak, float(earlier), before, f"{plan.peak.window}: {plan.peak.op}")
+    earlier = max(m.total for m in plan.fullest.timeline if m.window != "update")
+    return Result(case, float(plan.memory["total"]), peak, float(earlier), before, f"{plan.fullest.peak.window}: {plan.fullest.peak.op}")
 
 
 # --- the table ---

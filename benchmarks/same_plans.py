@@ -104,9 +104,10 @@ def run(model: str, mesh: str, training: bool, size: str = "tiny", batch: int | 
         except autoshard.AutoshardError as e:
             return {"problem": first.digest, "error": str(e)}
     data = json.loads(plan.to_json())
+    data["ops"] = {name: {"in": op.get("in", op.get("inputs")), "out": op.get("out", op.get("outputs"))} for name, op in data["ops"].items()}
     chosen = json.dumps([data[k] for k in ("ops", "copies", "placements", "recompute", "offload")], sort_keys=True)
     return {"problem": first.digest, "choice": hashlib.sha256(chosen.encode()).hexdigest()[:16], "objective_s": repr(plan.objective_s),
-            "memory": data["memory"]["total"], "status": plan.status, "cpu_s": round(time.process_time() - start, 2)}
+            "memory": plan.memory["total"], "status": plan.status, "cpu_s": round(time.process_time() - start, 2)}
 
 
 def main() -> None:

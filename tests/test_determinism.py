@@ -34,6 +34,6 @@ def elsewhere(seed: str) -> str:
 
 def test_the_same_inputs_give_the_same_bytes():
     first = planned()
-    assert sum("S" in "".join(op["out"]) for op in json.loads(first)["ops"].values()) > 100, "a plan that splits nothing shows nothing"
+    assert sum("S" in "".join(op["outputs"]) for op in json.loads(first)["ops"].values()) > 100, "a plan that splits nothing shows nothing"
     assert planned() == first, "twice in one process"
     assert elsewhere("1") == first and elsewhere("4711") == first, "in other processes"

@@ -1,27 +1,19 @@
-"""The plan: what was chosen, in full, as data. Sorted-key JSON; the same inputs give the same bytes."""
+"""The plan: what was chosen, in full, as data. `plan_file.py` writes it as JSON and reads it by the types of the fields below."""
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from autoshard.base.checked_types import check_types
-from autoshard.base.mesh import Mesh
-from autoshard.base.spec import Spec, format_spec, parse_spec
+from autoshard.base.typed_data import MeshText, Number, SpecText
 from autoshard.errors import PlanError, UsageError
 
-FORMAT = 1
+FORMAT = 2
 INTERRUPTED = "best found before it was interrupted"
 """The status of a plan whose search was stopped by Ctrl-C, as `search.problem.Status` says it; reading a plan loads no solver."""
-REQUIRED = ("copies", "collectives", "fallbacks", "notes", "stages")  # of the lists of a plan file
-SHAPES: dict[str, type] = {"mesh": str, **dict.fromkeys(("ops", "placements"), dict),
-                           **dict.fromkeys(("copies", "collectives", "fallbacks", "notes", "layouts", "timeline", "largest", "recompute", "offload",
-                                            "stages"), list)}
-"""What JSON has for a field that is read as something else."""
 AGAIN = "_again"
 """Suffix of the name of a recomputed op, in backward."""
 Window = str
@@ -35,8 +27,8 @@ each is reduced as soon as it is made."""
 class OpPlan:
     """Chosen specs of one op, on logical dims: one per tensor input (argument order) and per output."""
 
-    inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
+    inputs: tuple[SpecText, ...]
+    outputs: tuple[SpecText, ...]
 
 
 @dataclass(frozen=True)
@@ -49,14 +41,14 @@ class Copy:
 
     value: str
     window: Window
-    spec: Spec
+    spec: SpecText
     source: Literal["made", "kept"]
 
 
 @dataclass(frozen=True)
 class Collective:
     """One planned collective call, in execution order. nbytes: see collectives/__init__.py for the convention. `axis`: the mesh axis
-    it runs over, or several taken as one, in mesh order: "dp+tp".
+    it runs over, or several taken as one, in mesh order: "dp+tp". `stage`: index of the stage that runs it.
 
     `hideable`: a parameter gather or a gradient reduction, which may overlap compute. `inner`: runs inside
     the op's own implementation, not on an edge."""
@@ -64,7 +56,7 @@ class Collective:
     kind: str
     axis: str
     nbytes: int
-    seconds: float
+    seconds: Number
     phase: Window
     value: str
     op: str
@@ -74,6 +66,7 @@ class Collective:
     inner: bool = False
     module: str = ""
     source: str = ""
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ class Fallback:
 
     op: str
     target: str
-    seconds: float
+    seconds: Number
     module: str = ""
     source: str = ""
 
@@ -138,7 +131,47 @@ class Layout:
     module: str
     shape: tuple[int, ...]
     dtype: str
-    spec: Spec
+    spec: SpecText
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What the ranks of one pipeline stage do, in seconds and bytes of one of these ranks. A plan without a pipeline is one stage.
+
+    index       position in the order in which a micro-batch passes the stages
+    rank        coordinate on the pipeline's mesh axis; stages of one coordinate share their devices
+    first, last module paths of its first and last block; "": from the model's inputs, to its outputs
+    submesh     mesh of the ranks that run it; None: the plan's mesh
+    windows     seconds of one micro-batch by name of the window; empty in files of format 1, which do not say
+    once_s      seconds once a step, whatever the number of micro-batches: the optimizer's update
+    in_flight   micro-batches whose saved values are alive at once, at most
+    memory      at the peak: bytes per category of `CATEGORIES`, slack (of the allocator), total, limit (or null); with the plan's
+                `offload` host: bytes of it in the host's memory
+    timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
+    largest     the largest tensors alive at the peak
+    """
+
+    index: int = 0
+    rank: int = 0
+    first: str = ""
+    last: str = ""
+    submesh: MeshText | None = None
+    windows: Mapping[str, Number] = field(default_factory=dict)
+    once_s: Number = 0.0
+    in_flight: int = 1
+    memory: Mapping[str, Number | None] = field(default_factory=dict)
+    timeline: tuple[Moment, ...] = ()
+    largest: tuple[Alive, ...] = ()
+
+    @property
+    def peak(self) -> Moment | None:
+        """The fullest moment of the step; None without a timeline."""
+        return max(self.timeline, key=lambda m: m.total, default=None)
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak."""
+        return self.memory.get("total") or 0.0
 
 
 @dataclass(frozen=True)
@@ -147,10 +180,9 @@ class Plan:
 
     predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
                 optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it
-    memory      at the peak: bytes per category of `CATEGORIES`, slack (of the allocator), total, limit (or null); with
-                `offload` host: bytes of it in the host's memory
-    timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
-    largest     the largest tensors alive at the peak
+    stages      what belongs to a pipeline stage: one without a pipeline. Names of ops are unique in the program, so `ops`, `copies` and
+                `placements` are about all stages
+    pipeline    how the stages work together; None: one stage
     recompute   forward ops that backward recomputes (see recompute/rewrite.py); `ops` and `copies` name the recomputed ops too
     offload     parameters whose optimizer state lies on the host (see runtime/params/host_state.py)
     model       reference, batch, seq, dtype ... as the user gave them
@@ -161,33 +193,31 @@ class Plan:
     """
 
     graph_hash: str
-    mesh: Mesh
+    mesh: MeshText
     cluster: Mapping[str, Any]
     model: Mapping[str, Any]
     settings: Mapping[str, Any]
     ops: Mapping[str, OpPlan]
-    placements: Mapping[str, Spec]
+    placements: Mapping[str, SpecText]
     copies: tuple[Copy, ...]
     collectives: tuple[Collective, ...]
     fallbacks: tuple[Fallback, ...]
-    predicted: Mapping[str, float]
-    memory: Mapping[str, float | None]
-    objective_s: float
-    bound_s: float
-    gap: float
+    predicted: Mapping[str, Number]
+    stages: tuple[StagePlan, ...]
+    objective_s: Number
+    bound_s: Number
+    gap: Number
     status: str
     seeds: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     kind: str = ""
     layouts: tuple[Layout, ...] = ()
-    timeline: tuple[Moment, ...] = ()
-    largest: tuple[Alive, ...] = ()
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    pipeline: Mapping[str, Any] | None = None
     search: Mapping[str, Any] = field(default_factory=dict)
-    stages: tuple[Mapping[str, Any], ...] = ({"index": 0},)
     format: int = FORMAT
-    timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+    timings: Mapping[str, Number] = field(default_factory=dict, compare=False)
 
     def recomputing(self, graph_hash: str) -> "Plan":
         """This plan, made for a program with recomputed ops, as a plan for the program `graph_hash` itself."""
@@ -203,9 +233,14 @@ class Plan:
         return self.status == INTERRUPTED
 
     @property
-    def peak(self) -> Moment | None:
-        """The fullest moment of the step; None for a plan without a timeline."""
-        return max(self.timeline, key=lambda m: m.total, default=None)
+    def fullest(self) -> StagePlan:
+        """The stage whose ranks need the most memory."""
+        return max(self.stages, key=lambda s: s.total)
+
+    @property
+    def memory(self) -> Mapping[str, float | None]:
+        """Bytes of the fullest stage: what a device must have."""
+        return self.fullest.memory
 
     @property
     def key(self) -> str:
@@ -216,8 +251,9 @@ class Plan:
 
     def to_json(self) -> str:
         """Sorted-key JSON text. Run times are left out, so equal inputs give equal bytes."""
-        data = {f.name: _encode(getattr(self, f.name)) for f in fields(self) if f.name != "timings"}
-        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+        from autoshard.base.plan_file import write_plan
+
+        return write_plan(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write atomically. Raises UsageError when the file cannot be written."""
@@ -225,20 +261,13 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> "Plan":
-        """Raises PlanError, naming `origin`, for text that is not a plan of this format."""
+        """Raises PlanError, naming `origin`, for text that is not a plan."""
+        from autoshard.base.plan_file import read_plan
+
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as e:
-            raise PlanError(f"{origin} is not JSON ({e}); make one with `autoshard plan MODEL --mesh ... -o plan.json`") from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else None
-            raise PlanError(f"{origin} is not a plan of format {FORMAT} (found {found!r}); plan the model again")
-        try:
-            return _decode_plan(data)
-        except KeyError as e:
-            raise PlanError(f"{origin} is not a valid plan: {e} is missing; plan the model again") from None
-        except (TypeError, ValueError, AttributeError, UsageError) as e:
-            raise PlanError(f"{origin} is not a valid plan: {e}; plan the model again") from None
+            return read_plan(text)
+        except ValueError as e:
+            raise PlanError(f"{origin} is not a valid plan: {e}; plan the model again (autoshard plan MODEL --mesh ... -o plan.json)") from None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":
@@ -287,76 +316,3 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     except OSError as e:
         os.unlink(tmp)
         raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another file") from None
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, Mesh):
-        return str(value)
-    if isinstance(value, OpPlan):
-        return {"in": [format_spec(s) for s in value.inputs], "out": [format_spec(s) for s in value.outputs]}
-    if isinstance(value, Copy):
-        return {**asdict(value), "spec": format_spec(value.spec)}
-    if isinstance(value, Layout):
-        return {**asdict(value), "shape": list(value.shape), "spec": format_spec(value.spec)}
-    if isinstance(value, Moment):
-        return {**asdict(value), "live": list(value.live)}
-    if isinstance(value, (Collective, Fallback, Alive)):
-        return asdict(value)
-    if isinstance(value, Mapping):
-        return {str(k): _encode(v) for k, v in value.items()}
-    if isinstance(value, tuple) and value and all(type(v) is int for v in value):
-        return format_spec(value)
-    if isinstance(value, (tuple, list)):
-        return [_encode(v) for v in value]
-    return value
-
-
-def _decode_plan(data: dict[str, Any]) -> Plan:
-    from autoshard.base.mesh import parse_mesh
-
-    known = {f.name for f in fields(Plan)}
-    unknown = sorted(set(data) - known)
-    if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}")
-    for name, value in data.items():
-        if not isinstance(value, SHAPES.get(name, object)):
-            wanted = "table" if SHAPES[name] is dict else "list" if SHAPES[name] is list else "text"
-            raise ValueError(f"{name} is {json.dumps(value):.60}, not a {wanted}")
-    if not data["ops"]:
-        raise ValueError("it has no ops")
-    out = dict(data)
-    out["mesh"] = parse_mesh(data["mesh"])
-    out["ops"] = {k: _entry(f"ops[{k!r:.60}]", v, lambda v: OpPlan(tuple(map(parse_spec, v["in"])), tuple(map(parse_spec, v["out"]))))
-                  for k, v in data["ops"].items()}
-    out["placements"] = {k: _entry(f"placements[{k!r:.60}]", v, parse_spec, str) for k, v in data["placements"].items()}
-    for name, make in ENTRIES.items():
-        out[name] = tuple(_entry(f"{name}[{i}]", v, make) for i, v in enumerate(data[name] if name in REQUIRED else data.get(name, ())))
-    for name in ("notes", "stages", "recompute", "offload"):
-        out[name] = tuple(data[name] if name in REQUIRED else data.get(name, ()))
-    plan = Plan(**out)
-    check_types(plan)
-    device = plan.cluster.get("device", {})
-    if not isinstance(device, dict) or not isinstance(device.get("name", ""), str):
-        raise ValueError(f"cluster['device'] is {device!r:.60}")
-    return plan
-
-
-ENTRIES: dict[str, Callable[[Any], Any]] = {
-    "copies": lambda c: Copy(**{**c, "spec": parse_spec(c["spec"])}),
-    "collectives": lambda c: Collective(**c),
-    "fallbacks": lambda c: Fallback(**c),
-    "layouts": lambda x: Layout(**{**x, "shape": tuple(x["shape"]), "spec": parse_spec(x["spec"])}),
-    "timeline": lambda m: Moment(**{**m, "live": tuple(m["live"])}),
-    "largest": lambda a: Alive(**a),
-}
-"""What the lists of a plan hold, made from JSON."""
-
-
-def _entry(where: str, value: Any, make: Callable[[Any], Any], shape: type = dict) -> Any:
-    """`make(value)`. Raises ValueError naming the place for what cannot be made into that."""
-    if not isinstance(value, shape):
-        raise ValueError(f"{where} is {json.dumps(value):.60}, not a {'table' if shape is dict else 'text'}")
-    try:
-        return make(value)
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{where} is {json.dumps(value):.80}, which has other keys or values than it must") from None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.base.graph import Graph, Op, Ref
-from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
+from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, StagePlan, Window
 from autoshard.base.spec import Spec
 from autoshard.cost.cluster import HEAVY
 from autoshard.decide.kinds import kind_of
@@ -85,14 +85,20 @@ def price(chosen: Chosen) -> dict[str, float]:
 
     Keys: compute_s, blocking_s, hideable_s, hidden_s, exposed_s, optimizer_s, step_s; host_s, the part of optimizer_s for state
     on the host, where there is some."""
+    return price_windows(chosen)[0]
+
+
+def price_windows(chosen: Chosen) -> tuple[dict[str, float], dict[str, float]]:
+    """`price`, and the seconds of each window: with `optimizer_s` they add up to the step, but for rounding."""
     table, overlap = chosen.table, chosen.table.cluster.overlap
     compute = blocking = update = 0.0
-    heavy, hide = dict.fromkeys(table.graph.window_index, 0.0), dict.fromkeys(table.graph.window_index, 0.0)
+    windows, heavy, hide = (dict.fromkeys(table.graph.window_index, 0.0) for _ in range(3))
     for op in table.graph.ops:
         cost, s = table.ops[op.name], chosen.strategies[op.name]
         compute += float(cost.compute[s])
         blocking += float(cost.inner[s])
         update += float(cost.update[s])
+        windows[op.phase] += float(cost.compute[s]) + float(cost.inner[s])
         if op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
             heavy[op.phase] += float(cost.compute[s])
     overlaps = overlap.eta > 0 and table.mesh.size > 1
@@ -102,13 +108,15 @@ def price(chosen: Chosen) -> dict[str, float]:
             hide[copy.window] += seconds
         else:
             blocking += seconds
-    exposed = sum(max(0.0, hide[w] - overlap.eta * heavy[w]) for w in hide)
-    hideable = sum(hide.values())
+            windows[copy.window] += seconds
+    shown = {w: max(0.0, hide[w] - overlap.eta * heavy[w]) for w in hide}
+    exposed, hideable = sum(shown.values()), sum(hide.values())
     paid = overlap.interference * hideable + (1.0 - overlap.interference) * exposed
+    windows = {w: s + overlap.interference * hide[w] + (1.0 - overlap.interference) * shown[w] for w, s in windows.items()}
     host = sum(float(table.ops[op.name].update[chosen.strategies[op.name]]) for op in chosen.on_host)
     return {"compute_s": compute, "blocking_s": blocking, "hideable_s": hideable, "hidden_s": hideable - exposed,
             "exposed_s": exposed, "optimizer_s": update, "step_s": compute + blocking + update + paid,
-            **({"host_s": host} if host else {})}
+            **({"host_s": host} if host else {})}, windows
 
 
 def collectives(chosen: Chosen) -> tuple[Collective, ...]:
@@ -171,15 +179,17 @@ def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: flo
     search's (a state chosen but not needed costs nothing). `played` may know its timeline already."""
     chosen = choose(formulation, solution)
     table, graph = chosen.table, chosen.table.graph
-    predicted = price(chosen)
+    predicted, windows = price_windows(chosen)
     objective = predicted["step_s"]
     bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
     step = (played or Plays(formulation, settings))(solution.choice)
     memory = step.summary(table.cluster.device.allocator_slack, memory_limit)
+    stage = StagePlan(submesh=table.mesh, windows=windows, once_s=predicted["optimizer_s"], memory=memory, timeline=step.moments(),
+                      largest=step.largest())
     bare = bare_plan(chosen, settings)
     found = replace(
         bare, model=dict(model), layouts=layouts(graph, bare.ops, bare.placements), collectives=collectives(chosen),
-        fallbacks=fallbacks(chosen), predicted=predicted, memory=memory, timeline=step.moments(), largest=step.largest(),
+        fallbacks=fallbacks(chosen), predicted=predicted, stages=(stage,),
         objective_s=objective, bound_s=bound, gap=max(0.0, objective - bound) / max(objective, 1e-30),
         status=solution.status.value, seeds=dict(seeds), notes=(*notes, *_host_notes(bare, predicted, memory)),
         search=_search_facts(formulation, solution))
@@ -202,8 +212,8 @@ def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
     return Plan(
         graph_hash=graph.hash, mesh=table.mesh, cluster=table.cluster.snapshot(), model={}, settings=dict(settings), ops=ops,
         placements={op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")},
-        copies=tuple(c for _, _, c in chosen.copies), collectives=(), fallbacks=(), predicted={}, memory={}, objective_s=0.0,
-        bound_s=0.0, gap=0.0, status="", offload=tuple(op.target for op in chosen.on_host))
+        copies=tuple(c for _, _, c in chosen.copies), collectives=(), fallbacks=(), predicted={}, stages=(StagePlan(submesh=table.mesh),),
+        objective_s=0.0, bound_s=0.0, gap=0.0, status="", offload=tuple(op.target for op in chosen.on_host))
 
 
 @dataclass(eq=False)

@@ -63,12 +63,13 @@ def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = ()) -
 
 
 def _memory(plan: Plan) -> dict[str, Any]:
-    peak = plan.peak
+    stage = plan.fullest
+    peak = stage.peak
     moments = [{"window": m.window, "kind": m.kind, "op": m.op, "module": m.module, "source": m.source, "live": m.live}
-               for m in plan.timeline]
-    return {"rows": [(a.label, a.value) for a in what.memory(plan)], "total": plan.memory.get("total"),
-            "limit": plan.memory.get("limit"), "categories": [what.MEMORY_LABELS[c] for c in CATEGORIES],
-            "moments": moments, "peak": None if peak is None else plan.timeline.index(peak)}
+               for m in stage.timeline]
+    return {"rows": [(a.label, a.value) for a in what.memory(plan)], "total": stage.memory.get("total"),
+            "limit": stage.memory.get("limit"), "categories": [what.MEMORY_LABELS[c] for c in CATEGORIES],
+            "moments": moments, "peak": None if peak is None else stage.timeline.index(peak)}
 
 
 def _comparison(found: Any) -> dict[str, Any] | None:

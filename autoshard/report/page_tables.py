@@ -23,7 +23,7 @@ CALLS, CHANGES, COPIES, PRICES = "calls", "changes", "copies", "prices"
 def tables(plan: Plan, prices: Sequence[Any] = ()) -> dict[str, Table]:
     """All tables of a plan by name. Cells are text, or plain numbers whose kind the column says."""
     return {"collectives": _collectives(plan), CALLS: _calls(plan), CHANGES: _changes(plan), COPIES: _copies(plan),
-            "ops": _ops(plan, prices), "fallbacks": _fallbacks(plan), "largest": _largest(plan)}
+            "ops": _ops(plan, prices), "fallbacks": _fallbacks(plan), "largest": _largest(plan), "stages": _stages(plan)}
 
 
 def price_tables(prices: Sequence[Any]) -> dict[str, Table]:
@@ -107,9 +107,14 @@ def _fallbacks(plan: Plan) -> Table:
                   [(r.target, r.where, r.count, r.seconds, r.source) for r in what.fallbacks(plan)])
 
 
+def _stages(plan: Plan) -> Table:
+    return _table("stage:count blocks:name mesh:word on:word a_micro-batch:text once_a_step:seconds in_flight:count memory:bytes",
+                  [(i, *row) for i, row in enumerate(what.stages(plan))])
+
+
 def _largest(plan: Plan) -> Table:
     return _table("tensor:name category:word bytes:bytes module:name source:source",
-                  [(a.name, what.MEMORY_LABELS[a.category], a.nbytes, a.module, a.source) for a in plan.largest])
+                  [(a.name, what.MEMORY_LABELS[a.category], a.nbytes, a.module, a.source) for a in plan.fullest.largest])
 
 
 def _made_specs(plan: Plan) -> dict[str, Spec]:
@@ -136,7 +141,7 @@ def _place(plan: Plan, calls: dict, copy: Copy) -> str:
 
 def _places(plan: Plan) -> dict[str, tuple[str, str]]:
     """(module, source) of the ops of which the plan says it: it keeps no graph."""
-    said = [*((m.op, m) for m in plan.timeline if m.kind == "compute"), *((f.op, f) for f in plan.fallbacks),
+    said = [*((m.op, m) for s in plan.stages for m in s.timeline if m.kind == "compute"), *((f.op, f) for f in plan.fallbacks),
             *((c.op, c) for c in plan.collectives)]
     return {op: (x.module, x.source) for op, x in said}
 

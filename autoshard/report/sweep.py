@@ -24,7 +24,7 @@ def show(points: Sequence[Any], console: Console | None = None) -> None:
             grid.add_row(quantities.size(p.budget), "-", "does not fit", style="dim")
             continue
         bar = "#" * max(1, round(WIDTH * p.plan.objective_s / slowest))
-        peak = p.plan.peak
+        peak = p.plan.fullest.peak
         grid.add_row(quantities.size(p.budget), quantities.seconds(p.plan.objective_s), bar, quantities.size(p.plan.memory["total"]),
                      f"{100 * p.split:.0f} %", quantities.size(p.plan.memory["saved"]), "0 %" if p.plan.gap < 1e-9 else f"{100 * p.plan.gap:.2g} %",
                      escape(peak.module or peak.op))

@@ -31,6 +31,8 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
     """The report from top to bottom; sections without content are left out."""
     yield _header(plan)
     yield Columns((_step_time(plan), _memory(plan)), padding=(0, 4))
+    if len(plan.stages) > 1:
+        yield _stages(plan)
     if plan.layouts:
         yield _layers(plan)
     yield _collectives(plan)
@@ -106,6 +108,13 @@ def _memory(plan: Plan) -> RenderableType:
     return section("Memory at its peak", Group(grid, *(Text(line, style="dim") for line in what.peak(plan))))
 
 
+def _stages(plan: Plan) -> RenderableType:
+    grid = table(">stage", "blocks", "!mesh", "!on", "a micro-batch", ">once a step", ">in flight", ">memory")
+    for i, (blocks, mesh, rank, windows, once, flying, nbytes) in enumerate(what.stages(plan)):
+        grid.add_row(str(i), escape(blocks), mesh, rank, windows, quantities.seconds(once), str(flying), quantities.size(nbytes))
+    return section("Stages of the pipeline", grid)
+
+
 def _layers(plan: Plan) -> RenderableType:
     grid = table("!tensor", "!", "shape", "!dtype", "placement", ">alike")
     for group in what.layer_groups(plan):
@@ -131,7 +140,7 @@ def _collectives(plan: Plan) -> RenderableType:
     shown = rows if len(rows) <= MOST_COLLECTIVES + 1 else rows[:MOST_COLLECTIVES]
     for row in shown:
         where = escape(row.where) + (" *" if row.hideable else "")
-        grid.add_row(escape(row.kind), row.axis, where, PASS_WORDS[row.phase], str(row.count),
+        grid.add_row(escape(row.kind), row.axis, where, PASS_WORDS.get(row.phase, row.phase), str(row.count),
                      quantities.size(row.nbytes), quantities.size(row.total_bytes), quantities.seconds(row.seconds))
     if len(shown) < len(rows):
         grid.add_row(*_totals_row(f"{len(rows) - len(shown)} smaller rows", rows[len(shown):]), style="dim")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.base import quantities
-from autoshard.base.plan import Collective, Layout, Plan
+from autoshard.base.plan import Collective, Layout, Plan, StagePlan
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.report.collapse import Folded, collapse
 
@@ -118,15 +118,29 @@ def memory(plan: Plan) -> tuple[Amount, ...]:
     return tuple(known + other)
 
 
+def stages(plan: Plan) -> tuple[tuple[str, str, str, str, float, int, float], ...]:
+    """(blocks, mesh, devices, seconds of a micro-batch by window, seconds once a step, micro-batches in flight, bytes) of each stage of
+    a pipeline; nothing for a plan of one stage."""
+    return tuple((f"{s.first or 'inputs'} to {s.last or 'outputs'}", str(s.submesh or plan.mesh), f"rank {s.rank}", _windows(s), s.once_s,
+                  s.in_flight, s.total) for s in plan.stages) if len(plan.stages) > 1 else ()
+
+
+def _windows(stage: StagePlan) -> str:
+    """In the order in which they run, as far as the timeline says it: a file has them by name."""
+    order = list(dict.fromkeys(m.window for m in stage.timeline))
+    names = sorted(stage.windows, key=lambda w: (order.index(w) if w in order else len(order), w))
+    return ", ".join(f"{name} {quantities.seconds(stage.windows[name])}" for name in names)
+
+
 def peak(plan: Plan) -> tuple[str, ...]:
     """When memory is fullest, and the largest tensors then: equal ones of repeated layers added up."""
-    moment = plan.peak
+    moment = plan.fullest.peak
     if moment is None:
         return ()
     place = ", ".join(x for x in (moment.module, moment.source) if x)
     lines = [f"in {moment.window}, at {moment.op}" + (f" ({place})" if place else "")]
     groups: dict[tuple[str, str], list[int]] = {}
-    for tensor in plan.largest:
+    for tensor in plan.fullest.largest:
         groups.setdefault((tensor.module.rpartition(".")[2] or tensor.name, tensor.category), []).append(tensor.nbytes)
     for (name, category), sizes in sorted(groups.items(), key=lambda g: -sum(g[1]))[:4]:
         times = f"{len(sizes)} x " if len(sizes) > 1 else ""

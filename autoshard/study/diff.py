@@ -66,7 +66,7 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
 
 def _settings(a: Plan, b: Plan):
     pairs = {"mesh": (str(a.mesh), str(b.mesh)), "cluster": (a.cluster.get("name"), b.cluster.get("name")),
-             "program": (a.graph_hash, b.graph_hash)}
+             "program": (a.graph_hash, b.graph_hash), "stages": (_cuts(a), _cuts(b)), "pipeline": (a.pipeline, b.pipeline)}
     if pairs["cluster"][0] == pairs["cluster"][1] and dict(a.cluster) != dict(b.cluster):
         pairs["cluster"] = (f"{a.cluster.get('name')} as of plan a", f"{b.cluster.get('name')} as of plan b")
     for group in ("model", "settings", "seeds"):
@@ -75,6 +75,11 @@ def _settings(a: Plan, b: Plan):
     away = set(a.offload), set(b.offload)
     pairs |= {f"optimizer state of {name}": tuple("host" if name in names else "device" for names in away) for name in sorted(away[0] ^ away[1])}
     return (Change("setting", name, x, y) for name, (x, y) in pairs.items() if x != y)
+
+
+def _cuts(plan: Plan) -> str:
+    """Where the pipeline is cut, and how many micro-batches are alive there."""
+    return ", ".join(f"{s.first or 'inputs'} to {s.last or 'outputs'} ({s.in_flight} in flight)" for s in plan.stages)
 
 
 def _placements(a: Plan, b: Plan):
@@ -119,11 +124,19 @@ def _totals(plan: Plan) -> dict[tuple[str, str, str], tuple[int, int, float]]:
 
 def _numbers(a: Plan, b: Plan):
     for group in ("predicted", "memory"):
-        ours, theirs = getattr(a, group), getattr(b, group)
+        ours, theirs = ({**getattr(p, group), **_of_stages(p, group)} for p in (a, b))
         for name in dict.fromkeys((*ours, *theirs)):
             x, y = ours.get(name), theirs.get(name)
             if not _near(x, y):
                 yield Change(group, name, x, y)
+
+
+def _of_stages(plan: Plan, group: str) -> dict[str, float]:
+    """Numbers of each stage of a pipeline."""
+    stages = enumerate(plan.stages if len(plan.stages) > 1 else ())
+    if group == "memory":
+        return {f"stage {i}, total": s.total for i, s in stages}
+    return {f"stage {i}, {name}": value for i, s in stages for name, value in (*s.windows.items(), ("once_s", s.once_s))}
 
 
 def _near(x: Any, y: Any) -> bool:

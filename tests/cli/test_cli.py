@@ -50,7 +50,7 @@ def test_plan_json_is_only_json(run):
     code, out, _ = run(*MLP, "--json")
     data = json.loads(out)
     assert code == 0
-    assert {"objective_s", "bound_s", "gap", "status", "predicted", "memory", "collectives", "placements",
+    assert {"objective_s", "bound_s", "gap", "status", "predicted", "stages", "collectives", "placements",
             "timings"} <= set(data)
     assert data["objective_s"] == pytest.approx(data["predicted"]["step_s"])
     assert data["bound_s"] <= data["objective_s"]
@@ -70,7 +70,7 @@ def test_quiet_prints_nothing(run, tmp_path):
 def test_inference_has_no_gradients(run):
     code, out, _ = run(*MLP, "--inference", "--json")
     data = json.loads(out)
-    assert code == 0 and data["settings"]["training"] is False and data["memory"]["gradients"] == 0
+    assert code == 0 and data["settings"]["training"] is False and data["stages"][0]["memory"]["gradients"] == 0
 
 
 def test_seed_holds(run):

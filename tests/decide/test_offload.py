@@ -105,14 +105,14 @@ def _mlp():
 
 
 def test_a_plan_that_offloads_fits_and_is_counted(table: CostTable, lean: Plan) -> None:
-    assert lean.offload and lean.memory["total"] == max(m.total for m in lean.timeline) <= BUDGET
+    assert lean.offload and lean.memory["total"] == max(m.total for m in lean.fullest.timeline) <= BUDGET
     stored = {op.target: op for op in table.graph.of_kind("param")}
     local = {n: local_shape(op.outputs[0].logical_shape, lean.placements[n], (2,)) for n, op in stored.items()}
     state = {n: state_bytes("adamw", shape, torch.float32) for n, shape in local.items()}
     assert lean.memory["host"] == sum(state[n] for n in lean.offload)
     here = [n for n in stored if n not in lean.offload]
-    update = dict(zip(CATEGORIES, lean.timeline[-1].live, strict=True))
-    assert lean.timeline[-1].window == "update" and update["optimizer"] == sum(state[n] for n in here) + scalar_bytes("adamw", len(stored))
+    update = dict(zip(CATEGORIES, lean.fullest.timeline[-1].live, strict=True))
+    assert lean.fullest.timeline[-1].window == "update" and update["optimizer"] == sum(state[n] for n in here) + scalar_bytes("adamw", len(stored))
     moving = max(state[n] + state[n] // 2 for n in lean.offload)  # AdamW: one temporary of the parameter's size
     assert update["temporaries"] == max(moving, update_workspace("adamw", [state[n] // 2 for n in here], True))
     assert any(f"state of {len(lean.offload)} parameter" in note and "local_update" in note for note in lean.notes)

@@ -7,7 +7,7 @@ from typing import Any
 
 from random_plans import random_plan
 
-from autoshard.base.plan import OpPlan, Plan
+from autoshard.base.plan import OpPlan, Plan, StagePlan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
 from autoshard.decide.options import Options, Passing
@@ -45,4 +45,4 @@ def whole_planner(traced, mesh, *, stored, inputs) -> Plan:
     ops = {op.name: OpPlan((whole,) * len(op.refs), (whole,) * len(op.outputs)) for op in graph.ops}
     placements = {op.target: whole for op in graph.of_kind("param", "buffer")}
     return Plan(graph.hash, mesh, load_cluster("cpu-gloo").snapshot(), {}, {"training": graph.training}, ops, placements, (), (),
-                (), {}, {}, 0.0, 0.0, 0.0, "hand-made")
+                (), {}, (StagePlan(),), 0.0, 0.0, 0.0, "hand-made")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Copy, OpPlan, Plan
+from autoshard.base.plan import Copy, OpPlan, Plan, StagePlan
 from autoshard.base.spec import PSUM, R, Spec, divides, is_partial, replicated
 from autoshard.errors import LoweringError
 from autoshard.rules import registry
@@ -42,7 +42,7 @@ def plan_of(graph: Graph, mesh: Mesh, ops: Mapping[str, OpPlan], rng: random.Ran
                 kept = op.phase == "backward" and forward and rng and rng.random() < 0.5
                 copies.setdefault((ref, op.phase, spec), Copy(str(ref), op.phase, spec, "kept" if kept else "made"))
     placements = {op.target: ops[op.name].outputs[0] for op in graph.of_kind("param", "buffer")}
-    return Plan(graph.hash, mesh, {}, {}, {"training": graph.training}, ops, placements, tuple(copies.values()), (), (), {}, {},
+    return Plan(graph.hash, mesh, {}, {}, {"training": graph.training}, ops, placements, tuple(copies.values()), (), (), {}, (StagePlan(),),
                 0.0, 0.0, 0.0, "hand-made")
 
 

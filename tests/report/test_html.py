@@ -36,7 +36,7 @@ def timed_plan(**changes: object) -> Plan:
     timeline = (moment(0, "forward", "start", 0, 0), moment(1, "forward", "compute", 2, 0.5),
                 moment(2, "backward", "compute", 3, 1), moment(3, "update", "update", 0, 0.1))
     largest = (Alive("gelu_0[R,R]", "saved", 3 * GIB, "layers.2", "/home/me/model.py:2"),)
-    return sample_plan(**{"timeline": timeline, "largest": largest, **changes})
+    return sample_plan({"timeline": timeline, "largest": largest}, **changes)
 
 
 def nasty_plan() -> Plan:
@@ -47,8 +47,9 @@ def nasty_plan() -> Plan:
         collectives=tuple(replace(c, module=NASTY, source=NASTY, value=NASTY, op=NASTY) for c in plan.collectives),
         fallbacks=(Fallback(NASTY, NASTY, 1e-6, NASTY, NASTY),), layouts=(Layout("weight", f"a.{NASTY}", "a", (4, 4), "float32", (0, 1)),),
         ops={NASTY: plan.ops["wq"]}, copies=tuple(replace(c, value=NASTY) for c in plan.copies),
-        timeline=tuple(replace(m, op=NASTY, module=NASTY, source=NASTY) for m in plan.timeline),
-        largest=tuple(replace(a, name=NASTY, module=NASTY, source=NASTY) for a in plan.largest), search={NASTY: NASTY})
+        stages=tuple(replace(
+            s, timeline=tuple(replace(m, op=NASTY, module=NASTY, source=NASTY) for m in s.timeline),
+            largest=tuple(replace(a, name=NASTY, module=NASTY, source=NASTY) for a in s.largest)) for s in plan.stages), search={NASTY: NASTY})
 
 
 def comparison(plan: Plan) -> SimpleNamespace:

@@ -111,7 +111,7 @@ def test_memory_adds_up_to_the_total():
 
 
 def test_memory_shows_categories_it_does_not_know():
-    plan = sample_plan(memory={"parameters": 1.0, "temporaries": 5.0, "total": 6.0, "limit": None})
+    plan = sample_plan({"memory": {"parameters": 1.0, "temporaries": 5.0, "total": 6.0, "limit": None}})
     assert ("temporaries", 5.0) in [(a.label, a.value) for a in what.memory(plan)]
 
 
@@ -146,7 +146,7 @@ def test_collectives_of_different_sizes_stay_apart():
 def test_json_is_the_plan_with_timings():
     plan = sample_plan()
     data = json.loads(what.to_json(plan))
-    wanted = {"objective_s", "bound_s", "gap", "status", "predicted", "memory", "collectives", "placements",
+    wanted = {"objective_s", "bound_s", "gap", "status", "predicted", "stages", "collectives", "placements",
               "timings", "mesh", "model", "cluster", "notes", "fallbacks"}
     assert wanted <= set(data)
     assert data["timings"] == {"trace": 1.5, "search": 0.25}

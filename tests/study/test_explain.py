@@ -211,7 +211,7 @@ def test_what_differs_is_named():
     name = next(iter(a.placements))
     layouts = tuple(replace(x, spec=tuple(-1 for _ in x.spec)) if x.name == name else x for x in a.layouts)
     b = replace(a, layouts=layouts, collectives=a.collectives[1:], predicted={**a.predicted, "step_s": 2.0},
-                memory={**a.memory, "total": 1.0}, seeds={**a.seeds, "x": "tp,-"})
+                stages=(replace(a.stages[0], memory={**a.memory, "total": 1.0}),), seeds={**a.seeds, "x": "tp,-"})
     found = diff(a, b)
     assert not found.equal
     assert {c.name for c in found.placements} == ({name} if layouts != a.layouts else set())

@@ -1,15 +1,19 @@
 """A plan written by hand, with repeated layers of which the last differs; shared by tests of reports and CLI."""
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Collective, Copy, Fallback, Layout, OpPlan, Plan
+from autoshard.base.plan import Collective, Copy, Fallback, Layout, OpPlan, Plan, StagePlan
 from autoshard.base.spec import PSUM, R
 
 LAYERS = 4
 MESH = Mesh(("dp", "tp"), (2, 4))
 
 
-def sample_plan(**changes: object) -> Plan:
+def sample_plan(stage: Mapping[str, object] | None = None, **changes: object) -> Plan:
+    """`stage`: changes of its only stage."""
     compute, blocking, exposed, optimizer = 0.9, 0.05, 0.01, 0.04
     values = dict(
         graph_hash="0" * 32, mesh=MESH, cluster={"name": "h100-dgx"},
@@ -23,14 +27,15 @@ def sample_plan(**changes: object) -> Plan:
                    Fallback("cumsum_1", "aten.cumsum.default", 2e-6, "layers.1.mlp", "model.py:41")),
         predicted={"step_s": 1.0, "compute_s": compute, "blocking_s": blocking, "hideable_s": 0.03,
                    "hidden_s": 0.02, "exposed_s": exposed, "optimizer_s": optimizer},
-        memory={"parameters": 2.0 * 2**30, "gradients": 2.0 * 2**30, "optimizer": 8.0 * 2**30,
-                "saved": 3.0 * 2**30, "buffers": 1024.0, "total": 15.0 * 2**30 + 1024, "limit": 70.0 * 2**30},
+        stages=(StagePlan(memory={"parameters": 2.0 * 2**30, "gradients": 2.0 * 2**30, "optimizer": 8.0 * 2**30,
+                                  "saved": 3.0 * 2**30, "buffers": 1024.0, "total": 15.0 * 2**30 + 1024, "limit": 70.0 * 2**30}),),
         objective_s=1.0, bound_s=1.0, gap=0.0, status="optimal",
         seeds={"input:0": "[dp, -]"}, notes=("the vocabulary is split over tp",),
         layouts=(*_weights(), *_others()), search={"nodes": 300, "seconds_limit": 60.0},
         timings={"trace": 1.5, "search": 0.25},
     )
-    return Plan(**{**values, **changes})
+    plan = Plan(**{**values, **changes})
+    return replace(plan, stages=(replace(plan.stages[0], **stage),)) if stage else plan
 
 
 def _weights() -> list[Layout]:

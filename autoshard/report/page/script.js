@@ -50,9 +50,11 @@ function comparison() {
 }
 
 function tables() {
-  const { collectives, changes, ops, fallbacks, prices } = data.tables;
+  const { collectives, changes, ops, fallbacks, prices, stages } = data.tables;
   const sum = (column) => collectives.rows.reduce((total, row) => total + row[column], 0);
   const axes = data.axes.map(([name]) => name).join(", ");
+  if (stages.rows.length) section("stages", "Stages of the pipeline",
+    quiet("Seconds and memory of one rank. Memory above is that of the fullest stage."), table("stages"));
   section("collectives", "Collectives", ...(collectives.rows.length
     ? [quiet(`${sum(4)} calls a step, ${size(sum(6))}, ${seconds(sum(7))}. Equal calls of repeated layers are one row; + shows each. `
              + "May overlap: a parameter gather or a gradient reduction, which can run beside compute."), table("collectives")]

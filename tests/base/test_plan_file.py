@@ -1,0 +1,137 @@
+"""The plan file: what is written is read back, what does not fit is named by its place, and format 1 is read as one stage."""
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from sample_plan import MESH, sample_plan
+
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import FORMAT, Plan, StagePlan
+from autoshard.errors import PlanError
+from autoshard.report import what
+from autoshard.report.html import document
+from autoshard.report.text import parts
+from autoshard.study.diff import diff
+
+FORMAT_1 = Path(__file__).parent / "plan_format_1.json"  # autoshard plan mlp:tiny --mesh a=2 --cluster cpu-gloo, before there were stages
+STAGE = "tp=4"
+
+
+def two_stages() -> Plan:
+    """The sample plan, cut in the middle."""
+    whole = sample_plan().stages[0]
+    own = Mesh(("tp",), (4,))
+    first = replace(whole, last="layers.1", submesh=own, windows={"forward": 1e-3, "backward": 2e-3}, in_flight=2)
+    last = StagePlan(1, 1, "layers.2", "", own, {"forward": 2e-3, "backward": 4e-3}, 1e-4, 1, {**whole.memory, "total": 2.0**40})
+    collectives = tuple(replace(c, stage=int(c.module.startswith("layers.2"))) for c in sample_plan().collectives)
+    return sample_plan(stages=(first, last), collectives=collectives, pipeline={"axis": "dp", "microbatches": 4, "schedule": "1f1b"})
+
+
+@pytest.mark.parametrize("plan", [sample_plan(), two_stages()])
+def test_what_is_written_is_read_back(plan):
+    text = plan.to_json()
+    assert Plan.from_json(text) == plan
+    assert Plan.from_json(text).to_json() == text and json.loads(text)["format"] == FORMAT
+    assert Plan.from_json(text).mesh == MESH and all(isinstance(s, tuple) for s in Plan.from_json(text).placements.values())
+
+
+def test_equal_plans_give_equal_bytes_whatever_the_file_left_out():
+    data = json.loads(sample_plan().to_json())
+    bare = {**data, "stages": [{k: v for k, v in data["stages"][0].items() if k == "memory"}],
+            "collectives": [{k: v for k, v in c.items() if v not in ("", False, 0)} for c in data["collectives"]]}
+    shuffled = dict(reversed(bare.items()))
+    assert len(json.dumps(shuffled)) < len(json.dumps(data))
+    assert Plan.from_json(json.dumps(shuffled)).to_json() == sample_plan().to_json()
+
+
+def test_a_plan_of_format_1_is_one_stage():
+    old, plan = json.loads(FORMAT_1.read_text()), Plan.load(FORMAT_1)
+    assert old["format"] == 1 and plan.format == FORMAT and len(plan.stages) == 1 and plan.pipeline is None
+    (stage,) = plan.stages
+    assert plan.memory == stage.memory == old["memory"] and stage.windows == {}, "format 1 does not say how long windows take"
+    assert [vars(a) for a in stage.largest] == old["largest"] and len(stage.timeline) == len(old["timeline"]) > 10
+    assert plan.ops["mm_0"].inputs == ((-1,), (-1,)) and len(plan.ops) == len(old["ops"])
+    kept = {f.name for f in fields(Plan)} - {"stages", "pipeline", "format", "timings", "ops", "collectives", "copies"}
+    assert {k: json.loads(plan.to_json())[k] for k in kept} == {k: old[k] for k in kept}
+    assert Plan.from_json(plan.to_json()) == plan, "and it is written as any other"
+    assert diff(plan, plan).equal and len(list(parts(plan))) >= 6, "it is shown as any other"
+
+
+def test_memory_is_that_of_the_fullest_stage():
+    plan = two_stages()
+    assert plan.fullest is plan.stages[1] and plan.memory["total"] == 2.0**40
+    assert {a.label: a.value for a in what.memory(plan)}["parameters"] == 2.0 * 2**30
+
+
+def test_a_pipeline_is_reported_stage_by_stage_and_one_stage_as_ever():
+    assert what.stages(sample_plan()) == () and document(sample_plan())["tables"]["stages"]["rows"] == []
+    first, last = what.stages(two_stages())
+    assert first[:4] == ("inputs to layers.1", STAGE, "rank 0", "backward 2.00 ms, forward 1.00 ms")
+    assert last == ("layers.2 to outputs", STAGE, "rank 1", "backward 4.00 ms, forward 2.00 ms", 1e-4, 1, 2.0**40)
+    assert document(two_stages())["tables"]["stages"]["rows"] == [[0, *first], [1, *last]]
+    assert len(list(parts(two_stages()))) == len(list(parts(sample_plan()))) + 1
+
+
+def test_diff_names_another_cut():
+    changes = {c.name: (c.before, c.after) for c in diff(sample_plan(), two_stages()).settings}
+    assert changes["stages"] == ("inputs to outputs (1 in flight)", "inputs to layers.1 (2 in flight), layers.2 to outputs (1 in flight)") and "pipeline" in changes
+    slower = replace(two_stages(), stages=(replace(two_stages().stages[0], windows={"forward": 5e-3, "backward": 2e-3}), two_stages().stages[1]))
+    assert [(c.kind, c.name, c.before, c.after) for c in diff(two_stages(), slower).numbers] == [("predicted", "stage 0, forward", 1e-3, 5e-3)]
+
+
+def changed(data, path, value):
+    """A copy of JSON data with another value at a path; `del`: without it."""
+    data = json.loads(json.dumps(data))
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    if value is del_:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return data
+
+
+del_ = object()
+WRONG = [
+    (("mesh",), 3, "mesh is 3; text is needed"),
+    (("mesh",), "dp", "mesh is 'dp'; cannot read mesh 'dp'"),
+    (("ops", "wq", "inputs", 0), "S9x", r"ops.wq.inputs\[0\] is 'S9x'; cannot read placement 'S9x'"),
+    (("placements", "embed.weight"), None, r"placements\['embed.weight'\] is None; text is needed"),
+    (("copies", 0, "source"), "mad", r"copies\[0\].source is 'mad'; 'made' or 'kept' is needed"),
+    (("copies", 0, "value"), del_, r"copies\[0\].value is missing"),
+    (("copies", 0, "valeu"), "x", r"copies\[0\].valeu is not a key; did you mean value\?"),
+    (("collectives", 2, "nbytes"), 1.5, r"collectives\[2\].nbytes is 1.5; a whole number is needed"),
+    (("collectives", 2, "hideable"), 1, r"collectives\[2\].hideable is 1; true or false is needed"),
+    (("stages", 0, "memory", "total"), "all", r"stages\[0\].memory.total is 'all'; a finite number is needed"),
+    (("stages", 0, "memori"), {}, r"stages\[0\].memori is not a key; did you mean memory\?"),
+    (("stages", 0, "submesh"), "tp", r"stages\[0\].submesh is 'tp'; cannot read mesh"),
+    (("stages",), [], "it has no stages"),
+    (("stages",), del_, "stages is missing"),
+    (("notes",), del_, "notes is missing"),
+    (("objective_s",), True, "objective_s is True; a finite number is needed"),
+    (("seedz",), {}, r"seedz is not a key; did you mean seeds\?"),
+    (("wholly_unknown",), {}, "wholly_unknown is not a key; remove it"),
+    (("format",), 3, "its format is 3; 2 is needed"),
+    (("cluster", "device"), [], r"cluster\['device'\] is \[\]"),
+]
+
+
+@pytest.mark.parametrize("path, value, message", WRONG, ids=[m for *_, m in WRONG])
+def test_what_does_not_fit_is_named_with_its_place(path, value, message, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(changed(json.loads(sample_plan().to_json()), path, value)))
+    with pytest.raises(PlanError, match=f"plan.json is not a valid plan: {message}.*plan the model again"):
+        Plan.load(file)
+
+
+@pytest.mark.parametrize("path, value, message", [
+    (("memory",), 3, r"stages\[0\].memory is 3; a table is needed"), (("ops", "mm_0"), 3, "ops.mm_0 is 3; a table is needed"),
+    (("ops", "mm_0", "in"), del_, "ops.mm_0.inputs is missing"), (("ops",), del_, "ops is missing"), (("ops",), [], "ops is \\[\\]; a table is needed"),
+    (("offload",), "x", "offload is 'x'; a list is needed")])
+def test_a_damaged_plan_of_format_1_is_refused(path, value, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(changed(json.loads(FORMAT_1.read_text()), path, value)))
