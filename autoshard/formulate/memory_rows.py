@@ -13,8 +13,8 @@ import numpy as np
 
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.plan import AGAIN
-from autoshard.cost.memory import stored_parts
 from autoshard.base.windows import is_accumulator, is_hold
+from autoshard.cost.memory import stored_parts
 from autoshard.formulate.copies import KEPT, MADE, OWN, CopyNode, State, own
 from autoshard.formulate.problem_of import Formulation, local_bytes, storage_root
 from autoshard.program.flow import param_derived

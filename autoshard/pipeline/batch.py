@@ -17,7 +17,7 @@ from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.windows import CAT, JOIN, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
-from autoshard.pipeline.relations import Added, Cut, Inexact, Relation, Same, by_shape, walk
+from autoshard.pipeline.relations import Cut, Inexact, Relation, Same, by_shape, partners, walk
 from autoshard.program.accumulate import accumulating
 from autoshard.program.calling import Calling, Traced
 from autoshard.program.trace import trace
@@ -106,13 +106,13 @@ def _message(op: Op, why: str, count: int) -> str:
 def _microbatched(whole: Traced, part: Traced, dims: Sequence[int | None], pipeline: Pipeline, loss: Op) -> Graph:
     """The graph of the step. Raises UsageError."""
     told = _Found(pipeline.inexact == "accept", pipeline.count, [])
-    same = _check_same_program(whole.graph, part.graph, told)
-    relations = walk(whole.graph, part.graph, dims, pipeline.count, told) if same else {}
+    others = partners(whole.graph, part.graph, told)
+    relations = {} if others is None else walk(whole.graph, others, dims, pipeline.count, told)
     _check_mutations(whole.graph, told)
     joins, weights = [], None
     for a, b in zip(*(_users(g) for g in (whole.graph, part.graph)), strict=True):
         metas = whole.graph.meta(a.refs[0]), part.graph.meta(b.refs[0])
-        found = relations[a.refs[0]] if same else by_shape(*metas, pipeline.count)
+        found = relations.get(a.refs[0]) or by_shape(*metas, pipeline.count)
         joins.append(_join(a, found, metas[0], pipeline.count, told))
         if joins[-1][0] == WEIGHTED:
             if weights not in (None, found.weights):
@@ -121,20 +121,9 @@ def _microbatched(whole: Traced, part: Traced, dims: Sequence[int | None], pipel
     if (how := joins[int(loss.target.removeprefix("user:"))][0]) in (CAT, SAME):
         told(Inexact(loss, f"the loss is no sum or mean over samples ({how})"))
     graph = accumulating(part.graph, pipeline.count, dims, joins)
+    if weights is not None and others is not None:
+        weights = Ref(others[weights.op].name, weights.index)
     return replace(_with_weights(graph, weights, len(joins)), notes=tuple(told.notes))
-
-
-def _check_same_program(whole: Graph, part: Graph, told: _Found) -> bool:
-    """Whether both have the same ops up to the loss."""
-    a, b = ([op for op in g.ops if op.phase == "forward"] for g in (whole, part))
-    for one, other in zip(a, b, strict=False):
-        if (one.kind, str(one.target), one.refs) != (other.kind, str(other.target), other.refs):
-            told(Inexact(one, f"there the program of a micro-batch goes on with {other.where}"))
-            return False
-    if len(a) != len(b):
-        told(Inexact(max(a, b, key=len)[min(len(a), len(b))], "the batch and a micro-batch run programs of different lengths"))
-        return False
-    return True
 
 
 def _check_mutations(graph: Graph, told: _Found) -> None:

@@ -264,28 +264,67 @@ SPECIAL: Mapping[Any, Callable[[Pair], tuple[Relation, ...] | None]] = {
 """Ops that need more than their rule says."""
 
 
-def walk(whole: Graph, part: Graph, batch_dims: Sequence[int | None], pieces: int, accept: Callable[[Inexact], None]) -> dict[Ref, Relation]:
-    """The relation of every value of forward. `accept` is told of what is not exact, and may raise it; then the walk goes on with what
-    shapes say."""
+def partners(whole: Graph, part: Graph, accept: Callable[[Inexact], None]) -> dict[str, Op] | None:
+    """The op of a micro-batch's program by the name of the same one of the batch's. Copies are left out: where a dim has size 1, some
+    are views. None where the programs differ and that is accepted."""
+    a, b = ([op for op in g.ops if op.phase == "forward" and not _is_copy(op)] for g in (whole, part))
+    same: dict[Ref, Ref] = {}
+    for one, other in zip(a, b, strict=False):
+        read = tuple(same.get(_original(whole, r)) for r in one.refs)
+        if (one.kind, _kind(one)) != (other.kind, _kind(other)) or read != tuple(_original(part, r) for r in other.refs):
+            return accept(Inexact(one, f"there the program of a micro-batch goes on with {other.where}"))
+        same.update((Ref(one.name, i), Ref(other.name, i)) for i in range(len(one.outputs)))
+    if len(a) != len(b):
+        longer = max(a, b, key=len)
+        return accept(Inexact(longer[min(len(a), len(b))], "the batch and a micro-batch run programs of different lengths"))
+    return {one.name: other for one, other in zip(a, b, strict=True)}
+
+
+def _is_copy(op: Op) -> bool:
+    return op.kind == "call" and op.target is aten.clone.default
+
+
+def _original(graph: Graph, ref: Ref) -> Ref:
+    while _is_copy(op := graph.op(ref.op)):
+        (ref,) = op.refs
+    return ref
+
+
+def _kind(op: Op) -> str:
+    return "reshape" if op.kind == "call" and op.target in RESHAPES else str(op.target)
+
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def walk(whole: Graph, others: Mapping[str, Op], batch_dims: Sequence[int | None], pieces: int,
+         accept: Callable[[Inexact], None]) -> dict[Ref, Relation]:
+    """The relation of every value of forward; `others`: the ops of a micro-batch. `accept` is told of what is not exact, and may raise
+    it; then the walk goes on with what shapes say."""
     found: dict[Ref, Relation] = {}
     dims = iter(batch_dims)
-    for a, b in zip(whole.ops, part.ops, strict=False):
-        if a.phase != "forward" or a.kind in ("output", "tangent"):
+    for op in whole.ops:
+        if op.phase != "forward" or op.kind in ("output", "tangent"):
             continue
-        pair = Pair(a, b, whole, pieces, tuple(found.get(r, Same()) for r in a.refs))
-        if a.kind == "input":
+        if op.kind == "input":
             dim = next(dims)
             outputs: tuple[Relation, ...] = (Same() if dim is None else Cut(dim),)
-        elif a.kind != "call":
+        elif op.kind != "call":
             outputs = (Same(),)
+        elif _is_copy(op):
+            outputs = (found[op.refs[0]],)
         else:
-            try:
-                outputs = relations_of(pair)
-            except Inexact as e:
-                accept(e)
-                outputs = tuple(by_shape(m, n, pieces) for m, n in zip(a.outputs, b.outputs, strict=True))
-        found.update((Ref(a.name, i), r) for i, r in enumerate(outputs))
+            outputs = _of_call(Pair(op, others[op.name], whole, pieces, tuple(found[r] for r in op.refs)), accept)
+        found.update((Ref(op.name, i), r) for i, r in enumerate(outputs))
     return found
+
+
+def _of_call(pair: Pair, accept: Callable[[Inexact], None]) -> tuple[Relation, ...]:
+    try:
+        return relations_of(pair)
+    except Inexact as e:
+        accept(e)
+    return tuple(by_shape(m, n, pair.pieces) for m, n in zip(pair.whole.outputs, pair.part.outputs, strict=True))
 
 
 def by_shape(whole: TensorMeta | None, part: TensorMeta | None, pieces: int) -> Relation:

@@ -118,6 +118,7 @@ class _Player:
         there, which lowering takes for contiguous."""
         window = schedule.windows[i].name
         needed = dict.fromkeys(held for later in schedule.windows[i:] for held in later.takes)
+        needed |= dict.fromkeys(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("input") if op.phase == window)
         for op in self.graph.of_kind("output"):
             if str(op.target).startswith("mutation:") and op.name in schedule.outputs and op.phase == schedule.windows[i - 1].name:
                 self._let_go(self.env[schedule.outputs[op.name]][0])

@@ -14,7 +14,6 @@ from autoshard.base.graph import BACKWARD, Graph, Op, Ref, map_args
 from autoshard.base.windows import BATCH_DIM, END, JOIN, JOIN_DIM, START, accumulate_op, hold_op
 from autoshard.program.flow import is_passing, narrowed, reduction_dtypes
 
-
 Joins = Sequence[tuple[str, int]]
 """Per user output, how it is put together (see base/windows.py) and the dim along which pieces are."""
 

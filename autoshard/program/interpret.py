@@ -1,7 +1,7 @@
 """Run a traced graph op by op on real tensors: the single-device reference of everything downstream."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,11 @@ import torch
 from autoshard.base.graph import Op, Ref, map_args
 from autoshard.errors import UsageError
 from autoshard.program.calling import Traced, as_stored
+
+Tangents = Mapping[int, torch.Tensor] | Callable[[Mapping[str, tuple[Any, ...]]], Mapping[int, torch.Tensor]]
+
+Instead = Callable[[Op, tuple[Any, ...], int], "tuple[Any, ...] | None"]
+"""An answer for (op, its tensor inputs, the micro-batch), or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +39,12 @@ def values(traced: Traced, state: Mapping[str, torch.Tensor], args: tuple[Any, .
            kwargs: Mapping[str, Any] | None = None, tangents: Mapping[int, torch.Tensor] | None = None,
            instead: Callable[[Op, tuple[Any, ...]], tuple[Any, ...] | None] = lambda op, inputs: None) -> dict[str, tuple[Any, ...]]:
     """Every value of the graph, by the name of the op that makes it. `instead(op, tensor inputs)` may answer for an op."""
-    inputs = traced.calling.flatten(args, kwargs)
+    return values_of(traced, state, traced.calling.flatten(args, kwargs), tangents, instead)
+
+
+def values_of(traced: Traced, state: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Tangents | None = None,
+              instead: Callable[[Op, tuple[Any, ...]], tuple[Any, ...] | None] = lambda op, inputs: None) -> dict[str, tuple[Any, ...]]:
+    """`values` for the tensor inputs of the graph, which may be those of one micro-batch. `tangents` may be computed from the values before."""
     given = {f"input:{i}": t for i, t in enumerate(inputs)}
     state = {**traced.calling.constants, **state}
     device = next((t.device for t in (*inputs, *state.values())), torch.device("cpu"))
@@ -45,7 +55,9 @@ def values(traced: Traced, state: Mapping[str, torch.Tensor], args: tuple[Any, .
                 answer = instead(op, tuple(found[r.op][r.index] for r in op.refs))
                 found[op.name] = call_op(op, found, device) if answer is None else answer
             elif op.kind != "output":
-                found[op.name] = (_given(op, state, given, tangents or {}, device),)
+                if op.kind == "tangent" and callable(tangents):
+                    tangents = tangents(found)
+                found[op.name] = (_given(op, state, given, {} if tangents is None or callable(tangents) else tangents, device),)
     return found
 
 

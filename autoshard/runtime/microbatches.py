@@ -5,7 +5,7 @@ micro-batch after the other, then end. All of it happens when the model is calle
 `loss.backward()` hands out the gradients, times what arrives at the loss."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ from autoshard.base.graph import BACKWARD, FORWARD, Graph
 from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.spec import Spec
-from autoshard.base.windows import CAT, END, JOIN_DIM, MEAN, SAME, START, SUM, WEIGHTED, WEIGHTS, batch_dim_of, join_of
+from autoshard.base.windows import CAT, END, START, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.lower.lower import Lowered, Port, local_tensor_shape
 from autoshard.lower.schedule import Held
+from autoshard.pipeline.results import Results, piece
 from autoshard.program.calling import Calling
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
@@ -42,12 +43,11 @@ class Windows:
     """The windows of a lowered graph on this rank. `shared`: values that all micro-batches read (parameters held for the step,
     accumulators), there between `begin` and `finish`."""
 
-    def __init__(self, graph: Graph, plan: Plan, lowered: Lowered, place: Place, local: Any, backend: Backend) -> None:
-        self.graph, self.plan, self.place, self.local = graph, plan, place, local
-        self.functions = {w.window: Function.of(w, place, backend, w.window) for w in lowered.windows}
+    def __init__(self, graph: Graph, place: Place, local: Callable[[str], torch.Tensor], functions: Mapping[str, Function]) -> None:
+        """`functions` by the name of their window, in order; `local`: a parameter or a buffer as this rank holds it."""
+        self.graph, self.place, self.local, self.functions = graph, place, local, functions
         self.shared: dict[Held, torch.Tensor] = {}
-        order = [w.window for w in lowered.windows]
-        self._last = {port: name for name in order for port in self.functions[name].takes if port.kind == "saved"}
+        self._last = {port: name for name, function in functions.items() for port in function.takes if port.kind == "saved"}
 
     def begin(self) -> None:
         """Make the accumulators, and run the window at the start."""
@@ -93,59 +93,21 @@ class Windows:
         return micro.seed if port.kind == "seed" else self.local(port.name)
 
 
-class Results:
-    """User outputs of the batch, put together from those of its micro-batches as these arrive."""
-
-    def __init__(self, graph: Graph) -> None:
-        ops = [op for op in graph.of_kind("output") if str(op.target).startswith("user:")]
-        self.ways = [(join_of(op), dict(op.kwargs)[JOIN_DIM]) for op in ops]
-        self.count, self.values = graph.microbatches, [None] * len(ops)
-        self.weight: torch.Tensor | None = None
-        self.total: Any = 0.0
-
-    def add(self, m: int, outs: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """Results of micro-batch `m`, which the list gives up; returns its weight, where the graph has one."""
-        weight = next((outs[i] for i, (how, _) in enumerate(self.ways) if how == WEIGHTS), None)
-        self.total = self.total if weight is None else self.total + weight
-        for i, (how, dim) in enumerate(self.ways):
-            value, outs[i] = outs[i], None
-            self.values[i] = self._joined(self.values[i], value, m, how, dim, weight)
-        return weight
-
-    def _joined(self, so_far: Any, value: torch.Tensor, m: int, how: str, dim: int, weight: torch.Tensor | None) -> Any:
-        if how == CAT:
-            rows = value.shape[dim]
-            if so_far is None:
-                shape = [*value.shape[:dim], self.count * rows, *value.shape[dim + 1:]]
-                so_far = torch.empty(shape, dtype=value.dtype, device=value.device)
-            so_far.narrow(dim, m * rows, rows).copy_(value)
-            return so_far
-        if how == WEIGHTED:
-            value = torch.where(weight > 0, value * weight, torch.zeros_like(value))
-        elif how == SAME or how == WEIGHTS:
-            return value
-        return value.clone() if so_far is None else so_far.add_(value)
-
-    def finished(self) -> list[torch.Tensor]:
-        """All but weights."""
-        scale = {MEAN: 1.0 / self.count, WEIGHTED: 1.0 / self.total if isinstance(self.total, torch.Tensor) else 1.0}
-        return [v * scale[how] if how in scale else v for v, (how, _) in zip(self.values, self.ways, strict=True) if how != WEIGHTS]
-
-
 class MicroStep(Step):
     """`Step` for a graph with micro-batches."""
 
     def __init__(self, graph: Graph, calling: Calling, plan: Plan, lowered: Lowered, place: Place, stored: Stored,
                  backend: Backend, outputs: str, given: Any = ()) -> None:
         super().__init__(graph, calling, plan, lowered, place, stored, backend, outputs, given)
-        self.windows = Windows(graph, plan, lowered, place, self.local, backend)
+        bound = {FORWARD: self.forward, BACKWARD: self.backward}
+        self.windows = Windows(graph, place, self.local, {
+            w.window: bound.get(w.window) or Function.of(w, place, backend, w.window) for w in lowered.windows})
         self.grad_names = tuple(p.name for p in self.windows.functions[END].gives)
         self.input_grads = ()
         (self.loss,) = (op.target for op in graph.of_kind("tangent"))
         self.dims = {op.target: batch_dim_of(op) for op in graph.of_kind("input")}
         ways = Results(graph).ways
         self.shown = tuple(i for i, (how, _) in enumerate(ways) if how != WEIGHTS)
-        self.way, self.scale = ways[self.loss][0], _scale(graph)
         self.user_specs = tuple(self.user_specs[i] for i in self.shown)
         self.user_metas = tuple(_joined_meta(self.user_metas[i], *ways[i], graph.microbatches) for i in self.shown)
 
@@ -176,32 +138,24 @@ class MicroStep(Step):
                 out = windows.run(FORWARD, micro)
                 self.write_back([out[Port("mutation", name)] for name in self.mutated])
                 users: list[Any] = [out.pop(Port("user", i)) for i in range(self.n_users)]
-                micro.tangents[self.loss] = self._weighed(users[self.loss], results.add(m, users))
+                results.add(m, users)
+                micro.tangents[self.loss] = results.tangent(self.loss).to(self.place.device)
                 micro.inputs = {}
-                windows.run(BACKWARD, micro)
+                if results.counts:
+                    windows.run(BACKWARD, micro)
             grads = windows.finish()
         finally:
             windows.shared.clear()
-        if isinstance(results.total, torch.Tensor):
-            _multiply(grads.values(), self.scale / results.total)
+        if (factor := results.factor) is not None:
+            _multiply(grads.values(), factor)
         return results.finished(), [grads[name] for name in self.grad_names]
-
-    def _weighed(self, loss: Any, weight: torch.Tensor | None) -> torch.Tensor:
-        """The part of the batch's loss that a micro-batch's is; with weights, up to a factor that is known at the end."""
-        meta, device = self.graph.meta(self.graph.op(f"user:{self.loss}").refs[0]), self.place.device
-        if self.way == WEIGHTED and weight is not None:
-            return (weight / self.scale).to(meta.dtype)
-        return torch.full((), 1.0 if self.way == SUM else 1.0 / self.graph.microbatches, dtype=meta.dtype, device=device)
 
     def _piece(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], m: int) -> dict[str, torch.Tensor]:
         """Local inputs of micro-batch `m`. One that comes in placed is cut on every rank."""
         out = {}
         for i, name, spec in self.reads:
             t, dim = tensors[i], self.dims[name]
-            local = t._local_tensor if isinstance(t, DTensor) else t
-            if dim is not None:
-                rows = local.shape[dim] // self.graph.microbatches
-                local = local.narrow(dim, m * rows, rows)
+            local = piece(t._local_tensor if isinstance(t, DTensor) else t, dim, m, self.graph.microbatches)
             out[name] = localize(local, given[i], spec, self.place)
         return out
 
@@ -237,12 +191,6 @@ def _multiply(grads: Any, factor: torch.Tensor) -> None:
     """In place, a tensor that stands for two gradients once."""
     for g in {id(g): g for g in grads}.values():
         g.mul_(factor)
-
-
-def _scale(graph: Graph) -> float:
-    """About what the weights of a batch add up to: it keeps tangents near 1."""
-    found = [dict(op.kwargs)[WEIGHTS] for op in graph.of_kind("output") if join_of(op) == WEIGHTS]
-    return float(found[0] * graph.microbatches) if found else 1.0
 
 
 def _joined_meta(meta: Any, how: str, dim: int, count: int) -> Any:

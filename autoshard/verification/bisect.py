@@ -11,6 +11,7 @@ from autoshard.base.spec import format_spec
 from autoshard.lower.schedule import Held
 from autoshard.rules import registry
 from autoshard.verification.collectives import Ranked
+from autoshard.verification.microbatches import key_of
 from autoshard.verification.pieces import distance, joined
 from autoshard.verification.program import Program
 from autoshard.verification.report import FirstWrong
@@ -34,11 +35,23 @@ def comparing(program: Program, values: Mapping[str, tuple[Any, ...]], tolerance
         for kind, mark in (("op", "held"), ("redistribution", "copy")):
             held = node.meta.get(mark)
             if held is not None and held.ref.op not in skip and not _leaves_unset(program.graph.op(held.ref.op)):
-                error = _error(program, values, held, pieces)
-                if error > tolerance * _size(program, values, held):
+                there = _Values(values, program)
+                error = _error(program, there, held, pieces)
+                if error > tolerance * _size(program, there, held):
                     raise Found(_wrong(program, kind, held, error, step))
 
     return watch
+
+
+class _Values(dict[str, tuple[Any, ...]]):
+    """The values of the micro-batch that the program runs."""
+
+    def __init__(self, values: Mapping[str, tuple[Any, ...]], program: Program) -> None:
+        super().__init__(values)
+        self.program = program
+
+    def __missing__(self, op: str) -> tuple[Any, ...]:
+        return self[key_of(self.program.graph, op, self.program.microbatch)]
 
 
 def _error(program: Program, values: Mapping[str, tuple[Any, ...]], held: Held, pieces: Ranked) -> float:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Graph, Op, TensorMeta, map_args
+from autoshard.pipeline.results import pieces_of
 from autoshard.program.calling import Traced
-from autoshard.program.interpret import values
+from autoshard.program.interpret import values_of
 from autoshard.verification.copies import cast, default_dtype
 
 WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -60,7 +61,8 @@ def _obstacle(form: Form) -> str:
     """Runs it on one device."""
     with torch.random.fork_rng(devices=()), form.active():
         try:
-            found = values(form.traced, form.state, form.args, form.kwargs)
+            inputs = pieces_of(form.traced.graph, form.traced.calling.flatten(form.args, form.kwargs), 0)
+            found = values_of(form.traced, form.state, inputs)
         except (RuntimeError, NotImplementedError) as e:
             return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
     for op in form.traced.graph.of_kind("call"):

@@ -1,22 +1,27 @@
 """A plan's lowered program with the weights of all ranks: one training step at a time, and the optimizer's update."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoshard.base.graph import BACKWARD, FORWARD
 from autoshard.base.plan import Plan
+from autoshard.base.random import of_microbatch
+from autoshard.base.windows import END, START
 from autoshard.errors import LoweringError
-from autoshard.lower.lower import LocalGraph, Port, lower
+from autoshard.lower.lower import LocalGraph, Port, local_tensor_shape, lower
 from autoshard.lower.schedule import schedule
+from autoshard.pipeline.results import Results, pieces_of
 from autoshard.program.calling import Traced
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.execute.backends import as_run
 from autoshard.runtime.route import route_of
 from autoshard.verification.collectives import Ranked
+from autoshard.verification.microbatches import loss_of
 from autoshard.verification.pieces import Joined, cut, joined
 from autoshard.verification.ranks import OpFailed, Watch, run_ranks
 
@@ -38,7 +43,8 @@ class Program:
     def __init__(self, traced: Traced, plan: Plan, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self.traced, self.graph, self.plan, self.mesh, self.device = traced, with_recompute(traced.graph, plan.recompute), plan, plan.mesh, device
         lowered = lower(self.graph, plan, self.mesh, schedule(self.graph, plan, self.mesh, route_of(plan)))
-        self.forward, self.backward = (g and replace(g, graph=as_run(g.graph)) for g in (lowered.forward, lowered.backward))
+        self.windows = {w.window: replace(w, graph=as_run(w.graph)) for w in lowered.windows}
+        self.microbatch = 0
         self.local: dict[str, Ranked] = {}
         everything = {**traced.calling.constants, **state}
         for op in self.graph.of_kind("param", "buffer"):
@@ -50,20 +56,41 @@ class Program:
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int,
              watch: Watch = lambda node, value: None) -> Outcome:
-        """Forward and backward under tangents of ones. Buffers are written, weights stay until `update`. Raises LoweringError where an
-        op cannot run on a rank's tensors."""
-        given = self._inputs(args, kwargs, seed)
-        forward = self._run(self.forward, given, watch)
-        given |= {port: value for port, value in forward.items() if port.kind == "saved"}
-        results = dict(forward)
-        if self.backward is not None:
-            backward = self._run(self.backward, given, watch)
-            self._grads = {port.name: value for port, value in backward.items() if port.kind == "grad"}
-            results |= backward
-        for port, value in forward.items():
-            if port.kind == "mutation":
-                self.local[port.name] = value
-        return self._outcome(results)
+        """Forward and backward under tangents of ones, of one micro-batch after the other if there are several. Buffers are written, weights
+        stay until `update`. Raises LoweringError where an op cannot run on a rank's tensors."""
+        tensors, graph = self.traced.calling.flatten(args, kwargs), self.graph
+        results, given, outcome = Results(graph) if graph.microbatches > 1 else None, dict(self._accumulators()), dict[Port, Ranked]()
+        for m in range(graph.microbatches):
+            self.microbatch = m
+            given |= self._inputs(pieces_of(graph, tensors, m), seed if results is None else of_microbatch(seed, m))
+            for name, window in self.windows.items():
+                if name == START and m or name == END and m < graph.microbatches - 1 or name == BACKWARD and not _counts(results):
+                    continue
+                outcome |= (given_out := self._run(window, given, watch))
+                given |= {port: value for port, value in given_out.items() if port.kind == "saved"}
+                given |= {port: given[Port("saved", port.name)] for port in given if port.kind == "accumulator" and name == BACKWARD}
+                if name == FORWARD and results is not None:
+                    self._weigh(results, m, given_out, given)
+            for port in [p for p in outcome if p.kind == "mutation"]:
+                self.local[port.name] = outcome[port]
+        self._grads = {port.name: value for port, value in outcome.items() if port.kind == "grad"}
+        if results is not None and (factor := results.factor) is not None:
+            for g in {id(g): g for pieces in self._grads.values() for g in pieces}.values():
+                g.mul_(factor)
+        return self._outcome(outcome, results)
+
+    def _weigh(self, results: Results, m: int, forward: Mapping[Port, Ranked], given: dict[Port, Ranked]) -> None:
+        """Take the results of a micro-batch, and set its tangent."""
+        results.add(m, [j.whole for j in self._joined("user", forward).values()])
+        loss = loss_of(self.graph)
+        op = self.graph.op(f"tangent:{loss}")
+        given[Port("tangent", loss)] = cut(results.tangent(loss).to(self.device), op.outputs[0], self.plan.ops[op.name].outputs[0], self.mesh)
+
+    def _accumulators(self) -> Iterator[tuple[Port, Ranked]]:
+        for port in (p for w in self.windows.values() for p in w.takes if p.kind == "accumulator"):
+            meta = self.graph.meta(port.name.ref)
+            zeros = torch.zeros(local_tensor_shape(meta, port.name.spec, self.mesh), dtype=meta.dtype, device=self.device)
+            yield port, [zeros] * self.mesh.size
 
     def _run(self, local: LocalGraph, given: Mapping[Port, Ranked], watch: Watch) -> dict[Port, Ranked]:
         try:
@@ -89,8 +116,8 @@ class Program:
                 leaves[id(piece)].grad = grad
         self._optimizer.step()
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> dict[Port, Ranked]:
-        tensors = {f"input:{i}": t for i, t in enumerate(self.traced.calling.flatten(args, kwargs))}
+    def _inputs(self, inputs: Sequence[torch.Tensor], seed: int) -> dict[Port, Ranked]:
+        tensors = {f"input:{i}": t for i, t in enumerate(inputs)}
         given: dict[Port, Ranked] = {Port("seed", ""): [seed] * self.mesh.size}
         for op in self.graph.of_kind("param", "buffer", "input", "tangent"):
             if op.kind in ("param", "buffer"):
@@ -103,14 +130,24 @@ class Program:
             given[Port(op.kind, op.target)] = pieces
         return given
 
-    def _outcome(self, results: Mapping[Port, Ranked]) -> Outcome:
-        found: dict[str, dict[str, Joined]] = {"user": {}, "grad": {}, "mutation": {}}
+    def _outcome(self, outcome: Mapping[Port, Ranked], results: Results | None) -> Outcome:
+        users = tuple(self._joined("user", outcome).values())
+        if results is not None:
+            users = tuple(Joined(t, users[0].disagreement) for t in results.finished())
+        return Outcome(users, self._joined("grad", outcome), self._joined("mutation", outcome))
+
+    def _joined(self, wanted: str, outcome: Mapping[Port, Ranked]) -> dict[str, Joined]:
+        found = {}
         for op in self.graph.of_kind("output"):
             kind, _, name = str(op.target).partition(":")
-            port = Port(kind, int(name) if kind == "user" else name)
-            found[kind][name] = joined(results[port], self.graph.meta(op.refs[0]), self.plan.ops[op.name].inputs[0], self.mesh)
-        users = tuple(found["user"][str(i)] for i in range(len(found["user"])))
-        return Outcome(users, found["grad"], found["mutation"])
+            if kind == wanted:
+                port = Port(kind, int(name) if kind == "user" else name)
+                found[name] = joined(outcome[port], self.graph.meta(op.refs[0]), self.plan.ops[op.name].inputs[0], self.mesh)
+        return dict(sorted(found.items(), key=lambda pair: int(pair[0]))) if wanted == "user" else found
+
+
+def _counts(results: Results | None) -> bool:
+    return results is None or results.counts
 
 
 def _own(pieces: Ranked) -> Ranked:

@@ -18,11 +18,12 @@ from autoshard.program.interpret import results_of, values
 from autoshard.program.no_cache import without_decoding_cache
 from autoshard.program.tape import is_random
 from autoshard.program.user_collectives import alone
+from autoshard.verification.microbatches import OnOneDevice, key_of
 from autoshard.verification.program import MakeOptimizer
 
 aten = torch.ops.aten
 Numbers = Mapping[str, tuple[torch.Tensor, ...]]
-"""What the random ops drew, by op name, whole."""
+"""What the random ops drew, whole, by op name (of micro-batches: by `key_of`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +123,15 @@ class Interpreted:
         self._grads: Mapping[str, torch.Tensor] = {}
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers) -> Expected:
-        def instead(op: Op, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            return repeated(op, inputs, numbers[op.name]) if op.name in numbers else None
+        def instead(op: Op, inputs: tuple[Any, ...], m: int = 0) -> tuple[Any, ...] | None:
+            key = key_of(self.traced.graph, op.name, m)
+            return repeated(op, inputs, numbers[key]) if key in numbers else None
 
+        if self.traced.graph.microbatches > 1:
+            run = OnOneDevice(self.traced, self.state)
+            run.run(self.traced.calling.flatten(args, kwargs), instead)
+            self._grads = run.grads
+            return Expected(tuple(run.results.finished()), run.grads, run.mutations, run.values)
         found = values(self.traced, self.state, args, kwargs, instead=instead)
         results = results_of(self.traced, found)
         self._grads = results.grads

@@ -63,12 +63,12 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
     chains = fused(graph) if cluster.device.fuses else {}
     overlap, total = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
     for local in lowered.windows:
-        heavy = 0.0
+        heavy, runs = 0.0, graph.runs_of(local.window)
         for called in local.calls:
             seconds = _op_seconds(graph, called, cluster, chains.get(called.op))
-            compute += seconds
-            heavy += seconds if registry.rule_of(graph.op(called.op).target).family in HEAVY else 0.0
-        hide, block = _communication_seconds(local, lowered, cluster)
+            compute += runs * seconds
+            heavy += runs * seconds if registry.rule_of(graph.op(called.op).target).family in HEAVY else 0.0
+        hide, block = (runs * seconds for seconds in _communication_seconds(local, lowered, cluster))
         blocking += block
         exposed = max(0.0, hide - overlap.eta * heavy)
         total += overlap.interference * hide + (1.0 - overlap.interference) * exposed
@@ -159,13 +159,12 @@ def _bytes(node: torch.fx.Node) -> int:
 
 def _update_seconds(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str]) -> float:
     """The optimizer's update of every parameter whose gradient the backward hands out."""
-    if lowered.backward is None:
-        return 0.0
     params = {op.target for op in graph.of_kind("param")}
     total = 0.0
-    out = next(n for n in lowered.backward.graph.nodes if n.op == "output")
-    for port, node in zip(lowered.backward.gives, out.args[0], strict=True):
-        if port.name in params:
-            price = host_seconds if port.name in offload else optimizer_seconds
-            total += price(optimizer, _bytes(node), cluster.device)
+    for window in lowered.windows:
+        out = next(n for n in window.graph.nodes if n.op == "output")
+        for port, node in zip(window.gives, out.args[0], strict=True):
+            if port.kind == "grad" and port.name in params:
+                price = host_seconds if port.name in offload else optimizer_seconds
+                total += price(optimizer, _bytes(node), cluster.device)
     return total

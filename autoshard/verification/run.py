@@ -24,6 +24,7 @@ from autoshard.errors import LoweringError
 from autoshard.space.cost_table import trained_params
 from autoshard.verification.bisect import Found, comparing, norm
 from autoshard.verification.forms import Form
+from autoshard.verification.microbatches import key_of, op_of
 from autoshard.verification.pieces import Joined, distance, joined
 from autoshard.verification.program import MakeOptimizer, Outcome, Program
 from autoshard.verification.ranks import Watch
@@ -91,6 +92,11 @@ class PlanRun:
     def random(self) -> frozenset[str]:
         return random_ops(self.subject.traced.graph)
 
+    @property
+    def differs(self) -> bool:
+        """Whether the user accepts micro-batches that compute something else than the batch: the model itself is then no reference."""
+        return bool(self.subject.traced.graph.notes)
+
     @cached_property
     def trains(self) -> bool:
         """Whether some parameter gets a gradient: inputs alone may."""
@@ -105,7 +111,7 @@ class PlanRun:
         exact, ran = self.subject.exact, None
         if self.elsewhere is not None:
             ran = self.elsewhere(self.plan, self.subject.dtype, self.steps, self.subject.traced.graph.training)
-        checks = self._trace_checks() if self.random or exact else []
+        checks = self._trace_checks() if (self.random or exact) and not self.differs else []
         if ran is None or exact is None:
             checks += self._checked("sharded", self.sharp, ran)
         if exact is not None and (ran is not None or self.subject.rounds):
@@ -118,7 +124,7 @@ class PlanRun:
         """All steps of one form of the program. A rounded one has the exact one beside it."""
         training, checks, limits = form.traced.graph.training, [], Limits(self.limit)
         exact = Interpreted(self.subject.exact.traced, self.subject.exact.state) if run == "rounded" else None
-        reference: Reference = (Interpreted(form.traced, form.state) if self.random or self.subject.exact
+        reference: Reference = (Interpreted(form.traced, form.state) if self.random or self.subject.exact or self.differs
                                 else self.subject.call.eager(form.traced))
         with form.active():
             program = self._program(form)
@@ -162,13 +168,17 @@ class PlanRun:
             torch.manual_seed(SEED)
             for step in range(self.steps):
                 a = one.step(own.args, own.kwargs, {})
-                b = other.step(own.args, own.kwargs, {name: a.values[name] for name in self.random})
+                b = other.step(own.args, own.kwargs, self._drawn_in(a.values))
                 moved |= {(step, *key): off for key, off in self._rounded(a, b).rounding.items()}
                 if self.trains:
                     one.update(self.make)
                     other.update(self.make)
         moved |= {(self.steps - 1, *key): off for key, off in _differences("weight", one.weights(), other.weights()).items()}
         return [c if c.ok else replace(c, limit=max(c.limit, ROUNDINGS * moved.get((c.step, c.kind, c.name), 0.0))) for c in checks]
+
+    def _drawn_in(self, values: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        """What random ops drew, of all values of a run."""
+        return {key: drawn for key, drawn in values.items() if op_of(key) in self.random}
 
     def _program(self, form: Form) -> Program:
         return Program(form.traced, self.plan, form.state, self.subject.device)
@@ -181,7 +191,7 @@ class PlanRun:
             held = node.meta.get("held")
             if held is not None and held.ref.op in self.random:
                 whole = joined(pieces, program.graph.meta(held.ref), held.spec, program.mesh).whole.clone()  # an op may write over it
-                drawn.setdefault(held.ref.op, {})[held.ref.index] = whole
+                drawn.setdefault(key_of(program.graph, held.ref.op, program.microbatch), {})[held.ref.index] = whole
             watch(node, pieces)
 
         outcome = program.step(form.args, form.kwargs, mix(SEED, step + 1), draw)
@@ -199,7 +209,7 @@ class PlanRun:
             got = Interpreted(own.traced, own.state).step(own.args, own.kwargs, {})
         limits = Limits(self.tolerance or self.subject.tolerance)
         if self.subject.exact is not None:
-            numbers = {name: got.values[name] for name in self.random}
+            numbers = self._drawn_in(got.values)
             limits = self._rounded(got, self._exactly(Interpreted(self.subject.exact.traced, self.subject.exact.state), numbers))
         outcome = Outcome(tuple(Joined(t, 0.0) for t in got.users), _whole(got.grads), _whole(got.buffers))
         return self._compare("trace", 0, outcome, want, limits)
@@ -232,7 +242,7 @@ class PlanRun:
 
     def _first_wrong(self, checks: Sequence[Check]) -> FirstWrong:
         """Repeat the run beside the graph on one device, and stop at the first wrong value. Before that, compare the graph with the model."""
-        traced = [c for c in checks if c.run == "trace"] or self._trace_checks()
+        traced = [c for c in checks if c.run == "trace"] or ([] if self.differs else self._trace_checks())
         if not all(c.ok for c in traced):
             return FirstWrong("trace", 0)
         found = self._first_off(self.sharp)

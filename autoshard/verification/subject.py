@@ -13,8 +13,8 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.errors import TraceError
+from autoshard.pipeline import batch
 from autoshard.program.calling import Traced
-from autoshard.program.trace import trace
 from autoshard.runtime.check_plan import check_fits
 from autoshard.verification.copies import cast, default_dtype, own_copy
 from autoshard.verification.forms import Form, floats, in_float64
@@ -38,8 +38,8 @@ class Call:
 
     def traced(self) -> Traced:
         with self.casting():
-            return trace(self.model, self.args, self.kwargs, loss_fn=self.loss_fn, training=self.training, marks=self.options.marks,
-                         fallback=self.options.fallback, precision=self.options.precision)
+            return batch.traced(self.model, self.args, self.kwargs, self.options.pipeline, loss_fn=self.loss_fn, training=self.training,
+                                marks=self.options.marks, fallback=self.options.fallback, precision=self.options.precision)
 
     def casting(self) -> Any:
         """The autocast context that the model is called in."""
