@@ -35,7 +35,8 @@ LEANEST = 0.5  # share of the time left after that for the plan that needs least
 
 def formulated(table: CostTable, options: Options) -> Formulation:
     """The search problem of a cost table, within the memory that `options` allow."""
-    return formulate(table, memory_limit=options.memory_limit(table.cluster), layers=repeated_layers(table.graph))
+    return formulate(table, memory_limit=options.memory_limit(table.cluster), layers=repeated_layers(table.graph),
+                     in_flight=table.training.in_flight)
 
 
 def asked_of(formulation: Formulation, settings: Mapping[str, Any]) -> Asked:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.base.graph import BACKWARD, WEIGHT, Graph, Op
-from autoshard.pipeline.cut import Cut, Stage
+from autoshard.pipeline.cut import WINDOWS, Cut, Stage
 
 
 def split_backward(made: Cut) -> Cut:
@@ -30,7 +30,7 @@ def _split(graph: Graph, stage: Stage) -> Graph:
         return WEIGHT
 
     ops = [replace(op, phase=phase(op)) for op in graph.ops]
-    return replace(graph, ops=tuple(sorted(ops, key=lambda op: op.phase == WEIGHT)))
+    return replace(graph, ops=tuple(sorted(ops, key=lambda op: WINDOWS.index(op.phase))))
 
 
 def _ancestors(graph: Graph, names: set[str]) -> set[str]:

@@ -28,13 +28,15 @@ from autoshard.space.strategies import SpecIndex, Strategies, StrategySet, local
 @dataclass(frozen=True)
 class Training:
     """What one step does besides the graph: its optimizer, whether gradients stay unreduced until backward is through, and whether
-    optimizer state may lie on the host. `wire`: the links between the stages of a pipeline, over which ports send and receive."""
+    optimizer state may lie on the host. `wire`: the links between the stages of a pipeline, over which ports send and receive;
+    `in_flight`: micro-batches of which a stage has saved values at once."""
 
     optimizer: str = "adamw"
     training: bool = True
     reduces_at_the_end: bool = False
     offload: bool = False
     wire: AxisLink | None = None
+    in_flight: int = 1
 
 
 @dataclass(frozen=True, eq=False)

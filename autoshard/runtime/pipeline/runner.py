@@ -6,9 +6,10 @@ stages that are no neighbours), values go right behind the computation, and rece
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,108 +17,118 @@ from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.lower.lower import Port
 from autoshard.pipeline.actions import COMPUTE, Action, ActionTable
 from autoshard.pipeline.cut import Hop
+from autoshard.runtime.microbatches import Micro
+from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.pipeline.stage_program import StageProgram
 from autoshard.runtime.pipeline.wires import Message, Wires
 
 WINDOWS = {"F": (FORWARD,), "B": (BACKWARD, WEIGHT), "I": (BACKWARD,), "W": (WEIGHT,)}
 SENDS = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
 RECEIVES = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
-
-
-@dataclass(frozen=True, eq=False)
-class Feed:
-    """What a step is called with: inputs by micro-batch and name, local as the stages read them; tangents of user outputs and seeds by
-    micro-batch."""
-
-    inputs: Sequence[Mapping[str, torch.Tensor]]
-    tangents: Sequence[Mapping[object, torch.Tensor]]
-    seeds: Sequence[int]
+FORWARDS = ("F", "SEND_F", "RECV_F")
 
 
 @dataclass(eq=False)
 class Run:
-    """A step under way: what it has made so far."""
+    """A step under way. `micro`: a new micro-batch of a stage, with its inputs and seed; `results`: takes the user outputs of a micro-batch and
+    returns its tangents, None for one that counts nothing."""
 
-    feed: Feed
-    users: dict[tuple[object, int], torch.Tensor] = field(default_factory=dict)
-    grads: dict[str, torch.Tensor] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    micro: Callable[[int, int], Micro]
+    results: Callable[[int, dict[Any, torch.Tensor]], Mapping[Any, torch.Tensor] | None]
+    micros: dict[tuple[int, int], Micro] = field(default_factory=dict)
+    empty: set[int] = field(default_factory=set)
+    grads: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     local: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     outbox: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Runner:
-    """`programs`: of the stages on this rank; `rank_of`: coordinate of every stage on the pipeline's axis."""
+    """`programs`: of the stages on this rank."""
 
     programs: Mapping[int, StageProgram]
     table: ActionTable
     wires: Wires
-
-    @cached_property
-    def actions(self) -> tuple[Action, ...]:
-        return self.table.ranks[self.wires.me]
+    stored: Stored
 
     @cached_property
     def _listed(self) -> frozenset[Action]:
-        return frozenset(self.actions)
+        return frozenset(self.table.ranks[self.wires.me])
 
-    @cached_property
-    def forward_only(self) -> tuple[Action, ...]:
-        return tuple(a for a in self.actions if a.kind in ("F", "SEND_F", "RECV_F"))
-
-    @cached_property
-    def backward_only(self) -> tuple[Action, ...]:
-        return tuple(a for a in self.actions if a not in set(self.forward_only))
-
-    def run(self, run: Run, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if action.kind in COMPUTE:
-                self._compute(run, action)
-            elif action.kind in ("RECV_F", "RECV_B"):
-                self._receive(action.stage, FORWARD if action.kind == "RECV_F" else BACKWARD, _number(action))
-            elif action.kind in ("SEND_F", "SEND_B"):
-                self._send(run, action.stage, FORWARD if action.kind == "SEND_F" else BACKWARD, _number(action))
+    def run(self, run: Run, training: bool = True) -> None:
+        """A whole step; without `training` its forwards alone."""
+        for program in self.programs.values():
+            program.begin()
+        for action in self.table.ranks[self.wires.me]:
+            if training or action.kind in FORWARDS:
+                self._act(run, action)
         self.wires.flush()
+        for stage, program in self.programs.items():
+            run.grads.update(((stage, name), g) for name, g in program.finish().items())
 
-    def _compute(self, run: Run, action: Action) -> None:
-        program, m = self.programs[action.stage], _number(action)
-        receives, sends = RECEIVES.get(action.kind), SENDS.get(action.kind)
-        if receives:
-            self._receive(action.stage, FORWARD if action.kind == "F" else BACKWARD, m)  # what is posted already stays
+    def _act(self, run: Run, action: Action) -> None:
+        window = FORWARD if action.kind in FORWARDS else BACKWARD
+        if action.kind in COMPUTE:
+            self._compute(run, action, window)
+        elif action.kind.startswith("RECV"):
+            self._receive(action.stage, window, _number(action))
+        elif action.kind.startswith("SEND"):
+            self._send(run, action.stage, window, _number(action))
+
+    def _compute(self, run: Run, action: Action, crossing: str) -> None:
+        m, stage = _number(action), action.stage
+        if action.kind in RECEIVES:
+            self._receive(stage, crossing, m)  # what is posted already stays
+        if action.kind == "F":
+            run.micros[stage, m] = run.micro(stage, m)
         for window in WINDOWS[action.kind]:
-            program.run(window, m, lambda port: self._given(run, program, port, m), lambda port, value: self._take(run, port, value, m))
-        if sends and Action(sends, action.stage, m) not in self._listed:  # type: ignore[arg-type]
-            self._send(run, action.stage, FORWARD if action.kind == "F" else BACKWARD, m)
+            self._window(run, stage, window, m)
+        if action.kind in ("B", "W"):
+            del run.micros[stage, m]
+        if action.kind in SENDS and Action(SENDS[action.kind], stage, m) not in self._listed:  # type: ignore[arg-type]
+            self._send(run, stage, crossing, m)
 
-    def _given(self, run: Run, program: StageProgram, port: Port, m: int) -> object:
-        if port.kind == "seed":
-            return run.feed.seeds[m]
-        name = str(port.name)
-        if name.startswith("recv:"):
-            hop = program.stage.received(name)
-            if self._is_here(hop):
-                return run.local.pop((hop.name, m))
-            return self.wires.take(self._message(hop, m))
-        return run.feed.inputs[m][name] if port.kind == "input" else run.feed.tangents[m][port.name]
+    def _window(self, run: Run, stage: int, window: str, m: int) -> None:
+        program, micro = self.programs[stage], run.micros[stage, m]
+        function = program.windows.functions.get(window)
+        if function is None:
+            return
+        self._arrive(run, program, micro, function.takes, m)
+        if window != FORWARD and m in run.empty and stage == self.table.stages - 1:
+            return self._nothing(run, program, window, m)
+        out = program.windows.run(window, micro)
+        users = {port.name: value for port, value in out.items() if port.kind == "user"}
+        for port, value in out.items():
+            if port.kind == "send":
+                run.outbox[port.name, m] = value
+            elif port.kind == "mutation":
+                self.stored.write(port.name, value)
+            elif port.kind == "grad":
+                run.grads[stage, port.name] = value
+        if window == FORWARD:
+            micro.inputs = {}
+        if users:
+            tangents = run.results(m, users)
+            micro.tangents.update(tangents or {})
+            if tangents is None:
+                run.empty.add(m)
 
-    def _take(self, run: Run, port: Port, value: torch.Tensor, m: int) -> None:
-        if port.kind == "send":
-            run.outbox[port.name, m] = value
-        elif port.kind == "user":
-            run.users[port.name, m] = value
-        else:
-            self._add(run, port.name, value)
+    def _arrive(self, run: Run, program: StageProgram, micro: Micro, takes: tuple[Port, ...], m: int) -> None:
+        """Wait for what the window takes of other stages."""
+        for port in takes:
+            name = str(port.name)
+            if port.kind in ("input", "tangent") and name.startswith("recv:"):
+                hop = program.stage.received(name)
+                value = run.local.pop((hop.name, m)) if self._is_here(hop) else self.wires.take(self._message(hop, m))
+                micro.inputs, micro.tangents = ({**micro.inputs, name: value}, micro.tangents) if port.kind == "input" else (
+                    micro.inputs, {**micro.tangents, name: value})  # type: ignore[dict-item]
 
-    def _add(self, run: Run, name: str, value: torch.Tensor) -> None:
-        """Gradients over micro-batches. The first may share memory with another output, a sum of two has its own."""
-        n = run.counts[name] = run.counts.get(name, 0) + 1
-        if n == 1:
-            run.grads[name] = value
-        elif n == 2:
-            run.grads[name] = run.grads[name] + value
-        else:
-            run.grads[name] += value
+    def _nothing(self, run: Run, program: StageProgram, window: str, m: int) -> None:
+        """The backward of a micro-batch that counts nothing (all its targets ignored): a mean of nothing has no gradient, its part of the
+        batch's is zero."""
+        for hop in program.stage.sends:
+            if hop.window == window == BACKWARD:
+                run.outbox[hop.name, m] = torch.zeros(program.wire_shape(hop), dtype=hop.meta.dtype, device=self.wires.device)
 
     def _receive(self, stage: int, window: str, m: int) -> None:
         program = self.programs[stage]
