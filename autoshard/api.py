@@ -27,6 +27,7 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.seed_notes import seed_notes
 from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline import batch
+from autoshard.pipeline.cut_search import choices, searched
 from autoshard.pipeline.pipelined import pipelined, submesh
 from autoshard.pipeline.plan_stages import merged, plan_stages
 from autoshard.program.calling import Traced
@@ -172,15 +173,19 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
                   **how: Any) -> Plan:
     """Cut the graph, plan every stage on its submesh, and put the plans together."""
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
-    with clock("cut"):
-        made, wire = pipelined(traced.graph, mesh, options.pipeline, profile), profile.links_for(mesh)[0]
+    stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
 
     def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int) -> Plan:
         step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight)
-        table = prices(replace(traced, graph=graph), made.submesh, options, clock=clock, fixed=fixed, profile=profile, step=step)
+        table = prices(replace(traced, graph=graph), stages, options, clock=clock, fixed=fixed, profile=profile, step=step)
         return decide(table, options, clock=clock, **how)
 
-    return merged(made, plan_stages(made, fixed, plan_stage), wire)
+    def plan_with(choice: Pipeline) -> Plan:
+        made = pipelined(traced.graph, mesh, choice, profile)
+        return merged(made, plan_stages(made, fixed, plan_stage), wire)
+
+    limit = options.memory_limit(profile)
+    return searched(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, plan_stage, profile, wire, limit), plan_with)
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
