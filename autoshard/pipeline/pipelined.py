@@ -17,7 +17,7 @@ from autoshard.pipeline.blocks import Blocks
 from autoshard.pipeline.check import check
 from autoshard.pipeline.cut import Cut, cut
 from autoshard.pipeline.cut_points import balanced, named
-from autoshard.pipeline.schedules import SCHEDULES, make_schedule
+from autoshard.pipeline.schedules import make_schedule
 from autoshard.pipeline.split import split_backward
 from autoshard.pipeline.transfers import with_transfers
 

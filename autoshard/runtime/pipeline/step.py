@@ -87,7 +87,8 @@ class PipelineStep:
         result = _Gradients.apply(self, model, outs, grads, *leaves)
         return result if isinstance(result, tuple) else (result,)
 
-    def _step(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, training: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _step(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int,
+              training: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Results of the batch, and local gradients in the order of `grad_names`."""
         found = _Found(self)
         run = Run(lambda stage, m: self._micro(stage, m, tensors, given, seed), found.add)
