@@ -17,7 +17,7 @@ from autoshard.report.tables import report_console, section, table
 MOST_COLLECTIVES = 24
 PROVEN = 1e-9  # a relative gap below this is rounding
 KIND_WORDS = {"weight": "weight", "buffer": "buffer", "input": "input", "activation": "output", "output": "result"}
-PASS_WORDS = {"forward": "fwd", "backward": "bwd"}
+PASS_WORDS = {"start": "start", "forward": "fwd", "backward": "bwd", "end": "end"}
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
