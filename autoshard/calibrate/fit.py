@@ -17,7 +17,7 @@ from autoshard import collectives
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.cost.cluster import OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
-from autoshard.cost.curve import Curve
+from autoshard.cost.curve import Curve, Points
 from autoshard.rules.family import PRICED, Family
 
 ANCHOR = {Family.POINTWISE: ("aten::add.Tensor", "aten::mul.Tensor"), Family.REDUCTION: ("aten::sum.dim_IntList",),
@@ -93,8 +93,8 @@ def _device(machine: Machine, used: Sequence[Sample]) -> Device:
     bandwidth = max(s.amount / s.seconds for s in light)
     fraction = {f: _fraction([s for s in ops if s.family is f], bandwidth, peak) for f in PRICED}
     overhead = min(s.seconds for s in light)
-    return Device(machine.device, tuple(sorted(peak.items())), bandwidth, machine.memory, overhead,
-                  tuple((f.value, fraction[f]) for f in PRICED), _op_curves(used), updates_together=machine.backend == "nccl")
+    efficiency = {f.value: fraction[f] for f in PRICED}
+    return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, _op_curves(used), updates_together=machine.backend == "nccl")
 
 
 def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float]) -> float:
@@ -104,7 +104,7 @@ def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float
     return min(geometric_mean(rates), 1.0) if rates else 0.5
 
 
-def _op_curves(used: Sequence[Sample]) -> tuple[tuple[str, Curve], ...]:
+def _op_curves(used: Sequence[Sample]) -> dict[str, Points]:
     """Per op and dtype, and per family and dtype for ops that were not measured."""
     groups: dict[str, list[Sample]] = {}
     for s in used:
@@ -115,7 +115,7 @@ def _op_curves(used: Sequence[Sample]) -> tuple[tuple[str, Curve], ...]:
             groups.setdefault(f"{s.key}/{s.dtype}", []).append(s)
             if s.key in ANCHOR.get(s.family, (s.key,)):
                 groups.setdefault(f"{s.family}/{s.dtype}", []).append(s)
-    return tuple((key, monotone((s.amount, s.seconds) for s in groups[key])) for key in sorted(groups))
+    return {key: monotone((s.amount, s.seconds) for s in groups[key]).points for key in sorted(groups)}
 
 
 def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:
@@ -133,8 +133,8 @@ def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:
             curves[kind] = monotone(left)
     best = [c.amounts[-1] / c.seconds[-1] for c in curves.values()]
     bandwidth = max(best)
-    return Link(machine.links[i], machine.devices[i] if i + 1 < len(machine.links) else float("inf"), latency,
-                median(c.seconds[0] for c in curves.values()), bandwidth, min(geometric_mean(best) / bandwidth, 1.0),
+    return Link(machine.links[i], latency, median(c.seconds[0] for c in curves.values()), bandwidth,
+                min(geometric_mean(best) / bandwidth, 1.0), machine.devices[i] if i + 1 < len(machine.links) else float("inf"),
                 measured=bounded(curves))
 
 
@@ -149,7 +149,7 @@ def _latency(samples: Sequence[Sample]) -> float:
     return min(max(median(slopes), 1e-8), limit) if slopes else limit / 2
 
 
-def bounded(curves: dict[str, Curve]) -> tuple[tuple[str, Curve], ...]:
+def bounded(curves: dict[str, Curve]) -> dict[str, Points]:
     """An exchange never costs more than the gather of the same local tensor, which could stand in for it: over n ranks
     that has n >= 2 times the bytes on the wire. The lower of two lines lies above its chord, so bounding the points of
     both curves bounds everything between."""
@@ -160,4 +160,4 @@ def bounded(curves: dict[str, Curve]) -> tuple[tuple[str, Curve], ...]:
         last = amounts[-1]  # from here on both are straight: go on with the flatter one
         rise = min(float(exchange(2 * last) - exchange(last)), float(gather(4 * last) - gather(2 * last)))
         curves = {**curves, "all_to_all": Curve((*amounts, 2 * last), (*lower, lower[-1] + rise))}
-    return tuple(curves.items())
+    return {kind: curve.points for kind, curve in curves.items()}
