@@ -15,12 +15,13 @@ import torch
 
 from autoshard import collectives
 from autoshard.calibrate.sample import Machine, Sample
-from autoshard.cost.cluster import FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster
+from autoshard.cost.cluster import OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.curve import Curve
+from autoshard.rules.family import PRICED, Family
 
-ANCHOR = {"pointwise": ("aten::add.Tensor", "aten::mul.Tensor"), "reduction": ("aten::sum.dim_IntList",),
-          "norm": ("aten::native_layer_norm", "aten::native_layer_norm_backward"), "matmul": ("aten::mm", "aten::addmm")}
+ANCHOR = {Family.POINTWISE: ("aten::add.Tensor", "aten::mul.Tensor"), Family.REDUCTION: ("aten::sum.dim_IntList",),
+          Family.NORM: ("aten::native_layer_norm", "aten::native_layer_norm_backward"), Family.MATMUL: ("aten::mm", "aten::addmm")}
 """Ops that stand for their family where an op of it has no curve of its own; of the other families, all."""
 
 
@@ -56,7 +57,7 @@ def predicted(cluster: Cluster, s: Sample) -> float:
     if s.kind == "optimizer":
         curve = cluster.device.curve_of(f"{OPTIMIZER}/{s.key}", OPTIMIZER, torch.float32)
         return float(curve(s.amount))
-    flops = s.amount if s.family in HEAVY else 0.0
+    flops = s.amount if s.family.heavy else 0.0
     return float(op_seconds(s.family, flops, s.moved, getattr(torch, s.dtype), cluster.device, s.key))
 
 
@@ -87,19 +88,19 @@ def monotone(points: Iterable[tuple[float, float]]) -> Curve:
 
 def _device(machine: Machine, used: Sequence[Sample]) -> Device:
     ops = [s for s in used if s.kind == "op"]
-    heavy, light = [s for s in ops if s.family in HEAVY], [s for s in ops if s.family not in HEAVY]
+    heavy, light = [s for s in ops if s.family.heavy], [s for s in ops if not s.family.heavy]
     peak = {d: max(s.amount / s.seconds for s in heavy if s.dtype == d) for d in sorted({s.dtype for s in heavy})}
     bandwidth = max(s.amount / s.seconds for s in light)
-    fraction = {f: _fraction([s for s in ops if s.family == f], bandwidth, peak) for f in FAMILIES}
+    fraction = {f: _fraction([s for s in ops if s.family is f], bandwidth, peak) for f in PRICED}
     overhead = min(s.seconds for s in light)
     return Device(machine.device, tuple(sorted(peak.items())), bandwidth, machine.memory, overhead,
-                  tuple((f, fraction[f]) for f in FAMILIES), _op_curves(used), updates_together=machine.backend == "nccl")
+                  tuple((f.value, fraction[f]) for f in PRICED), _op_curves(used), updates_together=machine.backend == "nccl")
 
 
 def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float]) -> float:
     """Reached share of the best rate, over the largest size of each op; a family without samples is taken at a half."""
     largest = {(s.key, s.dtype): s for s in sorted(samples, key=lambda s: s.amount)}
-    rates = [s.amount / s.seconds / (peak[s.dtype] if s.family in HEAVY else bandwidth) for s in largest.values()]
+    rates = [s.amount / s.seconds / (peak[s.dtype] if s.family.heavy else bandwidth) for s in largest.values()]
     return min(geometric_mean(rates), 1.0) if rates else 0.5
 
 

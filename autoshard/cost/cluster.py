@@ -22,12 +22,10 @@ from autoshard.collectives import KINDS
 from autoshard.cost.curve import Curve
 from autoshard.cost.reader import Reader
 from autoshard.errors import ClusterError
+from autoshard.rules.family import PRICED, Family
 
 VERSION = 1
 OPTIMIZER = "optimizer"
-HEAVY = ("matmul", "attention", "conv")
-"""Op families that count FLOPs. Their time can hide communication; the others are too short or memory-bound."""
-FAMILIES = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "gather", "random", "copy")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,8 @@ class Device:
 
     peak              (dtype name, dense FLOP/s) pairs, dtype names as torch writes them ("bfloat16")
     memory_bandwidth  bytes/s;  memory_capacity  bytes;  kernel_overhead  seconds an op costs at least
-    efficiency        (op family, achievable fraction of peak or bandwidth) pairs, one per `FAMILIES`
+    efficiency        (op family, achievable fraction of peak or bandwidth) pairs: every family in `PRICED`, others where they differ from
+                      what they are priced as
     measured          (what, seconds over amount) pairs that stand in for the roofline; see `curve_of`
     fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
     allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
@@ -69,14 +68,16 @@ class Device:
         return dict(self.measured)
 
     def curve_of(self, op: str, family: str, dtype: torch.dtype) -> Curve | None:
-        """The measured curve of an op ("aten::gelu"), else of its family, a dtype's own before the common one:
-        keys "aten::gelu/bfloat16", "aten::gelu", "pointwise/bfloat16", "pointwise". None: use the roofline.
+        """The measured curve of an op ("aten::gelu"), else of its family, else of what that is priced as, a dtype's own before the
+        common one: keys "aten::gelu/bfloat16", "aten::gelu", "pointwise/bfloat16", "pointwise". None: use the roofline.
 
         Amounts are FLOP for matmul, attention and conv, bytes read and written for the others."""
         if not self.measured:
             return None
         name = str(dtype).removeprefix("torch.")
-        keys = (f"{op}/{name}", op, f"{family}/{name}", family)
+        keys = [f"{op}/{name}", op, f"{family}/{name}", family]
+        if isinstance(family, Family) and family.priced_as is not family:
+            keys += [f"{family.priced_as}/{name}", family.priced_as]
         return next((self._measured[k] for k in keys if k in self._measured), None)
 
     @cached_property
@@ -84,17 +85,18 @@ class Device:
         return dict(self.peak)
 
     @cached_property
-    def _efficiency(self) -> dict[str, float]:
-        return dict(self.efficiency)
+    def _efficiency(self) -> dict[Family, float]:
+        given = dict(self.efficiency)
+        return {f: given[f] if f in given else given[f.priced_as] for f in Family if f in given or f.priced_as in given}
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """FLOP/s for `dtype`; dtypes without a number of their own (integers) run at the float32 rate."""
         return self._peak.get(str(dtype).removeprefix("torch."), self._peak["float32"])
 
-    def efficiency_of(self, family: str) -> float:
-        """Achievable fraction for an op family. Raises ClusterError for a family no profile knows."""
+    def efficiency_of(self, family: Family) -> float:
+        """Achievable fraction for an op family. Raises ClusterError for a device that was made without it."""
         if family not in self._efficiency:
-            raise ClusterError(f"no efficiency for op family {family!r}; the families are {', '.join(FAMILIES)}")
+            raise ClusterError(f"{self.name} has no efficiency for op family {family.priced_as.value!r}; give one for each of {', '.join(PRICED)}")
         return self._efficiency[family]
 
 
@@ -302,7 +304,8 @@ def _build(data: Any, origin: str, sources: Any) -> Cluster:
 def _device(r: Reader) -> Device:
     peak, efficiency = r.table("peak"), r.table("efficiency")
     rates = tuple((k, peak.number(k)) for k in sorted(peak.keys() | {"float32"}))
-    fractions = tuple((k, efficiency.fraction(k, above_zero=True)) for k in FAMILIES)
+    wanted = (*PRICED, *(f for f in Family if f not in PRICED and not f.free and f in efficiency.keys()))
+    fractions = tuple((f.value, efficiency.fraction(f.value, above_zero=True)) for f in wanted)
     efficiency.finish()
     out = Device(r.take("name", str), rates, r.number("memory_bandwidth"), r.number("memory_capacity"),
                  r.number("kernel_overhead"), fractions, r.curves("measured"), r.take("fuses", bool, False),
@@ -310,9 +313,9 @@ def _device(r: Reader) -> Device:
                  r.numbers("host_link", HostLink))
     r.finish()
     for key, _ in out.measured:
-        if "::" not in key and key.partition("/")[0] not in (*FAMILIES, OPTIMIZER):
+        if "::" not in key and key.partition("/")[0] not in (*Family, OPTIMIZER):
             raise ClusterError(f"{r.where('measured')} has a curve for {key!r}; name an op (aten::gelu) or a family "
-                               f"({', '.join(FAMILIES)}, {OPTIMIZER}), with a dtype or without (matmul/float32)")
+                               f"({', '.join(f for f in Family if not f.free)}, {OPTIMIZER}), with a dtype or without (matmul/float32)")
     return out
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, Window
 from autoshard.base.spec import Spec
-from autoshard.cost.cluster import HEAVY
 from autoshard.decide.kinds import kind_of
 from autoshard.decide.shown_tensors import layouts
 from autoshard.formulate.copies import State
@@ -93,7 +92,7 @@ def price(chosen: Chosen) -> dict[str, float]:
         compute += float(cost.compute[s])
         blocking += float(cost.inner[s])
         update += float(cost.update[s])
-        if op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
+        if registry.is_heavy(op):
             heavy[op.phase] += float(cost.compute[s])
     overlaps = overlap.eta > 0 and table.mesh.size > 1
     for ref, source, copy in chosen.copies:

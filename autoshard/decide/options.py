@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
+from autoshard.cost.optimizers import optimizer_name
 from autoshard.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -161,13 +162,6 @@ def planned_under(plan: Plan) -> dict[str, Any]:
     return {**{f.name: said.get(f.name, f.default) for f in fields(Options) if f.metadata.get("recorded")},
             "optimizer": said.get("optimizer", Options.optimizer), "precision": Precision(**policy) if policy else None,
             "seeds": dict(plan.seeds), "passing": Passing(said.get("inputs", "global"), said.get("outputs", "replicate"))}
-
-
-def optimizer_name(optimizer: Any) -> str:
-    """"adamw" for torch.optim.AdamW and the like; SGD with momentum is "momentum"."""
-    if isinstance(optimizer, str) or optimizer is None:
-        return optimizer or "none"
-    return getattr(optimizer, "__name__", type(optimizer).__name__).lower()
 
 
 def default_cluster(mesh: Any) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Layout, OpPlan
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 
 
@@ -34,8 +35,8 @@ def _inputs(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
 
 
 def _outputs(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
-    for op in graph.of_kind("output"):
-        if str(op.target).startswith("user:") and op.name in ops and op.refs:
+    for op in graph.outputs(Role.USER).values():
+        if op.name in ops and op.refs:
             yield _layout(graph, "output", str(op.target), "", op.refs[0], ops[op.name].inputs[0])
 
 

@@ -27,7 +27,6 @@ import numpy as np
 from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import AGAIN
 from autoshard.base.spec import NOWHERE, Spec
-from autoshard.cost.cluster import HEAVY
 from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
 from autoshard.formulate.copies import KEPT, CopyNode, State, copy_states, producer_table, reader_table, with_source
 from autoshard.recompute.rewrite import is_source
@@ -168,7 +167,7 @@ def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
         op = b.table.graph.op(name)
         if op.kind == "param":
             _add_stored(b, node, op, picked)
-        if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
+        if b.overlaps and registry.is_heavy(op):
             b.add_items(node, b.window_row(name), -b.eta * cost.compute[picked])
 
 
@@ -363,7 +362,7 @@ def _least_saved(b: _Builder, ref: Ref) -> float:
 def storage_root(graph, ref: Ref) -> Ref:
     """The value whose buffer `ref` is a view of."""
     op = graph.op(ref.op)
-    while op.kind == "call" and registry.rule_of(op.target).family == "view" and len(op.refs) == 1:
+    while registry.is_view(op) and len(op.refs) == 1:
         ref = op.refs[0]
         op = graph.op(ref.op)
     return ref
@@ -373,13 +372,8 @@ def _tie_gradients(b: _Builder) -> None:
     """A gradient leaves in its parameter's stored spec, or as its input comes in, a tangent enters as the dual of its output; seeds
     tie what lies alike."""
     graph = b.table.graph
-    stored = {op.target: op for op in graph.of_kind("param", "input")}
-    users = {str(op.target): op for op in graph.of_kind("output")}
-    for name, out in users.items():
-        if name.startswith("grad:"):
-            _add_equality(b, stored[name.removeprefix("grad:")], out)
-    for tangent in graph.of_kind("tangent"):
-        _add_equality(b, tangent, users[f"user:{tangent.target}"])
+    for pair in graph.chosen_ties.items():
+        _add_equality(b, *sorted(map(graph.op, pair), key=lambda op: op.kind == "output"))
     for one, other in b.table.seeds.ties:
         _add_equality(b, graph.op(one), graph.op(other))
 

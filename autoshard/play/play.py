@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.plan import Plan, Window
+from autoshard.base.roles import Role
 from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 
 FOREVER = 2**62
+KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries"}
+"""Category of memory in which a window's results are counted from its end on."""
 
 
 @dataclass(eq=False)
@@ -102,8 +105,8 @@ class _Player:
         there, which lowering takes for contiguous."""
         window = schedule.windows[i].name
         needed = dict.fromkeys(held for later in schedule.windows[i:] for held in later.takes)
-        for op in self.graph.of_kind("output"):
-            if str(op.target).startswith("mutation:") and op.name in schedule.outputs:
+        for op in self.graph.outputs(Role.MUTATION).values():
+            if op.name in schedule.outputs:
                 self._let_go(self.env[schedule.outputs[op.name]][0])
         stay = {held: self.env[held][0] for held in (*needed, *self._stored()) if held in self.env}
         self.env = {held: (buffer, self._contiguous(held)) for held, buffer in stay.items()}
@@ -155,8 +158,7 @@ class _Player:
 
     def _leaving(self, window: WindowSchedule, schedule: Schedule) -> list[tuple[Held, str]]:
         """Values that outlive the window, with what they are kept for."""
-        kinds = {"user": "outputs", "grad": "gradients", "mutation": "temporaries"}
-        out = [(schedule.outputs[op.name], kinds[str(op.target).partition(":")[0]])
+        out = [(schedule.outputs[op.name], KEPT_AS[op.target.role])
                for op in self.graph.of_kind("output") if op.phase == window.name and op.name in schedule.outputs]
         return out + [(held, "saved") for held in window.saves]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoshard.base import quantities
 from autoshard.base.plan import Collective, Layout, Plan
+from autoshard.base.roles import Output
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.report.collapse import Folded, collapse
 
@@ -164,7 +165,7 @@ def whole_buffers(plan: Plan) -> int:
 def _row_name(layout: Layout) -> str:
     """A part more for activations, so that the output of a layer itself stays within its group."""
     if layout.kind == "output":
-        return layout.name.replace("user:", "output:")
+        return Output.parse(layout.name).shown
     return f"{layout.name}.(layer)" if layout.kind == "activation" else layout.name
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.base.plan import Plan
+from autoshard.base.roles import Role
 from autoshard.errors import LoweringError
 from autoshard.lower.lower import LocalGraph, Port, lower
 from autoshard.lower.schedule import schedule
@@ -58,10 +59,10 @@ class Program:
         results = dict(forward)
         if self.backward is not None:
             backward = self._run(self.backward, given, watch)
-            self._grads = {port.name: value for port, value in backward.items() if port.kind == "grad"}
+            self._grads = {port.name: value for port, value in backward.items() if port.kind == Role.GRADIENT}
             results |= backward
         for port, value in forward.items():
-            if port.kind == "mutation":
+            if port.kind == Role.MUTATION:
                 self.local[port.name] = value
         return self._outcome(results)
 
@@ -104,13 +105,9 @@ class Program:
         return given
 
     def _outcome(self, results: Mapping[Port, Ranked]) -> Outcome:
-        found: dict[str, dict[str, Joined]] = {"user": {}, "grad": {}, "mutation": {}}
-        for op in self.graph.of_kind("output"):
-            kind, _, name = str(op.target).partition(":")
-            port = Port(kind, int(name) if kind == "user" else name)
-            found[kind][name] = joined(results[port], self.graph.meta(op.refs[0]), self.plan.ops[op.name].inputs[0], self.mesh)
-        users = tuple(found["user"][str(i)] for i in range(len(found["user"])))
-        return Outcome(users, found["grad"], found["mutation"])
+        found = {role: {name: joined(results[Port(role, name)], self.graph.meta(op.refs[0]), self.plan.ops[op.name].inputs[0], self.mesh)
+                        for name, op in self.graph.outputs(role).items()} for role in Role}
+        return Outcome(tuple(found[Role.USER].values()), found[Role.GRADIENT], found[Role.MUTATION])
 
 
 def _own(pieces: Ranked) -> Ranked:

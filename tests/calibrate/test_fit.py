@@ -21,6 +21,7 @@ from autoshard.collectives import KINDS
 from autoshard.cost.cluster import AxisLink, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import UsageError
+from autoshard.rules.family import Family
 from autoshard.runtime.ranks.place import locate
 
 TRUTH = load_cluster("cpu-gloo")
@@ -39,11 +40,11 @@ def samples(noise=0.0, seed=0):
                   noisy(collectives.seconds(kind, size, AxisLink(((TRUTH.links[0], 2),)))), size in HELD_SIZES, ranks=2, nbytes=size)
            for size in (*SIZES, *HELD_SIZES) for kind in KINDS]
     for k, amount in enumerate(np.logspace(3, 9, 19)):
-        for key, family in (("aten::add.Tensor", "pointwise"), ("aten::native_layer_norm", "norm")):
+        for key, family in (("aten::add.Tensor", Family.POINTWISE), ("aten::native_layer_norm", Family.NORM)):
             seconds = op_seconds(family, 0, amount, torch.float32, TRUTH.device)
             out.append(Sample("op", key, amount, noisy(seconds), k % 3 == 1, family, "float32", moved=amount))
-        seconds = op_seconds("matmul", amount, 1, torch.float32, TRUTH.device)
-        out.append(Sample("op", "aten::mm", amount, noisy(seconds), k % 3 == 1, "matmul", "float32", moved=1))
+        seconds = op_seconds(Family.MATMUL, amount, 1, torch.float32, TRUTH.device)
+        out.append(Sample("op", "aten::mm", amount, noisy(seconds), k % 3 == 1, Family.MATMUL, "float32", moved=1))
         out.append(Sample("optimizer", "adamw", amount, noisy(1e-5 + amount / 1e10), k % 3 == 1, dtype="float32", moved=amount))
     return out
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from autoshard.base.mesh import parse_mesh
-from autoshard.cost.cluster import FAMILIES, Cluster, available, load_cluster
+from autoshard.cost.cluster import Cluster, available, load_cluster
 from autoshard.errors import ClusterError
+from autoshard.rules.family import PRICED
 
 
 def text_of(name):
@@ -31,7 +32,7 @@ def test_the_three_profiles_are_there():
 def test_profile_is_sane_and_survives_a_snapshot(name):
     c = load_cluster(name)
     assert c.name == name
-    assert dict(c.device.efficiency).keys() == set(FAMILIES)
+    assert dict(c.device.efficiency).keys() == set(PRICED)
     assert c.device.peak_flops(torch.bfloat16) >= c.device.peak_flops(torch.float32) >= c.device.peak_flops(torch.float64)
     assert c.device.peak_flops(torch.int64) == c.device.peak_flops(torch.float32)
     for inner, outer in zip(c.links, c.links[1:], strict=False):
@@ -39,7 +40,7 @@ def test_profile_is_sane_and_survives_a_snapshot(name):
         assert inner.overhead <= outer.overhead
     optional = sum((l.devices < 1e18) + (l.oversubscription != 1) + 2 * (l.in_network is not None) + len(l.measured)
                    for l in c.links) + len(c.device.measured) + 2 * (c.device.host_link is not None)
-    assert len(c.sources) == len(c.device.peak) + len(FAMILIES) + 3 + 4 * len(c.links) + 2 + optional and all(len(s) > 8 for _, s in c.sources)
+    assert len(c.sources) == len(c.device.peak) + len(PRICED) + 3 + 4 * len(c.links) + 2 + optional and all(len(s) > 8 for _, s in c.sources)
     snapshot = json.loads(json.dumps(c.snapshot()))
     assert Cluster.from_snapshot(snapshot) == c
     assert Cluster.from_snapshot(snapshot).snapshot() == c.snapshot()

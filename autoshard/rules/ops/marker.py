@@ -9,6 +9,7 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.base.spec import is_partial, parse_spec
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.types import LocalContext, Row
 
@@ -17,7 +18,7 @@ def _same(ctx: LocalContext, x: Any, *args: Any) -> Any:
     return torch.ops.aten.alias.default(x)
 
 
-SAME = rule("... -> ...", family="view", local=_same)
+SAME = rule("... -> ...", family=Family.VIEW, local=_same)
 
 
 def _rows(call: Call) -> tuple[Row, ...]:
