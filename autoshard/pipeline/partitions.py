@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from autoshard.pipeline.actions import KINDS, Action, ActionTable
-from autoshard.pipeline.network import NUMBER, network_of
+from autoshard.pipeline.network import NUMBER, Network, network_of
 from autoshard.pipeline.play import makespans
 from autoshard.pipeline.step_end import with_step_end
 from autoshard.search.partition import Chain, Course
@@ -57,11 +57,16 @@ def _loads(actions: tuple[Action, ...], stages: list[int]) -> np.ndarray:
 
 
 def price_by_play(chain: Chain, table: ActionTable) -> Callable[[np.ndarray], np.ndarray]:
-    """Makespans of rows of cuts. What is done once a step ends a rank's step; the reduction of gradients is part of it."""
-    network = network_of(with_step_end(table))
+    """Makespans of rows of cuts, with what is done once a step."""
+    return price_on(chain, network_of(with_step_end(table)))
+
+
+def price_on(chain: Chain, network: Network) -> Callable[[np.ndarray], np.ndarray]:
+    """The same on a network that is made already, with REDUCE and UPDATE in its table."""
+    stages = network.table.stages
 
     def price(cuts: np.ndarray) -> np.ndarray:
-        seconds = np.zeros((len(cuts), len(KINDS), table.stages))
+        seconds = np.zeros((len(cuts), len(KINDS), stages))
         forward, backward, weight, once = (whole(t, cuts) for t in (chain.forward, chain.backward, chain.weight, chain.once))
         parts = {"F": forward, "B": backward + weight, "I": backward, "W": weight, "UPDATE": once}
         for kind, values in parts.items():

@@ -108,26 +108,27 @@ def balanced(chain: Chain, stages: int) -> np.ndarray:
     return np.array([[0, *np.minimum(cuts, chain.blocks - stages + inner), chain.blocks]])
 
 
-def partition(chain: Chain, course: Course, price: Price, memory_limit: float = np.inf, most: int = 1_000) -> Partition:
+def partition(chain: Chain, course: Course, price: Price, memory_limit: float = np.inf, most: int = 1_000, cutoff: float = np.inf) -> Partition:
     """The cheapest cut of `chain` by `price`, which takes rows of cuts and gives seconds, none below their bound. With more than about `most`
-    partitions between bound and price the search ends with the best one that it has seen, and the bound is proven all the same."""
+    partitions between bound and price the search ends with the best one that it has seen, and the bound is proven all the same.
+    Partitions that are not below `cutoff` are of no use: if there is no other, the bound is the cutoff, and there are no cuts."""
     stages = Stages(chain, course, memory_limit)
-    bound = stages.bound()
-    if not np.isfinite(bound):
-        return Partition((), np.inf, np.inf, 0)
-    search = Search(stages, price, most)
+    bound = stages.bound(cutoff)
+    if bound >= cutoff:
+        return Partition((), np.inf, bound, 0)
+    search = Search(stages, price, most, best=cutoff)
     search.offer(search.possible(balanced(chain, course.stages)))
     if search.cuts:
         search.descend()
     bound = _by_levels(search, bound)
-    return Partition(search.cuts, search.best, min(bound, search.best), len(search.seen))
+    return Partition(search.cuts, search.best if search.cuts else np.inf, min(bound, search.best), len(search.seen))
 
 
 def _by_levels(search: Search, root: float) -> float:
     """Prices level by level; the bound that is proven at the end."""
     bound = root
     for level in LEVELS:
-        known = search.best if search.cuts else 2.0 * root
+        known = search.best if np.isfinite(search.best) else 2.0 * root
         limit = root + level * (known - root) + PRECISION * root
         if not search.level(limit):
             return bound

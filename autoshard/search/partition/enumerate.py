@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.search.partition.feasible import Stages
 
-NODES = 20  # begun partitions that are looked at for each one wanted
+NODES = 10  # begun partitions that are looked at for each one wanted
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,17 @@ def _begun(stages: Stages, seconds: float) -> Iterator[tuple[int, ...]]:
     room = stages.room(seconds)
     chain, course, m = stages.chain, stages.course, stages.course.microbatches
 
-    def continued(cuts: tuple[int, ...], before: float, busy: tuple[float, ...]) -> Iterator[tuple[int, ...]]:
+    begun = [((0,), 0.0, (0.0,) * len(course.of_rank))] if room[0, 0] >= 0.0 else []
+    while begun:
+        cuts, before, busy = begun.pop()
         yield cuts
         s, a = len(cuts) - 1, cuts[-1]
         if s == course.stages:
-            return
+            continue
         rank, both, work = course.rank_of[s], chain.both[a], chain.both[a] + chain.weight[a]
         after = before + both + stages.hops[s]
-        with np.errstate(invalid="ignore"):
-            possible = (stages.alone[s, a] <= seconds) & (before + m * both <= seconds) & (room[s + 1] >= after)
-            possible &= m * (busy[rank] + work) <= seconds
-        for b in np.flatnonzero(possible).tolist():
+        possible = (stages.alone[s, a] <= seconds) & (before + m * both <= seconds) & (room[s + 1] >= after)
+        possible &= m * (busy[rank] + work) <= seconds
+        for b in np.flatnonzero(possible)[::-1].tolist():
             now = (*busy[:rank], busy[rank] + float(work[b]), *busy[rank + 1:])
-            yield from continued((*cuts, b), float(after[b]), now)
-
-    if room[0, 0] >= 0.0:
-        yield from continued((0,), 0.0, (0.0,) * len(course.of_rank))
+            begun.append(((*cuts, b), float(after[b]), now))

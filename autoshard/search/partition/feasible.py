@@ -114,16 +114,18 @@ class Stages:
     def feasible(self, seconds: float) -> bool:
         return bool(self.room(seconds)[0, 0] >= 0.0)
 
-    def bound(self) -> float:
-        """A T that no partition is below: the largest that bisection finds to be infeasible. Infinite where nothing fits."""
-        if not np.isfinite(self.floor):
-            return np.inf
+    def bound(self, enough: float = np.inf) -> float:
+        """A T that no partition is below: the largest that bisection finds to be infeasible, or `enough`. Infinite where nothing fits."""
         low = self.floor
+        if low >= enough or not np.isfinite(low):
+            return low
+        if np.isfinite(enough) and not self.feasible(enough):
+            return enough
         if self.feasible(low):
             return low
-        high = 2.0 * low or 1.0
+        high = min(2.0 * low or 1.0, enough)
         while not self.feasible(high):
-            low, high = high, 2.0 * high
+            low, high = high, min(2.0 * high, enough)
         while high - low > PRECISION * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.feasible(middle) else (middle, high)

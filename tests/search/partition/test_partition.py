@@ -87,6 +87,17 @@ def test_a_search_that_is_cut_short_keeps_a_valid_bound():
     assert short.gap < 0.05
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_cutoff_ends_the_search_with_a_bound_that_says_so(seed):
+    case = random_case(seed)
+    best, _, _ = by_trying_all(case)
+    price = price_by_play(case.chain, case.table)
+    below = partition(case.chain, case.course, price, cutoff=0.99 * best)
+    assert (below.cuts, below.seconds) == ((), np.inf)
+    assert 0.99 * best * (1 - 1e-9) <= below.bound <= best * (1 + 1e-12)
+    assert partition(case.chain, case.course, price, cutoff=1.01 * best).seconds == pytest.approx(best, rel=1e-9)
+
+
 def test_formulas_without_a_player_choose_worse():
     """sum t + (M - 1) max t and the largest stage, taken for the truth: the partition of each is dearer than the best on some chains."""
     worse = {"sum and max": 0.0, "max": 0.0}
