@@ -251,16 +251,12 @@ def backward_sequence_number() -> int | None:
 
 # --- running ------------------------------------------------------------------------------------------
 
-COLLECTIVES = {
-    "all_gather": torch.ops._c10d_functional.all_gather_into_tensor.default,
-    "reduce_scatter": torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    "all_reduce": torch.ops._c10d_functional.all_reduce.default,
-    "all_to_all": torch.ops._c10d_functional.all_to_all_single.default,
-}
-"""Functional collectives: they start the transfer and return a tensor that `WAIT` completes."""
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
-COLLECTIVE_KINDS = {**{target: kind for kind, target in COLLECTIVES.items()}, ALL_REDUCE_IN_PLACE: "all_reduce"}
+def functional_collective(name: str) -> Any:
+    """torch's functional collective of this name. They start and return a tensor that `WAIT` completes."""
+    return getattr(torch.ops._c10d_functional, name).default
+
+
+WAIT = functional_collective("wait_tensor")
 
 
 def fake_mode() -> Any:

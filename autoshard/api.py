@@ -60,8 +60,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     example_inputs the positional inputs (real, fake or meta tensors); with `loss_fn` the last one is the
                    target and the graph computes loss_fn(model(*inputs[:-1]), target)
     training       None: with gradients when grad mode is on and some parameter is trainable
-    optimizer      "adamw", "adam", "sgd", "momentum", "nadam", "radam", "adamax", "rmsprop", "adagrad", "adafactor", "adamw8bit",
-                   "adam8bit", "none", or a torch.optim class of one of these names
+    optimizer      "adamw", "sgd", "none" or another name of cost/optimizers.py (`autoshard plan --help` lists them); or a class
+                   or an object of torch.optim that is there
     precision      Precision(param=, master=, reduce=), each of "bf16", "fp16", "fp32", "fp64"; None: the model's own dtypes
     inputs         "global": every rank gets the whole batch; "local": each gets its own part
     outputs        "replicate": whole on every rank; "dtensor", "local": as the plan splits them

@@ -11,6 +11,7 @@ from torch import nn
 from autoshard import Precision
 from autoshard.api import mesh_of, plan_traced
 from autoshard.base.graph import Ref
+from autoshard.base.roles import Role
 from autoshard.cli.read import parse_precision
 from autoshard.decide.options import Options
 from autoshard.program.flow import casts_of_parts, reduction_dtypes
@@ -65,14 +66,13 @@ def test_every_gradient_may_be_summed_somewhere(name, reduce):
     the gradient never is in it (batch norm), anywhere."""
     graph = program(name, reduce, batch=8).graph
     wanted, of_parts = reduction_dtypes(graph), casts_of_parts(graph)
-    for op in graph.of_kind("output"):
-        if str(op.target).startswith("grad:"):
-            ref, way = op.refs[0], []
-            while ref in wanted:
-                way.append(ref)
-                maker = graph.op(ref.op)
-                ref = maker.refs[0] if maker.refs else Ref("")
-            assert not way or any(graph.meta(r).dtype == wanted[r] for r in way), op.target
+    for op in graph.outputs(Role.GRADIENT).values():
+        ref, way = op.refs[0], []
+        while ref in wanted:
+            way.append(ref)
+            maker = graph.op(ref.op)
+            ref = maker.refs[0] if maker.refs else Ref("")
+        assert not way or any(graph.meta(r).dtype == wanted[r] for r in way), op.target
     for name in of_parts:
         op = graph.op(name)
         assert op.outputs[0].dtype == Precision(reduce=reduce).reduction
@@ -90,8 +90,9 @@ class Plain(nn.Module):
 def test_a_reduction_in_neither_dtype_casts_gradients_there_and_back():
     graph = trace(Plain(), (torch.randn(4, 8), torch.randn(4, 8)), loss_fn=nn.functional.mse_loss, training=True,
                   precision=Precision(param=None, reduce="bf16")).graph
-    for op in graph.of_kind("output"):
-        if str(op.target).startswith("grad:"):
-            back = graph.op(op.refs[0].op)
-            assert "_to_copy" in str(back.target) and graph.meta(op.refs[0]).dtype == torch.float32
-            assert graph.meta(back.refs[0]).dtype == torch.bfloat16
+    gradients = graph.outputs(Role.GRADIENT)
+    assert set(gradients) == {op.target for op in graph.of_kind("param")}
+    for op in gradients.values():
+        back = graph.op(op.refs[0].op)
+        assert "_to_copy" in str(back.target) and graph.meta(op.refs[0]).dtype == torch.float32
+        assert graph.meta(back.refs[0]).dtype == torch.bfloat16

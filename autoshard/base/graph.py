@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from autoshard.base.roles import Role
 from autoshard.base.windows import ONCE
 
 Phase = str
@@ -155,8 +156,7 @@ class Op:
     """One step. `args` hold `Ref`s where the model passes tensors. Kinds other than "call":
 
     param / buffer   target = its qualified name          input     target = its name ("x", "input:0")
-    tangent          target = index of the user output    output    target = "user:0", "grad:wq.weight",
-                                                                    "mutation:bn.running_mean"; one Ref in args
+    tangent          target = index of the user output    output    target = an `Output`; one Ref in args
 
     `traced_at`: of a forward call its number in the trace, of a backward call that of the forward call whose gradient it takes part
     in (of its autograd node); -1 where there is none. It outlives ops that were simplified away.
@@ -290,6 +290,33 @@ class Graph:
 
     def of_kind(self, *kinds: Kind) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.kind in kinds)
+
+    def outputs(self, role: Role) -> dict[str | int, Op]:
+        """The output ops of one role by what they belong to (`Output.name`), in execution order."""
+        return self._outputs.get(role, {})
+
+    @cached_property
+    def _outputs(self) -> dict[Role, dict[str | int, Op]]:
+        found: dict[Role, dict[str | int, Op]] = {}
+        for op in self.of_kind("output"):
+            found.setdefault(op.target.role, {})[op.target.name] = op
+        return found
+
+    @cached_property
+    def ties(self) -> dict[str, str]:
+        """Op -> op that it lies as: a gradient as its parameter or input, a mutation as its buffer, a tangent as its output (where that is
+        not in another stage of a pipeline)."""
+        stored = {op.target: op.name for op in self.of_kind("param", "input", "buffer")}
+        results = self.outputs(Role.USER)
+        owned = [op for op in self.of_kind("output") if op.target.role is not Role.USER and op.target.name in stored]
+        ties = {op.name: stored[op.target.name] for op in owned}
+        return ties | {op.name: results[op.target].name for op in self.of_kind("tangent") if op.target in results}
+
+    @cached_property
+    def chosen_ties(self) -> dict[str, str]:
+        """`ties` between placements that are chosen. Buffers have a given one, which what is written back to them shares."""
+        mutations = {op.name for op in self.outputs(Role.MUTATION).values()}
+        return {name: other for name, other in self.ties.items() if name not in mutations}
 
     @cached_property
     def calls(self) -> dict[str, Call]:

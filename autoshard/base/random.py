@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from autoshard.base.custom_op import custom_op
+
 
 def seeded(op: Any, seed: int, salt: int, piece: int, *args: Any, **kwargs: Any) -> Any:
     """Run random `op` under a seed of (step seed, which op, which piece of the result this rank makes), and
@@ -32,7 +34,6 @@ def seeded_op(op: Any) -> Any:
     (seed: a tensor, so that a new seed is no new program; salt; piece; the arguments of `op`)."""
     name = f"seeded_{op.name()}".replace("::", "_").replace(".", "_")
     takes, _, gives = str(op._schema).partition("(")[2].rpartition(") -> ")
-    _library().define(f"{name}(Tensor seed, int salt, int piece, {takes}) -> {gives}")
 
     def run(seed: torch.Tensor, salt: int, piece: int, *args: Any, **kwargs: Any) -> Any:
         return seeded(op, int(seed), salt, piece, *args, **kwargs)
@@ -40,14 +41,7 @@ def seeded_op(op: Any) -> Any:
     def shape(seed: torch.Tensor, salt: int, piece: int, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
-    _library().impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{name}", shape, lib=_library())
-    return getattr(torch.ops.autoshard, name).default
-
-
-@cache
-def _library() -> torch.library.Library:
-    return torch.library.Library("autoshard", "FRAGMENT")
+    return custom_op(name, f"(Tensor seed, int salt, int piece, {takes}) -> {gives}", run, shape)
 
 
 def mix(*numbers: int) -> int:

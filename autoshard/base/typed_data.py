@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial
 from types import UnionType
@@ -19,6 +19,7 @@ from autoshard.errors import AutoshardError
 MAX = sys.float_info.max
 Number = Annotated[float, msgspec.Meta(ge=-MAX, le=MAX, description="a finite number")]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=MAX, description="a positive number")]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a fraction between 0 and 1")]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1, description="a fraction between 0 and 1")]
 WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list"}
 T = TypeVar("T")
@@ -36,18 +37,23 @@ PARSE: dict[Any, Callable[[str], Any]] = {SpecText: parse_spec, MeshText: parse_
 FORMAT: dict[Any, Callable[[Any], str]] = {SpecText: format_spec, MeshText: str}
 
 
-def as_data(value: Any, kind: Any) -> Any:
-    """A dataclass as JSON and TOML have it: the inverse of `read_as`."""
+def as_data(value: Any, kind: Any, *, sparse: bool = False) -> Any:
+    """A dataclass as JSON and TOML have it: the inverse of `read_as`. `sparse`: without fields at their default."""
     kind = _bare(kind)
     if value is None:
         return None
     if kind in FORMAT:
         return FORMAT[kind](value)
     if is_dataclass(kind):
-        return {name: as_data(getattr(value, name), hint) for name, hint in _hints(type(value)).items()}
+        skipped = {f.name for f in fields(value) if getattr(value, f.name) == _default(f)} if sparse else ()
+        return {name: as_data(getattr(value, name), hint, sparse=sparse) for name, hint in _hints(type(value)).items() if name not in skipped}
     if _is_mapping(kind):
-        return {key: as_data(v, get_args(kind)[1]) for key, v in value.items()}
-    return [as_data(v, get_args(kind)[0]) for v in value] if get_origin(kind) is tuple else value
+        return {key: as_data(v, get_args(kind)[1], sparse=sparse) for key, v in value.items()}
+    return [as_data(v, get_args(kind)[0], sparse=sparse) for v in value] if get_origin(kind) is tuple else value
+
+
+def _default(f: Field[Any]) -> Any:
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 def read_as(kind: type[T], data: Any) -> T:
@@ -78,7 +84,7 @@ def _wrong(data: Any, hint: Any, where: str) -> str:
         except msgspec.ValidationError:
             return _wrong(value, inner, place)
     kind = _bare(hint)
-    missing = [f.name for f in fields(kind) if f.name not in data and f.default is f.default_factory] if _is_table(data, kind) else []
+    missing = [f.name for f in fields(kind) if f.name not in data and f.default is f.default_factory is MISSING] if _is_table(data, kind) else []
     if missing:
         return f"{f'{where}.{missing[0]}'.lstrip('.')} is missing"
     return f"{where or 'the file'} is {data!r:.60}; {_wanted(data, hint)}"
@@ -87,6 +93,8 @@ def _wrong(data: Any, hint: Any, where: str) -> str:
 def _wanted(data: Any, hint: Any) -> str:
     """What should stand there instead."""
     kind, about = _bare(hint), [m.description for m in getattr(_present(hint), "__metadata__", ())]
+    if get_origin(kind) is tuple and get_args(kind)[-1] is not ...:
+        return f"a list of {len(get_args(kind))} is needed"
     if about or (get_origin(kind) or kind) in WORDS:
         return f"{about[0] if about else WORDS[get_origin(kind) or kind]} is needed"
     if is_dataclass(kind) or _is_mapping(kind):
@@ -105,10 +113,15 @@ def _check_keys(data: Any, hint: Any, where: str) -> None:
     kind = _bare(hint)
     for key in data if _is_table(data, kind) else ():
         if key not in _hints(kind):
-            near = get_close_matches(key, _hints(kind), n=1)
-            raise ValueError(f"{f'{where}.{key}'.lstrip('.')} is not a key{f'; did you mean {near[0]}?' if near else '; remove it'}")
+            raise ValueError(not_a_key(f"{where}.{key}".lstrip("."), _hints(kind)))
     for value, inner, place in _inside(data, hint, where) if _has_fields(hint) else ():
         _check_keys(value, inner, place)
+
+
+def not_a_key(where: str, known: Iterable[str]) -> str:
+    """What to say of a key that is unknown, by its place."""
+    near = get_close_matches(where.rpartition(".")[2], tuple(known), n=1)
+    return f"{where} is not a key; {f'did you mean {near[0]}?' if near else 'remove it'}"
 
 
 def _inside(data: Any, hint: Any, where: str) -> Iterator[tuple[Any, Any, str]]:

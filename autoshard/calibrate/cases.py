@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
-from autoshard.cost.cluster import HEAVY
 from autoshard.cost.compute import call_bytes, compute_dtype, op_name
+from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Prepared:
     """A case at one size: `run()` does it once."""
 
     key: str
-    family: str
+    family: Family
     dtype: str
     amount: float
     moved: float
@@ -89,7 +89,7 @@ def prepare(case: Case, size: Any, pool: Pool, held_out: bool) -> Prepared:
     rule = rule_of(case.target)
     ins, outs = [m.logical_shape for m in call.inputs], [None if m is None else m.logical_shape for m in call.outputs]
     moved = float(call_bytes(call, ins, outs))
-    amount = float(rule.flops(call, ins, outs)) if rule.family in HEAVY else moved
+    amount = float(rule.flops(call, ins, outs)) if rule.family.heavy else moved
     return Prepared(op_name(case.target), rule.family, str(compute_dtype(call)).removeprefix("torch."), amount, moved, held_out,
                     lambda: case.target(*args))
 

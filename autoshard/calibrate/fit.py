@@ -15,12 +15,13 @@ import torch
 
 from autoshard import collectives
 from autoshard.calibrate.sample import Machine, Sample
-from autoshard.cost.cluster import FAMILIES, HEAVY, OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster
+from autoshard.cost.cluster import OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
-from autoshard.cost.curve import Curve
+from autoshard.cost.curve import Curve, Points
+from autoshard.rules.family import PRICED, Family
 
-ANCHOR = {"pointwise": ("aten::add.Tensor", "aten::mul.Tensor"), "reduction": ("aten::sum.dim_IntList",),
-          "norm": ("aten::native_layer_norm", "aten::native_layer_norm_backward"), "matmul": ("aten::mm", "aten::addmm")}
+ANCHOR = {Family.POINTWISE: ("aten::add.Tensor", "aten::mul.Tensor"), Family.REDUCTION: ("aten::sum.dim_IntList",),
+          Family.NORM: ("aten::native_layer_norm", "aten::native_layer_norm_backward"), Family.MATMUL: ("aten::mm", "aten::addmm")}
 """Ops that stand for their family where an op of it has no curve of its own; of the other families, all."""
 
 
@@ -56,7 +57,7 @@ def predicted(cluster: Cluster, s: Sample) -> float:
     if s.kind == "optimizer":
         curve = cluster.device.curve_of(f"{OPTIMIZER}/{s.key}", OPTIMIZER, torch.float32)
         return float(curve(s.amount))
-    flops = s.amount if s.family in HEAVY else 0.0
+    flops = s.amount if s.family.heavy else 0.0
     return float(op_seconds(s.family, flops, s.moved, getattr(torch, s.dtype), cluster.device, s.key))
 
 
@@ -87,23 +88,23 @@ def monotone(points: Iterable[tuple[float, float]]) -> Curve:
 
 def _device(machine: Machine, used: Sequence[Sample]) -> Device:
     ops = [s for s in used if s.kind == "op"]
-    heavy, light = [s for s in ops if s.family in HEAVY], [s for s in ops if s.family not in HEAVY]
+    heavy, light = [s for s in ops if s.family.heavy], [s for s in ops if not s.family.heavy]
     peak = {d: max(s.amount / s.seconds for s in heavy if s.dtype == d) for d in sorted({s.dtype for s in heavy})}
     bandwidth = max(s.amount / s.seconds for s in light)
-    fraction = {f: _fraction([s for s in ops if s.family == f], bandwidth, peak) for f in FAMILIES}
+    fraction = {f: _fraction([s for s in ops if s.family is f], bandwidth, peak) for f in PRICED}
     overhead = min(s.seconds for s in light)
-    return Device(machine.device, tuple(sorted(peak.items())), bandwidth, machine.memory, overhead,
-                  tuple((f, fraction[f]) for f in FAMILIES), _op_curves(used), updates_together=machine.backend == "nccl")
+    efficiency = {f.value: fraction[f] for f in PRICED}
+    return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, _op_curves(used), updates_together=machine.backend == "nccl")
 
 
 def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float]) -> float:
     """Reached share of the best rate, over the largest size of each op; a family without samples is taken at a half."""
     largest = {(s.key, s.dtype): s for s in sorted(samples, key=lambda s: s.amount)}
-    rates = [s.amount / s.seconds / (peak[s.dtype] if s.family in HEAVY else bandwidth) for s in largest.values()]
+    rates = [s.amount / s.seconds / (peak[s.dtype] if s.family.heavy else bandwidth) for s in largest.values()]
     return min(geometric_mean(rates), 1.0) if rates else 0.5
 
 
-def _op_curves(used: Sequence[Sample]) -> tuple[tuple[str, Curve], ...]:
+def _op_curves(used: Sequence[Sample]) -> dict[str, Points]:
     """Per op and dtype, and per family and dtype for ops that were not measured."""
     groups: dict[str, list[Sample]] = {}
     for s in used:
@@ -114,7 +115,7 @@ def _op_curves(used: Sequence[Sample]) -> tuple[tuple[str, Curve], ...]:
             groups.setdefault(f"{s.key}/{s.dtype}", []).append(s)
             if s.key in ANCHOR.get(s.family, (s.key,)):
                 groups.setdefault(f"{s.family}/{s.dtype}", []).append(s)
-    return tuple((key, monotone((s.amount, s.seconds) for s in groups[key])) for key in sorted(groups))
+    return {key: monotone((s.amount, s.seconds) for s in groups[key]).points for key in sorted(groups)}
 
 
 def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:
@@ -132,8 +133,8 @@ def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:
             curves[kind] = monotone(left)
     best = [c.amounts[-1] / c.seconds[-1] for c in curves.values()]
     bandwidth = max(best)
-    return Link(machine.links[i], machine.devices[i] if i + 1 < len(machine.links) else float("inf"), latency,
-                median(c.seconds[0] for c in curves.values()), bandwidth, min(geometric_mean(best) / bandwidth, 1.0),
+    return Link(machine.links[i], latency, median(c.seconds[0] for c in curves.values()), bandwidth,
+                min(geometric_mean(best) / bandwidth, 1.0), machine.devices[i] if i + 1 < len(machine.links) else float("inf"),
                 measured=bounded(curves))
 
 
@@ -148,7 +149,7 @@ def _latency(samples: Sequence[Sample]) -> float:
     return min(max(median(slopes), 1e-8), limit) if slopes else limit / 2
 
 
-def bounded(curves: dict[str, Curve]) -> tuple[tuple[str, Curve], ...]:
+def bounded(curves: dict[str, Curve]) -> dict[str, Points]:
     """An exchange never costs more than the gather of the same local tensor, which could stand in for it: over n ranks
     that has n >= 2 times the bytes on the wire. The lower of two lines lies above its chord, so bounding the points of
     both curves bounds everything between."""
@@ -159,4 +160,4 @@ def bounded(curves: dict[str, Curve]) -> tuple[tuple[str, Curve], ...]:
         last = amounts[-1]  # from here on both are straight: go on with the flatter one
         rise = min(float(exchange(2 * last) - exchange(last)), float(gather(4 * last) - gather(2 * last)))
         curves = {**curves, "all_to_all": Curve((*amounts, 2 * last), (*lower, lower[-1] + rise))}
-    return tuple(curves.items())
+    return {kind: curve.points for kind, curve in curves.items()}

@@ -161,13 +161,12 @@ def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tenso
     tag, wait = place.groups[name], _torch.WAIT
     carrier = place.carriers().get(tag)
     for kind, collective in RUN.items():
-        args = (part if collective.counted == "out" else x, *collective.arguments(numel, n, "sum"))
-        in_place = kind == "all_reduce"  # as programs run it where its input dies
-        if carrier is not None:
-            yield kind, partial(_carried, start(kind + "_" * in_place, carrier), args, carrier)
+        local, arguments = part if collective.counted == "out" else x, collective.arguments(numel, n, "sum")
+        if carrier is not None:  # in place, as programs run it where its input dies
+            yield kind, partial(_carried, start(collective, carrier, in_place=True), local, collective.reduce_op(arguments), carrier)
         else:
-            call = _torch.ALL_REDUCE_IN_PLACE if in_place else collective.target
-            yield kind, lambda call=call, args=args: wait(call(*args, tag))
+            call = collective.in_place or collective.target
+            yield kind, lambda call=call, args=(local, *arguments): wait(call(*args, tag))
     if place.device_mesh is None:
         return
     group, me = place.device_mesh.get_group(axis), place.coordinates[axis]
@@ -176,8 +175,8 @@ def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tenso
     yield "send_recv", lambda: _shift(x, received, members[(me + 1) % n], members[(me - 1) % n], group)
 
 
-def _carried(begin: Callable[..., Any], args: tuple[Any, ...], carrier: Any) -> Any:
-    return gloo_messages.land(begin(*args, carrier))
+def _carried(begin: Callable[..., Any], *args: Any) -> Any:
+    return gloo_messages.land(begin(*args))
 
 
 def _shift(x: torch.Tensor, received: torch.Tensor, to: int, source: int, group: Any) -> None:
@@ -201,12 +200,12 @@ def op_work(place: Place, dtypes: Sequence[torch.dtype]) -> Iterator[Work]:
 def optimizer_work(place: Place) -> Iterator[Work]:
     """AdamW as torch runs it by default, on each rank's own pieces (`autoshard.local_update`). A step updates TENSORS of them,
     and a sample is one: what the step costs by itself is spread over them, as in a model."""
-    from autoshard.cost.compute import OPTIMIZERS
+    from autoshard.cost.optimizers import OPTIMIZERS
 
     for numel in (*OPTIMIZER_SIZES, *HELD_OPTIMIZER_SIZES):
         params = [_parameter(place, numel) for _ in range(TENSORS)]
         step = torch.optim.AdamW(params).step
-        amount = 4.0 * numel * OPTIMIZERS["adamw"][1]
+        amount = 4.0 * numel * OPTIMIZERS["adamw"].moved
         sample = Sample("optimizer", "adamw", amount, 0.0, numel in HELD_OPTIMIZER_SIZES, dtype="float32", moved=amount)
         yield Work(sample, step, False, len(params))
 

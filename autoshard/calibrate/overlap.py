@@ -99,9 +99,9 @@ def _collective(place: Place, kind: str, axis: int, nbytes: int) -> tuple[Callab
     rest = RUN[kind].arguments(numel, n, "sum")
     carrier = place.carriers().get(tag)
     if carrier is not None:
-        begin = start("all_reduce_" if kind == "all_reduce" else kind, carrier)
-        return lambda: begin(x, *rest, carrier), gloo_messages.land
-    return lambda: _torch.COLLECTIVES[kind](x, *rest, tag), _torch.WAIT
+        begin, op = start(RUN[kind], carrier, in_place=True), RUN[kind].reduce_op(rest)
+        return lambda: begin(x, op, carrier), gloo_messages.land
+    return lambda: RUN[kind].target(x, *rest, tag), _torch.WAIT
 
 
 def _agreed(watch: Stopwatch, run: Callable[[], Any], rounds: int) -> float:

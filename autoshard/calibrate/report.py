@@ -1,9 +1,7 @@
-"""What was measured beside what was fitted: tables for the terminal, a page with plots."""
+"""What was measured beside what was fitted, as tables for the terminal."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import ceil
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,7 +12,6 @@ from autoshard.calibrate.fit import Error
 from autoshard.calibrate.overlap import Timing
 from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Sample
-from autoshard.errors import UsageError
 from autoshard.report.tables import report_console, section, table
 
 TARGETS = {"collective": 0.15, "op": 0.20, "optimizer": 0.20}
@@ -26,7 +23,7 @@ def show(found: Calibration, console: Console | None = None) -> None:
     """Fit errors per collective and op, the overlap, and a warning where the fit is not good enough to trust."""
     console = console or report_console()
     rows = table("!median error", ">sizes", ">fitted", ">held out", ">worst", ">noise")
-    for key, mine in sorted(_grouped(found.errors).items()):
+    for key, mine in sorted(grouped(found.errors).items()):
         rows.add_row(escape(key), str(len(mine)), _percent(median(_sizes(mine, False))), _percent(_median(_sizes(mine, True))),
                      _percent(max(_sizes(mine, True), default=None)), _percent(median(e.sample.spread for e in mine)))
     console.print(section("Measured and fitted", rows))
@@ -62,39 +59,6 @@ def contradictions(timings: Sequence[Timing] | None) -> list[str]:
             for t in odd]
 
 
-def page(found: Calibration, path: Path) -> None:
-    """An HTML page with a plot per collective and op: points measured (hollow ones held out), lines fitted.
-
-    Raises UsageError when the file cannot be written."""
-    groups = sorted(_grouped(found.errors).items())
-    figure = _figure(groups, found.cluster.description)
-    try:
-        figure.write_html(path, include_plotlyjs=True)
-    except OSError as e:
-        raise UsageError(f"cannot write {path}: {e.strerror}") from None
-
-
-def _figure(groups: Sequence[tuple[str, list[Error]]], title: str, columns: int = 4) -> Any:
-    from plotly.graph_objects import Scatter
-    from plotly.subplots import make_subplots
-
-    rows = ceil(len(groups) / columns)
-    figure = make_subplots(rows, columns, subplot_titles=[k for k, _ in groups], vertical_spacing=0.4 / rows)
-    for i, (_, mine) in enumerate(groups):
-        at = {"row": i // columns + 1, "col": i % columns + 1}
-        mine = sorted(mine, key=lambda e: e.sample.amount)
-        for held, name, symbol in ((False, "measured", "circle"), (True, "held out", "circle-open")):
-            points = [e.sample for e in mine if e.sample.held_out is held]
-            figure.add_trace(Scatter(x=[s.amount for s in points], y=[s.seconds for s in points], mode="markers", name=name,
-                                     marker={"color": "#1f77b4", "symbol": symbol}, legendgroup=name, showlegend=i == 0), **at)
-        figure.add_trace(Scatter(x=[e.sample.amount for e in mine], y=[e.predicted for e in mine], mode="lines", name="fitted",
-                                 line={"color": "#d62728"}, legendgroup="fitted", showlegend=i == 0), **at)
-    figure.update_xaxes(type="log", exponentformat="power")
-    figure.update_yaxes(type="log", exponentformat="power", title_text="s", title_standoff=0)
-    figure.update_layout(title=title + "<br>bytes on the wire, bytes moved, or FLOP", height=260 * rows, template="plotly_white")
-    return figure
-
-
 def _summary(errors: Sequence[Error]) -> Any:
     rows = table("!kind", ">samples", ">median error", ">worst", ">wanted")
     for kind, limit in TARGETS.items():
@@ -104,7 +68,8 @@ def _summary(errors: Sequence[Error]) -> Any:
     return rows
 
 
-def _grouped(errors: Iterable[Error]) -> dict[str, list[Error]]:
+def grouped(errors: Iterable[Error]) -> dict[str, list[Error]]:
+    """By what was measured."""
     out: dict[str, list[Error]] = {}
     for e in errors:
         out.setdefault(label(e.sample), []).append(e)

@@ -4,6 +4,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autoshard.rules.family import Family
+
 Kind = Literal["collective", "op", "optimizer"]
 
 
@@ -12,7 +14,7 @@ class Sample:
     """One size of one thing.
 
     key       the collective, the op ("aten::gelu") or "optimizer/adamw"
-    family    op family; "" for collectives and the optimizer
+    family    op family; None for collectives and the optimizer
     dtype     torch's name of the dtype an op computes in; "" for collectives
     link, ranks   for collectives: index of the profile's link, and ranks of the group
     nbytes    for collectives: the buffer, by the convention of collectives/__init__.py
@@ -27,7 +29,7 @@ class Sample:
     amount: float
     seconds: float
     held_out: bool
-    family: str = ""
+    family: Family | None = None
     dtype: str = ""
     link: int = 0
     ranks: int = 1

@@ -56,7 +56,8 @@ def check_output(output: Path) -> None:
 
 
 def _write(found: Calibration, output: Path, plot: Path, quiet: bool) -> None:
-    from autoshard.calibrate.report import page, show
+    from autoshard.calibrate.page import page
+    from autoshard.calibrate.report import show
     from autoshard.calibrate.toml import profile_text
 
     output.write_text(profile_text(found.cluster, found.source))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ import typer
 
 from autoshard.cli.common import INTERRUPTED
 from autoshard.cli.read import parse_count, parse_precision, parse_seeds
+from autoshard.cost.optimizers import OPTIMIZERS, optimizer_row, verified
 
 if TYPE_CHECKING:
     from autoshard.base.mesh import Mesh
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from autoshard.decide.pipeline_options import Pipeline
     from autoshard.program.calling import Traced
     from autoshard.program.load import ModelSpec
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence: a, b or c."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +54,7 @@ class Request:
     seq: Annotated[int | None, typer.Option(help="Sequence length of the example inputs.")] = None
     dtype: Annotated[str | None, typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None
     optimizer: Annotated[str, typer.Option(
-        help="adamw, adam, sgd, momentum, nadam, radam, adamax, rmsprop, adagrad, adafactor, adamw8bit, adam8bit or none: its state and "
-             "update are priced. verify trains with adamw, adam, sgd or momentum.")] = "adamw"
+        help=f"{listed(OPTIMIZERS)}: its state and update are priced. verify trains with {listed(verified())}.")] = "adamw"
     precision: Annotated[str | None, typer.Option(
         help="Mixed precision: bf16 (weights and gradients in fp32), or param=bf16,master=fp32,reduce=fp32; each bf16, fp16, fp32 or fp64.")] = None
     hf: Annotated[Path | None, typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None
@@ -97,11 +103,8 @@ class Request:
 
     def check(self, options: Options | None = None) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
-        import torch
-
         from autoshard.base.mesh import parse_mesh
         from autoshard.cost.cluster import load_cluster
-        from autoshard.cost.compute import optimizer_state_bytes
 
         cluster = load_cluster(self.cluster)
         mesh = parse_mesh(self.mesh)
@@ -110,7 +113,7 @@ class Request:
         options.pipeline.stages(mesh)
         options.check_offload(cluster, not self.inference)
         if not self.inference:
-            optimizer_state_bytes(options.optimizer, torch.float32)  # an unknown one, before the work
+            optimizer_row(options.optimizer)  # an unknown one, before the work
 
     def load(self, fake: bool = True) -> ModelSpec:
         """The model with example inputs, on the meta device unless `fake` is False. Raises ModelError, UsageError."""

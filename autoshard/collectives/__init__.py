@@ -34,7 +34,7 @@ all_to_all crosses the network once per rank, a gathered one once per node.
 """
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -50,8 +50,10 @@ from autoshard.errors import ClusterError
 
 KINDS: dict[str, Collective] = {c.name: c for c in (ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER, BROADCAST, SEND_RECV)}
 """In the order in which equally cheap steps of a redistribution are preferred."""
-RUN: dict[str, Collective] = {name: c for name, c in KINDS.items() if c.target is not None}
+RUN: dict[str, Collective] = {name: c for name, c in KINDS.items() if c.exchange is not None}
 """Those that plans run."""
+KIND_OF: dict[Any, Collective] = {op: c for c in RUN.values() for op in (c.target, c.in_place) if op is not None}
+"""Of the ops that programs call."""
 
 
 @overload

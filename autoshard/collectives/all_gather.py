@@ -1,14 +1,13 @@
 """AllGather: every rank gets the pieces of all ranks, one after the other."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from autoshard import _torch
 from autoshard.base.spec import R, is_shard
+from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective, Emitter
 from autoshard.collectives.levels import Levels, flat, ranks
 
@@ -29,10 +28,6 @@ def seconds(size: np.ndarray, levels: Levels, kind: str = "all_gather") -> np.nd
     return best
 
 
-def reference(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> list[torch.Tensor]:
-    return [torch.cat(pieces)] * len(pieces)
-
-
 def before(emit: Emitter, x: Any, step: Any, n: int) -> Any:
     return emit.at_least_1d(x)
 
@@ -43,5 +38,5 @@ def after(emit: Emitter, y: Any, step: Any, n: int) -> Any:
 
 ALL_GATHER = Collective(
     "all_gather", "AllGather", counted="out", seconds=seconds, per_byte=lambda n: (n - 1) / n, steps=lambda n: n - 1,
-    target=_torch.COLLECTIVES["all_gather"], arguments=lambda rows, n, reduce_op: (n,), rows=lambda rows, n: rows * n, reference=reference,
+    exchange=Exchange.GATHER, target=_torch.functional_collective("all_gather_into_tensor"), arguments=lambda rows, n, reduce_op: (n,),
     changes=lambda source, target: is_shard(source) and target == R, before=before, after=after)

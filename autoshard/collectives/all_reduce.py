@@ -1,18 +1,14 @@
 """AllReduce: all ranks' tensors are combined, and every rank gets the result."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
-import torch
 
 from autoshard import _torch
 from autoshard.base.spec import R, is_partial
 from autoshard.collectives.all_gather import seconds as all_gather_seconds
+from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective
 from autoshard.collectives.levels import Levels, bandwidth, flat, log_latency, overhead, ranks
-from autoshard.collectives.reduce_ops import combined
 from autoshard.collectives.reduce_scatter import seconds as reduce_scatter_seconds
 
 
@@ -50,11 +46,7 @@ def _in_network(size: np.ndarray, levels: Levels) -> np.ndarray:
     return overhead(outer) + link.in_network.overhead + 2 * log_latency(levels) + np.maximum(inside, across)
 
 
-def reference(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> list[torch.Tensor]:
-    return [combined(pieces, arguments[0])] * len(pieces)
-
-
 ALL_REDUCE = Collective(
     "all_reduce", "AllReduce", counted="in", seconds=seconds, per_byte=lambda n: 2 * (n - 1) / n, steps=lambda n: 2 * (n - 1),
-    target=_torch.COLLECTIVES["all_reduce"], arguments=lambda rows, n, reduce_op: (reduce_op,), reference=reference,
-    changes=lambda source, target: is_partial(source) and target == R)
+    exchange=Exchange.REDUCE, target=_torch.functional_collective("all_reduce"), in_place=_torch.functional_collective("all_reduce_"),
+    arguments=lambda rows, n, reduce_op: (reduce_op,), changes=lambda source, target: is_partial(source) and target == R)

@@ -1,15 +1,14 @@
 """AllToAll: every rank sends a piece of its tensor to every rank."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil, log2
 from typing import Any
 
 import numpy as np
-import torch
 
 from autoshard import _torch
 from autoshard.base.spec import is_shard
+from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective, Emitter
 from autoshard.collectives.levels import Levels, overhead
 
@@ -31,11 +30,6 @@ def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
     return total
 
 
-def reference(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> list[torch.Tensor]:
-    sent = [p.split(list(arguments[1])) for p in pieces]
-    return [torch.cat([s[i] for s in sent]) for i in range(len(pieces))]
-
-
 def before(emit: Emitter, x: Any, step: Any, n: int) -> Any:
     return emit.cut(x, step.dst_dim, n)
 
@@ -46,5 +40,6 @@ def after(emit: Emitter, y: Any, step: Any, n: int) -> Any:
 
 ALL_TO_ALL = Collective(
     "all_to_all", "AllToAll", counted="in", seconds=seconds, per_byte=lambda n: (n - 1) / n, steps=lambda n: n - 1,
-    target=_torch.COLLECTIVES["all_to_all"], arguments=lambda rows, n, reduce_op: ([rows // n] * n, [rows // n] * n),
-    reference=reference, changes=lambda source, target: is_shard(source) and is_shard(target), before=before, after=after)
+    exchange=Exchange.TRANSPOSE, target=_torch.functional_collective("all_to_all_single"),
+    arguments=lambda rows, n, reduce_op: ([rows // n] * n, [rows // n] * n),
+    changes=lambda source, target: is_shard(source) and is_shard(target), before=before, after=after)

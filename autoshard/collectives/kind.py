@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.levels import Levels
 
 Steps = tuple[Callable[..., Any], Callable[..., Any]]
@@ -35,10 +36,10 @@ class Collective:
     seconds     (nbytes as float64 array, levels of the axis) -> seconds
     per_byte    (ranks) -> bytes that one rank sends in a ring, per byte of `nbytes`
     steps       (ranks) -> steps that pay a link's latency where curves are measured
-    target      torch's functional op; None for kinds that plans do not run
-    arguments   (rows of the tensor, ranks, reduce op) -> what `target` takes between tensor and group
-    rows        (rows of the tensor it is called on, ranks) -> rows of the result
-    reference   (the group's tensors, those arguments) -> the group's results: what the kind means, in one process
+    exchange    what is sent and what is made of it, by which everything that carries collectives runs it; None for kinds that
+                plans do not run
+    target      torch's functional op, or one made with base/custom_op.py;  in_place: its form that overwrites the tensor
+    arguments   (rows of the tensor, ranks, reduce op) -> what `target` takes between tensor and group; a reduce op comes first
     changes     (source, target placement) -> whether this kind is the step between them
     before      makes of a local tensor what `target` is called on: (emitter, tensor, step, ranks);  after: of its result
                 the local tensor
@@ -50,13 +51,28 @@ class Collective:
     seconds: Callable[[np.ndarray, Levels], np.ndarray]
     per_byte: Callable[[int], float]
     steps: Callable[[int], int]
+    exchange: Exchange | None = None
     target: Any = None
+    in_place: Any = None
     arguments: Callable[[int, int, str], tuple[Any, ...]] = lambda rows, n, reduce_op: ()
-    rows: Callable[[int, int], int] = lambda rows, n: rows
-    reference: Callable[[list[Any], Sequence[Any]], list[Any]] | None = None
     changes: Callable[[int, int], bool] = lambda source, target: False
     before: Callable[[Emitter, Any, Any, int], Any] = unchanged
     after: Callable[[Emitter, Any, Any, int], Any] = unchanged
+
+    @property
+    def runs(self) -> Exchange:
+        """`exchange`, of a kind that plans run."""
+        assert self.exchange is not None, f"{self.name} is priced only: it has no exchange"
+        return self.exchange
+
+    @property
+    def holds_input(self) -> bool:
+        """Whether a call reads its tensor until it is waited for. What can work in place works on a copy else."""
+        return self.in_place is None
+
+    def reduce_op(self, arguments: Sequence[Any]) -> str:
+        """The reduce op among what `target` is called with after the tensor; "" for a kind that combines nothing."""
+        return str(arguments[0]) if self.runs.reduces else ""
 
     def buffer(self, sent: Any, received: Any) -> Any:
         """The one of the two whose bytes count."""

@@ -1,18 +1,16 @@
 """ReduceScatter: all ranks' tensors are combined, and every rank gets one piece of the result."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from autoshard import _torch
 from autoshard.base.spec import is_partial, is_shard
 from autoshard.collectives.all_gather import seconds as all_gather_seconds
+from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective, Emitter
 from autoshard.collectives.levels import Levels
-from autoshard.collectives.reduce_ops import combined
 
 
 def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
@@ -20,10 +18,6 @@ def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
 
     8 H100, S = 1e9: 2.409 ms."""
     return all_gather_seconds(size, levels, "reduce_scatter")
-
-
-def reference(pieces: list[torch.Tensor], arguments: Sequence[Any]) -> list[torch.Tensor]:
-    return list(combined(pieces, arguments[0]).chunk(len(pieces)))
 
 
 def before(emit: Emitter, x: Any, step: Any, n: int) -> Any:
@@ -36,6 +30,6 @@ def after(emit: Emitter, y: Any, step: Any, n: int) -> Any:
 
 REDUCE_SCATTER = Collective(
     "reduce_scatter", "ReduceScatter", counted="in", seconds=seconds, per_byte=lambda n: (n - 1) / n, steps=lambda n: n - 1,
-    target=_torch.COLLECTIVES["reduce_scatter"], arguments=lambda rows, n, reduce_op: (reduce_op, n), rows=lambda rows, n: rows // n,
-    reference=reference,
+    exchange=Exchange.REDUCE_CHUNKS, target=_torch.functional_collective("reduce_scatter_tensor"),
+    arguments=lambda rows, n, reduce_op: (reduce_op, n),
     changes=lambda source, target: is_partial(source) and is_shard(target), before=before, after=after)

@@ -1,6 +1,6 @@
 """The machine as the planner sees it: a profile of numbers with sources, never the machine it runs on.
 
-A profile is a TOML file; every number is written `{ value = ..., source = "..." }`. See docs/add-a-cluster.md.
+A profile is a TOML file; every number has a source: `{ value = ..., source = "..." }`, or one `source` for all. See docs/add-a-cluster.md.
 Units: seconds, bytes, bytes/s, FLOP/s.
 """
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from math import inf, prod
@@ -18,34 +18,33 @@ from typing import Any
 import torch
 
 from autoshard.base.mesh import Mesh
+from autoshard.base.typed_data import Fraction, Positive, Share, as_data, not_a_key, read_as
 from autoshard.collectives import KINDS
-from autoshard.cost.curve import Curve
-from autoshard.cost.reader import Reader
+from autoshard.cost.curve import Curve, Points, problem
 from autoshard.errors import ClusterError
+from autoshard.rules.family import PRICED, Family
 
 VERSION = 1
 OPTIMIZER = "optimizer"
-HEAVY = ("matmul", "attention", "conv")
-"""Op families that count FLOPs. Their time can hide communication; the others are too short or memory-bound."""
-FAMILIES = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "gather", "random", "copy")
 
 
 @dataclass(frozen=True)
 class HostLink:
     """The way between a device and its host's memory: `latency` s per copy, `bandwidth` bytes/s each way from and to pinned memory."""
 
-    latency: float
-    bandwidth: float
+    latency: Positive
+    bandwidth: Positive
 
 
 @dataclass(frozen=True)
 class Device:
     """One device.
 
-    peak              (dtype name, dense FLOP/s) pairs, dtype names as torch writes them ("bfloat16")
+    peak              dense FLOP/s by dtype, named as torch writes it ("bfloat16")
     memory_bandwidth  bytes/s;  memory_capacity  bytes;  kernel_overhead  seconds an op costs at least
-    efficiency        (op family, achievable fraction of peak or bandwidth) pairs, one per `FAMILIES`
-    measured          (what, seconds over amount) pairs that stand in for the roofline; see `curve_of`
+    efficiency        achievable fraction of peak or bandwidth by op family: every family in `PRICED`, others where they differ from
+                      what they are priced as
+    measured          seconds over amount, by what they stand in for on the roofline; see `curve_of`
     fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
     allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
     updates_together  whether the optimizer updates all parameters in one call (foreach), or one by one
@@ -53,48 +52,47 @@ class Device:
     """
 
     name: str
-    peak: tuple[tuple[str, float], ...]
-    memory_bandwidth: float
-    memory_capacity: float
-    kernel_overhead: float
-    efficiency: tuple[tuple[str, float], ...]
-    measured: tuple[tuple[str, Curve], ...] = ()
+    peak: Mapping[str, Positive] = field(hash=False)
+    memory_bandwidth: Positive
+    memory_capacity: Positive
+    kernel_overhead: Positive
+    efficiency: Mapping[str, Share] = field(hash=False)
+    measured: Mapping[str, Points] = field(default_factory=dict, hash=False)
     fuses: bool = False
-    allocator_slack: float = 0.0
+    allocator_slack: Fraction = 0.0
     updates_together: bool = True
     host_link: HostLink | None = None
 
     @cached_property
-    def _measured(self) -> dict[str, Curve]:
-        return dict(self.measured)
+    def _curves(self) -> dict[str, Curve]:
+        return {name: Curve.through(points) for name, points in self.measured.items()}
 
     def curve_of(self, op: str, family: str, dtype: torch.dtype) -> Curve | None:
-        """The measured curve of an op ("aten::gelu"), else of its family, a dtype's own before the common one:
-        keys "aten::gelu/bfloat16", "aten::gelu", "pointwise/bfloat16", "pointwise". None: use the roofline.
+        """The measured curve of an op ("aten::gelu"), else of its family, else of what that is priced as, a dtype's own before the
+        common one: keys "aten::gelu/bfloat16", "aten::gelu", "pointwise/bfloat16", "pointwise". None: use the roofline.
 
         Amounts are FLOP for matmul, attention and conv, bytes read and written for the others."""
         if not self.measured:
             return None
         name = str(dtype).removeprefix("torch.")
-        keys = (f"{op}/{name}", op, f"{family}/{name}", family)
-        return next((self._measured[k] for k in keys if k in self._measured), None)
+        keys = [f"{op}/{name}", op, f"{family}/{name}", family]
+        if isinstance(family, Family) and family.priced_as is not family:
+            keys += [f"{family.priced_as}/{name}", family.priced_as]
+        return next((self._curves[k] for k in keys if k in self._curves), None)
 
     @cached_property
-    def _peak(self) -> dict[str, float]:
-        return dict(self.peak)
-
-    @cached_property
-    def _efficiency(self) -> dict[str, float]:
-        return dict(self.efficiency)
+    def _efficiency(self) -> dict[Family, float]:
+        given = self.efficiency
+        return {f: given[f] if f in given else given[f.priced_as] for f in Family if f in given or f.priced_as in given}
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """FLOP/s for `dtype`; dtypes without a number of their own (integers) run at the float32 rate."""
-        return self._peak.get(str(dtype).removeprefix("torch."), self._peak["float32"])
+        return self.peak.get(str(dtype).removeprefix("torch."), self.peak["float32"])
 
-    def efficiency_of(self, family: str) -> float:
-        """Achievable fraction for an op family. Raises ClusterError for a family no profile knows."""
+    def efficiency_of(self, family: Family) -> float:
+        """Achievable fraction for an op family. Raises ClusterError for a device that was made without it."""
         if family not in self._efficiency:
-            raise ClusterError(f"no efficiency for op family {family!r}; the families are {', '.join(FAMILIES)}")
+            raise ClusterError(f"{self.name} has no efficiency for op family {family.priced_as.value!r}; give one for each of {', '.join(PRICED)}")
         return self._efficiency[family]
 
 
@@ -103,8 +101,8 @@ class InNetwork:
     """An all_reduce that the switch computes: `overhead` s per call, `bandwidth` bytes/s of the reduced buffer
     (nccl-tests' algorithm bandwidth), whatever the number of ranks."""
 
-    overhead: float
-    bandwidth: float
+    overhead: Positive
+    bandwidth: Positive
 
 
 @dataclass(frozen=True)
@@ -117,26 +115,30 @@ class Link:
     efficiency  fraction of it that collectives reach (bus bandwidth / bandwidth)
     oversubscription  bandwidth of all devices below a switch / bandwidth out of it, when all send at once
     in_network  what an all_reduce in the switch reaches (NVLS, SHARP); None: the switch cannot reduce
-    measured    (collective, seconds over bytes on the wire) pairs: overhead and transfer without the steps'
+    measured    seconds over bytes on the wire by collective: overhead and transfer without the steps'
                 latency, instead of overhead + bytes / bus bandwidth
     """
 
     name: str
-    devices: float
-    latency: float
-    overhead: float
-    bandwidth: float
-    efficiency: float
-    oversubscription: float = 1.0
+    latency: Positive
+    overhead: Positive
+    bandwidth: Positive
+    efficiency: Share
+    devices: Positive = inf
+    oversubscription: Positive = 1.0
     in_network: InNetwork | None = None
-    measured: tuple[tuple[str, Curve], ...] = ()
+    measured: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
     @cached_property
     def bus_bandwidth(self) -> float:
         return self.bandwidth * self.efficiency / self.oversubscription
 
     def curve_of(self, kind: str) -> Curve | None:
-        return next((curve for name, curve in self.measured if name == kind), None)
+        return self._curves.get(kind)
+
+    @cached_property
+    def _curves(self) -> dict[str, Curve]:
+        return {name: Curve.through(points) for name, points in self.measured.items()}
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,8 @@ class Overlap:
     interference: fraction of a hidden collective's time that is paid all the same, because it takes
     compute units and memory bandwidth from the compute it hides behind."""
 
-    eta: float
-    interference: float
+    eta: Fraction
+    interference: Fraction
 
 
 @dataclass(frozen=True)
@@ -214,21 +216,13 @@ class Cluster:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain JSON-able numbers, enough to price with: what a plan keeps of its cluster."""
-        return {"version": VERSION, "name": self.name, "description": self.description,
-                "device": _plain(self.device, "peak", "efficiency", "measured"),
-                "links": [_plain(link, "measured") for link in self.links], "overlap": _plain(self.overlap)}
+        data = as_data(replace(self, sources=()), Cluster, sparse=True)
+        return {"version": VERSION, "description": self.description, **data}
 
     @staticmethod
     def from_snapshot(data: Mapping[str, Any]) -> "Cluster":
         """Inverse of `snapshot`. Raises ClusterError, naming the key, for anything that is not physical."""
-        return _build(data, f"cluster {data.get('name', '?')}" if isinstance(data, Mapping) else "cluster", ())
-
-
-def _plain(item: Any, *pairs: str) -> dict[str, Any]:
-    """Fields of a dataclass as JSON has them: fields named in `pairs` become tables, what is at its default is left out."""
-    out = {f.name: getattr(item, f.name) for f in fields(item) if getattr(item, f.name) != f.default}
-    out |= {k: {name: v.points if isinstance(v, Curve) else v for name, v in out[k]} for k in pairs if k in out}
-    return {k: _plain(v) if isinstance(v, (InNetwork, HostLink)) else v for k, v in out.items() if v != inf}
+        return _read(data, f"cluster {data.get('name', '?')}" if isinstance(data, Mapping) else "cluster")
 
 
 def available() -> tuple[str, ...]:
@@ -260,76 +254,82 @@ def _parse(text: str, origin: str) -> Cluster:
     except tomllib.TOMLDecodeError as e:
         raise ClusterError(f"cluster profile {origin} is not TOML: {e}") from None
     sources: list[tuple[str, str]] = []
-    return _build(_strip_sources(raw, "", sources, origin), f"cluster profile {origin}", sources)
+    common = raw.pop("source", "")
+    data = _strip_sources(raw, "", sources, f"cluster profile {origin}", common if isinstance(common, str) else "")
+    return replace(_read(data, f"cluster profile {origin}"), sources=tuple(sources))
 
 
-def _strip_sources(value: Any, path: str, sources: list[tuple[str, str]], origin: str) -> Any:
-    """Replace every `{value, source}` by its value and note the source; a bare number has none and is refused."""
+def _strip_sources(value: Any, path: str, sources: list[tuple[str, str]], origin: str, common: str) -> Any:
+    """Replace every `{value, source}` by its value and note the source; a bare number is from the `common` one, and refused without it."""
     if isinstance(value, dict) and "value" in value:
         if not isinstance(value.get("source"), str) or not value["source"].strip():
-            raise ClusterError(f"cluster profile {origin}: {path} has no source; write source = \"where the number is from\"")
+            raise ClusterError(f"{origin}: {path} has no source; write source = \"where the number is from\"")
         sources.append((path, value["source"]))
         return value["value"]
     if isinstance(value, dict):
-        return {k: _strip_sources(v, f"{path}.{k}".lstrip("."), sources, origin) for k, v in value.items()}
+        return {k: _strip_sources(v, f"{path}.{k}".lstrip("."), sources, origin, common) for k, v in value.items()}
     if isinstance(value, list):
-        return [_strip_sources(v, f"{path}[{i}]", sources, origin) for i, v in enumerate(value)]
+        return [_strip_sources(v, f"{path}[{i}]", sources, origin, common) for i, v in enumerate(value)]
     if isinstance(value, (int, float)) and not isinstance(value, bool) and path != "version":
-        raise ClusterError(f"cluster profile {origin}: {path} is a bare number; "
-                           f"write {path.rpartition('.')[2]} = {{ value = {value}, source = \"...\" }}")
+        if not common.strip():
+            raise ClusterError(f"{origin}: {path} is a bare number; write {path.rpartition('.')[2]} = {{ value = {value}, source = \"...\" }}, "
+                               "or one source = \"...\" for all numbers at the top")
+        sources.append((path, common))
     return value
 
 
-def _build(data: Any, origin: str, sources: Any) -> Cluster:
-    top = Reader(data, origin, "")
-    if top.take("version", object) != VERSION:
-        raise ClusterError(f"{origin}: version is not {VERSION}, the format this autoshard reads")
-    links = top.take("links", list)
-    if not links:
-        raise ClusterError(f"{origin}: links is empty; give at least one [[links]]")
-    cluster = Cluster(
-        name=top.take("name", str), device=_device(top.table("device")),
-        links=tuple(_link(Reader(link, origin, f"links[{i}]")) for i, link in enumerate(links)),
-        overlap=_overlap(top.table("overlap")), description=top.take("description", str, ""), sources=tuple(sources))
-    top.finish()
-    for inner, outer in zip(cluster.links, cluster.links[1:], strict=False):
-        if outer.devices <= inner.devices:
-            raise ClusterError(f"{origin}: link {outer.name} joins {outer.devices:g} devices, not more than the "
-                               f"{inner.devices:g} of {inner.name}; list links innermost first")
+def _read(data: Any, origin: str) -> Cluster:
+    data = dict(data)
+    version = data.pop("version", "missing")
+    try:
+        if version != VERSION or type(version) is not int:
+            raise ValueError(f"version is {version if version == 'missing' else f'not {VERSION}, the format this autoshard reads'}")
+        if "sources" in data:
+            raise ValueError(not_a_key("sources", ()))
+        cluster = read_as(Cluster, data)
+        _check_device(cluster.device)
+        _check_links(cluster.links)
+    except ValueError as e:
+        raise ClusterError(f"{origin}: {e}") from None
     return cluster
 
 
-def _device(r: Reader) -> Device:
-    peak, efficiency = r.table("peak"), r.table("efficiency")
-    rates = tuple((k, peak.number(k)) for k in sorted(peak.keys() | {"float32"}))
-    fractions = tuple((k, efficiency.fraction(k, above_zero=True)) for k in FAMILIES)
-    efficiency.finish()
-    out = Device(r.take("name", str), rates, r.number("memory_bandwidth"), r.number("memory_capacity"),
-                 r.number("kernel_overhead"), fractions, r.curves("measured"), r.take("fuses", bool, False),
-                 r.fraction("allocator_slack") if "allocator_slack" in r.keys() else 0.0, r.take("updates_together", bool, True),
-                 r.numbers("host_link", HostLink))
-    r.finish()
-    for key, _ in out.measured:
-        if "::" not in key and key.partition("/")[0] not in (*FAMILIES, OPTIMIZER):
-            raise ClusterError(f"{r.where('measured')} has a curve for {key!r}; name an op (aten::gelu) or a family "
-                               f"({', '.join(FAMILIES)}, {OPTIMIZER}), with a dtype or without (matmul/float32)")
-    return out
+def _check_device(device: Device) -> None:
+    """Raises ValueError for what the types of the fields do not say."""
+    missing = ["device.peak.float32"] * ("float32" not in device.peak) + [f"device.efficiency.{f}" for f in PRICED if f not in device.efficiency]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    families = [f.value for f in Family if not f.free]
+    for key in device.efficiency:
+        if key not in families:
+            raise ValueError(not_a_key(f"device.efficiency.{key}", families))
+    for key, points in device.measured.items():
+        if "::" not in key and key.partition("/")[0] not in (*Family, OPTIMIZER):
+            raise ValueError(f"device.measured has a curve for {key!r}; name an op (aten::gelu) or a family "
+                             f"({', '.join(families)}, {OPTIMIZER}), with a dtype or without (matmul/float32)")
+        _check_curve(f"device.measured[{key!r}]", points)
 
 
-def _link(r: Reader) -> Link:
-    out = Link(r.take("name", str), r.number("devices", inf), r.number("latency"), r.number("overhead"),
-               r.number("bandwidth"), r.fraction("efficiency", above_zero=True), r.number("oversubscription", 1.0),
-               r.numbers("in_network", InNetwork), r.curves("measured", tuple(KINDS)))
-    r.finish()
-    if out.oversubscription < 1:
-        raise ClusterError(f"{r.where('oversubscription')} is {out.oversubscription:g}; it is 1 (none) or more")
-    if out.in_network is not None and out.in_network.bandwidth > out.bandwidth:
-        raise ClusterError(f"{r.where('in_network.bandwidth')} is above the link's bandwidth; give the bytes/s of the "
-                           "reduced buffer (algorithm bandwidth of nccl-tests), not the bus bandwidth")
-    return out
+def _check_links(links: Sequence[Link]) -> None:
+    """Raises ValueError for what the types of the fields do not say."""
+    if not links:
+        raise ValueError("links is empty; give at least one [[links]]")
+    for i, link in enumerate(links):
+        for key, points in link.measured.items():
+            if key not in KINDS:
+                raise ValueError(not_a_key(f"links[{i}].measured.{key}", tuple(KINDS)))
+            _check_curve(f"links[{i}].measured.{key}", points)
+        if link.oversubscription < 1:
+            raise ValueError(f"links[{i}].oversubscription is {link.oversubscription:g}; it is 1 (none) or more")
+        if link.in_network is not None and link.in_network.bandwidth > link.bandwidth:
+            raise ValueError(f"links[{i}].in_network.bandwidth is above the link's bandwidth; give the bytes/s of the "
+                             "reduced buffer (algorithm bandwidth of nccl-tests), not the bus bandwidth")
+    for inner, outer in zip(links, links[1:], strict=False):
+        if outer.devices <= inner.devices:
+            raise ValueError(f"link {outer.name} joins {outer.devices:g} devices, not more than the "
+                             f"{inner.devices:g} of {inner.name}; list links innermost first")
 
 
-def _overlap(r: Reader) -> Overlap:
-    out = Overlap(r.fraction("eta"), r.fraction("interference"))
-    r.finish()
-    return out
+def _check_curve(where: str, points: Points) -> None:
+    if what := problem(points):
+        raise ValueError(f"{where}: {what}")

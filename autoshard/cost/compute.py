@@ -11,7 +11,6 @@ Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009.
 """
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +18,10 @@ import numpy as np
 import torch
 
 from autoshard.base.graph import Call
-from autoshard.cost.cluster import HEAVY, OPTIMIZER, Device, HostLink
+from autoshard.cost.cluster import OPTIMIZER, Device, HostLink
+from autoshard.cost.optimizers import OPTIMIZERS, optimizer_row
 from autoshard.errors import UsageError
+from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
 
 # Ops that read only as much of one input as they write: op -> position of that tensor input.
@@ -37,35 +38,17 @@ NEVER_READS = {
     "aten::nll_loss_backward": 1, "aten::nll_loss2d_backward": 1,
 }
 
-# Per element of a parameter: tensors of state kept, and tensors read or written by one fused update.
-OPTIMIZERS = {
-    "none": (0, 0),
-    "sgd": (0, 3),        # read p, g; write p
-    "momentum": (1, 5),   # read p, g, m; write p, m
-    "adam": (2, 7),       # read p, g, m, v; write p, m, v
-    "adamw": (2, 7),
-    "nadam": (2, 7),
-    "radam": (2, 7),
-    "adamax": (2, 7),
-    "rmsprop": (1, 5),
-    "adagrad": (1, 5),
-    "adafactor": (0, 5),  # reads p and g twice; rows and columns of the second moment, see cost/memory.py
-    "adamw8bit": (0, 4),  # read p, g; write p; m and v in bytes are read and written
-    "adam8bit": (0, 4),
-}
 
-
-def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device, op: str = "",
+def op_seconds(family: Family, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device, op: str = "",
                overhead: float | None = None) -> Any:
     """Seconds of an op; `flops` (FLOP) and `nbytes` (bytes moved) may be arrays, `op` is its name for measured curves.
     Views cost 0. `overhead`: what a kernel costs at least, if not the device's (0 for one that another kernel runs).
 
-    Raises ClusterError for an unknown family.
-    >>> op_seconds("matmul", 2 * 4096**3, 3 * 2 * 4096**2, torch.bfloat16, h100)
+    >>> op_seconds(Family.MATMUL, 2 * 4096**3, 3 * 2 * 4096**2, torch.bfloat16, h100)
     1.98...e-04                                # 137.4e9 / (989.4e12 x 0.70), compute bound
     """
     flops, nbytes = np.asarray(flops, np.float64), np.asarray(nbytes, np.float64)
-    if family == "view":
+    if family.free:
         out = np.zeros(np.broadcast_shapes(flops.shape, nbytes.shape))
     else:
         e, curve = device.efficiency_of(family), device.curve_of(op, family, dtype)
@@ -74,7 +57,7 @@ def op_seconds(family: str, flops: Any, nbytes: Any, dtype: torch.dtype, device:
             least = device.kernel_overhead if overhead is None else overhead
             out = np.maximum(np.maximum(flops / (device.peak_flops(dtype) * e), memory), least)
         else:
-            out = np.maximum(curve(flops), memory) if family in HEAVY else curve(nbytes)
+            out = np.maximum(curve(flops), memory) if family.heavy else curve(nbytes)
             out = np.broadcast_to(out, np.broadcast_shapes(flops.shape, nbytes.shape))
     return out if out.ndim else float(out)
 
@@ -128,10 +111,10 @@ def optimizer_seconds(name: str, nbytes: Any, device: Device) -> Any:
     >>> optimizer_seconds("adamw", 4 * 8.03e9, h100)                # 7 x 4 x 8.03e9 / (3.35e12 x 0.85)
     0.07896...
     """
-    out = _optimizer(name)[1] * np.asarray(nbytes, np.float64)
+    out = optimizer_row(name).moved * np.asarray(nbytes, np.float64)
     curve = device.curve_of(f"{OPTIMIZER}/{name}", OPTIMIZER, torch.float32)
     if curve is None or name == "none":
-        out = out / (device.memory_bandwidth * device.efficiency_of("pointwise"))
+        out = out / (device.memory_bandwidth * device.efficiency_of(Family.POINTWISE))
     else:
         out = np.asarray(curve(out))
     return out if out.ndim else float(out)
@@ -150,36 +133,21 @@ def host_seconds(name: str, nbytes: Any, device: Device) -> Any:
     >>> host_seconds("adamw", 4 * 4096**2, h100)           # 2 x 2 x (10e-6 + 67.1e6 / 56.7e9) + 165e-6
     0.00493...
     """
-    link, (kept, moved) = host_link(name, device), _optimizer(name)
-    alone = np.maximum(optimizer_seconds(name, nbytes, device), moved * device.kernel_overhead)
-    out = 2 * kept * (link.latency + np.asarray(nbytes, np.float64) / link.bandwidth) + alone
+    link, row = host_link(name, device), optimizer_row(name)
+    alone = np.maximum(optimizer_seconds(name, nbytes, device), row.moved * device.kernel_overhead)
+    out = 2 * row.state * (link.latency + np.asarray(nbytes, np.float64) / link.bandwidth) + alone
     return out if out.ndim else float(out)
 
 
 def host_link(name: str, device: Device) -> HostLink:
     """The link over which state of optimizer `name` may move. Raises UsageError where there is no such state, or no link."""
-    if not _optimizer(name)[0]:
-        able = ", ".join(sorted(n for n, (kept, _) in OPTIMIZERS.items() if kept))
+    if not optimizer_row(name).state:
+        able = ", ".join(sorted(n for n, row in OPTIMIZERS.items() if row.state))
         raise UsageError(f"offload='optimizer': {name} keeps no state that autoshard.local_update could move; use one of {able}, or no offload")
     if device.host_link is None:
         raise UsageError(f"offload='optimizer': the cluster profile gives {device.name} no link to its host; add [device.host_link] with "
                          "latency and bandwidth (docs/add-a-cluster.md), or leave offload out")
     return device.host_link
-
-
-def optimizer_state_bytes(name: str, dtype: torch.dtype) -> int:
-    """Bytes of optimizer state per parameter element in the parameter's dtype (step counters and what is not in that
-    form left out, see `cost.memory.state_bytes`). AdamW in float32: 8.
-
-    Raises UsageError for an unknown optimizer."""
-    return _optimizer(name)[0] * dtype.itemsize
-
-
-def _optimizer(name: str) -> tuple[int, int]:
-    if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(str(name).lower(), OPTIMIZERS, n=1)
-        raise UsageError(f"no cost for optimizer {name!r}{f'; did you mean {near[0]}?' if near else ''} (known: {', '.join(OPTIMIZERS)})")
-    return OPTIMIZERS[name]
 
 
 def op_name(target: Any) -> str:

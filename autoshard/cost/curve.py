@@ -6,6 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.base.typed_data import Number
+
+Points = tuple[tuple[Number, Number], ...]
+"""(amount, seconds) pairs."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -26,16 +31,19 @@ class Curve:
         return np.interp(amount, self.amounts, self.seconds) + beyond
 
     @property
-    def points(self) -> list[list[float]]:
-        """[[amount, seconds], ...], as a profile writes it."""
-        return [[a, s] for a, s in zip(self.amounts, self.seconds, strict=True)]
+    def points(self) -> Points:
+        """As a profile writes it."""
+        return tuple(zip(self.amounts, self.seconds, strict=True))
+
+    @staticmethod
+    def through(points: Points) -> "Curve":
+        """The inverse of `points`."""
+        return Curve(*zip(*points, strict=True))
 
 
-def problem(points: Any) -> str:
+def problem(points: Points) -> str:
     """What is wrong with the points of a curve as they stand in a profile; empty when nothing is."""
-    numbers = (isinstance(points, (list, tuple)) and len(points) >= 2 and all(
-        isinstance(p, (list, tuple)) and len(p) == 2 and all(_is_finite(x) for x in p) for p in points))
-    if not numbers:
+    if len(points) < 2:
         return "a list of at least two [amount, seconds] pairs of numbers is needed"
     amounts, seconds = zip(*points, strict=True)
     if amounts[0] < 0 or any(b <= a for a, b in zip(amounts, amounts[1:], strict=False)):
@@ -43,7 +51,3 @@ def problem(points: Any) -> str:
     if seconds[0] <= 0 or any(t < s for s, t in zip(seconds, seconds[1:], strict=False)):
         return "seconds must be positive and must not fall"
     return ""
-
-
-def _is_finite(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and bool(np.isfinite(x))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def fused(graph: Graph) -> Mapping[str, Fused]:
 
 
 def is_pointwise(op: Op) -> bool:
-    return op.kind == "call" and registry.rule_of(op.target).family == "pointwise" and bool(op.refs)
+    return registry.family_of(op) is Family.POINTWISE and bool(op.refs)
 
 
 def _stays(graph: Graph, maker: Op, ref: Ref) -> bool:

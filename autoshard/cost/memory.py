@@ -14,18 +14,7 @@ import torch
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import Spec, local_shape
-from autoshard.cost.compute import optimizer_state_bytes
-
-EIGHT_BIT, BLOCK, SMALLEST = ("adamw8bit", "adam8bit"), 256, 4096
-WORKSPACE = {
-    "adam": (2, 1, 1), "adamw": (2, 1, 1), "nadam": (2, 1, 1), "radam": (5, 0, 1), "adamax": (1, 0, 1),
-    "rmsprop": (1, 1, 1), "adagrad": (1, 1, 2), "adafactor": (1, 1, 1),
-}
-"""Temporaries of an update by optimizer, in sizes of a parameter: most at a time for one parameter, how many of those live on
-while the next one is updated, and most of each where all are updated together. Others work in place.
-Source: torch/optim, compared as it runs in tests/cost/test_optimizers.py."""
-SCALARS = {"nadam": 2, "none": 0, "sgd": 0, "momentum": 0, "adam8bit": 0, "adamw8bit": 0}
-"""Float32 scalars in the state of each parameter; one, the count of steps, where an optimizer is not named here."""
+from autoshard.cost.optimizers import optimizer_row
 
 
 def value_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh) -> int:
@@ -46,28 +35,18 @@ def stored_parts(meta: TensorMeta, spec: Spec, mesh: Mesh, optimizer: str | None
 
 
 def state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of optimizer state for a parameter of local `shape`. Raises UsageError for an unknown optimizer.
-
-    Adafactor keeps sums over the last dim and over the one before (all of a vector); 8-bit optimizers keep two bytes an
-    element and a float32 scale per block of 256 for each moment, and float32 moments of parameters below 4096 elements.
-    Scalars are left out, see `scalar_bytes`.
-    Sources: torch/optim/_adafactor.py; Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks
-    and `min_8bit_size`: bitsandbytes/optim/optimizer.py, 0.44 and later).
+    """Bytes of optimizer state for a parameter of local `shape`, in the parameter's dtype (step counters left out, see
+    `scalar_bytes`). Raises UsageError for an unknown optimizer.
 
     >>> state_bytes("adafactor", (1024, 4096), torch.float32)      # 4 x (1024 + 4096)
     20480
     """
-    n = prod(shape)
-    if optimizer == "adafactor":
-        return dtype.itemsize * (n // shape[-1] + n // shape[-2] if len(shape) > 1 else n)
-    if optimizer in EIGHT_BIT:
-        return 2 * (n + 4 * -(-n // BLOCK) if n >= SMALLEST else 4 * n)
-    return n * optimizer_state_bytes(optimizer, dtype)
+    return optimizer_row(optimizer).state_bytes(shape, dtype.itemsize)
 
 
 def scalar_bytes(optimizer: str, parameters: int) -> int:
     """Bytes of the scalars that an optimizer keeps for a number of parameters. AdamW, 100 parameters: 400."""
-    return 4 * SCALARS.get(optimizer, 1) * parameters
+    return 4 * optimizer_row(optimizer).scalars * parameters
 
 
 def stored_bytes(meta: TensorMeta, spec: Spec, mesh: Mesh, optimizer: str | None) -> int:
@@ -79,7 +58,7 @@ def update_workspace(optimizer: str, parameters: Sequence[int], together: bool) 
     """Bytes an update needs beside parameters, gradients and state. `parameters`: bytes per parameter on this rank, in
     the order of the model; `together`: all in one call, as torch.optim does on GPUs (foreach), else one by one, where a variable
     of one parameter's update (Adam: the denominator) lives until the next has its own."""
-    own, carried, each = WORKSPACE.get(optimizer, (0, 0, 0))
+    own, carried, each = optimizer_row(optimizer).workspace
     if together:
         return each * sum(parameters)
     return max((own * n + carried * before for before, n in zip((0, *parameters), parameters)), default=0)

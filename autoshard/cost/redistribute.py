@@ -42,6 +42,7 @@ from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_partial, is
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import LoweringError
+from autoshard.rules.family import Family
 
 SLICE = "slice"
 """The step that sends nothing: a rank takes its piece of what it holds."""
@@ -263,7 +264,7 @@ class Redistribution:
                 rearranged[rows] += np.where(before[a, dst_dim] > 1, held[a], 0)
             seconds[rows] = collectives.seconds(kind, nbytes[rows], self.links[axes])
         copied = rearranged > 0
-        seconds[copied] += op_seconds("copy", 0, 2 * rearranged[copied], torch.uint8, self.cluster.device)
+        seconds[copied] += op_seconds(Family.COPY, 0, 2 * rearranged[copied], torch.uint8, self.cluster.device)
         return nbytes, rearranged, seconds
 
 
@@ -271,7 +272,7 @@ def step_seconds(kind: str, nbytes: int, rearranged: int, link: AxisLink, cluste
     """Price of one executed step from what an observer sees; equals `Step.seconds`."""
     if kind == SLICE:
         return 0.0
-    copy = op_seconds("copy", 0, 2 * rearranged, torch.uint8, cluster.device) if rearranged else 0.0
+    copy = op_seconds(Family.COPY, 0, 2 * rearranged, torch.uint8, cluster.device) if rearranged else 0.0
     return collectives.seconds(kind, nbytes, link) + copy
 
 

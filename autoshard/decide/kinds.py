@@ -11,6 +11,7 @@ from math import prod
 
 from autoshard.base.plan import AT_THE_END, Layout, Plan
 from autoshard.base.spec import R, Spec
+from autoshard.base.windows import START
 
 MOST = 0.5  # of the values: then the axis is said to split the batch
 BESIDE = 0.25  # of the values with a sequence: norms and residuals are a part of what a layer makes
@@ -55,7 +56,7 @@ def axis_of(plan: Plan, a: int) -> Axis:
     """What mesh axis number `a` does."""
     weights = [x for x in plan.layouts if x.kind == "weight"]
     total = sum(map(_elements, weights)) or 1
-    forward, backward = (_gathers(plan, a, window) for window in ("forward", "backward"))
+    forward, backward = (_gathers(plan, a, windows) for windows in ((START, "forward"), ("backward",)))
     backward = frozenset(x for x in backward if x in forward or x.startswith("param:"))  # other modules move gradients there
     split = [w for w in weights if w.spec[a] >= 0]
     gathered = [w for w in split if _is_in(w, forward) or _is_in(w, backward)]
@@ -109,11 +110,12 @@ def _part(values: Sequence[Layout], a: int, dim: int) -> float:
     return sum(x.spec[a] == dim for x in values) / max(1, len(values))
 
 
-def _gathers(plan: Plan, a: int, window: str) -> frozenset[str]:
-    """Names and modules of the weights that are gathered over the axis in a window. A weight that is cast first is known by its reader's
+def _gathers(plan: Plan, a: int, windows: Sequence[str]) -> frozenset[str]:
+    """Names and modules of the weights that are gathered over the axis in some windows. A weight that is cast first is known by its reader's
     module alone."""
-    calls = [c for c in plan.collectives if c.kind == "all_gather" and c.hideable and c.phase == window and a in plan.mesh.axes(c.axis)]
-    return frozenset(c.value if c.value.startswith("param:") else f"module {c.module}" for c in calls)
+    calls = [c for c in plan.collectives if c.kind == "all_gather" and c.hideable and c.phase in windows and a in plan.mesh.axes(c.axis)]
+    names = (c.value.replace("held:", "param:") if c.value.startswith("held:") else c.value for c in calls)
+    return frozenset(name if name.startswith("param:") else f"module {c.module}" for name, c in zip(names, calls, strict=True))
 
 
 def _is_in(weight: Layout, gathered: frozenset[str]) -> bool:

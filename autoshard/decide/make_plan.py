@@ -10,7 +10,6 @@ import numpy as np
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, StagePlan, Window
 from autoshard.base.spec import Spec
-from autoshard.cost.cluster import HEAVY
 from autoshard.decide.kinds import kind_of
 from autoshard.decide.shown_tensors import layouts
 from autoshard.formulate.copies import State
@@ -99,7 +98,7 @@ def price_windows(chosen: Chosen) -> tuple[dict[str, float], dict[str, float]]:
         blocking += float(cost.inner[s])
         update += float(cost.update[s])
         windows[op.phase] += float(cost.compute[s]) + float(cost.inner[s])
-        if op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
+        if registry.is_heavy(op):
             heavy[op.phase] += float(cost.compute[s])
     overlaps = overlap.eta > 0 and table.mesh.size > 1
     for ref, source, copy in chosen.copies:

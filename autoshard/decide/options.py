@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
+from autoshard.cost.optimizers import optimizer_name
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import PlanError, UsageError
 
@@ -144,7 +145,7 @@ class Options(_Checked):
         """The part that belongs to a plan; `planned_under` reads it."""
         own, p = self if training else replace(self, optimizer="none", offload="none"), self.precision
         said = {f.name: getattr(own, f.name) for f in fields(own) if f.metadata.get("recorded") and getattr(own, f.name) != f.default}
-        said |= {"pipeline": self.pipeline.as_data()} if self.pipeline != Pipeline() else {}
+        said |= {"pipeline": self.pipeline.as_data()} if training and self.pipeline != Pipeline() else {}
         return {**said, "optimizer": own.optimizer, "training": training, "loss_in_graph": has_loss,
                 "inputs": self.passing.inputs, "outputs": self.passing.outputs,
                 "precision": None if p is None else {"param": p.param, "master": p.master, "reduce": p.reduce}}
@@ -169,13 +170,6 @@ def planned_under(plan: Plan) -> dict[str, Any]:
     return {**{f.name: said.get(f.name, f.default) for f in fields(Options) if f.metadata.get("recorded")},
             "optimizer": said.get("optimizer", Options.optimizer), "precision": Precision(**policy) if policy else None,
             "seeds": dict(plan.seeds), "pipeline": pipeline, "passing": Passing(said.get("inputs", "global"), said.get("outputs", "replicate"))}
-
-
-def optimizer_name(optimizer: Any) -> str:
-    """"adamw" for torch.optim.AdamW and the like; SGD with momentum is "momentum"."""
-    if isinstance(optimizer, str) or optimizer is None:
-        return optimizer or "none"
-    return getattr(optimizer, "__name__", type(optimizer).__name__).lower()
 
 
 def default_cluster(mesh: Any) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Layout, OpPlan
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
+from autoshard.base.windows import WEIGHTS, join_of
 
 
 def layouts(graph: Graph, ops: Mapping[str, OpPlan], placements: Mapping[str, Spec]) -> tuple[Layout, ...]:
@@ -34,8 +36,8 @@ def _inputs(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
 
 
 def _outputs(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[Layout]:
-    for op in graph.of_kind("output"):
-        if str(op.target).startswith("user:") and op.name in ops and op.refs:
+    for op in graph.outputs(Role.USER).values():
+        if op.name in ops and op.refs and join_of(op) != WEIGHTS:
             yield _layout(graph, "output", str(op.target), "", op.refs[0], ops[op.name].inputs[0])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil, floor, log10
 from typing import Any
 
-from autoshard.cost.compute import OPTIMIZERS
+from autoshard.cost.optimizers import OPTIMIZERS
 from autoshard.decide.fit import least_memory, least_possible, search_within
 from autoshard.decide.leanest import Lean
 from autoshard.decide.make_plan import Plays
@@ -64,7 +64,7 @@ def _sentence(limit: float, bound: float, needs: float, timeline: Timeline, solu
 def _offload(table: CostTable) -> str:
     """A hint at `offload='optimizer'`, where it is possible and was not requested."""
     could = table.graph.training and not table.training.offload and table.cluster.device.host_link is not None
-    return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer][0] else ""
+    return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer].state else ""
 
 
 def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any], clock: Clock) -> str:

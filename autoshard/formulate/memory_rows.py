@@ -13,10 +13,12 @@ import numpy as np
 
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.plan import AGAIN
+from autoshard.base.roles import Role
 from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.cost.memory import stored_parts
 from autoshard.formulate.copies import KEPT, MADE, OWN, CopyNode, State, own
-from autoshard.formulate.problem_of import Formulation, local_bytes, storage_root
+from autoshard.formulate.problem_of import Formulation
+from autoshard.formulate.values import local_bytes, storage_root
 from autoshard.program.flow import param_derived
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import decided, first_run
@@ -86,7 +88,7 @@ def _amounts(formulation: Formulation, moment: str) -> Iterator[Amounts]:
 
 def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
     table, units = formulation.table, formulation.units
-    final = {str(op.target).removeprefix("grad:"): table.graph.order[op.refs[0].op] for op in table.graph.of_kind("output") if op.refs}
+    final = {name: table.graph.order[op.refs[0].op] for name, op in table.graph.outputs(Role.GRADIENT).items() if op.refs}
     for op in table.graph.of_kind("param"):
         optimizer = table.training.optimizer if op.name in table.trained else None
         is_final = table.graph.microbatches == 1 and final.get(op.target, now + 1) <= now  # else they are in accumulators
@@ -124,10 +126,11 @@ def _bytes(table: CostTable, ref: Ref, specs: SpecIndex) -> np.ndarray:
 def last_reads(graph: Graph) -> dict[Ref, int]:
     """Per buffer (its first value), the position of the last op that reads it or a view of it. A parameter's gradient that leaves
     is counted as stored, not here."""
-    stored = {f"grad:{op.target}" for op in graph.of_kind("param")}
+    params = {op.target for op in graph.of_kind("param")}
+    stored = {op.name for name, op in graph.outputs(Role.GRADIENT).items() if name in params}
     out: dict[Ref, int] = {}
     for op in graph.ops:
-        for ref in op.refs if op.target not in stored else ():
+        for ref in op.refs if op.name not in stored else ():
             if ref in op.kept:  # as long as it is kept, the source stands for it
                 continue
             root = storage_root(graph, ref)

@@ -28,9 +28,9 @@ from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import AGAIN
 from autoshard.base.spec import NOWHERE, Spec
 from autoshard.base.windows import START, is_accumulator, is_hold
-from autoshard.cost.cluster import HEAVY
-from autoshard.cost.memory import stored_parts, update_workspace, value_bytes
+from autoshard.cost.memory import stored_parts, update_workspace
 from autoshard.formulate.copies import KEPT, MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
+from autoshard.formulate.values import is_saved, local_bytes, storage_root
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import open_units, source_state
 from autoshard.rules import registry
@@ -188,7 +188,7 @@ def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
         if is_accumulator(op):  # all of them are there at the turn; at the update they are gradients, or gone
             specs = b.table.strategies[name].output_specs[0]
             b.add_items(node, MEMORY, np.array([local_bytes(b.table, Ref(name), s) for s in specs.specs])[specs.index][picked])
-        if b.overlaps and op.kind == "call" and registry.rule_of(op.target).family in HEAVY:
+        if b.overlaps and registry.is_heavy(op):
             b.add_items(node, b.window_row(name), -b.eta * cost.compute[picked])
 
 
@@ -210,11 +210,6 @@ def _add_stored(b: _Builder, node: int, op: Op, picked: np.ndarray) -> None:
         work = [update_workspace(optimizer, [p["parameters"]], True) if together else 0 for p in parts]
         b.add_items(node, b.update_row, amounts([p["parameters"] + p["gradients"] for p in parts],
                                                 [p["optimizer"] + w for p, w in zip(parts, work, strict=True)]))
-
-
-def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
-    """Bytes of a value on one rank."""
-    return 0.0 if NOWHERE in spec else float(value_bytes(table.graph.meta(ref), spec, table.mesh))
 
 
 @dataclass(frozen=True)
@@ -352,7 +347,7 @@ def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
 def _add_saved(b: _Builder, ref: Ref) -> None:
     """Memory of a forward value that backward reads, in its producer's spec, or that a source keeps. Values that may share
     a buffer, being views of one another, count once; sources keep no views."""
-    if _is_saved(b, ref):
+    if is_saved(b.table.graph, ref):
         root = storage_root(b.table.graph, ref)
         if ("saved", root) not in b.memo:
             b.memo["saved", root] = True
@@ -372,41 +367,17 @@ def _add_saved(b: _Builder, ref: Ref) -> None:
             b.add_saved(b.units.index(op.name), amounts[specs.index])
 
 
-def _is_saved(b: _Builder, ref: Ref) -> bool:
-    """Whether forward makes this value and backward reads it; parameters, buffers and inputs are there anyway."""
-    graph = b.table.graph
-    readers = (graph.op(name) for name, _ in graph.users.get(ref, ()))
-    made = graph.window_of(ref.op)
-    return (not is_accumulator(graph.op(ref.op)) and graph.op(storage_root(graph, ref).op).kind == "call"
-            and any(graph.window_of(op.name) > made and not is_source(op) for op in readers))
-
-
 def _least_saved(b: _Builder, ref: Ref) -> float:
     """What `_add_saved` counts for the value itself at least: where all of backward reads a kept copy, it is not saved."""
-    return min(local_bytes(b.table, ref, s) for s in b.units.outputs(ref).specs) if _is_saved(b, ref) else 0.0
-
-
-def storage_root(graph, ref: Ref) -> Ref:
-    """The value whose buffer `ref` is a view of."""
-    op = graph.op(ref.op)
-    while op.kind == "call" and registry.rule_of(op.target).family == "view" and len(op.refs) == 1:
-        ref = op.refs[0]
-        op = graph.op(ref.op)
-    return ref
+    return min(local_bytes(b.table, ref, s) for s in b.units.outputs(ref).specs) if is_saved(b.table.graph, ref) else 0.0
 
 
 def _tie_gradients(b: _Builder) -> None:
     """A gradient leaves in its parameter's stored spec, or as its input comes in, a tangent enters as the dual of its output; seeds
     tie what lies alike."""
     graph = b.table.graph
-    stored = {op.target: op for op in graph.of_kind("param", "input")}
-    users = {str(op.target): op for op in graph.of_kind("output")}
-    for name, out in users.items():
-        if name.startswith("grad:"):
-            _add_equality(b, stored[name.removeprefix("grad:")], out)
-    for tangent in graph.of_kind("tangent"):
-        if f"user:{tangent.target}" in users:  # else it is of another stage of a pipeline
-            _add_equality(b, tangent, users[f"user:{tangent.target}"])
+    for pair in graph.chosen_ties.items():
+        _add_equality(b, *sorted(map(graph.op, pair), key=lambda op: op.kind == "output"))
     for one, other in b.table.seeds.ties:
         _add_equality(b, graph.op(one), graph.op(other))
 

@@ -20,7 +20,7 @@ from autoshard import _torch
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.random import seeded
-from autoshard.collectives import RUN
+from autoshard.collectives import KIND_OF, RUN
 from autoshard.cost.redistribute import SLICE
 from autoshard.errors import LoweringError
 from autoshard.program.opaque import SeededWhole, Whole
@@ -189,11 +189,12 @@ class Emitter:
     def _of_nothing(self, kind: str, x: Proxy, n: int) -> Proxy:
         """What the collective would make: a tensor of size 0 as well."""
         rows, *rest = self._shape(x) or [1]
-        return x if RUN[kind].rows(rows, n) == rows else aten.new_empty.default(x, [RUN[kind].rows(rows, n), *rest])
+        made = RUN[kind].runs.rows(rows, n)
+        return x if made == rows else aten.new_empty.default(x, [made, *rest])
 
     def wait(self, x: Proxy) -> Proxy:
         """The result of what was started."""
-        return _torch.WAIT(x) if x.node.target in _torch.COLLECTIVE_KINDS else x
+        return _torch.WAIT(x) if x.node.target in KIND_OF else x
 
     def redistribute(self, x: Proxy, meta: TensorMeta, counts: Sequence[int], steps: Sequence[Any]) -> Pending:
         """Run `steps` on `x`, a local tensor cut into `counts` pieces per logical dim, up to and including the

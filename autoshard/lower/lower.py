@@ -17,6 +17,7 @@ import torch
 from autoshard.base.graph import BACKWARD, FORWARD, Call, Graph, Op, Ref, TensorMeta, map_args
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan, Window
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, is_shard, local_shape, shard_counts
 from autoshard.base.windows import is_accumulator
 from autoshard.errors import LoweringError
@@ -35,14 +36,11 @@ from autoshard.lower.schedule import (
 )
 from autoshard.rules import registry
 
-ANY_STRIDES = ("matmul", "pointwise", "view", "reduction", "copy")
-"""Op families whose kernels are right for tensors with any strides."""
-
 
 @dataclass(frozen=True)
 class Port:
     """What a placeholder takes or an output gives. kind: param, buffer, input, tangent, saved, accumulator, coord, seed /
-    user, mutation, saved, grad. `name` is the graph's target for it; saved values and accumulators go by their `Held`."""
+    saved or the `Role` of an output. `name` is the graph's target for it; saved values and accumulators go by their `Held`."""
 
     kind: str
     name: Any
@@ -86,9 +84,6 @@ class Lowered:
         """The window that makes gradients; None without training."""
         return next((w for w in self.windows if w.window == BACKWARD), None)
 
-    def window(self, name: Window) -> LocalGraph:
-        return next(w for w in self.windows if w.window == name)
-
 
 def lower(graph: Graph, plan: Plan, mesh: Mesh, order: Schedule) -> Lowered:
     """The local graphs that work in `order`, the plan's schedule. Raises LoweringError naming the op whose local form cannot be built,
@@ -121,13 +116,13 @@ def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGrap
     emit, ports, pending = Emitter(mesh), [], []
     for op in parameter_gradients(graph):
         meta, made, wanted = graph.meta(op.refs[0]), made_as(plan, op.refs[0]), plan.ops[op.name].inputs[0]
-        x = emit.placeholder(op.target, local_tensor_shape(meta, made, mesh), meta.dtype)
+        x = emit.placeholder(op.name, local_tensor_shape(meta, made, mesh), meta.dtype)
         part = Part("redistribute", str(op.refs[0]), BACKWARD, True)
         with emit.part(part):
             steps = route(meta.logical_shape, meta.dtype, made, wanted)
             counts = shard_counts(meta.ndim, made, mesh.sizes)
             pending.append((part, emit.redistribute(x, meta, counts, steps)))
-        ports.append(Port("grad", op.target.removeprefix("grad:")))
+        ports.append(Port(Role.GRADIENT, op.target.name))
     results = []
     for part, started in pending:
         with emit.part(part):
@@ -289,8 +284,7 @@ class _Lowering:
         out = []
         for op in self.graph.of_kind("output"):
             if op.phase == self.window and op.refs:
-                kind, _, name = str(op.target).partition(":")
-                out.append((Port(kind, int(name) if kind == "user" else name), self.played.outputs[op.name]))
+                out.append((Port(op.target.role, op.target.name), self.played.outputs[op.name]))
         return out + [(Port("saved", held), held) for held in self.work.saves]
 
     def _result(self, port: Port, held: Held) -> Any:
@@ -304,9 +298,9 @@ class _Lowering:
         out, seen = [], set()
         for port, held in gives:
             value = self._result(port, held)
-            if port.kind == "user" and (value.node.op == "placeholder" or value.node in seen):
+            if port.kind == Role.USER and (value.node.op == "placeholder" or value.node in seen):
                 value = torch.ops.aten.alias.default(value)
-            if port.kind == "mutation":  # the next call takes buffers for contiguous
+            if port.kind == Role.MUTATION:  # the next call takes buffers for contiguous
                 value = torch.ops.aten.contiguous.default(value)
             seen.add(value.node)
             out.append(value)
@@ -336,7 +330,7 @@ def _readable(emit: Emitter, op: Op, x: Any) -> Any:
     as after a gather along it. One device never sees such slices, so nothing is lost there."""
     t = emit.value(x)
     innermost = not t.ndim or t.shape[-1] == 1 or t.stride(-1) == 1
-    if emit.mesh.size == 1 or registry.rule_of(op.target).family in ANY_STRIDES or is_dense(t) and innermost:
+    if emit.mesh.size == 1 or registry.rule_of(op.target).family.any_strides or is_dense(t) and innermost:
         return x
     return torch.ops.aten.contiguous.default(x)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from autoshard import _torch
+from autoshard.collectives import RUN
 from autoshard.lower.lower import is_dense
 
 aten = torch.ops.aten
@@ -17,7 +17,7 @@ OVERWRITE = {
     aten.sub.Tensor: (aten.sub_.Tensor, (0,)),
     aten.div.Tensor: (aten.div_.Tensor, (0,)),
     aten.relu.default: (aten.relu_.default, (0,)),
-    _torch.COLLECTIVES["all_reduce"]: (_torch.ALL_REDUCE_IN_PLACE, (0,)),
+    **{kind.target: (kind.in_place, (0,)) for kind in RUN.values() if kind.in_place is not None},
 }
 """Functional op -> its in-place form, and the arguments whose memory may take the result."""
 

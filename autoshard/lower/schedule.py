@@ -13,6 +13,7 @@ from typing import Any, Literal
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import AT_THE_END, Plan, Window
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, format_spec
 from autoshard.cost.memory import value_bytes
 from autoshard.errors import PlanError
@@ -110,8 +111,8 @@ def deferred(graph: Graph, plan: Plan) -> Plan:
 
 def parameter_gradients(graph: Graph) -> tuple[Op, ...]:
     """The outputs that hand out gradients of parameters (inputs may have some too)."""
-    names = {f"grad:{op.target}" for op in graph.of_kind("param")}
-    return tuple(op for op in graph.of_kind("output") if op.target in names and op.refs)
+    params = {op.target for op in graph.of_kind("param")}
+    return tuple(op for name, op in graph.outputs(Role.GRADIENT).items() if name in params and op.refs)
 
 
 def made_as(plan: Plan, ref: Ref) -> Spec:

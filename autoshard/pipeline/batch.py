@@ -14,6 +14,7 @@ from torch import nn
 
 from autoshard._torch import pytree
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.roles import Output, Role
 from autoshard.base.windows import CAT, JOIN, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
@@ -48,14 +49,14 @@ def rows_of(traced: Traced) -> int:
 def _loss(graph: Graph, count: int) -> Op:
     """The output that is differentiated. Raises UsageError where it is not one number."""
     tangents = [op.target for op in graph.of_kind("tangent")]
-    losses = [op for op in graph.of_kind("output") if op.target in {f"user:{i}" for i in tangents}]
+    losses = [op for i, op in graph.outputs(Role.USER).items() if i in tangents]
     if len(losses) != 1 or graph.meta(losses[0].refs[0]).shape:
-        found = ", ".join(f"output {op.target.removeprefix('user:')} of shape {graph.meta(op.refs[0]).shape}" for op in losses)
+        found = ", ".join(f"output {op.target.name} of shape {graph.meta(op.refs[0]).shape}" for op in losses)
         raise UsageError(f"{count} micro-batches need the loss in the graph: one differentiable number, and the model gives {found or 'none'}; pass "
                          'loss_fn=, or return {"loss": loss, ...} with the rest of the outputs beside it')
-    wanted = [op for op in graph.of_kind("output") if str(op.target).startswith("grad:input:")]
+    wanted = [name for name in graph.outputs(Role.GRADIENT) if str(name).startswith("input:")]
     if wanted:
-        raise UsageError(f"{wanted[0].target.removeprefix('grad:')} requires a gradient, which micro-batches do not give; detach it")
+        raise UsageError(f"{wanted[0]} requires a gradient, which micro-batches do not give; detach it")
     return losses[0]
 
 
@@ -110,7 +111,7 @@ def _microbatched(whole: Traced, part: Traced, dims: Sequence[int | None], pipel
     relations = {} if others is None else walk(whole.graph, others, dims, pipeline.count, told)
     _check_mutations(whole.graph, told)
     joins, weights = [], None
-    for a, b in zip(*(_users(g) for g in (whole.graph, part.graph)), strict=True):
+    for a, b in zip(*(g.outputs(Role.USER).values() for g in (whole.graph, part.graph)), strict=True):
         metas = whole.graph.meta(a.refs[0]), part.graph.meta(b.refs[0])
         found = relations.get(a.refs[0]) or by_shape(*metas, pipeline.count)
         joins.append(_join(a, found, metas[0], pipeline.count, told))
@@ -118,7 +119,7 @@ def _microbatched(whole: Traced, part: Traced, dims: Sequence[int | None], pipel
             if weights not in (None, found.weights):
                 told(Inexact(a, "two outputs are means by different weights"))
             weights = found.weights
-    if (how := joins[int(loss.target.removeprefix("user:"))][0]) in (CAT, SAME):
+    if (how := joins[loss.target.name][0]) in (CAT, SAME):
         told(Inexact(loss, f"the loss is no sum or mean over samples ({how})"))
     graph = accumulating(part.graph, pipeline.count, dims, joins)
     if weights is not None and others is not None:
@@ -127,14 +128,8 @@ def _microbatched(whole: Traced, part: Traced, dims: Sequence[int | None], pipel
 
 
 def _check_mutations(graph: Graph, told: _Found) -> None:
-    for op in graph.of_kind("output"):
-        kind, _, name = str(op.target).partition(":")
-        if kind == "mutation":
-            told(Inexact(graph.op(op.refs[0].op), f"it updates the buffer {name!r} in every micro-batch, each with what the one before wrote"))
-
-
-def _users(graph: Graph) -> list[Op]:
-    return [op for op in graph.of_kind("output") if str(op.target).startswith("user:")]
+    for name, op in graph.outputs(Role.MUTATION).items():
+        told(Inexact(graph.op(op.refs[0].op), f"it updates the buffer {name!r} in every micro-batch, each with what the one before wrote"))
 
 
 def _join(op: Op, found: Relation, meta: Any, count: int, told: _Found) -> tuple[str, int]:
@@ -158,7 +153,8 @@ def _with_weights(graph: Graph, weights: Ref | None, users: int) -> Graph:
     """The graph with the weight of a micro-batch as one more user output."""
     if weights is None:
         return graph
-    op = Op(f"user:{users}", "output", f"user:{users}", (weights,),
+    target = Output(Role.USER, users)
+    op = Op(str(target), "output", target, (weights,),
             ((JOIN, WEIGHTS), (JOIN_DIM, 0), (WEIGHTS, _about(graph, weights))), phase=graph.op(weights.op).phase)
     last = max(i for i, o in enumerate(graph.ops) if o.phase == op.phase)
     return replace(graph, ops=(*graph.ops[:last + 1], op, *graph.ops[last + 1:]))

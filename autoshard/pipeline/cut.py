@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.base.graph import BACKWARD, FORWARD, PORT, WEIGHT, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.roles import Output, Role
 from autoshard.base.windows import END, START
 from autoshard.errors import UsageError
 from autoshard.pipeline.blocks import Blocks
@@ -151,7 +152,7 @@ class _Cutter:
 
     def _output_stage(self, op: Op) -> int:
         """Where an output is handed out: results of the model by the last stage, where the loss is made; others with the op that makes them."""
-        return self.n - 1 if str(op.target).startswith("user:") else self.home.get(op.refs[0].op, self.n - 1)
+        return self.n - 1 if op.target.role is Role.USER else self.home.get(op.refs[0].op, self.n - 1)
 
     def _reads(self, stage: int) -> Iterator[Ref]:
         for op in self.graph.ops:
@@ -178,7 +179,7 @@ class _Cutter:
     def _tied(self, stages: Sequence[Stage]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """In the order of the model's parameters, which is the same on all ranks."""
         for op in self.graph.of_kind("param"):
-            where = tuple(s.index for s in stages if any(o.target == f"grad:{op.target}" for o in s.graph.of_kind("output")))
+            where = tuple(s.index for s in stages if op.target in s.graph.outputs(Role.GRADIENT))
             if len(where) > 1:
                 yield op.target, where
 
@@ -204,7 +205,7 @@ class _Cutter:
         own = [replace(op, name=names[op.name], args=map_args(rename, op.args), kwargs=tuple((k, map_args(rename, v)) for k, v in op.kwargs))
                for op in ops]
         own += [Op(h.recv, "input" if h.window == FORWARD else "tangent", h.recv, (), ((PORT, True),), (h.meta,), h.window) for h in receives]
-        own += [Op(h.send, "output", h.send, (rename(h.value),), ((PORT, True),), (), h.window) for h in sends]
+        own += [Op(h.send, "output", Output(Role.SEND, h.name), (rename(h.value),), ((PORT, True),), (), h.window) for h in sends]
         return tuple(sorted(own, key=_place))
 
     def _unique(self, name: str, s: int) -> str:

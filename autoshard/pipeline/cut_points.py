@@ -15,7 +15,8 @@ def named(blocks: Blocks, cuts: Sequence[str], stages: int) -> tuple[int, ...]:
     """The blocks before which to cut. Raises UsageError for paths of which no block begins, for modules that run twice, and for another
     number of stages."""
     if len(cuts) != stages - 1:
-        raise UsageError(f"{len(cuts)} cuts ({', '.join(cuts)}) make {len(cuts) + 1} stages, and the pipeline has {stages}; name {stages - 1} modules")
+        raise UsageError(f"{len(cuts)} cuts ({', '.join(cuts)}) make {len(cuts) + 1} stages, and the pipeline has {stages}; "
+                         f"name {stages - 1} modules")
     found = tuple(_start(blocks, name) for name in cuts)
     for before, after, name in zip(found, found[1:], cuts[1:], strict=False):
         if after <= before:
@@ -26,7 +27,7 @@ def named(blocks: Blocks, cuts: Sequence[str], stages: int) -> tuple[int, ...]:
 
 
 def _start(blocks: Blocks, name: str) -> int:
-    own = [i for i, label in enumerate(_labels(blocks)) if label == name or label.startswith(f"{name}.")]
+    own = [i for i, label in enumerate(blocks.names) if label == name or label.startswith(f"{name}.")]
     if not own:
         inside = next((b for b in blocks.names if name.startswith(f"{b}.")), None)
         where = f"; it is inside {inside!r}, and stages begin where such a block does" if inside else ""
@@ -36,10 +37,6 @@ def _start(blocks: Blocks, name: str) -> int:
         raise UsageError(f"cut {name!r}: the module runs {runs} times, with other modules between, so it does not say where to cut; cut at a "
                          f"module that runs once: {', '.join(b for b in blocks.names if _runs(blocks.graph, b) == 1)}")
     return own[0]
-
-
-def _labels(blocks: Blocks) -> tuple[str, ...]:
-    return blocks.names
 
 
 def _runs(graph: Graph, name: str) -> int:

@@ -71,7 +71,7 @@ class StagePlayer:
         return as_stored(self.state[op.target])
 
     def _hand_out(self, op: Op, m: int, value: torch.Tensor) -> None:
-        kind, _, name = str(op.target).partition(":")
+        kind, name = op.target.role, str(op.target.name)
         if kind == "send":
             self.wires[name, m] = value
         elif kind == "user":

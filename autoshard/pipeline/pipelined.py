@@ -8,6 +8,7 @@ from functools import cached_property
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import AGAIN, Plan
+from autoshard.base.roles import Role
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import MeshError, PlanError, UsageError
@@ -17,7 +18,7 @@ from autoshard.pipeline.blocks import Blocks
 from autoshard.pipeline.check import check
 from autoshard.pipeline.cut import Cut, cut
 from autoshard.pipeline.cut_points import balanced, named
-from autoshard.pipeline.schedules import SCHEDULES, make_schedule
+from autoshard.pipeline.schedules import make_schedule
 from autoshard.pipeline.split import split_backward
 from autoshard.pipeline.transfers import with_transfers
 
@@ -100,7 +101,7 @@ def _check_loss(made: Cut) -> None:
         if found:
             raise UsageError(f"output {found[0].target} of the model is differentiated in stage {stage.index}, and a pipeline begins its backward in "
                              "the last stage; cut before what makes it")
-    shapes = [made.graph.meta(made.graph.op(f"user:{op.target}").refs[0]).shape for op in made.graph.of_kind("tangent")]
+    shapes = [made.graph.meta(made.graph.outputs(Role.USER)[op.target].refs[0]).shape for op in made.graph.of_kind("tangent")]
     if len(shapes) != 1 or shapes[0]:
         raise UsageError("a pipeline needs the loss in the graph: one differentiable number; pass loss_fn=, or return {\"loss\": loss, ...}")
 

@@ -34,7 +34,7 @@ def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStag
         except InfeasibleError as e:
             blocks = f"{stage.blocks[0]} to {stage.blocks[-1]}" if stage.blocks else "no block"
             raise InfeasibleError(f"stage {stage.index} ({blocks}, {flying[stage.index]} micro-batches in flight): {e}", e.proven) from e
-        chosen |= {name: spec for name, spec in plan.placements.items()}
+        chosen |= plan.placements
         chosen |= {h.send: plan.ops[h.recv].outputs[0] for h in stage.receives} | {h.recv: plan.ops[h.send].inputs[0] for h in stage.sends}
     return tuple(plans[s] for s in range(len(plans)))
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from autoshard.base.graph import Graph, Ref
+from autoshard.base.roles import Role
 from autoshard.base.windows import START
 from autoshard.program.flow import param_derived
 from autoshard.program.tape import is_random
@@ -10,7 +11,7 @@ from autoshard.program.tape import is_random
 def repeated_ops(graph: Graph) -> frozenset[str]:
     """Calls whose values need no gradient and come of constants, buffers and inputs alone, which are on all ranks, and those that only view or
     cast a parameter, or hold it for a step. Random ops are not repeated: two stages would draw different numbers for one value."""
-    trained = {str(op.target).removeprefix("grad:") for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
+    trained = graph.outputs(Role.GRADIENT)
     free = {op.name for op in graph.of_kind("buffer", "input") if op.target not in trained}
     derived = param_derived(graph)
     for op in graph.of_kind("call"):

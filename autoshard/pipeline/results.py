@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Graph
+from autoshard.base.roles import Role
 from autoshard.base.windows import CAT, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of, join_of
 
 
@@ -30,7 +31,7 @@ class Results:
     weight; the gradient of a mean of nothing is no number, and its part of the batch's is zero."""
 
     def __init__(self, graph: Graph) -> None:
-        ops = [op for op in graph.of_kind("output") if str(op.target).startswith("user:")]
+        ops = list(graph.outputs(Role.USER).values())
         self.ways = [(join_of(op), dict(op.kwargs)[JOIN_DIM]) for op in ops]
         self.count, self.values = graph.microbatches, [None] * len(ops)
         self.total: torch.Tensor | None = None

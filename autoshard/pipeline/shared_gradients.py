@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from autoshard.base.graph import FORWARD, Graph, Op, Ref
+from autoshard.base.roles import Role
 from autoshard.base.windows import START
 from autoshard.program.flow import is_passing
 
@@ -21,7 +22,7 @@ def apart(graph: Graph, home: Mapping[str, int]) -> tuple[Graph, dict[str, int]]
     """The graph with one gradient output per stage that has a part of it, and the stage of every call in it."""
     stages, ops, gone = dict(home), [], set()
     for op in graph.ops:
-        if not str(op.target).startswith("grad:") or op.kind != "output":
+        if op.kind != "output" or op.target.role is not Role.GRADIENT:
             ops.append(op)
             continue
         leaves, way = _parts(graph, op.refs[0])

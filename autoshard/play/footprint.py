@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from autoshard import _torch
 from autoshard.base.graph import Call, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan
 from autoshard.base.spec import shard_counts
+from autoshard.collectives import KIND_OF, RUN
 from autoshard.cost.cluster import Cluster
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lower import emit_op, local_tensor_shape
@@ -27,9 +27,8 @@ from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque import whole_of
 
 Strides = tuple[int, ...]
-ALL_REDUCE = _torch.COLLECTIVES["all_reduce"]
-HOLDS_INPUT = tuple(target for target in _torch.COLLECTIVES.values() if target is not ALL_REDUCE)
-"""Collectives in flight keep the tensor they send alive; all_reduce works on a copy of its own."""
+HOLDS_INPUT = tuple(kind.target for kind in RUN.values() if kind.holds_input)
+"""Collectives in flight that keep the tensor they send alive."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def _over(node: torch.fx.Node, storages: dict[int, int]) -> Iterator[int]:
 
 def _is_swap(node: torch.fx.Node, mesh: Mesh, apart: frozenset[str]) -> bool:
     """Whether an all-reduce, made in place, takes a second buffer until it is waited for."""
-    if node.target is not ALL_REDUCE:
+    if node.target not in KIND_OF or KIND_OF[node.target].holds_input:
         return False
     axes = str(node.args[-1]).removeprefix("axis:").split("+")
     return not apart.isdisjoint(axes) and swaps(prod(mesh.sizes[mesh.index(a)] for a in axes), node.meta["val"].untyped_storage().nbytes())

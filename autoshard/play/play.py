@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Plan, Window
-from autoshard.base.windows import CAT, batch_dim_of, is_accumulator, join_of
+from autoshard.base.roles import Role
+from autoshard.base.windows import CAT, ONCE, START, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 
 FOREVER = 2**62
+KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries", Role.SEND: "outputs"}
+"""Category of memory in which a window's results are counted from its end on."""
 
 
 @dataclass(eq=False)
@@ -79,17 +82,20 @@ class _Player:
 
     def enter(self, first: Window) -> None:
         """Time 0, before anything runs: parameters and buffers for good; inputs as the user holds them, and this rank's copy where
-        it needs one; accumulators."""
+        it needs one."""
         self.times.append((first, None))
         for op in self.graph.of_kind("param", "buffer"):
             self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), {"param": "parameters", "buffer": "buffers"}[op.kind])
-        for op in filter(is_accumulator, self.graph.ops):
-            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), "gradients").holders = 1
         for op in self.graph.of_kind("input"):
             self._input(op)
-        if self.graph.microbatches > 1:  # the results of all micro-batches together
-            for op in self.graph.of_kind("output"):
-                if str(op.target).startswith("user:") and op.refs:
+
+    def _between(self) -> None:
+        """What all micro-batches share: accumulators, and the results that are put together."""
+        for op in filter(is_accumulator, self.graph.ops):
+            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), "gradients").holders = 1
+        if self.graph.microbatches > 1:
+            for op in self.graph.outputs(Role.USER).values():
+                if op.refs:
                     held = Held(op.refs[0], self.plan.ops[op.name].inputs[0])
                     pieces = self.graph.microbatches if join_of(op) == CAT else 1
                     self._make(pieces * value_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, "outputs").holders = 1
@@ -115,18 +121,19 @@ class _Player:
 
     def turn(self, schedule: Schedule, i: int) -> list[Buffer]:
         """Before window i: what no window from there on needs goes, tangents come and are returned. Saved values are arguments
-        there, which lowering takes for contiguous."""
+        there as they lie."""
         window = schedule.windows[i].name
         needed = dict.fromkeys(held for later in schedule.windows[i:] for held in later.takes)
         needed |= dict.fromkeys(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("input") if op.phase == window)
-        for op in self.graph.of_kind("output"):
-            if str(op.target).startswith("mutation:") and op.name in schedule.outputs and op.phase == schedule.windows[i - 1].name:
+        for op in self.graph.outputs(Role.MUTATION).values():
+            if op.name in schedule.outputs and op.phase == schedule.windows[i - 1].name:
                 self._let_go(self.env[schedule.outputs[op.name]][0])
-        stay = {held: self.env[held][0] for held in (*needed, *self._stored()) if held in self.env}
-        self.env = {held: (buffer, self._contiguous(held)) for held, buffer in stay.items()}
+        self.env = {held: self.env[held] for held in (*needed, *self._stored()) if held in self.env}
         for buffer in self.buffers:
             buffer.reads = 0
         self.times.append((window, None))
+        if schedule.windows[i - 1].name == START:
+            self._between()
         tangents = [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("tangent") if op.phase == window]
         return [self._given(held, "temporaries") for held in tangents]
 
@@ -158,6 +165,8 @@ class _Player:
         self.uses = Counter(held for i in instructions if i.kind != "wait" for held in i.reads)
         later = schedule.windows[schedule.windows.index(window) + 1:]
         passing = dict.fromkeys(held for w in later for held in w.takes if held in self.env)
+        if window.name not in ONCE and schedule.windows[0].name in ONCE:  # the next micro-batch reads it again
+            passing |= dict.fromkeys(held for held in schedule.windows[0].saves if held in self.env)
         for held in (*self._stored(), *passing, *(held for held, _ in self._leaving(window, schedule))):
             self.uses[held] += 1
         for held, (buffer, _) in self.env.items():
@@ -169,15 +178,14 @@ class _Player:
             buffer = self.env[held][0]
             buffer.holders += held in seen
             seen.add(held)
-            if buffer.category not in ("parameters", "buffers", "inputs"):
+            if buffer.category not in ("parameters", "buffers", "inputs") and not is_accumulator(self.graph.op(held.ref.op)):
                 buffer.category = category
             if category == "outputs" and self.graph.microbatches > 1:  # put to those of the other micro-batches
                 self._let_go(buffer)
 
     def _leaving(self, window: WindowSchedule, schedule: Schedule) -> list[tuple[Held, str]]:
         """Values that outlive the window, with what they are kept for."""
-        kinds = {"user": "outputs", "grad": "gradients", "mutation": "temporaries", "send": "outputs"}
-        out = [(schedule.outputs[op.name], kinds[str(op.target).partition(":")[0]])
+        out = [(schedule.outputs[op.name], KEPT_AS[op.target.role])
                for op in self.graph.of_kind("output") if op.phase == window.name and op.name in schedule.outputs]
         return out + [(held, "saved") for held in window.saves]
 

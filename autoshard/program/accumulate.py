@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from autoshard.base.graph import BACKWARD, Graph, Op, Ref, map_args
+from autoshard.base.roles import Role
 from autoshard.base.windows import BATCH_DIM, END, JOIN, JOIN_DIM, START, accumulate_op, hold_op
 from autoshard.program.flow import is_passing, narrowed, reduction_dtypes
 
@@ -22,13 +23,13 @@ def accumulating(graph: Graph, microbatches: int, batch_dims: Sequence[int | Non
     """`graph` of a micro-batch. `batch_dims`: of its inputs. The same graph for one micro-batch: nothing is accumulated."""
     if microbatches == 1:
         return graph
-    dims, ways = iter(batch_dims), iter(joins)
+    dims = iter(batch_dims)
     ops = []
     for op in graph.ops:
         if op.kind == "input":
             op = replace(op, kwargs=((BATCH_DIM, next(dims)),))
-        elif op.kind == "output" and str(op.target).startswith("user:"):
-            how, dim = next(ways)
+        elif op.kind == "output" and op.target.role is Role.USER:
+            how, dim = joins[op.target.name]
             op = replace(op, kwargs=((JOIN, how), (JOIN_DIM, dim)))
         ops.append(op)
     return _in_order(replace(_with_accumulators(_with_holds(replace(graph, ops=tuple(ops)))), microbatches=microbatches))
@@ -57,8 +58,8 @@ def _with_holds(graph: Graph) -> Graph:
 
 def _with_accumulators(graph: Graph) -> Graph:
     """Gradients of parameters are accumulated in the dtype they are summed over ranks in; casts to the stored one come after."""
-    names = {f"grad:{op.target}": op for op in graph.of_kind("param")}
-    leaves = [op for op in graph.of_kind("output") if op.target in names and op.refs]
+    params = {op.target for op in graph.of_kind("param")}
+    leaves = [op for name, op in graph.outputs(Role.GRADIENT).items() if name in params and op.refs]
     ways = {op.name: _way(graph, op) for op in leaves}
     late = {name for way in ways.values() for name in way[1]}
     after: dict[str, list[Op]] = {}
@@ -66,7 +67,7 @@ def _with_accumulators(graph: Graph) -> Graph:
     for op in leaves:
         ref = ways[op.name][0]
         if ref not in summed:
-            summed[ref] = Ref(f"sum:{op.target.removeprefix('grad:')}")
+            summed[ref] = Ref(f"sum:{op.target.name}")
             made = Op(summed[ref].op, "call", accumulate_op(), (ref,), outputs=(graph.meta(ref),), phase=BACKWARD)
             after.setdefault(ref.op, []).append(made)
     ends = {op.name for op in leaves} | late

@@ -63,7 +63,7 @@ class Calling:
             raise UsageError(f"argument {self.names[index]} was traced as {want.shape} {want.dtype} and is now {found}")
 
     def unflatten(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """The model's result from the tensors of the graph's "user:i" outputs."""
+        """The model's result from the tensors of the graph's outputs to the user, in order."""
         if self.out_spec.is_leaf() and len(outputs) == 1:
             return outputs[0]
         leaves = [outputs[v.index] if isinstance(v, TensorLeaf) else v for v in self.out_leaves]

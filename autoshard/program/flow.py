@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.roles import Role
 from autoshard.base.spec import PSUM
 from autoshard.base.windows import is_accumulator
 from autoshard.rules import registry
@@ -19,8 +20,7 @@ PART = Row((PSUM,), (PSUM,))
 
 def is_passing(op: Op) -> bool:
     """A view or cast of a single tensor, or its sum over micro-batches: the value stays the same parameter or gradient."""
-    return op.kind == "call" and len(op.refs) - len(op.kept) == 1 and (
-        registry.rule_of(op.target).family == "view" or "_to_copy" in str(op.target) or is_accumulator(op))
+    return (registry.is_view(op) or registry.is_cast(op) or is_accumulator(op)) and len(op.refs) - len(op.kept) == 1
 
 
 def param_derived(graph: Graph) -> frozenset[Ref]:
@@ -45,7 +45,7 @@ def _narrows(op: Op, dtype: torch.dtype) -> bool:
 def gradient_bound(graph: Graph) -> frozenset[Ref]:
     """Values that only flow, through views and casts, into gradient outputs: reductions may finish late."""
     out: set[Ref] = set()
-    ends = {op.name for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
+    ends = {op.name for op in graph.outputs(Role.GRADIENT).values()}
     for op in reversed(graph.ops):
         for i in range(len(op.outputs)):
             users = graph.users.get(Ref(op.name, i), ())

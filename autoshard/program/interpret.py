@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Op, Ref, map_args
+from autoshard.base.roles import Role
 from autoshard.errors import UsageError
 from autoshard.program.calling import Traced, as_stored
 
@@ -86,9 +87,5 @@ def call_op(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device)
 
 def results_of(traced: Traced, values: Mapping[str, tuple[Any, ...]]) -> Results:
     """What the output ops hand out."""
-    users, grads, mutations = {}, {}, {}
-    for op in traced.graph.of_kind("output"):
-        ref = op.args[0]
-        kind, _, name = op.target.partition(":")
-        {"user": users, "grad": grads, "mutation": mutations}[kind][name] = values[ref.op][ref.index]
-    return Results(tuple(users[str(i)] for i in range(len(users))), grads, mutations)
+    found = {role: {name: values[op.refs[0].op][op.refs[0].index] for name, op in traced.graph.outputs(role).items()} for role in Role}
+    return Results(tuple(found[Role.USER].values()), found[Role.GRADIENT], found[Role.MUTATION])

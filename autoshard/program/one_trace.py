@@ -8,8 +8,8 @@ Conventions of the graph
 * `device` and `pin_memory` arguments are dropped: where the program runs is the runtime's choice.
   Lowering passes its device to every op whose schema has a `device` argument.
 * Op names: "param:NAME", "buffer:NAME", "input:i" (i-th tensor among the flattened (args, kwargs)),
-  "tangent:i", "mm_0", "mm_3_recompute"; outputs "user:i", "grad:NAME", "mutation:NAME".
-* Under a precision policy a "grad:NAME" output has kwargs (("reduce", dtype),), the dtype the sum over ranks
+  "tangent:i", "mm_0", "mm_3_recompute"; outputs as in base/roles.py.
+* Under a precision policy the output of a gradient has kwargs (("reduce", dtype),), the dtype the sum over ranks
   must be done in. The op it refers to is the `_to_copy` that casts the gradient back to the stored dtype, so the
   sum is that op's output or its input.
 * Parameters, buffers, inputs and tangents are contiguous; who runs the program passes contiguous tensors.
@@ -31,6 +31,7 @@ from autoshard import _torch
 from autoshard._torch import pytree
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.precision import Precision
+from autoshard.base.roles import Output, Role
 from autoshard.errors import TraceError
 from autoshard.program.binding import Binding
 from autoshard.program.calling import Calling, TensorLeaf, Traced
@@ -194,7 +195,7 @@ class OneTrace:
             else:
                 leaves.append(self._plain(value))
         for i, value in enumerate(users):
-            self._output(f"user:{i}", value)
+            self._output(Output(Role.USER, i), value)
         return users, tuple(leaves), spec, _differentiable(out, users, leaves)
 
     def _plain(self, value: Any) -> Any:
@@ -205,9 +206,9 @@ class OneTrace:
                              f"{_registration(value)}")
         return value
 
-    def _output(self, target: str, value: torch.Tensor, kwargs: tuple[tuple[str, Any], ...] = ()) -> None:
+    def _output(self, target: Output, value: torch.Tensor, kwargs: tuple[tuple[str, Any], ...] = ()) -> None:
         ref = self.tape.ref(_torch.unwrap(value))
-        self.tape.add(Op(target, "output", target, (ref,), kwargs, phase=self.tape.phase))
+        self.tape.add(Op(str(target), "output", target, (ref,), kwargs, phase=self.tape.phase))
 
     def _mutations(self, twin: nn.Module, inputs: list[torch.Tensor]) -> None:
         """Buffers that the model wrote in place or assigned anew, in their stored dtype."""
@@ -224,7 +225,7 @@ class OneTrace:
                     self.tape.refuse(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
                                      f"{tuple(now.shape)}; keep its shape")
                 with torch.no_grad():
-                    self._output(f"mutation:{name}", now.to(stored.dtype))
+                    self._output(Output(Role.MUTATION, name), now.to(stored.dtype))
 
     @property
     def _goes_on(self) -> bool:
@@ -270,7 +271,7 @@ class OneTrace:
         if self.precision is not None:
             kwargs = (("reduce", self.precision.reduction),)
             g = self.precision.through_reduction(g)
-        self._output(f"grad:{name}", g, kwargs)
+        self._output(Output(Role.GRADIENT, name), g, kwargs)
 
     # --- result ---
 

@@ -27,6 +27,7 @@ from autoshard.program.calling import TensorLeaf
 from autoshard.program.no_cache import without_decoding_cache
 from autoshard.program.tape import meta_of
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 from autoshard.rules.types import Rule
 
 
@@ -141,7 +142,7 @@ class Whole:
 
     @cached_property
     def rule(self) -> Rule:
-        return Rule(rows=lambda call: (registry.all_replicate(call),), family="random", origin="replicate")  # a family that is never recomputed
+        return Rule(rows=lambda call: (registry.all_replicate(call),), family=Family.RANDOM, origin="replicate")  # never recomputed
 
     @cached_property
     def inside(self) -> tuple[Call, ...]:

@@ -15,6 +15,7 @@ from torch import nn
 from autoshard import _torch
 from autoshard._torch import pytree
 from autoshard.base.graph import Graph, TensorMeta
+from autoshard.base.roles import Role
 from autoshard.errors import TraceError, UsageError
 from autoshard.program.calling import TensorLeaf, Traced
 from autoshard.program.opaque import Frame, Outcome, Shared, Whole, plain, shape_text
@@ -148,11 +149,10 @@ def _of_trace(traced: Traced, frame: Frame) -> Outcome:
     graph = traced.graph
     if any(was_given(op) for op in graph.of_kind("call")):
         raise UsageError("it calls collectives, which would run on whole tensors; take them out of it")
-    outs = {op.target: op for op in graph.of_kind("output")}
-    users = [graph.meta(op.refs[0]) for name, op in outs.items() if name.startswith("user:")]
+    users, written = [graph.meta(op.refs[0]) for op in graph.outputs(Role.USER).values()], graph.outputs(Role.MUTATION)
     calls = graph.of_kind("call")
     return Outcome(traced.calling.out_spec, traced.calling.out_leaves, tuple(TensorMeta(m.shape, m.dtype) for m in users),
-                   tuple(op.target for op in graph.of_kind("tangent")), tuple(n for n in frame.buffers if f"mutation:{n}" in outs),
+                   tuple(op.target for op in graph.of_kind("tangent")), tuple(n for n in frame.buffers if n in written),
                    any(is_random(op.target) for op in calls), tuple((op.phase, graph.calls[op.name]) for op in calls),
                    (_peak(graph, "forward"), _peak(graph, "backward")))
 
@@ -165,7 +165,7 @@ def _peak(graph: Graph, until: str) -> int:
     live = most = 0
     for i, op in enumerate(ops):
         for index, meta in enumerate(op.outputs):
-            if meta is not None and registry.rule_of(op.target).family != "view":
+            if meta is not None and not registry.is_view(op):
                 live += meta.nbytes
                 end = next((last[r] for r in last if r.op == op.name and r.index == index), i)
                 ends[end] = ends.get(end, 0) + meta.nbytes

@@ -18,18 +18,15 @@ from autoshard.base.graph import KEPT, Graph, Op, Ref, map_args
 from autoshard.base.plan import AGAIN
 from autoshard.program.tape import is_random
 from autoshard.rules import registry
-
-CHEAP = ("pointwise", "norm", "view", "copy", "reduction")
-FAMILIES = (*CHEAP, "matmul", "attention", "conv", "gather")
-"""Families of ops that may be recomputed."""
+from autoshard.rules.family import Family
 
 
-def candidates(graph: Graph, families: Collection[str] = FAMILIES) -> tuple[str, ...]:
-    """Forward ops of these families, except random ops and residual joins (sums of two values of the same shape): blocks are
+def candidates(graph: Graph, families: Collection[Family] = tuple(Family)) -> tuple[str, ...]:
+    """Forward ops of these families that may be recomputed: not random ones and residual joins (sums of two values of the same shape): blocks are
     recomputed from their joins. An op is recomputed only if backward reads its value."""
     return tuple(op.name for op in graph.of_kind("call")
-                 if op.phase == "forward" and registry.rule_of(op.target).family in families and not is_random(op.target)
-                 and not _is_join(graph, op))
+                 if op.phase == "forward" and (family := registry.rule_of(op.target).family).repeatable and family in families
+                 and not is_random(op.target) and not _is_join(graph, op))
 
 
 def _is_join(graph: Graph, op: Op) -> bool:
@@ -40,7 +37,7 @@ def _is_join(graph: Graph, op: Op) -> bool:
 
 def is_view(op: Op) -> bool:
     """Whether the op's value lies in the buffer of what it reads."""
-    return op.kind == "call" and registry.rule_of(op.target).family == "view" and len(op.refs) == 1
+    return registry.is_view(op) and len(op.refs) == 1
 
 
 def with_recompute(graph: Graph, names: Collection[str]) -> Graph:

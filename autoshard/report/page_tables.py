@@ -18,6 +18,7 @@ Detail = list[tuple[str, Sequence[int] | None]]
 """(table, its rows; None: all), one after another."""
 
 CALLS, CHANGES, COPIES, PRICES = "calls", "changes", "copies", "prices"
+WINDOWS = ("start", "forward", "backward", "end")
 
 
 def tables(plan: Plan, prices: Sequence[Any] = ()) -> dict[str, Table]:
@@ -97,7 +98,7 @@ def _ops(plan: Plan, prices: Sequence[Any]) -> Table:
         values = [str(Ref(name, i)) for i in range(len(op.outputs))]
         rows.append((name, " | ".join(map(format_spec, op.inputs)), " | ".join(map(format_spec, op.outputs)),
                      more[name], *places.get(name, ("", ""))))
-        moved = [(COPIES, [i for v in values for i in copies[v]]), (CALLS, [i for v in values for w in ("forward", "backward") for i in calls[v, w]])]
+        moved = [(COPIES, [i for v in values for i in copies[v]]), (CALLS, [i for v in values for w in WINDOWS for i in calls[v, w]])]
         detail.append([x for x in moved if x[1]] + [(_price_name(i), None) for v in values for i in priced[v]])
     return _table("op:name inputs:text outputs:text other_layouts:count module:name source:source", rows, detail)
 
@@ -135,7 +136,7 @@ def _of(plan: Plan, calls: dict, copy: Copy) -> list:
 
 
 def _place(plan: Plan, calls: dict, copy: Copy) -> str:
-    found = [plan.collectives[i].module for w in (copy.window, "forward", "backward") for i in calls[copy.value, w]]
+    found = [plan.collectives[i].module for w in (copy.window, *WINDOWS) for i in calls[copy.value, w]]
     return next(filter(None, found), copy.value.removeprefix("param:"))
 
 

@@ -17,7 +17,7 @@ from autoshard.report.tables import report_console, section, table
 MOST_COLLECTIVES = 24
 PROVEN = 1e-9  # a relative gap below this is rounding
 KIND_WORDS = {"weight": "weight", "buffer": "buffer", "input": "input", "activation": "output", "output": "result"}
-PASS_WORDS = {"forward": "fwd", "backward": "bwd"}
+PASS_WORDS = {"start": "start", "forward": "fwd", "backward": "bwd", "end": "end"}
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
@@ -109,9 +109,9 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _stages(plan: Plan) -> RenderableType:
-    grid = table(">stage", "blocks", "!mesh", "!on", "a micro-batch", ">once a step", ">in flight", ">memory")
-    for i, (blocks, mesh, rank, windows, once, flying, nbytes) in enumerate(what.stages(plan)):
-        grid.add_row(str(i), escape(blocks), mesh, rank, windows, quantities.seconds(once), str(flying), quantities.size(nbytes))
+    grid = table(">stage", "blocks", "!mesh", "!a micro-batch", ">a step", ">in flight", ">memory")
+    for i, (blocks, mesh, _, windows, once, flying, nbytes) in enumerate(what.stages(plan)):
+        grid.add_row(str(i), escape(blocks), mesh, windows.replace(", ", "\n"), quantities.seconds(once), str(flying), quantities.size(nbytes))
     return section("Stages of the pipeline", grid)
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from autoshard.base import quantities
 from autoshard.base.plan import Collective, Layout, Plan, StagePlan
+from autoshard.base.roles import Output
 from autoshard.base.spec import R, ShardingSpec, Spec
+from autoshard.base.windows import ONCE
 from autoshard.report.collapse import Folded, collapse
 
 MEMORY_LABELS = {
@@ -178,13 +180,14 @@ def whole_buffers(plan: Plan) -> int:
 def _row_name(layout: Layout) -> str:
     """A part more for activations, so that the output of a layer itself stays within its group."""
     if layout.kind == "output":
-        return layout.name.replace("user:", "output:")
+        return Output.parse(layout.name).shown
     return f"{layout.name}.(layer)" if layout.kind == "activation" else layout.name
 
 
 def collectives(plan: Plan, by_source: bool = False) -> tuple[CollectiveRow, ...]:
     """Equal calls of repeated layers added up, the costliest first. `by_source` keeps apart what differs in source line."""
-    rows = map(_collective_row, collapse((_place(c), (*_call_key(c), c.source if by_source else "")) for c in plan.collectives))
+    folded = collapse((_place(c), (*_call_key(c), c.source if by_source else "")) for c in plan.collectives)
+    rows = (_collective_row(row, runs_of(plan, row.payload[2])) for row in folded)
     return tuple(sorted(rows, key=lambda r: (-r.seconds, r.kind, r.where, r.phase)))
 
 
@@ -197,10 +200,17 @@ def _place(c: Collective) -> str:
     return c.module or c.value or c.op
 
 
-def _collective_row(row: Folded) -> CollectiveRow:
+def _collective_row(row: Folded, runs: int) -> CollectiveRow:
     kind, axis, phase, nbytes, hideable, seconds, source = row.payload
-    return CollectiveRow(kind, axis, phase, row.name, row.copies, nbytes, nbytes * row.copies,
-                         seconds * row.copies, hideable, row.rows, source)
+    count = runs * row.copies
+    return CollectiveRow(kind, axis, phase, row.name, count, nbytes, nbytes * count, seconds * count, hideable, row.rows, source)
+
+
+def runs_of(plan: Plan, phase: str) -> int:
+    """How often a step runs a window: once, or for every micro-batch."""
+    given = plan.settings.get("pipeline", {})
+    count = given.get("microbatches", 1) if isinstance(given, Mapping) and plan.settings.get("training") else 1
+    return count if isinstance(count, int) and phase not in ONCE else 1
 
 
 def communication_totals(rows: Iterable[CollectiveRow]) -> tuple[int, int, float]:

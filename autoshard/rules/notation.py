@@ -27,6 +27,7 @@ import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.spec import PMAX, PMIN, PSUM, Placement, R
+from autoshard.rules.family import Family
 from autoshard.rules.types import LocalImpl, Row, Rule
 
 Passes = Literal["each", "all", "none"]
@@ -242,7 +243,7 @@ def contraction_flops(b: Binding, inputs: Sequence[Any], outputs: Sequence[Any])
     return 2.0 * prod(sizes.values())
 
 
-def rule(text: str | Callable[[Call], str], *, family: str = "pointwise",
+def rule(text: str | Callable[[Call], str], *, family: Family = Family.POINTWISE,
          partial: Passes | Callable[[Call], Passes] = "none", reduce: str = "sum",
          flops: Callable[..., Any] | None = None, local: LocalImpl | None = None,
          sizes: tuple[tuple[str, str], ...] = ()) -> Rule:
@@ -261,7 +262,7 @@ def rule(text: str | Callable[[Call], str], *, family: str = "pointwise",
     def rows(call: Call) -> tuple[Row, ...]:
         return binding_rows(bound(call), partial if isinstance(partial, str) else partial(call), reduce)
 
-    if flops is None and family == "matmul":
+    if flops is None and family is Family.MATMUL:
         def flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
             return contraction_flops(bound(call), inputs, outputs)
     return Rule(rows=rows, factors=lambda call: binding_factors(bound(call)), local=local, sizes=sizes,

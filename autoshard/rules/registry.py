@@ -1,6 +1,6 @@
 """Which rule an op has: own tables first, then DTensor's registries, then all-Replicate.
 
-Every family file holds a table `RULES: {op overload: Rule}`; this file merges them. `rows` is the one
+Every file of `ops` holds a table `RULES: {op overload: Rule}`; this file merges them. `rows` is the one
 place where rows are cleaned, so that no rule has to care about ints, size-1 dims or duplicates.
 """
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call, TensorMeta
+from autoshard.base.graph import Call, Op, TensorMeta
 from autoshard.base.spec import PSUM, Placement, R, Spec, is_partial, local_shape, shard_counts
 from autoshard.rules.borrowed import borrowed
+from autoshard.rules.family import Family
 from autoshard.rules.notation import NotationMismatch, is_number
 from autoshard.rules.ops import (
     attention,
@@ -36,8 +37,8 @@ from autoshard.rules.ops import (
 )
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
 
-FAMILIES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
-            grouped, marker, images, distance, linalg)
+TABLES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
+          grouped, marker, images, distance, linalg)
 
 
 def all_replicate(call: Call) -> Row:
@@ -51,12 +52,12 @@ REPLICATE = Rule(rows=lambda call: (all_replicate(call),), origin="replicate")
 def table() -> dict[Any, Rule]:
     """All own rules by op overload; those of other packages' ops, which may not be imported, by printed name.
 
-    Raises ValueError when two families claim one op."""
+    Raises ValueError when two files claim one op."""
     out: dict[Any, Rule] = {}
-    for family in FAMILIES:
-        rules = {**getattr(family, "RULES", {}), **getattr(family, "BY_NAME", {})}
+    for module in TABLES:
+        rules = {**getattr(module, "RULES", {}), **getattr(module, "BY_NAME", {})}
         if twice := out.keys() & rules.keys():
-            raise ValueError(f"op {next(iter(twice))} has a second rule in {family.__name__}")
+            raise ValueError(f"op {next(iter(twice))} has a second rule in {module.__name__}")
         out.update(rules)
     return out
 
@@ -74,6 +75,31 @@ def rule_of(target: Any) -> Rule:
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         return pointwise.tagged(target)
     return borrowed(target) or REPLICATE
+
+
+def family_of(op: Op) -> Family | None:
+    """What kind of work an op of a graph does; None for one that is no call."""
+    return rule_of(op.target).family if op.kind == "call" else None
+
+
+def is_view(op: Op) -> bool:
+    """Whether the op is free: its value lies in the buffer of what it reads."""
+    return op.kind == "call" and rule_of(op.target).family.free
+
+
+def is_heavy(op: Op) -> bool:
+    """Whether the op counts FLOP, so that its time can hide communication."""
+    return op.kind == "call" and rule_of(op.target).family.heavy
+
+
+def is_cast(op: Op) -> bool:
+    """Whether the op is a copy in another dtype."""
+    return op.kind == "call" and _casts(op.target)
+
+
+@cache
+def _casts(target: Any) -> bool:
+    return "_to_copy" in str(target)
 
 
 @cache

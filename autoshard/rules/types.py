@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from autoshard.base.graph import Call
 from autoshard.base.spec import Placement, Spec
+from autoshard.rules.family import Family
 
 Origin = Literal["own", "dtensor", "replicate"]
 
@@ -16,9 +17,9 @@ class InnerCollective:
     """A collective that runs inside an op's local implementation, over the row's own mesh axis.
 
     Its buffer is `copies` times the local shape of `tensor` ("in0", "out1", ...) without the logical dims
-    `drop`, in `dtype` (default: that tensor's)."""
+    `drop`, in `dtype` (default: that tensor's). `kind`: a name in `collectives.RUN`."""
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    kind: str
     tensor: str
     reduce_op: str = "sum"
     drop: tuple[int, ...] = ()
@@ -85,8 +86,7 @@ class Rule:
              hold numpy arrays (one entry per strategy); None: 0.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
-    family   key of the profile's efficiency table: matmul, attention, conv, pointwise, reduction, norm,
-             gather, random, view (free), copy.
+    family   what kind of work the op does (see family.py).
     """
 
     rows: Callable[[Call], tuple[Row, ...]]
@@ -95,6 +95,6 @@ class Rule:
     sizes: tuple[tuple[str, str], ...] = ()
     flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
-    family: str = "pointwise"
+    family: Family = Family.POINTWISE
     origin: Origin = "own"
     notation: str = field(default="", compare=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, divides, format_spec, is_partial
 from autoshard.errors import PlanError
 from autoshard.program.flow import casts_of_parts, rows_of
@@ -70,8 +71,8 @@ def _check_storage(plan: Plan, graph: Graph) -> None:
                             f"{format_spec(spec)}; {AGAIN}")
     stored |= {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("input")}
     for op in graph.of_kind("output"):
-        kind, _, name = str(op.target).partition(":")
-        if kind in ("grad", "mutation") and name in stored and plan.ops[op.name].inputs[0] != stored[name]:
+        name = op.target.name
+        if op.target.role is not Role.USER and name in stored and plan.ops[op.name].inputs[0] != stored[name]:
             raise PlanError(f"the plan hands out {op.target} as {format_spec(plan.ops[op.name].inputs[0])}, and {name} is stored as "
                             f"{format_spec(stored[name])}; {AGAIN}")
 

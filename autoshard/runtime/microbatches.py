@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.base.graph import BACKWARD, FORWARD, Graph
 from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.base.windows import CAT, END, START, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
@@ -33,7 +34,7 @@ from autoshard.runtime.step import Backend, Function, Step
 class Micro:
     """What belongs to one micro-batch: its inputs and tangents by name, its seed, and what its windows saved for later ones."""
 
-    inputs: Mapping[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
     seed: int
     tangents: dict[int, torch.Tensor] = field(default_factory=dict)
     saved: dict[Held, torch.Tensor] = field(default_factory=dict)
@@ -50,13 +51,13 @@ class Windows:
         self._last = {port: name for name, function in functions.items() for port in function.takes if port.kind == "saved"}
 
     def begin(self) -> None:
-        """Make the accumulators, and run the window at the start."""
+        """Run the window at the start, and make the accumulators."""
+        self.run(START, Micro({}, 0))
         takes = (p for f in self.functions.values() for p in f.takes if p.kind == "accumulator")
         for held in (p.name for p in takes):
             meta = self.graph.meta(held.ref)
             shape = local_tensor_shape(meta, held.spec, self.place.mesh)
             self.shared[held] = torch.zeros(shape, dtype=meta.dtype, device=self.place.device)
-        self.run(START, Micro({}, 0))
 
     def run(self, name: str, micro: Micro) -> dict[Port, torch.Tensor]:
         """Run a window for a micro-batch; what it saves goes to `micro`, of the window at the start to all. Returns the rest that it
@@ -75,6 +76,8 @@ class Windows:
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Run the window at the end: local gradients by name."""
+        needed = {port.name for port in self.functions[END].takes}
+        self.shared = {held: t for held, t in self.shared.items() if held in needed}
         given = self.run(END, Micro({}, 0))
         self.shared.clear()
         return {port.name: value for port, value in given.items()}
@@ -87,7 +90,7 @@ class Windows:
         if port.kind == "accumulator":
             return self.shared[port.name]
         if port.kind == "input":
-            return micro.inputs[port.name]
+            return micro.inputs.pop(port.name)  # one window alone takes it
         if port.kind == "tangent":
             return micro.tangents[port.name]
         return micro.seed if port.kind == "seed" else self.local(port.name)
@@ -136,11 +139,10 @@ class MicroStep(Step):
             for m in range(self.graph.microbatches):
                 micro = Micro(self._piece(tensors, given, m), of_microbatch(seed, m))
                 out = windows.run(FORWARD, micro)
-                self.write_back([out[Port("mutation", name)] for name in self.mutated])
-                users: list[Any] = [out.pop(Port("user", i)) for i in range(self.n_users)]
+                self.write_back([out[Port(Role.MUTATION, name)] for name in self.mutated])
+                users: list[Any] = [out.pop(Port(Role.USER, i)) for i in range(self.n_users)]
                 results.add(m, users)
                 micro.tangents[self.loss] = results.tangent(self.loss).to(self.place.device)
-                micro.inputs = {}
                 if results.counts:
                     windows.run(BACKWARD, micro)
             grads = windows.finish()

@@ -75,6 +75,10 @@ class CompiledModule(Guidance, nn.Module):
         """What is traced."""
         return self._stored.module
 
+    def is_first_holder(self, name: str) -> bool:
+        """Whether this rank counts the parameter where every one is to count once: of those that several stages have, the first's."""
+        return True
+
     def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
         return Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
 

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from autoshard import _torch
 from autoshard.base.graph import Graph
 from autoshard.base.plan import Plan
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
-from autoshard.collectives import KINDS
+from autoshard.collectives import KIND_OF
 from autoshard.errors import AutoshardError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, lower_deferred
 from autoshard.lower.passes.bucket import bucket_gradients
@@ -40,10 +41,10 @@ class Issue:
 
     @staticmethod
     def of(node: torch.fx.Node, place: Place) -> "Issue":
-        kind = _torch.COLLECTIVE_KINDS[node.target]
-        buffer = KINDS[kind].buffer(node.args[0].meta["val"], node.meta["val"])
+        kind = KIND_OF[node.target]
+        buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
         axes = {group: axis for axis, group in place.groups.items()}
-        return Issue(kind, axes[node.args[-1]], buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
+        return Issue(kind.name, axes[node.args[-1]], buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
 
     def planned(self) -> tuple["Issue", ...]:
         """The calls of the plan that this one stands for."""
@@ -64,7 +65,7 @@ class Function:
         module, takes = bind(local, place.coordinates, place.group, place.mesh, place.device)
         module.meta["carriers"] = place.carriers()
         bucket_gradients(module.graph)
-        issues = tuple(Issue.of(n, place) for n in module.graph.nodes if n.target in _torch.COLLECTIVE_KINDS)
+        issues = tuple(Issue.of(n, place) for n in module.graph.nodes if n.target in KIND_OF)
         return Function(takes, local.gives, backend(module, name), issues)
 
 
@@ -93,9 +94,10 @@ class Step:
         self.forward = Function.of(lowered.forward, place, backend, "forward")
         self.backward = Function.of(lowered.backward, place, backend, "backward") if lowered.backward else None
         self.input_specs = {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("input")}
-        self.user_specs = tuple(plan.ops[f"user:{i}"].inputs[0] for i in range(self._count("user")))
-        self.user_metas = tuple(graph.meta(graph.op(f"user:{i}").refs[0]) for i in range(len(self.user_specs)))
-        self.mutated = tuple(p.name for p in self.forward.gives if p.kind == "mutation")
+        results = graph.outputs(Role.USER).values()
+        self.user_specs = tuple(plan.ops[op.name].inputs[0] for op in results)
+        self.user_metas = tuple(graph.meta(op.refs[0]) for op in results)
+        self.mutated = tuple(p.name for p in self.forward.gives if p.kind == Role.MUTATION)
         self.n_users = len(self.user_specs)
         self.shards = tuple(_pieces(spec, place) for spec in self.user_specs)
         tangents = {op.target for op in graph.of_kind("tangent")}
@@ -123,9 +125,6 @@ class Step:
     def local(self, name: str) -> torch.Tensor:
         """A parameter, a buffer, or a constant of the graph, as this rank holds it."""
         return self.own[name] if name in self.own else self.stored.local(name)
-
-    def _count(self, kind: str) -> int:
-        return sum(str(op.target).startswith(f"{kind}:") for op in self.graph.of_kind("output"))
 
     # --- forward ---
 

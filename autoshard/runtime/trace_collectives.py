@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
-from autoshard.collectives import KINDS
+from autoshard.collectives import KIND_OF
 from autoshard.runtime.carriers.gloo_messages import NOTE
 from autoshard.runtime.ranks.place import axes_of_ranks
 
@@ -31,9 +31,9 @@ class _Recorder(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        kind = _torch.COLLECTIVE_KINDS.get(func)
+        kind = KIND_OF.get(func)
         if kind is not None:
-            self.note(kind, str(args[-1]), KINDS[kind].buffer(args[0], out))
+            self.note(kind.name, str(args[-1]), kind.buffer(args[0], out))
         return out
 
     def note(self, kind: str, group: str, buffer: torch.Tensor) -> None:

@@ -8,8 +8,6 @@ from autoshard.base.graph import Graph, Op, Ref
 from autoshard.errors import UsageError
 from autoshard.rules import registry
 
-HEAVY = ("matmul", "attention", "conv", "gather")
-
 
 def find_ops(graph: Graph, text: str) -> tuple[Op, ...]:
     """Ops that `text` names: an op ("mm_0"), a parameter or buffer ("wte.weight"), "input:0", or all ops of a module in
@@ -27,12 +25,18 @@ def find_ops(graph: Graph, text: str) -> tuple[Op, ...]:
 
 
 def find_op(graph: Graph, text: str) -> Op:
-    """The op that `text` names; of a module the forward op that matters most: its last matmul, attention, convolution or
-    lookup, else its last op."""
+    """The op that `text` names; of a module the forward op that matters most: its last of a main family (a matmul,
+    attention, convolution or lookup), else its last op."""
     ops = find_ops(graph, text)
     forward = [op for op in ops if op.phase == "forward"] or list(ops)
-    heavy = [op for op in forward if op.kind == "call" and registry.rule_of(op.target).family in HEAVY]
-    return (heavy or forward)[-1]
+    main = [op for op in forward if is_main(op)]
+    return (main or forward)[-1]
+
+
+def is_main(op: Op) -> bool:
+    """Whether the op is of a family for which modules are there."""
+    family = registry.family_of(op)
+    return family is not None and family.main
 
 
 def find_edge(graph: Graph, text: str) -> tuple[Ref, str, int]:
@@ -61,7 +65,7 @@ def _between(graph: Graph, makers: Iterable[str], readers: set[str]) -> list[tup
 def _with_views(graph: Graph, names: set[str]) -> set[str]:
     out = set(names)
     for op in graph.of_kind("call"):
-        if registry.rule_of(op.target).family == "view" and all(r.op in out for r in op.refs):
+        if registry.is_view(op) and all(r.op in out for r in op.refs):
             out.add(op.name)
     return out
 

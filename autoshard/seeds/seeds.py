@@ -22,6 +22,7 @@ import torch
 
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.errors import SeedError
 from autoshard.seeds.grammar import ROLE, Seed, seed_text, specs_of
@@ -110,10 +111,10 @@ class _Found:
 
     def spread_ties(self) -> None:
         """What holds for one of two tensors that lie alike holds for the other; a buffer is written back as it was."""
-        written = {str(op.target): op.name for op in self.graph.of_kind("output")}
+        written = self.graph.outputs(Role.MUTATION)
         for op in self.graph.of_kind("buffer"):
-            if op.name in self.specs and f"mutation:{op.target}" in written:
-                self.ties[written[f"mutation:{op.target}"], op.name] = self.origins[op.name]
+            if op.name in self.specs and op.target in written:
+                self.ties[written[op.target].name, op.name] = self.origins[op.name]
         for _ in self.ties:  # a chain of ties settles in as many rounds
             for pair, origin in self.ties.items():
                 for name, other in (pair, pair[::-1]):
@@ -177,7 +178,7 @@ def matching(graph: Graph, key: str) -> Iterable[Op]:
         inputs = graph.of_kind("input")
         yield from (op for i, op in enumerate(inputs) if fnmatchcase(str(i), name) or fnmatchcase(str(op.target), name))
     elif kind == "output" and name:
-        yield from (op for op in graph.of_kind("output") if fnmatchcase(str(op.target), f"user:{name}"))
+        yield from (op for i, op in graph.outputs(Role.USER).items() if fnmatchcase(str(i), name))
     else:
         tied = dict(graph.tied)
         kept = {tied[a] for a in tied if fnmatchcase(a, key)}
@@ -192,7 +193,7 @@ def _held(graph: Graph, op: Op) -> TensorMeta:
 def named_by(graph: Graph, key: str) -> dict[str, Op]:
     """What `key` names, each under a key of its own."""
     inputs = [op.name for op in graph.of_kind("input")]
-    own = {"input": lambda op: f"input:{inputs.index(op.name)}", "output": lambda op: str(op.target).replace("user:", "output:", 1)}
+    own = {"input": lambda op: f"input:{inputs.index(op.name)}", "output": lambda op: op.target.shown}
     return {own.get(op.kind, lambda op: str(op.target))(op): op for op in matching(graph, key)}
 
 

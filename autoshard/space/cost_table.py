@@ -14,6 +14,7 @@ import numpy as np
 from autoshard import collectives
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
+from autoshard.base.roles import Role
 from autoshard.base.spec import NOWHERE, Spec, local_shape
 from autoshard.cost import compute
 from autoshard.cost.cluster import AxisLink, Cluster
@@ -129,8 +130,7 @@ def changes(src: SpecIndex, dst: SpecIndex) -> np.ndarray:
 
 
 def trained_params(graph: Graph) -> frozenset[str]:
-    with_gradient = {str(op.target).removeprefix("grad:") for op in graph.of_kind("output") if str(op.target).startswith("grad:")}
-    return frozenset(op.name for op in graph.of_kind("param") if op.target in with_gradient)
+    return frozenset(op.name for op in graph.of_kind("param") if op.target in graph.outputs(Role.GRADIENT))
 
 
 def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Strategies,

@@ -29,12 +29,12 @@ from autoshard.base.spec import PSUM, Placement, is_partial
 from autoshard.base.windows import START, is_accumulator
 from autoshard.program import flow
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 from autoshard.seeds.marks import was_given
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet
 from autoshard.space.views_of_readers import views_of_contractions
 
-CHEAP = ("pointwise", "reduction", "norm", "view", "copy", "random")
 MAX_ROWS = 48  # joint rows per mesh axis above which a unit is not worth its size
 
 
@@ -152,7 +152,7 @@ class _Walk:
 
     def visit(self, op: Op) -> None:
         main = [r for r in op.refs if not self._is_side(op, r)]
-        cheap = op.kind == "call" and registry.rule_of(op.target).family in CHEAP and not was_given(op) and not is_accumulator(op)
+        cheap = _is_cheap(op) and not was_given(op) and not is_accumulator(op)
         if op.kind == "call" and not main and self._is_constant(op):
             self.constant.add(op.name)
         if op.name in self.views and main:
@@ -185,7 +185,7 @@ class _Walk:
 
     def _is_stored(self, op: Op) -> bool:
         """The cast of a parameter by a precision policy stands for the parameter, and so does what holds it for a step."""
-        return op.phase == START or op.kind == "call" and "_to_copy" in str(op.target) and all(self.graph.op(r.op).kind == "param" for r in op.refs)
+        return op.phase == START or registry.is_cast(op) and all(self.graph.op(r.op).kind == "param" for r in op.refs)
 
     def _is_constant(self, op: Op) -> bool:
         """Made of constants alone, or in backward of values that forward saved (not of parameters: those are stored)."""
@@ -197,8 +197,7 @@ class _Walk:
         if op.name in self.after_sums or self.sums_apart and self._sums_what_is_contracted(op):
             return None
         blocked = [r for r in main if r in self.partial and not self._is_free(op)]
-        family = registry.rule_of(op.target).family
-        if family == "norm" or family == "view" and (not _accepts_all(self.graph, op) or self._widens(op)):
+        if registry.family_of(op) is Family.NORM or registry.is_view(op) and (not _accepts_all(self.graph, op) or self._widens(op)):
             blocked = list(main)
         open_units = {self.unit_of[r.op] for r in main if r not in blocked and self.graph.op(r.op).kind == "call"}
         if not open_units:
@@ -214,14 +213,14 @@ class _Walk:
     def _widens(self, op: Op) -> bool:
         """An expand of what an anchor made, seen through views: the dim that it makes may be split."""
         maker = self.graph.op(op.refs[0].op)
-        while maker.kind == "call" and _is_view(maker) and len(maker.refs) == 1:
+        while registry.is_view(maker) and len(maker.refs) == 1:
             maker = self.graph.op(maker.refs[0].op)
-        return "expand" in str(op.target) and maker.kind == "call" and registry.rule_of(maker.target).family not in CHEAP
+        return "expand" in str(op.target) and maker.kind == "call" and not _is_cheap(maker)
 
     def _sums_what_is_contracted(self, op: Op) -> bool:
         """A bias's gradient: what it sums is moved once for it and the contraction."""
-        readers = self.graph.users[op.refs[0]] if registry.rule_of(op.target).family == "reduction" and len(op.refs) == 1 else ()
-        return any((r := self.graph.op(n)).kind == "call" and registry.rule_of(r.target).family == "matmul" for n, _ in readers)
+        readers = self.graph.users[op.refs[0]] if registry.family_of(op) is Family.REDUCTION and len(op.refs) == 1 else ()
+        return any(registry.family_of(self.graph.op(n)) is Family.MATMUL for n, _ in readers)
 
     def _merge(self, units: list[int]) -> int:
         first, *others = units
@@ -236,7 +235,7 @@ class _Walk:
         rows = flow.rows_of(self.graph, op, self.of_parts) if op.kind == "call" else ()
         reads = any(r in self.partial for r in op.refs)
         sums = op.phase == "backward" and str(op.target) == "aten.add.Tensor" and all(r in self.partial for r in main)
-        if not cheap or (self._is_free(op) and (joined or not reads)) or sums or "_to_copy" in str(op.target):
+        if not cheap or (self._is_free(op) and (joined or not reads)) or sums or registry.is_cast(op):
             self.passing.add(op.name)
         makes = not cheap or (reads and op.name in self.passing) or any(
             0 in r.inputs and is_partial(r.outputs[0]) and PSUM not in r.inputs for r in rows)
@@ -247,11 +246,11 @@ class _Walk:
     def _is_free(self, op: Op) -> bool:
         """Views cost nothing on Partial values. Other ops wait for the reduction, casts too: it is cheaper in the
         narrow dtype, or wanted in the wide one."""
-        return _is_view(op) and any(is_partial(r.inputs[0]) for r in registry.rows(self.graph.calls[op.name]))
+        return registry.is_view(op) and any(is_partial(r.inputs[0]) for r in registry.rows(self.graph.calls[op.name]))
 
 
-def _is_view(op: Op) -> bool:
-    return registry.rule_of(op.target).family == "view"
+def _is_cheap(op: Op) -> bool:
+    return op.kind == "call" and registry.rule_of(op.target).family.cheap
 
 
 def _accepts_all(graph: Graph, op: Op) -> bool:

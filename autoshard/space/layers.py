@@ -57,7 +57,7 @@ def op_path(op: Op) -> tuple[str, ...]:
     if op.kind in ("param", "buffer"):
         return tuple(op.target.split("."))
     if op.kind == "output":
-        return tuple(op.target.partition(":")[2].split("."))
+        return tuple(str(op.target.name).split("."))
     return tuple(op.module.split(".")) if op.module else ()
 
 

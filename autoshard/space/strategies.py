@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.base.graph import Call, Graph, Op, TensorMeta
 from autoshard.base.mesh import Mesh
+from autoshard.base.roles import Role
 from autoshard.base.spec import PSUM, R, Spec, divides, format_spec
 from autoshard.errors import SeedError
 from autoshard.program.flow import casts_of_parts, rows_of
@@ -121,9 +122,8 @@ def _is_fixed(op: Op, outputs: str) -> bool:
         return False
     if op.kind in ("buffer", "input"):
         return True
-    if op.kind == "tangent" or (op.kind == "output" and str(op.target).startswith("user:")):
-        return outputs == "replicate"
-    return op.kind == "output" and str(op.target).startswith("mutation:")
+    role = op.target.role if op.kind == "output" else None
+    return outputs == "replicate" if op.kind == "tangent" or role is Role.USER else role is Role.MUTATION
 
 
 def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, outputs: str, of_parts: frozenset[str]) -> StrategySet:

@@ -8,6 +8,7 @@ from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.spec import is_partial
 from autoshard.program.flow import param_derived
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 
 
 def views_of_contractions(graph: Graph) -> dict[str, str]:
@@ -19,7 +20,7 @@ def views_of_contractions(graph: Graph) -> dict[str, str]:
         readers = graph.users.get(Ref(op.name), ())
         if len(readers) == 1 and Ref(op.name) not in stored and _is_bijective(graph, op):
             reader = graph.op(readers[0][0])
-            contracts = reader.kind == "call" and registry.rule_of(reader.target).family == "matmul"
+            contracts = registry.family_of(reader) is Family.MATMUL
             if reader.phase == op.phase and (contracts or reader.name in out):
                 out[op.name] = out.get(reader.name, reader.name)
     return out
@@ -27,7 +28,7 @@ def views_of_contractions(graph: Graph) -> dict[str, str]:
 
 def _is_bijective(graph: Graph, op: Op) -> bool:
     """A permutation of dims, but for dims of size 1, that passes parts of sums on."""
-    if op.kind != "call" or registry.rule_of(op.target).family != "view" or len(op.refs) != 1 or len(op.outputs) != 1:
+    if not registry.is_view(op) or len(op.refs) != 1 or len(op.outputs) != 1:
         return False
     pairs = {(row.inputs[0], row.outputs[0]) for row in registry.rows(graph.calls[op.name])}
     dims = {a: b for a, b in pairs if a >= 0 and b >= 0}

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from autoshard.base.graph import Op, Ref
 from autoshard.decide.make_plan import Chosen
-from autoshard.rules import registry
-from autoshard.seeds.names import HEAVY
+from autoshard.seeds.names import is_main
 from autoshard.study.explain import EdgeTable, OpTable, edge_table, op_table
 
 Edge = tuple[Ref, str, int]
@@ -44,7 +43,7 @@ def _changed(chosen: Chosen) -> Iterator[Edge]:
 
 def _heavy(chosen: Chosen) -> Iterator[Op]:
     return (op for op in chosen.table.graph.of_kind("call")
-            if op.phase == "forward" and registry.rule_of(op.target).family in HEAVY)
+            if op.phase == "forward" and is_main(op))
 
 
 def _edge_kind(chosen: Chosen, edge: Edge) -> Hashable:

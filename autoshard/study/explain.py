@@ -10,12 +10,13 @@ import numpy as np
 
 from autoshard.base.graph import Op, Ref, TensorMeta
 from autoshard.base.plan import Copy, Plan
+from autoshard.base.roles import Role
 from autoshard.base.spec import ShardingSpec, Spec, shard_counts
 from autoshard.collectives import RUN
 from autoshard.cost.redistribute import SLICE
 from autoshard.decide.make_plan import Chosen, copied_before, price
 from autoshard.errors import PlanError
-from autoshard.formulate.problem_of import local_bytes
+from autoshard.formulate.values import local_bytes
 from autoshard.recompute.undecided import program_with
 from autoshard.space.cost_table import CostTable
 from autoshard.study.diff import PlanDiff
@@ -227,12 +228,13 @@ def _regret(chosen: Chosen, op: Op, s: int, base: float) -> float | None:
 
 def _gradient_with(chosen: Chosen, op: Op, s: int) -> dict[str, int]:
     """A parameter's gradient leaves in the spec the parameter is stored in, an input's as it comes in."""
-    table, name = chosen.table, f"grad:{op.target}"
-    if op.kind not in ("param", "input") or name not in table.graph.by_name:
+    table = chosen.table
+    gradient = table.graph.outputs(Role.GRADIENT).get(op.target) if op.kind in ("param", "input") else None
+    if gradient is None:
         return {}
     stored = table.strategies[op.name].strategy(s)[1][0]
-    specs = table.strategies[name].input_specs[0]
-    return {name: int(np.argmax(specs.index == specs.specs.index(stored)))}
+    specs = table.strategies[gradient.name].input_specs[0]
+    return {gradient.name: int(np.argmax(specs.index == specs.specs.index(stored)))}
 
 
 def with_strategies(chosen: Chosen, strategies: Mapping[str, int]) -> Chosen:

@@ -41,8 +41,9 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
 
     model        real weights (they are copied); with real example inputs as for `autoshard.plan`
     plan         a Plan or its file; without one every kind named in `plans` (see verify/plans.py) is made and run
-    optimizer    one that treats every element alike: "momentum", "sgd", "adam", "adamw", or a function of the parameters.
-                 Adam divides by the gradient's size: where a gradient is zero but for rounding, weights may differ
+    optimizer    one that treats every element alike: "momentum", "sgd", "adam" or another name of cost/optimizers.py that says
+                 how to verify with it, or a function of the parameters. Adam and its kin divide by the gradient's size: where a
+                 gradient is zero but for rounding, weights may differ
     precision    a policy as for `autoshard.plan`; by default that of the given plan. Under a policy, or inside
                  torch.autocast, the model stays in its dtypes
     pipeline     Pipeline(microbatches=4): the program runs micro-batches, the model itself the batch; by default as the given plan

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard import _torch
 from autoshard.base.mesh import Mesh
-from autoshard.collectives import KINDS
+from autoshard.collectives import KIND_OF
 
 Ranked = list[Any]
 """One value per rank, in mesh order."""
@@ -29,9 +29,9 @@ def run_collective(target: Any, x: Ranked, arguments: Sequence[Any], mesh: Mesh)
     """`arguments` are those after the tensor; the last names the mesh axes. Raises LoweringError for what is none."""
     if target is _torch.WAIT:
         return x
-    kind, axes = _torch.COLLECTIVE_KINDS[target], mesh.axes(str(arguments[-1]).removeprefix("axis:"))
+    kind, axes = KIND_OF[target], mesh.axes(str(arguments[-1]).removeprefix("axis:"))
     out: Ranked = [None] * mesh.size
     for ranks in groups(mesh, axes):
-        for rank, piece in zip(ranks, KINDS[kind].reference([x[r] for r in ranks], arguments), strict=True):
+        for rank, piece in zip(ranks, kind.runs.reference([x[r] for r in ranks], kind.reduce_op(arguments)), strict=True):
             out[rank] = piece
     return out

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Graph, Op
+from autoshard.base.roles import Role
 from autoshard.base.windows import is_accumulator
 from autoshard.pipeline.results import Results, pieces_of
 from autoshard.program.calling import Traced
@@ -60,8 +61,7 @@ class OnOneDevice:
 
     def _tangents(self, values: Mapping[str, tuple[Any, ...]], m: int) -> dict[int, torch.Tensor]:
         graph = self.traced.graph
-        users = [op for op in graph.of_kind("output") if str(op.target).startswith("user:")]
-        self.results.add(m, [values[op.refs[0].op][op.refs[0].index] for op in users])
+        self.results.add(m, [values[op.refs[0].op][op.refs[0].index] for op in graph.outputs(Role.USER).values()])
         return {loss_of(graph): self.results.tangent(loss_of(graph))}
 
     def _sum(self, op: Op, inputs: tuple[Any, ...]) -> tuple[torch.Tensor]:

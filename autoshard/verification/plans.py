@@ -113,6 +113,6 @@ class Plans:
 def dearer(cluster: Cluster) -> Cluster:
     """The cluster with compute `DEARER` times as slow and the same links."""
     device = cluster.device
-    slow = replace(device, peak=tuple((name, flops / DEARER) for name, flops in device.peak),
+    slow = replace(device, peak={name: flops / DEARER for name, flops in device.peak.items()},
                    memory_bandwidth=device.memory_bandwidth / DEARER)
     return replace(cluster, name=f"{cluster.name}, compute {DEARER:.0e} times as slow", device=slow)

@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.base.graph import BACKWARD, FORWARD
 from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
+from autoshard.base.roles import Role
 from autoshard.base.windows import END, START
 from autoshard.errors import LoweringError
 from autoshard.lower.lower import LocalGraph, Port, local_tensor_shape, lower
@@ -71,9 +72,9 @@ class Program:
                 given |= {port: given[Port("saved", port.name)] for port in given if port.kind == "accumulator" and name == BACKWARD}
                 if name == FORWARD and results is not None:
                     self._weigh(results, m, given_out, given)
-            for port in [p for p in outcome if p.kind == "mutation"]:
+            for port in [p for p in outcome if p.kind == Role.MUTATION]:
                 self.local[port.name] = outcome[port]
-        self._grads = {port.name: value for port, value in outcome.items() if port.kind == "grad"}
+        self._grads = {port.name: value for port, value in outcome.items() if port.kind == Role.GRADIENT}
         if results is not None and (factor := results.factor) is not None:
             for g in {id(g): g for pieces in self._grads.values() for g in pieces}.values():
                 g.mul_(factor)
@@ -81,7 +82,7 @@ class Program:
 
     def _weigh(self, results: Results, m: int, forward: Mapping[Port, Ranked], given: dict[Port, Ranked]) -> None:
         """Take the results of a micro-batch, and set its tangent."""
-        results.add(m, [j.whole for j in self._joined("user", forward).values()])
+        results.add(m, [j.whole for j in self._joined(Role.USER, forward).values()])
         loss = loss_of(self.graph)
         op = self.graph.op(f"tangent:{loss}")
         given[Port("tangent", loss)] = cut(results.tangent(loss).to(self.device), op.outputs[0], self.plan.ops[op.name].outputs[0], self.mesh)
@@ -131,19 +132,14 @@ class Program:
         return given
 
     def _outcome(self, outcome: Mapping[Port, Ranked], results: Results | None) -> Outcome:
-        users = tuple(self._joined("user", outcome).values())
+        users = tuple(self._joined(Role.USER, outcome).values())
         if results is not None:
             users = tuple(Joined(t, users[0].disagreement) for t in results.finished())
-        return Outcome(users, self._joined("grad", outcome), self._joined("mutation", outcome))
+        return Outcome(users, self._joined(Role.GRADIENT, outcome), self._joined(Role.MUTATION, outcome))
 
-    def _joined(self, wanted: str, outcome: Mapping[Port, Ranked]) -> dict[str, Joined]:
-        found = {}
-        for op in self.graph.of_kind("output"):
-            kind, _, name = str(op.target).partition(":")
-            if kind == wanted:
-                port = Port(kind, int(name) if kind == "user" else name)
-                found[name] = joined(outcome[port], self.graph.meta(op.refs[0]), self.plan.ops[op.name].inputs[0], self.mesh)
-        return dict(sorted(found.items(), key=lambda pair: int(pair[0]))) if wanted == "user" else found
+    def _joined(self, role: Role, outcome: Mapping[Port, Ranked]) -> dict[Any, Joined]:
+        return {name: joined(outcome[Port(role, name)], self.graph.meta(op.refs[0]), self.plan.ops[op.name].inputs[0], self.mesh)
+                for name, op in self.graph.outputs(role).items()}
 
 
 def _counts(results: Results | None) -> bool:

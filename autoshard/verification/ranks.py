@@ -12,6 +12,7 @@ import torch
 
 from autoshard import _torch
 from autoshard.base.mesh import Mesh
+from autoshard.collectives import KIND_OF
 from autoshard.lower.lower import LocalGraph, Port, makes_tensor_from_nothing
 from autoshard.verification.collectives import Ranked, run_collective
 
@@ -61,7 +62,7 @@ def _run(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mesh
 
 
 def _call(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mesh, device: torch.device) -> Ranked:
-    if node.target is _torch.WAIT or node.target in _torch.COLLECTIVE_KINDS:
+    if node.target is _torch.WAIT or node.target in KIND_OF:
         return run_collective(node.target, values[node.args[0]], node.args[1:], mesh)
     extra = {"device": device} if makes_tensor_from_nothing(node) else {}
     ranks = {tuple(_identity(values[n][rank]) for n in node.all_input_nodes): rank for rank in reversed(range(mesh.size))}

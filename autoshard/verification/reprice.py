@@ -13,18 +13,18 @@ from math import gcd, prod
 
 import torch
 
-from autoshard import _torch, collectives
+from autoshard import collectives
 from autoshard.base.graph import Call, Graph, TensorMeta
-from autoshard.cost.cluster import HEAVY, Cluster
+from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.cost.fusion import Fused, fused
 from autoshard.errors import LoweringError
 from autoshard.lower.emit import VIEWS, Part
 from autoshard.lower.lower import Called, LocalGraph, Lowered
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 
 aten = torch.ops.aten
-KINDS = {target: kind for kind, target in _torch.COLLECTIVES.items()}
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Seen:
 def collectives_in(lowered: Lowered) -> tuple[Seen, ...]:
     """Every collective of one step, in the order it is issued."""
     graphs = lowered.windows
-    return tuple(seen_at(node) for g in graphs for node in g.graph.nodes if node.target in KINDS)
+    return tuple(seen_at(node) for g in graphs for node in g.graph.nodes if node.target in collectives.KIND_OF)
 
 
 def seen_at(node: torch.fx.Node) -> Seen:
     part: Part = node.meta["part"]
-    kind = KINDS[node.target]
-    buffer = collectives.KINDS[kind].buffer(node.args[0].meta["val"], node.meta["val"])
-    return Seen(kind, str(node.args[-1]).removeprefix("axis:"), buffer.numel() * buffer.dtype.itemsize, part.window,
+    kind = collectives.KIND_OF[node.target]
+    buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
+    return Seen(kind.name, str(node.args[-1]).removeprefix("axis:"), buffer.numel() * buffer.dtype.itemsize, part.window,
                 part.hideable, part.kind == "compute")
 
 
@@ -67,7 +67,7 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
         for called in local.calls:
             seconds = _op_seconds(graph, called, cluster, chains.get(called.op))
             compute += runs * seconds
-            heavy += runs * seconds if registry.rule_of(graph.op(called.op).target).family in HEAVY else 0.0
+            heavy += runs * seconds if registry.is_heavy(graph.op(called.op)) else 0.0
         hide, block = (runs * seconds for seconds in _communication_seconds(local, lowered, cluster))
         blocking += block
         exposed = max(0.0, hide - overlap.eta * heavy)
@@ -112,13 +112,13 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
     overlaps = cluster.overlap.eta > 0
     hide = block = 0.0
     for node in local.graph.nodes:
-        if node.target not in KINDS:
+        if node.target not in collectives.KIND_OF:
             continue
         seen = seen_at(node)
         seconds = collectives.seconds(seen.kind, seen.nbytes, link_of(seen.axis))
         rearranged = 0 if seen.inner else _rearranged_before(node) + _rearranged_after(node)
         if rearranged:
-            seconds += op_seconds("copy", 0, 2 * rearranged, torch.uint8, cluster.device)
+            seconds += op_seconds(Family.COPY, 0, 2 * rearranged, torch.uint8, cluster.device)
         if overlaps and seen.hideable:
             hide += seconds
         else:

@@ -66,9 +66,9 @@ def test_two_processes_make_a_profile_that_plans(tmp_path):
                           capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Held-out sizes" in done.stdout and "Overlap of a matmul" in done.stdout
-    assert path.with_suffix(".html").stat().st_size > 1e6
+    assert "<svg" in path.with_suffix(".html").read_text()
     cluster = load_cluster(path)
-    assert {kind for kind, _ in cluster.links[0].measured} == set(KINDS)
+    assert set(cluster.links[0].measured) == set(KINDS)
     assert 1e-7 < cluster.device.kernel_overhead < 1e-3 and cluster.device.memory_bandwidth > 1e8
     planned = subprocess.run([sys.executable, "-m", "autoshard", "plan", "gpt:tiny", "--mesh", "tp=2", "--cluster", str(path), "-q"],
                              capture_output=True, text=True, timeout=300)

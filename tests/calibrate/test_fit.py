@@ -1,7 +1,9 @@
 """Fitting without a machine: samples made from known numbers must come back as those numbers."""
+import re
 from dataclasses import replace
 from itertools import count
 from statistics import median
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.fit import errors, fit, monotone
 from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Stopwatch, Work, op_work, time_rounds
 from autoshard.calibrate.overlap import Timing, fitted
-from autoshard.calibrate.report import contradictions, label, page, show, warnings
+from autoshard.calibrate.page import FOOT, HEIGHT, LEFT, WIDTH, chart, page
+from autoshard.calibrate.report import contradictions, label, show, warnings
 from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.calibrate.toml import profile_text
@@ -21,6 +24,7 @@ from autoshard.collectives import KINDS
 from autoshard.cost.cluster import AxisLink, Overlap, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import UsageError
+from autoshard.rules.family import Family
 from autoshard.runtime.ranks.place import locate
 
 TRUTH = load_cluster("cpu-gloo")
@@ -39,11 +43,11 @@ def samples(noise=0.0, seed=0):
                   noisy(collectives.seconds(kind, size, AxisLink(((TRUTH.links[0], 2),)))), size in HELD_SIZES, ranks=2, nbytes=size)
            for size in (*SIZES, *HELD_SIZES) for kind in KINDS]
     for k, amount in enumerate(np.logspace(3, 9, 19)):
-        for key, family in (("aten::add.Tensor", "pointwise"), ("aten::native_layer_norm", "norm")):
+        for key, family in (("aten::add.Tensor", Family.POINTWISE), ("aten::native_layer_norm", Family.NORM)):
             seconds = op_seconds(family, 0, amount, torch.float32, TRUTH.device)
             out.append(Sample("op", key, amount, noisy(seconds), k % 3 == 1, family, "float32", moved=amount))
-        seconds = op_seconds("matmul", amount, 1, torch.float32, TRUTH.device)
-        out.append(Sample("op", "aten::mm", amount, noisy(seconds), k % 3 == 1, "matmul", "float32", moved=1))
+        seconds = op_seconds(Family.MATMUL, amount, 1, torch.float32, TRUTH.device)
+        out.append(Sample("op", "aten::mm", amount, noisy(seconds), k % 3 == 1, Family.MATMUL, "float32", moved=1))
         out.append(Sample("optimizer", "adamw", amount, noisy(1e-5 + amount / 1e10), k % 3 == 1, dtype="float32", moved=amount))
     return out
 
@@ -66,7 +70,7 @@ def test_the_profile_is_a_profile(tmp_path):
     path.write_text(profile_text(cluster, cluster.description))
     again = load_cluster(path)
     assert again.name == "mine" and again.overlap == OVERLAP
-    assert {k for k, _ in again.links[0].measured} == set(KINDS)
+    assert set(again.links[0].measured) == set(KINDS)
     assert all("calibrated 2026-01-01" in source for _, source in again.sources)
     axis, same = (AxisLink(((c.links[0], 2),)) for c in (again, cluster))
     for kind in KINDS:
@@ -158,9 +162,26 @@ def test_report_warns_of_a_poor_fit_and_writes_the_page(tmp_path):
     assert warnings(errors(fit(MACHINE, samples(), OVERLAP), samples())) == []
     page(found, tmp_path / "plot.html")
     html = (tmp_path / "plot.html").read_text()
-    assert "aten::mm float32" in html and "held out" in html
+    assert "aten::mm float32" in html and len(html) < 1e6
+    assert not re.search(r"<script|src=|href=|@import|url\(", html), "one file, which loads nothing"
     with pytest.raises(UsageError, match="cannot write"):
         page(found, tmp_path / "nowhere" / "plot.html")
     assert label(given[0]) == "all_gather over 2"
 
 
+
+
+def test_a_chart_shows_every_sample_where_its_numbers_say():
+    given = [s for s in samples(0.6) if label(s) == "all_gather over 2"]
+    cluster = fit(MACHINE, samples(0.6), OVERLAP)
+    found = errors(cluster, given)
+    drawn = ElementTree.fromstring(chart(found))
+    points = sorted((float(c.get("cx")), float(c.get("cy")), c.get("fill") == "none") for c in drawn.iter("circle"))
+    ordered = sorted((s.amount, -s.seconds, s.held_out) for s in given)
+    assert len(points) == len(given) > 4 and [held for *_, held in points] == [held for *_, held in ordered]
+    assert all(LEFT <= x <= WIDTH and 0 <= y <= HEIGHT - FOOT for x, y, _ in points)
+    (x0, y0, _), (x1, y1, _) = points[0], points[-1]
+    (a0, t0, _), (a1, t1, _) = ordered[0], ordered[-1]
+    labels = [t.text for t in drawn.iter("text")]
+    assert (x1 > x0) == (a1 > a0) and (y1 < y0) == (-t1 > -t0) and len(labels) >= 4
+    assert len(drawn.find("polyline").get("points").split()) == len(given)

@@ -196,7 +196,7 @@ def curve_through(pairs):
 
 def test_a_measured_link_repeats_its_measurements():
     """2 ranks, curve through 1 MB in 3 ms on the wire: an all_gather of 2 MB takes that and one step of latency."""
-    link = replace(CLUSTERS["cpu-gloo"].links[0], measured=(("all_gather", Curve((0.0, 1e6), (1e-3, 3e-3))),))
+    link = replace(CLUSTERS["cpu-gloo"].links[0], measured={"all_gather": ((0.0, 1e-3), (1e6, 3e-3))})
     axis = AxisLink(((link, 2),))
     assert seconds("all_gather", 2e6, axis) == pytest.approx(3e-3 + 1e-4)
     assert seconds("all_gather", 4e6, axis) == pytest.approx(5e-3 + 1e-4)

@@ -1,5 +1,6 @@
 """Profiles: schema, snapshots, and which links a mesh axis uses."""
 import json
+import re
 import shutil
 from dataclasses import replace
 from importlib import resources
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from autoshard.base.mesh import parse_mesh
-from autoshard.cost.cluster import FAMILIES, Cluster, available, load_cluster
+from autoshard.cost.cluster import Cluster, available, load_cluster
 from autoshard.errors import ClusterError
+from autoshard.rules.family import PRICED
 
 
 def text_of(name):
@@ -31,7 +33,7 @@ def test_the_three_profiles_are_there():
 def test_profile_is_sane_and_survives_a_snapshot(name):
     c = load_cluster(name)
     assert c.name == name
-    assert dict(c.device.efficiency).keys() == set(FAMILIES)
+    assert dict(c.device.efficiency).keys() == set(PRICED)
     assert c.device.peak_flops(torch.bfloat16) >= c.device.peak_flops(torch.float32) >= c.device.peak_flops(torch.float64)
     assert c.device.peak_flops(torch.int64) == c.device.peak_flops(torch.float32)
     for inner, outer in zip(c.links, c.links[1:], strict=False):
@@ -39,7 +41,7 @@ def test_profile_is_sane_and_survives_a_snapshot(name):
         assert inner.overhead <= outer.overhead
     optional = sum((l.devices < 1e18) + (l.oversubscription != 1) + 2 * (l.in_network is not None) + len(l.measured)
                    for l in c.links) + len(c.device.measured) + 2 * (c.device.host_link is not None)
-    assert len(c.sources) == len(c.device.peak) + len(FAMILIES) + 3 + 4 * len(c.links) + 2 + optional and all(len(s) > 8 for _, s in c.sources)
+    assert len(c.sources) == len(c.device.peak) + len(PRICED) + 3 + 4 * len(c.links) + 2 + optional and all(len(s) > 8 for _, s in c.sources)
     snapshot = json.loads(json.dumps(c.snapshot()))
     assert Cluster.from_snapshot(snapshot) == c
     assert Cluster.from_snapshot(snapshot).snapshot() == c.snapshot()
@@ -88,11 +90,11 @@ BROKEN = [
     ("float32 = ", "float33 = ", "peak.float32 is missing"),
     ("memory_capacity = ", "memory_capasity = ", "memory_capacity is missing"),
     ("[links.in_network]", "[links.in_netwrk]", "did you mean in_network"),
-    ("[links.in_network]", "[links.measured]", "measured.bandwidth is not a key"),
+    ("[links.in_network]", "[links.measured]", r"links\[0\].measured.overhead is 9.5e-05; a list is needed"),
     ("value = 275e9", "value = 480e9", "in_network.bandwidth is above the link's bandwidth"),
     ("value = 56.7e9", "value = 0.0", "device.host_link.bandwidth is 0"),
-    ("[device.host_link]", "[device.host_lnk]", "device.host_lnk is not a key of a profile; did you mean host_link"),
-    ("version = 1\n", "version = 1\nextra = true\n", "extra is not a key of a profile; remove it"),
+    ("[device.host_link]", "[device.host_lnk]", "device.host_lnk is not a key; did you mean host_link"),
+    ("version = 1\n", "version = 1\nextra = true\n", "extra is not a key; remove it"),
     ("[[links]]", "[[link]]", "a list is needed"),
     ("[overlap]", "[overlop]", "overlap is missing"),
     ("value = 8, source", "value = 0, source", "links\\[0\\].devices is 0"),
@@ -166,3 +168,37 @@ def test_the_documented_profile_loads(tmp_path):
     page = Path(__file__).parents[2] / "docs" / "add-a-cluster.md"
     c = load_text(tmp_path, page.read_text().split("```toml\n")[1].split("```")[0])
     assert (c.name, c.limit, [link.devices for link in c.links]) == ("mine", 8, [4, 8])
+
+
+SOURCED = re.compile(r"\{ value = (.*?), source = \".*\" \}")
+
+
+def test_one_source_at_the_top_is_that_of_every_bare_number(tmp_path):
+    bare = SOURCED.sub(r"\1", text_of("h100-dgx"))
+    with pytest.raises(ClusterError, match="is a bare number.*one source"):
+        load_text(tmp_path, bare)
+    c = load_text(tmp_path, 'source = "measured today"\n' + bare)
+    assert c == load_cluster("h100-dgx") and {s for _, s in c.sources} == {"measured today"} and len(c.sources) == len(load_cluster("h100-dgx").sources)
+    own = bare.replace("memory_bandwidth = 3.35e12", 'memory_bandwidth = { value = 3.35e12, source = "its data sheet" }')
+    assert dict(load_text(tmp_path, 'source = "measured today"\n' + own).sources)["device.memory_bandwidth"] == "its data sheet"
+    for empty in ('""', "3"):
+        with pytest.raises(ClusterError, match="is a bare number"):
+            load_text(tmp_path, f"source = {empty}\n{bare}")
+
+
+@pytest.mark.parametrize("where, points, message", [
+    ("device", {"matmul": [[1, 2]]}, "measured.*matmul.*: a list of at least two"),
+    ("device", {"matmul": [[1, 2], [1, 3]]}, "amounts must not be negative and must increase"),
+    ("device", {"matmul": [[1, 2], [2, 1]]}, "seconds must be positive and must not fall"),
+    ("device", {"matmul": [[1, 2], [2]]}, r"measured.matmul\[1\] is \[2\]; a list of 2 is needed"),
+    ("device", {"matmul": 3.0}, "measured.matmul is 3.0; a list is needed"),
+    ("device", {"matmul": [[1, 2], [3, float("nan")]]}, r"measured.matmul\[1\]\[1\] is nan; a finite number is needed"),
+    ("device", {"matmul": [[1, "2"], [2, 3]]}, r"measured.matmul\[0\]\[1\] is '2'; a finite number is needed"),
+    ("device", {"matmull": [[1, 2], [2, 3]]}, "has a curve for 'matmull'; name an op"),
+    ("link", {"all_gathr": [[1, 2], [2, 3]]}, r"links\[0\].measured.all_gathr is not a key; did you mean all_gather\?"),
+])
+def test_measured_curves_are_checked(where, points, message):
+    data = load_cluster("h100-dgx").snapshot()
+    (data["device"] if where == "device" else data["links"][0])["measured"] = points
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_snapshot(data)

@@ -1,4 +1,6 @@
 """Roofline, bytes of calls, optimizer updates and stored bytes."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -6,19 +8,19 @@ import torch
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.spec import R
-from autoshard.cost.cluster import FAMILIES, available, load_cluster
+from autoshard.cost.cluster import available, load_cluster
 from autoshard.cost.compute import (
-    OPTIMIZERS,
     call_bytes,
     call_seconds,
     compute_dtype,
     host_seconds,
     op_seconds,
     optimizer_seconds,
-    optimizer_state_bytes,
 )
-from autoshard.cost.memory import stored_bytes, stored_parts, value_bytes
+from autoshard.cost.memory import state_bytes, stored_bytes, stored_parts, value_bytes
+from autoshard.cost.optimizers import OPTIMIZERS
 from autoshard.errors import ClusterError, UsageError
+from autoshard.rules.family import PRICED, Family
 
 aten = torch.ops.aten
 H100 = load_cluster("h100-dgx").device
@@ -34,15 +36,15 @@ def mm(m, k, n, dtype=BF16):
 
 
 def test_worked_roofline():
-    assert op_seconds("matmul", 2 * 4096**3, 3 * 2 * 4096**2, BF16, H100) == pytest.approx(1.984e-4, rel=1e-3)
-    assert op_seconds("matmul", 2 * 4096**3, 3 * 2 * 4096**2, BF16, H100) == 2 * 4096**3 / (989.4e12 * 0.70)
-    assert op_seconds("pointwise", 0, 1e9, BF16, H100) == 1e9 / (3.35e12 * 0.85)
-    assert op_seconds("pointwise", 0, 16, BF16, H100) == 4.0e-6
-    assert op_seconds("view", 0, 1e9, BF16, H100) == 0
+    assert op_seconds(Family.MATMUL, 2 * 4096**3, 3 * 2 * 4096**2, BF16, H100) == pytest.approx(1.984e-4, rel=1e-3)
+    assert op_seconds(Family.MATMUL, 2 * 4096**3, 3 * 2 * 4096**2, BF16, H100) == 2 * 4096**3 / (989.4e12 * 0.70)
+    assert op_seconds(Family.POINTWISE, 0, 1e9, BF16, H100) == 1e9 / (3.35e12 * 0.85)
+    assert op_seconds(Family.POINTWISE, 0, 16, BF16, H100) == 4.0e-6
+    assert op_seconds(Family.VIEW, 0, 1e9, BF16, H100) == 0
 
 
 @pytest.mark.parametrize("name", available())
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PRICED)
 def test_roofline_is_monotone_and_never_below_the_overhead(name, family):
     device = load_cluster(name).device
     grid = np.concatenate([[0], np.logspace(0, 15, 31)])
@@ -53,9 +55,9 @@ def test_roofline_is_monotone_and_never_below_the_overhead(name, family):
             assert np.all(np.diff(out) >= 0) and out[0] >= device.kernel_overhead and out[-1] > 2 * out[0]
 
 
-def test_unknown_family():
-    with pytest.raises(ClusterError, match="no efficiency for op family 'sort'"):
-        op_seconds("sort", 0, 1, F32, H100)
+def test_a_device_made_without_a_family_says_so():
+    with pytest.raises(ClusterError, match="no efficiency for op family 'norm'; give one for each of matmul"):
+        op_seconds(Family.NORM, 0, 1, F32, replace(H100, efficiency=tuple(e for e in H100.efficiency if e[0] != "norm")))
 
 
 def test_call_is_priced_by_its_rule():
@@ -128,13 +130,13 @@ def test_worked_update_from_the_host():
 
 
 def test_optimizer_state():
-    assert [optimizer_state_bytes(n, F32) for n in ("adamw", "momentum", "sgd", "none")] == [8, 4, 0, 0]
-    assert optimizer_state_bytes("adamw", BF16) == 4
-    for name, (kept, moved) in OPTIMIZERS.items():
+    assert [state_bytes(n, (3, 5), F32) for n in ("adamw", "momentum", "sgd", "none")] == [8 * 15, 4 * 15, 0, 0]
+    assert state_bytes("adamw", (3, 5), BF16) == 4 * 15
+    for name, row in OPTIMIZERS.items():
         lean = {"none": 0, "adafactor": 5, "adam8bit": 4, "adamw8bit": 4}  # what they keep has another size
-        assert moved == lean.get(name, 3 + 2 * kept)
+        assert row.moved == lean.get(name, 3 + 2 * row.state)
     with pytest.raises(UsageError, match="no cost for optimizer 'adamm'; did you mean adam"):
-        optimizer_state_bytes("adamm", F32)
+        state_bytes("adamm", (3, 5), F32)
 
 
 def test_stored_bytes():

@@ -13,6 +13,7 @@ from autoshard.cost.cluster import available, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.redistribute import Redistribution, Step, layout, step_seconds
 from autoshard.errors import LoweringError
+from autoshard.rules.family import Family
 
 H100 = load_cluster("h100-dgx")
 MESH = parse_mesh("2x4")
@@ -224,7 +225,7 @@ def test_worked_step_with_a_copy():
     assert (step.kind, step.nbytes, step.rearranged) == ("all_gather", 512 << 10, 512 << 10)
     assert step.seconds == pytest.approx(collectives.seconds("all_gather", 512 << 10, moves.links[1,]) + 4.0e-6, rel=1e-12)
     (large,) = moves.steps((8192, 8192), torch.bfloat16, (R, 1), (R, R))
-    copy = op_seconds("copy", 0, 2 * (128 << 20), torch.uint8, H100.device)
+    copy = op_seconds(Family.COPY, 0, 2 * (128 << 20), torch.uint8, H100.device)
     assert copy == pytest.approx(2 * 134217728 / (3.35e12 * 0.85))
     assert large.seconds == collectives.seconds("all_gather", 128 << 20, moves.links[1,]) + copy
 

@@ -76,10 +76,11 @@ def test_what_is_recorded() -> None:
     assert Options().settings(True, True) == plain
     assert Options(**RECORDED).settings(True, False) == {
         "fallback": "replicate", "offload": "optimizer", "optimizer": "sgd", "training": True, "loss_in_graph": False, "inputs": "local",
-        "outputs": "dtensor", "pipeline": {"microbatches": 4, "cuts": ["0"], "batch_dims": {"mask": None}}, "precision": {"param": "bf16", "master": "fp32", "reduce": "fp32"}}
+        "outputs": "dtensor", "pipeline": {"microbatches": 4, "cuts": ["0"], "batch_dims": {"mask": None}},
+        "precision": {"param": "bf16", "master": "fp32", "reduce": "fp32"}}
     assert Options(**RECORDED).settings(False, False) == {
         "fallback": "replicate", "optimizer": "none", "training": False, "loss_in_graph": False, "inputs": "local",
-        "outputs": "dtensor", "pipeline": {"microbatches": 4, "cuts": ["0"], "batch_dims": {"mask": None}}, "precision": {"param": "bf16", "master": "fp32", "reduce": "fp32"}}
+        "outputs": "dtensor", "precision": {"param": "bf16", "master": "fp32", "reduce": "fp32"}}
 
 
 def test_words_are_checked_in_every_part() -> None:

@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.collectives import RUN
 from autoshard import _torch
 from autoshard.lower.overwrite_table import swaps
 
-SENDS = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
+SENDS = tuple(kind.target for kind in RUN.values() if kind.holds_input)
+IN_PLACE = tuple(kind.in_place for kind in RUN.values() if not kind.holds_input)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -33,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self.ranks and func in SENDS:
             self._sent[_storage(out)._cdata] = args[0]
-        if self.ranks and func is _torch.ALL_REDUCE_IN_PLACE and swaps(self.ranks(args[-1]), args[0].nbytes):
+        if self.ranks and func in IN_PLACE and swaps(self.ranks(args[-1]), args[0].nbytes):
             arriving = self._sent[_storage(out)._cdata] = torch.empty_like(args[0])
             self.track(arriving)
         self.track(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
+from autoshard.base.roles import Role
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Copy, OpPlan, Plan, StagePlan
@@ -51,25 +52,19 @@ def _choices(op: Op, graph: Graph, mesh: Mesh, ops: Mapping[str, OpPlan], stored
     whole = replicated(mesh)
     if op.kind in ("param", "buffer", "input"):
         fixed = {**stored, **inputs}.get(op.target)
-        mutated = any(str(o.target) == f"mutation:{op.target}" for o in graph.of_kind("output"))
+        mutated = op.target in graph.outputs(Role.MUTATION)
         specs = [fixed] if fixed else [whole] if mutated else _shards(op.outputs[0], mesh)
         return [OpPlan((), (s,)) for s in specs]
     if op.kind == "tangent":
-        spec = ops[f"user:{op.target}"].inputs[0]
+        spec = ops[graph.ties[op.name]].inputs[0]
         return [OpPlan((), (spec,))]
     if op.kind == "output":
-        kind, _, name = op.target.partition(":")
-        if kind == "user":
+        if op.target.role is Role.USER:
             spec = whole if outputs == "replicate" else next(
                 (tuple(R if is_partial(p) else p for p in ops[r.op].outputs[r.index]) for r in op.refs), whole)
             return [OpPlan((spec,), ())]
-        return [OpPlan((ops[f"{kind2}:{name}" if kind2 else name].outputs[0],), ())
-                for kind2 in [_place(graph, name)]]
+        return [OpPlan((ops[graph.ties[op.name]].outputs[0],), ())]
     return _strategies(graph, op, mesh)
-
-
-def _place(graph: Graph, name: str) -> str:
-    return next(op.kind for op in graph.of_kind("param", "buffer", "input") if op.target == name).replace("input", "")
 
 
 def _shards(meta, mesh: Mesh) -> list[Spec]:

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import on_ranks  # noqa: E402
 
+from autoshard.collectives import RUN  # noqa: E402
+from autoshard.collectives.reduce_ops import COMBINE  # noqa: E402
 from autoshard import _torch  # noqa: E402
 from autoshard.lower.overwrite_table import SWAP  # noqa: E402
 from autoshard.runtime.carriers import gloo_messages  # noqa: E402
@@ -26,11 +28,10 @@ def same_as_gloo() -> int:
     group, n, count = gloo_messages.Members(dist.group.WORLD), dist.get_world_size(), 0
     for dtype in DTYPES:
         x = torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(dist.get_rank())).mul(9).to(dtype)
-        calls = [("all_gather", gloo_messages.all_gather, (n,)), ("all_to_all", gloo_messages.all_to_all, ([2] * n, [2] * n))]
-        if dtype is not torch.bool:
-            calls += [("reduce_scatter", gloo_messages.reduce_scatter, (op, n)) for op in ("sum", "max", "min")]
-        wanted = [gloos(kind, x, *rest) for kind, _, rest in calls]
-        pending = [(kind, run(x, *rest, group)) for kind, run, rest in calls]  # all under way
+        calls = [(kind, op) for kind, c in RUN.items() if c.holds_input and (dtype is not torch.bool or not c.runs.reduces)
+                 for op in (COMBINE if c.runs.reduces else ("",))]
+        wanted = [gloos(kind, x, op) for kind, op in calls]
+        pending = [(kind, gloo_messages.exchange(RUN[kind], x, op, group)) for kind, op in calls]  # all under way
         for (kind, flight), want in zip(pending, wanted, strict=True):
             got = gloo_messages.land(flight)
             assert isinstance(flight, gloo_messages.Flight) and got.dtype == want.dtype, kind
@@ -39,15 +40,16 @@ def same_as_gloo() -> int:
     for size in (5, (SWAP >> 2) + 7):  # of two ranks messages, and gloo's own
         x = torch.randn(size, generator=torch.Generator().manual_seed(dist.get_rank()))
         want, before = gloos("all_reduce", x, "max"), x.clone()
-        assert torch.equal(gloo_messages.land(gloo_messages.all_reduce(x, "max", group)), want) and torch.equal(x, before), "into a copy"
-        assert torch.equal(gloo_messages.land(gloo_messages.all_reduce_(x, "max", group)), want) and torch.equal(x, want), "in place"
+        for in_place, left in ((False, before), (True, want)):
+            flight = gloo_messages.exchange(RUN["all_reduce"], x, "max", group, in_place)
+            assert torch.equal(gloo_messages.land(flight), want) and torch.equal(x, left), "in place" if in_place else "into a copy"
         count += 1
     return count
 
 
-def gloos(kind: str, *args) -> torch.Tensor:
+def gloos(kind: str, x: torch.Tensor, op: str) -> torch.Tensor:
     """One at a time: several under way corrupt memory."""
-    return _torch.WAIT(_torch.COLLECTIVES[kind](*args, dist.group.WORLD.group_name))
+    return _torch.WAIT(RUN[kind].target(x, *RUN[kind].arguments(len(x), dist.get_world_size(), op), dist.group.WORLD.group_name))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -67,15 +69,11 @@ def in_any_order() -> int:
             n, me = group.n, group.me
             everyone = [torch.arange(n * rows, dtype=torch.float64) + 1e6 * r for r in range(n)]
             kind = draw.choice(("all_gather", "all_to_all", "reduce_scatter", "all_reduce"))
-            if kind == "all_gather":
-                pending.append((gloo_messages.all_gather(everyone[me], n, group), torch.cat(everyone)))
-            elif kind == "all_to_all":
-                pending.append((gloo_messages.all_to_all(everyone[me], [rows] * n, [rows] * n, group), torch.cat([x.chunk(n)[me] for x in everyone])))
-            elif kind == "reduce_scatter":
-                pending.append((gloo_messages.reduce_scatter(everyone[me], "sum", n, group), sum(everyone).chunk(n)[me]))
-            else:
-                wide = everyone[me].repeat(120 if rows == 5000 else 1)  # 4.8 MB, which two ranks do not swap
-                pending.append((gloo_messages.all_reduce(wide, "sum", group), sum(everyone).repeat(wide.numel() // everyone[me].numel())))
+            wide = 120 if kind == "all_reduce" and rows == 5000 else 1  # 4.8 MB, which two ranks do not swap
+            flight = gloo_messages.exchange(RUN[kind], everyone[me].repeat(wide), "sum", group)
+            wanted = {"all_gather": lambda: torch.cat(everyone), "all_to_all": lambda: torch.cat([x.chunk(n)[me] for x in everyone]),
+                      "reduce_scatter": lambda: sum(everyone).chunk(n)[me], "all_reduce": lambda: sum(everyone).repeat(wide)}
+            pending.append((flight, wanted[kind]()))
         draw.shuffle(pending)
         for flight, want in pending:
             assert torch.equal(gloo_messages.land(flight), want)

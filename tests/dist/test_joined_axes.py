@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import on_ranks  # noqa: E402
 from parity_cases import Case, run_cases  # noqa: E402
 
+from autoshard.collectives import RUN  # noqa: E402
 from autoshard import _torch  # noqa: E402
 from autoshard.base.plan import Plan  # noqa: E402
 from autoshard.runtime.carriers import gloo_messages  # noqa: E402
@@ -27,8 +28,8 @@ CASES = [Case("mlp", "dp=2,tp=2", "data parallel"), Case("mlp", "dp=2,tp=2", "fu
 def gathered(group: dist.ProcessGroup) -> list[int]:
     """Ranks in the order in which a gather puts them, by messages and by gloo's own collective."""
     mine, n = torch.tensor([dist.get_rank()]), group.size()
-    messages = gloo_messages.land(gloo_messages.all_gather(mine, n, gloo_messages.Members(group))).tolist()
-    assert _torch.WAIT(_torch.COLLECTIVES["all_gather"](mine, n, group.group_name)).tolist() == messages
+    messages = gloo_messages.land(gloo_messages.exchange(RUN["all_gather"], mine, "", gloo_messages.Members(group))).tolist()
+    assert _torch.WAIT(RUN["all_gather"].target(mine, n, group.group_name)).tolist() == messages
     return messages
 
 

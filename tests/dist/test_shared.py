@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks
 
+from autoshard.collectives import RUN
+from autoshard.collectives.reduce_ops import COMBINE
 from autoshard import _torch
 from autoshard.errors import AutoshardError
 from autoshard.runtime.carriers import gloo_messages, over_shared_memory
@@ -25,22 +27,25 @@ def shared() -> Shared:
     return found
 
 
+def all_reduce_(x: torch.Tensor, op: str, memory: Shared) -> gloo_messages.Flight:
+    return over_shared_memory.exchange(RUN["all_reduce"], x, op, memory, in_place=True)
+
+
 def same_as_gloo() -> int:
     memory, n, name, count = shared(), dist.get_world_size(), dist.group.WORLD.group_name, 0
     for dtype in DTYPES:
         x = torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(dist.get_rank())).mul(9).to(dtype)
-        calls = [("all_gather", over_shared_memory.all_gather, (n,)), ("all_to_all", over_shared_memory.all_to_all, ([2] * n, [2] * n)),
-                 *(("reduce_scatter", over_shared_memory.reduce_scatter, (op, n)) for op in ("sum", "max", "min"))]
-        wanted = [_torch.WAIT(_torch.COLLECTIVES[kind](x, *rest, name)) for kind, _, rest in calls]  # one at a time: docs/runtime.md
-        pending = [(kind, run(x, *rest, memory), want) for (kind, run, rest), want in zip(calls, wanted, strict=True)]  # all under way
+        calls = [(c, op) for c in RUN.values() if c.holds_input for op in (COMBINE if c.runs.reduces else ("",))]
+        wanted = [_torch.WAIT(c.target(x, *c.arguments(2 * n, n, op), name)) for c, op in calls]  # one at a time: docs/runtime.md
+        pending = [(c.name, over_shared_memory.exchange(c, x, op, memory), want) for (c, op), want in zip(calls, wanted, strict=True)]  # all under way
         for kind, flight, want in pending[::-1]:  # landed in another order than issued
             got = gloo_messages.land(flight)
             assert not flight.works and got.dtype == want.dtype, kind
             assert torch.allclose(got.double(), want.double(), rtol=1e-12, atol=0.25 if dtype is torch.bfloat16 else 0), f"{kind} {dtype}"
             count += 1
         for op in ("sum", "max"):
-            want = _torch.WAIT(_torch.COLLECTIVES["all_reduce"](x, op, name))
-            gloo_messages.land(over_shared_memory.all_reduce_(x, op, memory))
+            want = _torch.WAIT(RUN["all_reduce"].target(x, op, name))
+            gloo_messages.land(all_reduce_(x, op, memory))
             assert torch.allclose(x.double(), want.double(), rtol=1e-12, atol=0.5 if dtype is torch.bfloat16 else 0), f"all_reduce {dtype}"
             count += 1
     return count
@@ -52,7 +57,7 @@ def laps_of_the_ring() -> None:
     sent, size, flying = 0, 0, []
     while sent < 3 * RING:
         size = (size * 7 + 5_000_011) % (RING // 12)
-        flying.append((size, over_shared_memory.all_reduce_(torch.full((size,), float(rank + size % 11)), "sum", memory)))
+        flying.append((size, all_reduce_(torch.full((size,), float(rank + size % 11)), "sum", memory)))
         sent += 4 * size
         if len(flying) > 2:
             size_then, flight = flying.pop(0)
@@ -65,21 +70,21 @@ def many_small_ones() -> None:
     """Thousands of posts, and what is remembered of them stays little."""
     memory = shared()
     for _ in range(2000):
-        gloo_messages.land(over_shared_memory.all_reduce_(torch.ones(1), "sum", memory))
+        gloo_messages.land(all_reduce_(torch.ones(1), "sum", memory))
     assert len(memory._old) <= 600
 
 
 def full_ring() -> None:
     memory = shared()
     half, third = (torch.ones(RING // 4 // k) for k in (2, 3))
-    flights = [over_shared_memory.all_reduce_(x, "sum", memory) for x in (half, third, half.clone())]
+    flights = [all_reduce_(x, "sum", memory) for x in (half, third, half.clone())]
     assert [len(memory._flying)] == [2], "the third had no room"
     assert all((gloo_messages.land(f) == dist.get_world_size()).all() for f in flights)
 
 
 def another_program() -> None:
     with pytest.raises(AutoshardError, match="exchanges .* bytes where this rank"):
-        gloo_messages.land(over_shared_memory.all_reduce_(torch.ones(3 + dist.get_rank()), "sum", shared()))
+        gloo_messages.land(all_reduce_(torch.ones(3 + dist.get_rank()), "sum", shared()))
 
 
 def everything() -> int:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import assert_same_training, on_ranks, twins  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
+from autoshard.collectives import KIND_OF  # noqa: E402
 import autoshard  # noqa: E402
 from autoshard import _torch  # noqa: E402
 from autoshard.lower.overwrite_table import SWAP  # noqa: E402
@@ -45,7 +46,7 @@ WAYS: dict[str, Callable[[], Any]] = {  # what a program does before, and the me
 
 class Refuse(_torch.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in _torch.COLLECTIVE_KINDS and func is not _torch.WAIT, f"{func} runs"
+        assert func not in KIND_OF and func is not _torch.WAIT, f"{func} runs"
         return func(*args, **(kwargs or {}))
 
 

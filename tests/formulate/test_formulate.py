@@ -12,9 +12,11 @@ from torch import nn
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Copy, Plan
+from autoshard.base.roles import Role
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.make_plan import Chosen, choose, make_plan, price
 from autoshard.formulate.problem_of import formulate
+from autoshard.program.accumulate import accumulating
 from autoshard.program.trace import trace
 from autoshard.search import Clock, solve
 from autoshard.seeds.seeds import Seeds, resolve_seeds
@@ -44,8 +46,8 @@ class Chain(nn.Module):
         return torch.relu(x @ self.w).sum()
 
 
-def table_of(model: nn.Module, x: torch.Tensor, mesh: str, cluster: str, training: bool, seeds=None, eta: float | None = None):
-    graph = trace(model, (x,), training=training).graph
+def table_of(model: nn.Module, x: torch.Tensor, mesh: str, cluster: str, training: bool, seeds=None, eta: float | None = None, microbatches: int = 1):
+    graph = accumulating(trace(model, (x,), training=training).graph, microbatches, (0,), (("sum", 0),))
     profile = load_cluster(cluster)
     if eta is not None:
         profile = replace(profile, overlap=replace(profile.overlap, eta=eta, interference=0.05))
@@ -64,8 +66,8 @@ def brute_force(table, units) -> float:
         chosen = Chosen(table, picked, ())
         reachable = all(np.isfinite(_seconds(table, r, chosen.out_spec(r), chosen.in_spec(op.name, k)))
                         for k, r in enumerate(op.refs) if r.op in picked)
-        return reachable and (not str(op.target).startswith("grad:") or chosen.in_spec(op.name, 0) == chosen.out_spec(
-            Ref(stored[op.target.removeprefix("grad:")])))
+        tied = op.kind == "output" and op.target.role is Role.GRADIENT
+        return reachable and (not tied or chosen.in_spec(op.name, 0) == chosen.out_spec(Ref(stored[op.target.name])))
 
     def extend(i: int, picked: dict[str, int]) -> None:
         nonlocal best
@@ -113,6 +115,20 @@ def test_optimum_equals_brute_force(model, training, cluster, eta, group):
     assert solution.cost == pytest.approx(plan.objective_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("microbatches", [2, 16])
+@pytest.mark.parametrize("eta", [0.0, 0.7])
+@pytest.mark.parametrize("group", [singletons, find_units])
+def test_optimum_with_microbatches_equals_brute_force(group, eta, microbatches):
+    """What runs once a step and what runs for every micro-batch, in every combination."""
+    table = cheap_links(table_of(Chain(), torch.randn(4, 4), "dp=2", "h100-dgx", True, eta=eta, microbatches=microbatches))
+    units = group(table)
+    formulation = formulate(table, units=units)
+    solution = solve(formulation.problem, time_limit=30)
+    plan = make_plan(formulation, solution, memory_limit=None, model={}, settings={"training": True}, seeds={})
+    assert plan.objective_s == pytest.approx(brute_force(table, units), rel=1e-9)
+    assert solution.cost == pytest.approx(plan.objective_s, rel=1e-9)
+
+
 def cheap_links(table):
     """The same table with compute 1000 times as dear, so that sharding pays and plans are not trivial."""
     dear = {name: replace(c, compute=c.compute * 1000 * np.linspace(1.0, 1.01, len(c.compute))) for name, c in table.ops.items()}
@@ -133,7 +149,7 @@ def test_gradients_leave_in_the_stored_spec():
     formulation = formulate(table)
     solution = solve(formulation.problem, time_limit=30)
     chosen = choose(formulation, solution)
-    grad = next(op for op in table.graph.of_kind("output") if op.target == "grad:w")
+    grad = table.graph.outputs(Role.GRADIENT)["w"]
     assert chosen.in_spec(grad.name, 0) == chosen.out_spec(Ref("param:w")) == (1, 0)
 
 

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 import autoshard
+from autoshard.base.roles import Role
 from autoshard.errors import TraceError
 from autoshard.program.trace import trace
 
@@ -40,7 +41,7 @@ def test_the_graph_is_that_without_a_cache(family, training):
     traced = trace(model, (), inputs, training=training)
     assert traced.graph.hash == trace(plain, (), inputs, training=training).graph.hash
     assert model.config.use_cache is True
-    result = traced.calling.unflatten(tuple(torch.empty(0) for op in traced.graph.of_kind("output") if op.target.startswith("user:")))
+    result = traced.calling.unflatten(tuple(torch.empty(0) for op in traced.graph.outputs(Role.USER)))
     assert result.past_key_values is None and result.loss is not None
 
 

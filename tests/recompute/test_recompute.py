@@ -15,12 +15,13 @@ from autoshard.lower.schedule import schedule
 from autoshard.program.calling import Traced
 from autoshard.program.interpret import run
 from autoshard.program.trace import trace
-from autoshard.recompute.rewrite import CHEAP, FAMILIES, candidates, with_recompute
+from autoshard.recompute.rewrite import candidates, with_recompute
+from autoshard.rules.family import Family
 from autoshard.runtime.route import route_of
 from autoshard.verification.reprice import reprice
 from models import gpt, llama
 
-SETS = [pytest.param(CHEAP, id="cheap ops"), pytest.param(FAMILIES, id="all but the residual stream")]
+SETS = [pytest.param([f for f in Family if f.cheap], id="cheap ops"), pytest.param(list(Family), id="all but the residual stream")]
 
 
 def traced_of(module, **sizes) -> tuple[Traced, torch.nn.Module, tuple]:

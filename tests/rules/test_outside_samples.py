@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 
 pytest.importorskip("expecttest", reason="torch's samples need it")
@@ -35,7 +36,7 @@ def test_rules_are_true_on_outside_samples(dtypes):
 def test_a_wrong_row_is_seen(monkeypatch):
     """A softmax that lets its own dim be cut."""
     true = registry.rule_of
-    broken = replace(rule("... -> ..."), family="reduction")
+    broken = replace(rule("... -> ..."), family=Family.REDUCTION)
     monkeypatch.setattr(registry, "rule_of", lambda op: broken if op is aten._softmax.default else true(op))
     registry._resolve.cache_clear()
     registry.rows.cache_clear()

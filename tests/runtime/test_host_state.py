@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from autoshard import local_update
 from autoshard.cost.memory import host_workspace, state_bytes, update_workspace
+from autoshard.cost.optimizers import verified
 from autoshard.errors import UsageError
 from autoshard.runtime.params.host_state import HOST, is_marked, keep_on_host
 
@@ -19,10 +21,8 @@ from live_bytes import LiveBytes  # noqa: E402
 
 SHAPES = ((96, 128), (8, 64, 32), (128,), (64, 64), ())
 AWAY = ("0", "2", "3")
-OPTIMIZERS = {
-    "momentum": lambda p, **k: torch.optim.SGD(p, momentum=0.9, **k), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-    "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax, "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad}
+OPTIMIZERS = {name: partial(getattr(torch.optim, row.torch), **{k: v for k, v in row.verified_with.items() if k != "lr"})
+              for name, row in verified().items() if row.state}
 
 
 def parameters() -> dict[str, nn.Parameter]:

@@ -5,14 +5,15 @@ import torch
 from torch.fx import Graph
 
 from autoshard import _torch
+from autoshard.collectives import RUN
 from autoshard.lower.emit import Part
 from autoshard.lower.passes.bucket import SMALL, bucket_gradients
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.runtime.execute.eager import straight
 
 aten = torch.ops.aten
-REDUCE = _torch.COLLECTIVES["all_reduce"]
-SCATTER = _torch.COLLECTIVES["reduce_scatter"]
+REDUCE = RUN["all_reduce"].target
+SCATTER = RUN["reduce_scatter"].target
 
 
 class Writer:
@@ -86,7 +87,7 @@ def test_what_a_collective_still_sends_is_not_overwritten() -> None:
     w = Writer()
     x = w.take(4)
     a = w.call(aten.neg.default, x)
-    sent = w.call(_torch.COLLECTIVES["all_gather"], a, 2, "0")
+    sent = w.call(RUN["all_gather"].target, a, 2, "0")
     b = w.call(aten.relu.default, a)  # a dies here, but it is on its way
     got = w.call(_torch.WAIT, sent)
     w.graph.output((got, b))

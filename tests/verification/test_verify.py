@@ -1,6 +1,5 @@
 """`verify` passes what is right, and names the op of what is wrong."""
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +9,11 @@ from torch import nn
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.base.spec import R
-from autoshard.collectives import KINDS
+from autoshard.collectives.exchange import Exchange
 from autoshard.errors import UsageError
 from autoshard.rules.check import oracle
 from autoshard.rules.types import Row
-from autoshard.verification import collectives, run
+from autoshard.verification import run
 from autoshard.verification.check import verify
 
 aten = torch.ops.aten
@@ -97,9 +96,8 @@ def test_the_oracle_catches_the_same_rule(broken_rule):
 
 
 def test_a_wrong_redistribution_is_named_as_one(monkeypatch):
-    right = KINDS["all_gather"]
-    wrong = replace(right, reference=lambda pieces, arguments: right.reference(pieces[::-1], arguments))
-    monkeypatch.setitem(collectives.KINDS, "all_gather", wrong)
+    right = Exchange.reference
+    monkeypatch.setattr(Exchange, "reference", lambda self, pieces, op: right(self, pieces[::-1] if self is Exchange.GATHER else pieces, op))
     report = verify(Net(), "tp=2", batch(), loss_fn=loss, plans=("fully_sharded",))
     wrong = report.plans[0].first_wrong
     assert not report.ok and wrong.kind == "redistribution", str(report)

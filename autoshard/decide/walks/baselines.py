@@ -33,9 +33,9 @@ from autoshard.decide.walks.reads import Read, Wiring
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
 from autoshard.rules import registry
+from autoshard.rules.family import Family
 
 Role = Literal["data", "tensor", "sequence"]
-WEIGHTED = ("matmul", "conv", "gather")  # families whose parameter is split on a tensor axis
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Walk:
         for n in reversed(of_param):
             self.strategy[n] = self.storage(n) if w.op(n).kind == "param" else self.as_read(n)
         for n in of_param:
-            if "_to_copy" in str(w.op(n).target):
+            if registry.is_cast(w.op(n)):
                 self.strategy[n] = self.as_read(n, cast=True)
         for n in (n for n in rest if n not in self.strategy and w.op(n).phase == "forward"):
             self.strategy[n] = self.cheapest(n)
@@ -180,7 +180,7 @@ class _Walk:
         w, graph = self.wiring, self.wiring.formulation.table.graph
         out = {graph.op(w.unit(n).name).refs[0]: param for n, param in w.ties.items() if w.op(n).kind == "output"}
         for op in reversed(graph.ops):
-            if op.phase == "backward" and "_to_copy" in str(op.target) and Ref(op.name) in out:
+            if op.phase == "backward" and registry.is_cast(op) and Ref(op.name) in out:
                 out[op.refs[0]] = out[Ref(op.name)]
         return out
 
@@ -197,7 +197,7 @@ class _Walk:
     def _widens(self, op: Op) -> bool:
         """A cast to a wider dtype: a sum is cheaper before it."""
         graph = self.wiring.formulation.table.graph
-        return "_to_copy" in str(op.target) and op.outputs[0].dtype.itemsize > graph.meta(op.refs[0]).dtype.itemsize
+        return registry.is_cast(op) and op.outputs[0].dtype.itemsize > graph.meta(op.refs[0]).dtype.itemsize
 
     @staticmethod
     def _weight(role: Role, reader: Op, ndim: int, made: int | None, wanted: int) -> float:
@@ -207,10 +207,10 @@ class _Walk:
             return 8.0 * (wanted != R)
         if made is not None:
             return 4.0 * (wanted != made)
-        family = registry.rule_of(reader.target).family if reader.kind == "call" else ""
-        if family not in WEIGHTED or ndim < 2:
+        family = registry.family_of(reader)
+        if family is None or not family.weighted or ndim < 2:
             return 0.0
-        if family == "gather":  # a lookup splits its vocabulary
+        if family is Family.GATHER:  # a lookup splits its vocabulary
             return 4.0 if wanted == R else 0.5 * (wanted != 0)
         return 4.0 * (wanted == R)
 

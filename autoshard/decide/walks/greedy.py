@@ -51,13 +51,11 @@ def greedy(formulation: Formulation, rank: Callable[[Spec], float], pick: Callab
     """Strategy per unit: parameters by least `rank` of their storage spec, every other unit what `pick` takes from the
     seconds of its strategies where it stands (the cheapest; inf cannot be reached)."""
     table, units, graph = formulation.table, formulation.units, formulation.table.graph
-    stored = {f"grad:{op.target}": Ref(op.name) for op in graph.of_kind("param", "input")}
-    outputs = {str(op.target): op for op in graph.of_kind("output")}
     picked = np.zeros(len(units.units), dtype=np.int64)
 
-    def made(ref: Ref) -> Spec:
-        specs = units.outputs(ref)
-        return specs.specs[specs.index[picked[units.index(ref.op)]]]
+    def tensor(op: Op) -> SpecIndex:
+        """Specs of a placeholder's or output's one tensor."""
+        return units.inputs(op.name, 0) if op.kind == "output" else units.outputs(Ref(op.name))
 
     def cost(unit: Unit) -> np.ndarray:
         total = sum(table.ops[m].total[p] for m, p in zip(unit.members, unit.picked, strict=True))
@@ -73,12 +71,11 @@ def greedy(formulation: Formulation, rank: Callable[[Spec], float], pick: Callab
         op = graph.op(unit.name)
         if op.kind == "param":
             return _argmin(units.outputs(Ref(op.name)), rank)
-        if op.kind == "output" and op.target in stored:
-            return _argmin(units.inputs(op.name, 0), lambda s: s != made(stored[op.target]))
-        if op.kind == "tangent" and (output := outputs.get(f"user:{op.target}")) is not None:
-            specs = units.inputs(output.name, 0)
-            wanted = specs.specs[specs.index[picked[units.index(output.name)]]]
-            return _argmin(units.outputs(Ref(op.name)), lambda s: s != wanted)
+        if op.name in graph.chosen_ties:
+            other = graph.op(graph.chosen_ties[op.name])
+            specs = tensor(other)
+            wanted = specs.specs[specs.index[picked[units.index(other.name)]]]
+            return _argmin(tensor(op), lambda s: s != wanted)
         return int(pick(cost(unit)))
 
     for unit in sorted(units.units, key=lambda u: _turn(graph.op(u.name))):

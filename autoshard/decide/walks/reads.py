@@ -56,10 +56,7 @@ class Wiring:
         """Unit of a gradient output -> its parameter's (or input's) unit, unit of a tangent -> its output's unit, and what seeds tie:
         equal specs."""
         units, graph = self.formulation.units, self.formulation.table.graph
-        sources = {f"grad:{op.target}": op.name for op in graph.of_kind("param", "input")}
-        outputs = {str(op.target): op.name for op in graph.of_kind("output")}
-        tied = {name: sources[target] for target, name in outputs.items() if target in sources}
-        tied |= {op.name: outputs[user] for op in graph.of_kind("tangent") if (user := f"user:{op.target}") in outputs}
+        tied = dict(graph.chosen_ties)
         tied |= {a: b for a, b in self.formulation.table.seeds.ties if a not in tied}
         return {units.index(a): units.index(b) for a, b in tied.items()}
 

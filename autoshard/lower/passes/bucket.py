@@ -13,13 +13,14 @@ import torch
 from torch.fx import Graph, Node
 
 from autoshard import _torch
+from autoshard.collectives import RUN
 
 aten = torch.ops.aten
 SMALL = 1 << 20
 """Bytes of a gradient up to which a call's fixed cost outweighs copying it: 0.3 ms are 300 KB on a link of 1 GB/s."""
 BUCKET = 16 << 20
 """Bytes of a bucket. More would only make the first gradient in it wait longer."""
-REDUCTIONS = (_torch.COLLECTIVES["all_reduce"], _torch.COLLECTIVES["reduce_scatter"])
+REDUCTIONS = {kind.target: kind.runs for kind in RUN.values() if kind.runs.reduces}
 
 
 def bucket_gradients(graph: Graph) -> None:
@@ -66,7 +67,7 @@ def _wait(start: Node) -> Node:
 def _merge(graph: Graph, members: Sequence[Node]) -> None:
     """Rows of the buffer are what each rank gets: all of it for an all-reduce, its piece for a reduce-scatter."""
     first, waits = members[0], [_wait(m) for m in members]
-    rows = 1 if first.target is REDUCTIONS[0] else first.args[2]
+    rows = 1 if REDUCTIONS[first.target].whole else first.args[2]
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_after(max(members, key=order.__getitem__)):
         anchor = graph.create_node("call_function", aten.alias.default, (members[-1].args[0],))  # a place to write before

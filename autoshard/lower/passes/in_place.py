@@ -11,11 +11,12 @@ import torch
 from torch.fx import Graph, Node
 
 from autoshard import _torch
+from autoshard.collectives import RUN
 from autoshard.lower.overwrite_table import OVERWRITE, takers
 
 aten = torch.ops.aten
-SENDS = tuple(target for kind, target in _torch.COLLECTIVES.items() if kind != "all_reduce")
-"""Read their argument until they are waited for; an all-reduce works on its own copy."""
+SENDS = tuple(kind.target for kind in RUN.values() if kind.holds_input)
+"""Read their argument until they are waited for."""
 MAY_ALIAS = (aten.reshape.default, aten.contiguous.default, _torch.WAIT)
 """Ops that may return their argument's memory, whatever the fake tensors say."""
 

@@ -12,6 +12,7 @@ import torch
 
 from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import PSUM, R
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import adjust
 from autoshard.rules.types import Row, Rule
@@ -83,7 +84,7 @@ def backward_flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) ->
 
 
 def _attention(outputs: Sequence[str], flops: Any) -> Rule:
-    return rule(lambda call: _line(call, outputs), family="attention", flops=flops)
+    return rule(lambda call: _line(call, outputs), family=Family.ATTENTION, flops=flops)
 
 
 def _side_outputs_whole(call: Call, row: Row) -> Row:

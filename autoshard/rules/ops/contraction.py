@@ -9,6 +9,7 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.base.spec import PSUM, R
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.types import LocalContext, Row, Rule
 
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _matmul(text: str | Callable[[Call], str]) -> Rule:
-    return rule(text, family="matmul", partial="each")
+    return rule(text, family=Family.MATMUL, partial="each")
 
 
 def _biased(product: str, out: str) -> Rule:
@@ -32,7 +33,7 @@ def _biased(product: str, out: str) -> Rule:
         found = base.rows(call)
         return found + tuple(Row((R, *row.inputs[1:]), row.outputs) for row in found if row.inputs[0] == PSUM)
 
-    base = rule(text, family="matmul", partial="each")
+    base = rule(text, family=Family.MATMUL, partial="each")
     return replace(base, rows=rows, local=_share_bias, notation=f"[{out}] + {product} -> {out}")
 
 

@@ -12,6 +12,7 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.base.spec import R
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import adjust, contiguous_inputs, letters, on_first, output_axes, partial_axes
 from autoshard.rules.types import LocalContext, Row, Rule
@@ -99,7 +100,7 @@ def _image_line(image_dims: int, tensors: int, outputs: int) -> Any:
 
 def _image(image_dims: int, tensors: int = 1, outputs: int = 1, sizes: tuple[tuple[str, str], ...] = ()) -> Rule:
     """A maximum has two outputs, and is not linear; all else is."""
-    return rule(_image_line(image_dims, tensors, outputs), family="reduction", sizes=sizes,
+    return rule(_image_line(image_dims, tensors, outputs), family=Family.REDUCTION, sizes=sizes,
                 partial="each" if outputs == 1 else "none")
 
 
@@ -113,8 +114,8 @@ def _pads() -> dict[Any, Rule]:
 RESIZED = (("input_size", "out0"),)
 
 RULES = {
-    aten.convolution.default: rule(_forward_line, family="conv", local=_convolution, flops=forward_flops),
-    aten.convolution_backward.default: adjust(rule(_backward_line, family="conv", local=_convolution_backward,
+    aten.convolution.default: rule(_forward_line, family=Family.CONV, local=_convolution, flops=forward_flops),
+    aten.convolution_backward.default: adjust(rule(_backward_line, family=Family.CONV, local=_convolution_backward,
                                                    flops=backward_flops), _backward_row),
     aten.max_pool2d_with_indices.default: _image(2, outputs=2),
     aten.max_pool2d_with_indices_backward.default: _image(2, tensors=3),

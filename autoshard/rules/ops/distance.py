@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import contiguous_inputs
 from autoshard.rules.types import LocalContext
@@ -32,7 +33,7 @@ def _forward(ctx: LocalContext, x1: Any, x2: Any, p: float, mode: int | None) ->
 
 
 RULES = {
-    aten._cdist_forward.default: rule(_forward_line, family="matmul", local=_forward),
-    aten._cdist_backward.default: rule("... p r, ~... p m, ~... r m, ~... p r -> ... p m", family="matmul", partial="each",
+    aten._cdist_forward.default: rule(_forward_line, family=Family.MATMUL, local=_forward),
+    aten._cdist_backward.default: rule("... p r, ~... p m, ~... r m, ~... p r -> ... p m", family=Family.MATMUL, partial="each",
                                        local=contiguous_inputs),
 }

@@ -10,6 +10,7 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.base.spec import PSUM, R
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import addressed, adjust, input_axes, local_ids, output_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Row
@@ -66,12 +67,12 @@ def _bag_backward_line(call: Call) -> str:
 
 
 RULES = {
-    aten._embedding_bag.default: adjust(rule(_bag_line, family="gather"), _bag_row),
-    aten._embedding_bag_forward_only.default: adjust(rule(_bag_line, family="gather"), _bag_row),
-    aten._embedding_bag_backward.default: rule(_bag_backward_line, family="gather"),
-    aten._embedding_bag_dense_backward.default: rule(_bag_backward_line, family="gather"),
-    aten.embedding.default: addressed(rule("v d, ... -> ... d", family="gather", local=_embedding), 0,
+    aten._embedding_bag.default: adjust(rule(_bag_line, family=Family.GATHER), _bag_row),
+    aten._embedding_bag_forward_only.default: adjust(rule(_bag_line, family=Family.GATHER), _bag_row),
+    aten._embedding_bag_backward.default: rule(_bag_backward_line, family=Family.GATHER),
+    aten._embedding_bag_dense_backward.default: rule(_bag_backward_line, family=Family.GATHER),
+    aten.embedding.default: addressed(rule("v d, ... -> ... d", family=Family.GATHER, local=_embedding), 0,
                                       lambda call: [0]),
-    aten.embedding_dense_backward.default: rule(_backward_line, family="gather", partial="each",
+    aten.embedding_dense_backward.default: rule(_backward_line, family=Family.GATHER, partial="each",
                                                 local=_embedding_backward),
 }

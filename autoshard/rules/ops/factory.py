@@ -8,6 +8,7 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.base.spec import PSUM, R
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import cast
 from autoshard.rules.types import LocalContext, Row, Rule
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _filled(name: str = "size") -> Rule:
-    return rule("-> ...", family="pointwise", sizes=((name, "out0"),))
+    return rule("-> ...", family=Family.POINTWISE, sizes=((name, "out0"),))
 
 
 def _like_rows(call: Call) -> tuple[Row, ...]:

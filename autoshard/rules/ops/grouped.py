@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call, TensorMeta
+from autoshard.rules.family import Family
 from autoshard.rules.notation import NotationMismatch, rule
 from autoshard.rules.parts import addressed, input_axes, output_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Rule
@@ -130,7 +131,7 @@ def _backward_flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -
 
 def _rule(line: str | Callable[[Call], str], local: Any, flops: Any = grouped_flops) -> Rule:
     """Experts are looked up by number, where they have a dim of their own."""
-    base = rule(line, family="matmul", local=local, flops=flops)
+    base = rule(line, family=Family.MATMUL, local=local, flops=flops)
     return addressed(base, 1, lambda call: [0] if len(call.inputs[1].shape) == 3 else [])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import letters
 from autoshard.rules.types import LocalContext, Rule
@@ -20,11 +21,11 @@ aten = torch.ops.aten
 
 def _moves(line: str | Callable[[Call], str], **options: Any) -> Rule:
     """A rule whose op is linear in its first tensor (a `~` marks the others)."""
-    return rule(line, partial="each", family="copy", **options)
+    return rule(line, partial="each", family=Family.COPY, **options)
 
 
 def _samples(line: str | Callable[[Call], str], **options: Any) -> Rule:
-    return rule(line, partial="each", family="gather", **options)
+    return rule(line, partial="each", family=Family.GATHER, **options)
 
 
 # Shuffles and windows -----------------------------------------------------------------------------------

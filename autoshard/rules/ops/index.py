@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.rules.family import Family
 from autoshard.rules.notation import NotationMismatch, Passes, rule
 from autoshard.rules.parts import addressed, dims_but, input_axes, letters, local_ids, on_first, output_axes, partial_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Rule
@@ -189,7 +190,7 @@ def _ordered(outputs: int) -> Rule:
         dims = dims_but(call, (call.argument("dim"),))
         return f"{dims} -> {', '.join([dims] * outputs)}"
 
-    return rule(line, family="gather")
+    return rule(line, family=Family.GATHER)
 
 
 def _searchsorted_line(call: Call) -> str:
@@ -211,7 +212,7 @@ def _take_line(call: Call) -> str:
 
 
 def _one(line: Any, local: Any = None, partial: Passes = "none") -> Rule:
-    base = rule(line, family="gather", local=local, partial=partial)
+    base = rule(line, family=Family.GATHER, local=local, partial=partial)
     return base if local is None else addressed(base, 0, _looked_up)
 
 

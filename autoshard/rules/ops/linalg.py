@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.types import Rule
 
@@ -35,7 +36,7 @@ def _columns(call: Call, matrices: str) -> str:
 
 
 def _of_matrices(line: Any) -> Rule:
-    return rule(line, family="reduction")
+    return rule(line, family=Family.REDUCTION)
 
 
 def _solves(line: Any, b: int, triangles: int) -> Rule:
@@ -44,7 +45,7 @@ def _solves(line: Any, b: int, triangles: int) -> Rule:
     def flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         return float(triangles) * prod(inputs[b]) * call.inputs[0 if b else 1].shape[-1]
 
-    return rule(line, family="matmul", flops=flops, partial="each")
+    return rule(line, family=Family.MATMUL, flops=flops, partial="each")
 
 
 RULES = {

@@ -10,6 +10,7 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.base.spec import R
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import (
     accumulate_dtype,
@@ -92,7 +93,7 @@ def _softmax_rule(tensors: int, local: Any, row: Any) -> Rule:
         dims = dims_but(call, ())
         return f"{', '.join([dims] * tensors)} -> {dims}"
 
-    return adjust(rule(line, family="reduction", local=local), row)
+    return adjust(rule(line, family=Family.REDUCTION, local=local), row)
 
 
 def _whole_softmax_line(call: Call) -> str:
@@ -180,7 +181,7 @@ def _elementwise(tensors: int) -> Rule:
         terms = ", ".join(["..."] * tensors)
         return f"{terms} -> {'...' if call.argument('reduction') == NONE else ''}"
 
-    return rule(line, family="reduction", local=_mean_of_shards)
+    return rule(line, family=Family.REDUCTION, local=_mean_of_shards)
 
 
 def _mean_of_shards(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +198,7 @@ def _elementwise_backward(tensors: int) -> Rule:
         grad = "..." if call.argument("reduction") == NONE else ""
         return f"{grad}, {', '.join(['...'] * tensors)} -> ..."
 
-    return rule(line, family="pointwise", local=_spread_over_shards)
+    return rule(line, family=Family.POINTWISE, local=_spread_over_shards)
 
 
 def _spread_over_shards(ctx: LocalContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,12 +210,12 @@ def _spread_over_shards(ctx: LocalContext, grad: Any, *args: Any, **kwargs: Any)
 RULES = {
     aten._softmax.default: _softmax_rule(1, _softmax, _softmax_row),
     aten._log_softmax.default: _softmax_rule(1, _softmax, _softmax_row),
-    aten._safe_softmax.default: rule(_whole_softmax_line, family="reduction"),
+    aten._safe_softmax.default: rule(_whole_softmax_line, family=Family.REDUCTION),
     aten._softmax_backward_data.default: _softmax_rule(2, _softmax_backward, _softmax_backward_row),
     aten._log_softmax_backward_data.default: _softmax_rule(2, _softmax_backward, _softmax_backward_row),
-    **{op.default: _of_classes(adjust(rule(_nll_line, family="gather", local=_nll), _nll_row), 0)
+    **{op.default: _of_classes(adjust(rule(_nll_line, family=Family.GATHER, local=_nll), _nll_row), 0)
        for op in (aten.nll_loss_forward, aten.nll_loss2d_forward)},
-    **{op.default: _of_classes(rule(_nll_backward_line, family="gather", local=_nll_backward), 1)
+    **{op.default: _of_classes(rule(_nll_backward_line, family=Family.GATHER, local=_nll_backward), 1)
        for op in (aten.nll_loss_backward, aten.nll_loss2d_backward)},
     **{op.default: _elementwise(2) for op in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss,
                                               aten.soft_margin_loss)},

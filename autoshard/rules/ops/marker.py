@@ -10,6 +10,7 @@ import torch
 from autoshard.base.graph import Call
 from autoshard.base.spec import is_partial, parse_spec
 from autoshard.base.windows import ACCUMULATE, HOLD
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.types import LocalContext, Row
 
@@ -18,7 +19,7 @@ def _same(ctx: LocalContext, x: Any, *args: Any) -> Any:
     return torch.ops.aten.alias.default(x)
 
 
-SAME = rule("... -> ...", family="view", local=_same)
+SAME = rule("... -> ...", family=Family.VIEW, local=_same)
 
 
 def _rows(call: Call) -> tuple[Row, ...]:

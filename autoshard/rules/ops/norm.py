@@ -11,6 +11,7 @@ import torch
 
 from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import R
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import accumulate_dtype, adjust, cast, contiguous_inputs, input_axes, letters
 from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
@@ -241,23 +242,23 @@ def _weight_norm_backward_line(call: Call) -> str:
 
 
 def _layer(line: Any) -> Rule:
-    return rule(line, family="norm")
+    return rule(line, family=Family.NORM)
 
 
 def _batch(local: Any) -> Rule:
-    return adjust(rule(_batch_norm_line, family="norm", local=local), _batch_norm_row)
+    return adjust(rule(_batch_norm_line, family=Family.NORM, local=local), _batch_norm_row)
 
 
 RULES = {
-    aten._weight_norm_interface.default: rule(_weight_norm_line, family="norm", local=contiguous_inputs),
-    aten._weight_norm_interface_backward.default: rule(_weight_norm_backward_line, family="norm", partial="each",
+    aten._weight_norm_interface.default: rule(_weight_norm_line, family=Family.NORM, local=contiguous_inputs),
+    aten._weight_norm_interface_backward.default: rule(_weight_norm_backward_line, family=Family.NORM, partial="each",
                                                        local=contiguous_inputs),
     aten.native_layer_norm.default: _layer(_layer_norm_line),
-    aten.native_layer_norm_backward.default: rule(_layer_norm_backward_line, family="norm", local=_layer_norm_backward),
+    aten.native_layer_norm_backward.default: rule(_layer_norm_backward_line, family=Family.NORM, local=_layer_norm_backward),
     aten._fused_rms_norm.default: _layer(_rms_norm_line),
     aten._fused_rms_norm_backward.default: _layer(_rms_norm_backward_line),
-    aten.native_group_norm.default: rule(_group_norm_line, family="norm", local=_group_norm),
-    aten.native_group_norm_backward.default: rule(_group_norm_backward_line, family="norm",
+    aten.native_group_norm.default: rule(_group_norm_line, family=Family.NORM, local=_group_norm),
+    aten.native_group_norm_backward.default: rule(_group_norm_backward_line, family=Family.NORM,
                                                   local=_group_norm_backward),
     aten._native_batch_norm_legit_functional.default: _batch(_batch_norm),
     aten._native_batch_norm_legit.no_stats: _batch(_batch_norm),

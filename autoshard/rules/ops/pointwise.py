@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.rules.family import Family
 from autoshard.rules.notation import Passes, rule
 from autoshard.rules.types import Rule
 
@@ -56,7 +57,7 @@ def _log_sigmoid_line(call: Call) -> str:
     return f"... -> ..., {'...' if call.output(1).shape == call.inputs[0].shape else 'empty!'}"
 
 
-_cast = rule("... -> ...", partial=_keeps_precision, family="copy")
+_cast = rule("... -> ...", partial=_keeps_precision, family=Family.COPY)
 _sum = _linear("... + ... -> ...")
 _product = _linear("..., ... -> ...")
 _quotient = _linear("..., ~... -> ...")
@@ -100,10 +101,10 @@ RULES = {
     aten.lerp.Scalar: _sum,
     aten.masked_fill.Scalar: _fill,
     aten.masked_fill.Tensor: _linear("..., ~... + ... -> ..."),
-    aten.clone.default: rule("... -> ...", partial="each", family="copy"),
+    aten.clone.default: rule("... -> ...", partial="each", family=Family.COPY),
     aten._to_copy.default: _cast,
-    aten.copy.default: rule("~..., ... -> ...", partial="each", family="copy"),
-    aten.lift_fresh_copy.default: rule("... -> ...", partial="each", family="copy"),
+    aten.copy.default: rule("~..., ... -> ...", partial="each", family=Family.COPY),
+    aten.lift_fresh_copy.default: rule("... -> ...", partial="each", family=Family.COPY),
     aten.complex.default: _sum,
     aten.polar.default: _quotient,
     aten.hardswish.default: rule("... -> ..."),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.parts import dims_but
 
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _drawn(line: Any, sizes: tuple[tuple[str, str], ...] = ()) -> Any:
-    return rule(line, family="random", sizes=sizes)
+    return rule(line, family=Family.RANDOM, sizes=sizes)
 
 
 def _samples_line(call: Call) -> str:

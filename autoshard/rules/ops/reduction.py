@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Call
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.ops.view import dims, listed
 from autoshard.rules.types import LocalContext, Rule
@@ -48,7 +49,7 @@ def _mean(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _family(text: Callable[[Call], str], **options: Any) -> Rule:
-    return rule(text, family="reduction", **options)
+    return rule(text, family=Family.REDUCTION, **options)
 
 
 _sum = _family(_reduced(whole=False), partial="each")

@@ -13,6 +13,7 @@ import torch
 
 from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import PSUM, R
+from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.types import LocalContext, Row, Rule
 
@@ -70,7 +71,7 @@ def _reshape(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
     return aten.reshape.default(x, list(ctx.local_out(0)))
 
 
-RESHAPE = Rule(rows=reshape_rows, factors=reshape_factors, local=_reshape, family="view",
+RESHAPE = Rule(rows=reshape_rows, factors=reshape_factors, local=_reshape, family=Family.VIEW,
                notation="reshape: the major dim of every run with equal product")
 
 
@@ -91,11 +92,11 @@ def _line(old: list[str], new: list[str]) -> str:
 
 
 def _view(text: Callable[[Call], str], **options: Any) -> Rule:
-    return rule(text, partial="each", family="view", **options)
+    return rule(text, partial="each", family=Family.VIEW, **options)
 
 
 def _copy(text: Callable[[Call], str] | str, **options: Any) -> Rule:
-    return rule(text, **{"partial": "each", "family": "copy", **options})
+    return rule(text, **{"partial": "each", "family": Family.COPY, **options})
 
 
 def _dim(call: Call, name: str = "dim", ndim: int | None = None) -> int:
@@ -253,8 +254,8 @@ RULES = {
     aten._unsafe_view.default: RESHAPE,
     aten.reshape.default: RESHAPE,
     aten._reshape_alias.default: RESHAPE,
-    aten._reshape_copy.default: replace(RESHAPE, family="copy"),
-    aten.view_copy.default: replace(RESHAPE, family="copy"),
+    aten._reshape_copy.default: replace(RESHAPE, family=Family.COPY),
+    aten.view_copy.default: replace(RESHAPE, family=Family.COPY),
     aten.alias.default: _same,
     aten.detach.default: _same,
     aten.t.default: _view(_t),
@@ -277,8 +278,8 @@ RULES = {
     aten.unfold.default: _view(_unfold),
     aten.view_as_real.default: _view(lambda call: "... -> ... pair!"),
     aten.view_as_complex.default: _view(lambda call: "... pair! -> ..."),
-    aten.cat.default: rule(_cat, partial="all", family="copy"),
-    aten.stack.default: rule(_stack, partial="all", family="copy"),
+    aten.cat.default: rule(_cat, partial="all", family=Family.COPY),
+    aten.stack.default: rule(_stack, partial="all", family=Family.COPY),
     aten.select_backward.default: _copy(_select_backward, sizes=_inputs_like_out),
     aten.slice_backward.default: _copy(_slice, sizes=_inputs_like_out),
     aten.diagonal_backward.default: _copy(_diagonal_backward, sizes=_inputs_like_out),

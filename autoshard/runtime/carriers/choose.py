@@ -1,30 +1,42 @@
 """Chooses what carries a program's collectives on CPUs: shared memory or gloo messages, never a functional collective (docs/runtime.md)."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from torch.fx import Graph
+import torch
+from torch.fx import Graph, Node
 
-from autoshard import _torch
+from autoshard.collectives import KIND_OF
+from autoshard.collectives.kind import Collective
 from autoshard.runtime.carriers import gloo_messages, over_shared_memory
 from autoshard.runtime.carriers.gloo_messages import Members
 from autoshard.runtime.carriers.shared_memory import Shared
 
 Carrier = Members | Shared
-KINDS = {target: kind for kind, target in _torch.COLLECTIVES.items()} | {_torch.ALL_REDUCE_IN_PLACE: "all_reduce_"}
 
 
 def carry(graph: Graph, carriers: Mapping[str, Carrier]) -> None:
     """Replace collectives of groups (by name) and their waits. Comes after passes that look at collectives."""
-    for node in list(graph.nodes):
-        kind, carrier = KINDS.get(node.target), carriers.get(str(node.args[-1])) if node.args else None
-        if kind is None or carrier is None:
-            continue
+    for node, kind, carrier in carried(graph, carriers):
         (wait,) = node.users
-        node.target, node.args = start(kind, carrier), (*node.args[:-1], carrier)
+        node.target = start(kind, carrier, node.target is kind.in_place)
+        node.args = (node.args[0], kind.reduce_op(node.args[1:]), carrier)
         wait.target = gloo_messages.land
 
 
-def start(kind: str, carrier: Carrier) -> Callable[..., gloo_messages.Flight]:
-    """Called with the arguments of the functional collective, the carrier for the group. "all_reduce_" works in place."""
-    return getattr(over_shared_memory if isinstance(carrier, Shared) else gloo_messages, kind)
+def carried(graph: Graph, carriers: Mapping[str, Carrier]) -> Iterator[tuple[Node, Collective, Carrier]]:
+    """Calls of collectives of these groups, each with its kind and what carries it."""
+    for node in list(graph.nodes):
+        kind, carrier = KIND_OF.get(node.target), carriers.get(str(node.args[-1])) if node.args else None
+        if kind is not None and carrier is not None:
+            yield node, kind, carrier
+
+
+def start(kind: Collective, carrier: Carrier, in_place: bool) -> Callable[[torch.Tensor, str, Carrier], gloo_messages.Flight]:
+    """A function that starts a collective: (tensor, reduce op, carrier). `in_place`: the tensor may be overwritten."""
+    exchange: Callable[..., gloo_messages.Flight] = (over_shared_memory if isinstance(carrier, Shared) else gloo_messages).exchange
+
+    def begin(x: torch.Tensor, op: str, carrier: Carrier) -> gloo_messages.Flight:
+        return exchange(kind, x, op, carrier, in_place)
+
+    return begin

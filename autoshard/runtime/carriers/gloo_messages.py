@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
+from autoshard.collectives.exchange import Exchange
+from autoshard.collectives.kind import Collective
+from autoshard.collectives.reduce_ops import combine_into
 from autoshard.errors import UsageError
 from autoshard.lower.overwrite_table import swaps
 
@@ -24,8 +27,6 @@ TAG = 7919
 """Keeps these messages apart from a program's own."""
 NOTE: ContextVar[Callable[[str, str, torch.Tensor], None] | None] = ContextVar("note", default=None)
 """Told of every call made here (kind, group, buffer), for whoever records collectives."""
-COMBINE = {"sum": torch.Tensor.add_, "max": lambda a, b: torch.maximum(a, b, out=a), "min": lambda a, b: torch.minimum(a, b, out=a)}
-REDUCE = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
 class Members:
@@ -62,53 +63,50 @@ def land(flight: Flight) -> torch.Tensor:
     return flight.finish()
 
 
-def all_gather(x: torch.Tensor, n: int, group: Members) -> Flight:
-    out = x.new_empty((n * x.shape[0], *x.shape[1:]))
-    pieces = out.chunk(n)
-    works = _exchange("all_gather", out, [x] * n, pieces, group)
-    pieces[group.me].copy_(x)
+def exchange(kind: Collective, x: torch.Tensor, op: str, group: Members, in_place: bool = False) -> Flight:
+    """Start a collective of any kind. `op`: how it combines, if it does; `in_place`: `x` may be overwritten, if the kind can."""
+    if kind.runs is Exchange.REDUCE:
+        return _reduce_whole(kind, x if in_place else x.clone(), op, group)
+    sent = [x] * group.n if kind.runs.whole else list(x.chunk(group.n))
+    return (_reduce if kind.runs.reduces else _concatenate)(kind, x, sent, op, group)
+
+
+def _concatenate(kind: Collective, x: torch.Tensor, sent: list[torch.Tensor], op: str, group: Members) -> Flight:
+    """Messages straight into the result."""
+    out = x.new_empty((kind.runs.rows(x.shape[0], group.n), *x.shape[1:]))
+    got = out.chunk(group.n)
+    works = _exchange(kind.name, kind.buffer(x, out), sent, got, group)
+    got[group.me].copy_(sent[group.me])
     return Flight(works, lambda: out, (x,))
 
 
-def all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Members) -> Flight:
-    out = torch.empty_like(x)
-    mine, theirs = x.split(list(sent)), out.split(list(received))
-    works = _exchange("all_to_all", x, mine, theirs, group)
-    theirs[group.me].copy_(mine[group.me])
-    return Flight(works, lambda: out, (x,))
-
-
-def reduce_scatter(x: torch.Tensor, op: str, n: int, group: Members) -> Flight:
+def _reduce(kind: Collective, x: torch.Tensor, sent: list[torch.Tensor], op: str, group: Members) -> Flight:
     """Takes n - 1 pieces beside `x`: the own one is added where it lies."""
-    mine, me = x.chunk(n), group.me
-    got = [None if i == me else torch.empty_like(mine[0]) for i in range(n)]
-    works = _exchange("reduce_scatter", x, mine, got, group)
+    me = group.me
+    got = [None if i == me else torch.empty_like(sent[me]) for i in range(group.n)]
+    works = _exchange(kind.name, kind.buffer(x, sent[me]), sent, got, group)
 
     def finish() -> torch.Tensor:
-        pieces = [mine[me] if piece is None else piece for piece in got]
+        pieces = [sent[me] if piece is None else piece for piece in got]
         if me == 0:  # `x` is not ours to write to; a sum of two is the same in either order
             pieces[:2] = pieces[1::-1]
         total = pieces[0]
         for piece in pieces[1:]:
-            COMBINE[op](total, piece)
+            combine_into(total, piece, op)
         return total
 
     return Flight(works, finish, (x,))
 
 
-def all_reduce(x: torch.Tensor, op: str, group: Members) -> Flight:
-    return all_reduce_(x.clone(), op, group)
-
-
-def all_reduce_(x: torch.Tensor, op: str, group: Members) -> Flight:
-    """Of two ranks each adds the other's buffer to its own. Large buffers and more ranks are gloo's own, in c10d's call: functional
-    collectives under way at once corrupt memory, see docs/runtime.md."""
+def _reduce_whole(kind: Collective, x: torch.Tensor, op: str, group: Members) -> Flight:
+    """Into `x`. Of two ranks each adds the other's buffer to its own. Large buffers and more ranks are gloo's own, in c10d's call:
+    functional collectives under way at once corrupt memory, see docs/runtime.md."""
     if not swaps(group.n, x.nbytes):
-        note("all_reduce", x, group)
-        return Flight([dist.all_reduce(x, REDUCE[op], group.group, async_op=True)], lambda: x, (x,))
+        note(kind.name, x, group)
+        return Flight([dist.all_reduce(x, getattr(ReduceOp, op.upper()), group.group, async_op=True)], lambda: x, (x,))
     got = torch.empty_like(x)
-    works = _exchange("all_reduce", x, [x, x], [got, got], group)
-    return Flight(works, lambda: COMBINE[op](x, got), (x,))
+    works = _exchange(kind.name, x, [x, x], [got, got], group)
+    return Flight(works, lambda: combine_into(x, got, op), (x,))
 
 
 def note(kind: str, buffer: torch.Tensor, group: Members) -> None:

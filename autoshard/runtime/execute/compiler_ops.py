@@ -13,24 +13,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch.fx import Graph
 
-from autoshard import _torch
-from autoshard.runtime.carriers.choose import KINDS, Carrier, start
+from autoshard.base.custom_op import custom_op
+from autoshard.collectives import RUN
+from autoshard.runtime.carriers.choose import Carrier, carried, start
 from autoshard.runtime.carriers.gloo_messages import land
-
-TAKES = {"all_gather": "int n", "reduce_scatter": "str reduce, int n", "all_reduce": "str reduce",
-         "all_to_all": "int[] received, int[] sent"}
-"""Arguments between the tensor and the carrier."""
 
 
 def enclose(graph: Graph, carriers: Mapping[str, Carrier]) -> None:
     """Replace collectives of groups (by name) and their waits. `carriers` must outlive the graph."""
-    for node in list(graph.nodes):
-        kind, carrier = KINDS.get(node.target), carriers.get(str(node.args[-1])) if node.args else None
-        if kind is None or carrier is None:
-            continue
+    for node, kind, carrier in carried(graph, carriers):
         (wait,) = node.users
         _known()[id(carrier)] = carrier
-        node.target, node.args = _op(kind), (*node.args[:-1], id(carrier))
+        node.target, node.args = _op(), (node.args[0], kind.name, kind.reduce_op(node.args[1:]), id(carrier))
         wait.replace_all_uses_with(node)
         graph.erase_node(wait)
 
@@ -42,22 +36,14 @@ def _known() -> WeakValueDictionary[int, Carrier]:
 
 
 @cache
-def _op(kind: str) -> Any:
-    name = f"{kind}_carried"
-    _library().define(f"{name}(Tensor x, {TAKES[kind]}, int carrier) -> Tensor")
+def _op() -> Any:
+    """A collective of any kind with its wait, as one op."""
+    def run(x: torch.Tensor, kind: str, op: str, carrier: int) -> torch.Tensor:
+        by = _known()[carrier]
+        return land(start(RUN[kind], by, in_place=False)(x.contiguous(), op, by))
 
-    def run(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        carrier = _known()[rest[-1]]
-        return land(start(kind, carrier)(x.contiguous(), *rest[:-1], carrier))
+    def shape(x: torch.Tensor, kind: str, op: str, carrier: int) -> torch.Tensor:
+        rows = [RUN[kind].runs.rows(n, _known()[carrier].n) for n in x.shape[:1]]  # none of a tensor without dims
+        return x.new_empty((*rows, *x.shape[1:]))
 
-    def shape(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return _torch.COLLECTIVES[kind](x, *rest[:-1], "")
-
-    _library().impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{name}", shape, lib=_library())
-    return getattr(torch.ops.autoshard, name).default
-
-
-@cache
-def _library() -> torch.library.Library:
-    return torch.library.Library("autoshard", "FRAGMENT")
+    return custom_op("carried", "(Tensor x, str kind, str op, int carrier) -> Tensor", run, shape)

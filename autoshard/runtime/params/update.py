@@ -14,12 +14,11 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.cost.optimizers import elementwise_classes
 from autoshard.errors import UsageError
 from autoshard.runtime.params import host_state
 
-ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
-               optim.Adagrad, optim.Adadelta, optim.ASGD)
-"""Optimizers whose update of an element reads nothing of other elements."""
+ELEMENTWISE = tuple(getattr(optim, name) for name in elementwise_classes())
 
 
 def local_update(optimizer: optim.Optimizer) -> optim.Optimizer:

@@ -13,6 +13,7 @@ from autoshard import _torch
 from autoshard.base.graph import TensorMeta
 from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.base.windows import CAT, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
@@ -48,7 +49,7 @@ class PipelineStep:
         self.made, self.calling, self.plan, self.runner, self.place, self.stored = made, calling, plan, runner, place, stored
         self.graph, self.calls = made.cut.graph, 0
         self.training = self.graph.training
-        outputs = [op for op in self.graph.of_kind("output") if str(op.target).startswith("user:")]
+        outputs = list(self.graph.outputs(Role.USER).values())
         many = self.graph.microbatches > 1
         self.ways = Results(self.graph).ways if many else [("", 0)] * len(outputs)
         self.shown = tuple(Shown(i, _joined(self.graph.meta(op.refs[0]), *way, self.graph.microbatches), plan.ops[op.name].inputs[0])
@@ -87,7 +88,8 @@ class PipelineStep:
         result = _Gradients.apply(self, model, outs, grads, *leaves)
         return result if isinstance(result, tuple) else (result,)
 
-    def _step(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, training: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _step(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int,
+              training: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Results of the batch, and local gradients in the order of `grad_names`."""
         found = _Found(self)
         run = Run(lambda stage, m: self._micro(stage, m, tensors, given, seed), found.add)
@@ -138,7 +140,7 @@ class PipelineStep:
         if not self.weighted:
             return named
         (weight,) = (i for i, (how, _) in enumerate(self.ways) if how == WEIGHTS)
-        meta = self.graph.meta(self.graph.op(f"user:{weight}").refs[0])
+        meta = self.graph.meta(self.graph.outputs(Role.USER)[weight].refs[0])
         return [*named, ("factor", meta.shape, torch.result_type(torch.empty((), dtype=meta.dtype), 1.0))]
 
     # --- gradients ---

@@ -112,3 +112,13 @@ def test_formulas_without_a_player_choose_worse():
         for name, value in formulas.items():
             worse[name] = max(worse[name], prices[value.argmin()] / best - 1)
     assert min(worse.values()) > 0.01
+
+
+def test_the_examples_of_the_bound():
+    """Two stages, four micro-batches, 1F1B: the figures of docs/pipeline.md."""
+    table = make_schedule("1f1b", 2, 4)
+    for first, seconds in ((1.0, 10.0), (1.5, 13.0)):
+        chain = chain_of_blocks([first, 1.0], [first, 1.0])
+        cuts = np.array([[0, 1, 2]])
+        assert bounds(chain, course_of(table), cuts).tolist() == [seconds]
+        assert price_by_play(chain, table)(cuts).tolist() == [seconds]
