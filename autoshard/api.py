@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.seed_notes import seed_notes
 from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline import batch
-from autoshard.pipeline.cut_search import choices, searched
+from autoshard.pipeline.cut_search import SHORT_STAGES, choices, searched
 from autoshard.pipeline.pipelined import pipelined, submesh
 from autoshard.pipeline.plan_stages import merged, plan_stages
 from autoshard.program.calling import Traced
@@ -175,17 +176,19 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
     stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
 
-    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int) -> Plan:
+    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, within: Options = options) -> Plan:
         step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight)
-        table = prices(replace(traced, graph=graph), stages, options, clock=clock, fixed=fixed, profile=profile, step=step)
-        return decide(table, options, clock=clock, **how)
+        table = prices(replace(traced, graph=graph), stages, within, clock=clock, fixed=fixed, profile=profile, step=step)
+        return decide(table, within, clock=clock, **how)
 
     def plan_with(choice: Pipeline) -> Plan:
-        made = pipelined(traced.graph, mesh, choice, profile)
+        with clock("cut"):
+            made = pipelined(traced.graph, mesh, choice, profile)
         return merged(made, plan_stages(made, fixed, plan_stage), wire)
 
-    limit = options.memory_limit(profile)
-    return searched(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, plan_stage, profile, wire, limit), plan_with)
+    short = partial(plan_stage, within=replace(options, time_limit=options.time_limit / SHORT_STAGES))
+    return searched(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, short, profile, wire, options.memory_limit(profile)),
+                    plan_with)
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,

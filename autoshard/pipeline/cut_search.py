@@ -31,6 +31,9 @@ TRIED = ("1f1b", "interleaved", "zb1p", "zbv")
 PLANNED = 2
 """Candidates that are planned, besides the even cuts."""
 
+SHORT_STAGES = 8
+"""About as many short stages are planned for prices: each gets this part of the time limit."""
+
 
 @dataclass(frozen=True)
 class Candidate:
