@@ -131,8 +131,9 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
 
-    def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
-        return plan_traced(traced, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, fixed={**stored, **inputs},
+    def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec], pipeline: Pipeline | None = None) -> Plan:
+        asked = replace(options, pipeline=pipeline or options.pipeline)
+        return plan_traced(traced, mesh, asked, clock=PhaseTimer(progress), has_loss=loss_fn is not None, fixed={**stored, **inputs},
                            profile=profile, interruptible=False)  # who stops a training script wants it to end
 
     def build(variant: Variant) -> Step:  # at the first call of every variant: with or without gradients, other shapes

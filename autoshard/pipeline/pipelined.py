@@ -76,17 +76,20 @@ def _schedule(options: Pipeline) -> str:
 
 
 def _table(options: Pipeline, ranks: int, graph: Graph) -> ActionTable:
-    """Of a program without gradients the forwards alone are run, of the whole batch."""
+    """Of a program without gradients the forwards alone are run, of the whole batch at once."""
     m = graph.microbatches
     name = _schedule(options)
     if name.endswith(".csv"):
         table = read_csv(name)
-        if table.microbatches != m and graph.training or len(table.ranks) != ranks:
+        if graph.training and table.microbatches != m or len(table.ranks) != ranks:
             raise UsageError(f"{name} is for {len(table.ranks)} ranks and {table.microbatches} micro-batches, the step has {ranks} and {m}")
         table = table.only(("F", "B", "I", "W"))
     else:
         table = make_schedule(name, ranks, m, *([] if options.chunks == AUTO else [int(options.chunks)]))
     check(table)
+    if not graph.training:
+        forwards = tuple(tuple(a for a in actions if a.kind == "F" and a.microbatch == 0) for actions in table.ranks)
+        return with_transfers(ActionTable(forwards, table.rank_of, 1))
     made = with_transfers(table)
     check(made)
     return made

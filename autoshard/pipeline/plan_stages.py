@@ -127,8 +127,7 @@ def _played(made: Pipelined, stages: Sequence[StagePlan], plans: Sequence[Plan],
 
     seconds = Seconds.per_stage(len(stages), F=of(FORWARD), B=of(BACKWARD, WEIGHT), I=of(BACKWARD), W=of(WEIGHT), SEND_F=sent(FORWARD),
                                 SEND_B=sent(BACKWARD))
-    table = made.table if made.cut.graph.training else made.table.only(("F",))
-    return play(network_of(table), seconds)
+    return play(network_of(made.table), seconds)
 
 
 def _transfers(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> list[dict[str, Any]]:

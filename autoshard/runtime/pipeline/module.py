@@ -16,7 +16,7 @@ from autoshard.program.calling import Traced
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.pipeline.stage_place import stage_place, stage_spec
-from autoshard.runtime.pipeline.variant import PipelineVariant
+from autoshard.runtime.pipeline.variant import PipelineVariant, Settled
 from autoshard.runtime.ranks.place import Place
 
 
@@ -28,7 +28,7 @@ class PipelineModule(CompiledModule):
         self.__dict__["_stage_place"] = stage_place
         super().__init__(model, place, settings)
         self.__dict__["_skeleton"] = _without_memory(model)
-        self.__dict__["_settled"] = {}
+        self.__dict__["_settled"] = Settled()
         self._names = frozenset(self.state_dict())
         self._trainable = ()  # they differ between ranks, and what they are is settled
 

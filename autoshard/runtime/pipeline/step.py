@@ -1,7 +1,7 @@
 """One variant of a pipelined model on this rank: runs the schedule when the model is called, and hands out gradients in `backward()`."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,11 +26,9 @@ from autoshard.runtime.microbatches import Micro
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.pipeline.runner import Run, Runner
 from autoshard.runtime.pipeline.stage_place import stage_spec
+from autoshard.runtime.pipeline.tied import ONCE, STEP, Tied
 from autoshard.runtime.pipeline.wires import Message
 from autoshard.runtime.ranks.place import Place
-
-ONCE = -1
-"""In place of a micro-batch, for what is sent once a step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class PipelineStep:
 
     def __init__(self, made: Pipelined, calling: Calling, plan: Plan, runner: Runner, place: Place, stored: Stored) -> None:
         self.made, self.calling, self.plan, self.runner, self.place, self.stored = made, calling, plan, runner, place, stored
-        self.graph, self.calls = made.cut.graph, 0
+        self.graph, self.calls, self.tied = made.cut.graph, 0, Tied(made, runner.wires, stored)
         self.training = self.graph.training
         outputs = list(self.graph.outputs(Role.USER).values())
         many = self.graph.microbatches > 1
@@ -95,7 +93,7 @@ class PipelineStep:
         run = Run(lambda stage, m: self._micro(stage, m, tensors, given, seed), found.add)
         self.runner.run(run, training)
         outs, factor = self._shared(found)
-        grads = self._summed(run.grads) if training else {}
+        grads = self.tied.summed(run.grads) if training else {}
         if factor is not None:
             for g in {id(g): g for g in grads.values()}.values():
                 g.mul_(factor)
@@ -120,12 +118,12 @@ class PipelineStep:
             outs, factor = found.finished()
             for other in self.others:
                 for name, value in self._messages(outs, factor):
-                    wires.send(Message(name, ONCE, self.owner, other, "step"), value)
+                    wires.send(Message(name, ONCE, self.owner, other, STEP), value)
             wires.flush()
             return outs, factor
         got = []
         for name, shape, dtype in self._expected():
-            message = Message(name, ONCE, self.owner, wires.me, "step")
+            message = Message(name, ONCE, self.owner, wires.me, STEP)
             wires.post(message, shape, dtype)
             got.append(message)
         values = [wires.take(message) for message in got]
@@ -144,44 +142,6 @@ class PipelineStep:
         return [*named, ("factor", meta.shape, torch.result_type(torch.empty((), dtype=meta.dtype), 1.0))]
 
     # --- gradients ---
-
-    def _summed(self, grads: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By name; of a parameter that several stages read, the sum of their parts, taken in the order of stages on every rank."""
-        tied, wires, rank_of = dict(self.made.cut.tied), self.runner.wires, self.made.table.rank_of
-        out = {name: g for (_, name), g in grads.items() if name not in tied}
-        for name, stages in tied.items():
-            holders = sorted({rank_of[s] for s in stages})
-            if wires.me not in holders:
-                continue
-            mine = {s: grads[s, name] for s in stages if rank_of[s] == wires.me}
-            for other in (r for r in holders if r != wires.me):
-                for s in (s for s in stages if rank_of[s] == other):
-                    like = next(iter(mine.values()))
-                    wires.post(Message(f"grad:{name}@{s}", ONCE, other, wires.me, "step"), like.shape, like.dtype)
-                for s, value in mine.items():
-                    wires.send(Message(f"grad:{name}@{s}", ONCE, wires.me, other, "step"), value)
-            parts = [mine[s] if s in mine else wires.take(Message(f"grad:{name}@{s}", ONCE, rank_of[s], wires.me, "step")) for s in stages]
-            total = parts[0] + parts[1]
-            for part in parts[2:]:
-                total += part
-            out[name] = total
-        wires.flush()
-        return out
-
-    def same_tied(self) -> None:
-        """Give parameters that several stages have the numbers of the first of them: ranks may have initialised the model differently."""
-        wires, rank_of = self.runner.wires, self.made.table.rank_of
-        for name, stages in self.made.cut.tied:
-            first, *others = dict.fromkeys(rank_of[s] for s in stages)
-            if wires.me == first:
-                for other in others:
-                    wires.send(Message(name, ONCE, first, other, "step"), self.stored.local(name).detach())
-            elif wires.me in others:
-                mine, message = self.stored.local(name), Message(name, ONCE, first, wires.me, "step")
-                wires.post(message, mine.shape, mine.dtype)
-                with torch.no_grad():
-                    mine.copy_(wires.take(message))
-        wires.flush()
 
     def as_gradient(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """A local gradient in the form that its parameter has."""

@@ -1,12 +1,13 @@
 """The phases that make one variant of a pipelined model run on this rank: the agreed plan, its stages, lowered and bound."""
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec, format_spec
+from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import PlanError
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
@@ -25,16 +26,28 @@ from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 
 
+@dataclass(eq=False)
+class Settled:
+    """Placements of parameters and buffers, and where stages begin; empty before the first variant."""
+
+    placements: dict[str, Spec] = field(default_factory=dict)
+    options: Pipeline | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineVariant(Variant):
-    """`placements`: of all stages, as the first variant settled them; `stored` holds those of this rank's stages."""
+    """`first`: what the first variant settled, for all stages; `stored` holds the parameters of this rank's stages."""
 
     stage_place: Place | None = None
-    placements: MutableMapping[str, Spec] = field(default_factory=dict)
+    first: Settled = field(default_factory=Settled)
 
     @property
     def settled(self) -> Mapping[str, Spec]:
-        return self.placements
+        return self.first.placements
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.first.options
 
     def check(self, plan: Plan) -> None:
         """Of every stage, and that both ends of a wire agree."""
@@ -61,14 +74,16 @@ class PipelineVariant(Variant):
         mine = made.stages_of(self.place.coordinates[0])
         plans = {s: alone(self.place, lambda s=s: stage_plan(plan, made, s)) for s in mine}
         lowered = {s: alone(self.place, lambda s=s: self._lowered(made, plans[s], s)) for s in mine}
-        if not self.placements:
+        if not self.first.placements:
             alone(self.place, lambda: self.stored.check_checkpoint(running.checkpoint))
         share(self.place, "lowered", lambda: "", running.timeout)  # from here on ranks may meet in collectives
-        if not self.placements:
+        if not self.first.placements:
             self.stored.keep_only(_names(made, mine))
             self.stored.settle({n: p for n, p in plan.placements.items() if n in self.stored.params or n in self.stored.buffers}, self.seed,
                                running.checkpoint)
-            self.placements.update(plan.placements)
+            self.first.placements, self.first.options = dict(plan.placements), made.options
+        elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers}):
+            raise PlanError(f"{lost[0]} is in another stage than where this rank's parameters are; plan this variant again")
         wires = self._wires(made)
         if self.traced.graph.training:
             keep_on_host(self.stored.params, plan.offload, afresh=False)
@@ -76,7 +91,7 @@ class PipelineVariant(Variant):
                     for s in mine}
         step = PipelineStep(made, self.traced.calling, plan, Runner(programs, made.table, wires, self.stored), place, self.stored)
         if self.traced.graph.training:
-            step.same_tied()
+            step.tied.make_equal()
         return step
 
     def _lowered(self, made: Pipelined, plan: Plan, s: int):
