@@ -39,7 +39,7 @@ def _begun(stages: Stages, seconds: float) -> Iterator[tuple[int, ...]]:
     room = stages.room(seconds)
     chain, course, m = stages.chain, stages.course, stages.course.microbatches
 
-    begun = [((0,), 0.0, (0.0,) * len(course.of_rank))] if room[0, 0] >= 0.0 else []
+    begun: list[tuple[tuple[int, ...], float, tuple[float, ...]]] = [((0,), 0.0, (0.0,) * len(course.of_rank))] if room[0, 0] >= 0.0 else []
     while begun:
         cuts, before, busy = begun.pop()
         yield cuts
