@@ -21,7 +21,6 @@ from autoshard.pipeline.blocks import Blocks
 from autoshard.pipeline.cut_points import balanced
 from autoshard.pipeline.partitions import course_of, price_by_play
 from autoshard.pipeline.plan_stages import PlanStage
-from autoshard.pipeline.price import chain_from
 from autoshard.pipeline.schedules import SCHEDULES, make_schedule
 from autoshard.pipeline.stage_prices import GraphPricer
 from autoshard.search.partition import Partition, partition
@@ -86,7 +85,7 @@ def _tables(graph: Graph, blocks: Blocks, ranks: int, options: Pipeline) -> Iter
 
 def _candidates(pricer: GraphPricer, tables: Sequence[tuple[Pipeline, ActionTable]], memory_limit: float) -> Iterator[Candidate]:
     """One per schedule. Stages are priced once, with backward split; schedules that do not split it take both parts together."""
-    chain, names = chain_from(pricer.labels, pricer.price), pricer.blocks.names
+    chain, names = pricer.chain(), pricer.blocks.names
     for chosen, table in tables:
         scheduled = chain if table.split_backward else chain.undivided()
         found = partition(scheduled, course_of(table), price_by_play(scheduled, table), memory_limit)

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
 
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Graph, Op
 from autoshard.base.plan import Plan
@@ -12,8 +14,10 @@ from autoshard.cost.cluster import AxisLink
 from autoshard.pipeline.blocks import Blocks, forward_calls
 from autoshard.pipeline.cut import Stage, cut
 from autoshard.pipeline.plan_stages import PlanStage, wire_seconds
-from autoshard.pipeline.price import StagePrice
+from autoshard.pipeline.price import StagePrice, chain_from
+from autoshard.pipeline.repeated import repeated_ops
 from autoshard.pipeline.split import split_backward
+from autoshard.search.partition import Chain
 
 STORED = ("parameters", "gradients", "optimizer", "buffers", "inputs")
 WORKING = ("temporaries", "outputs")
@@ -31,9 +35,10 @@ class GraphPricer:
 
     @cached_property
     def labels(self) -> tuple[Hashable, ...]:
-        """What each block does: its ops with their shapes. Blocks with equal labels cost the same."""
+        """What each block does: its ops with their shapes, but for those that every stage repeats. Blocks with equal labels cost the same."""
         found: list[list[Hashable]] = [[] for _ in self.blocks.blocks]
-        for op in sorted(forward_calls(self.graph), key=lambda op: op.traced_at):
+        repeated = repeated_ops(self.graph)
+        for op in sorted((op for op in forward_calls(self.graph) if op.name not in repeated), key=lambda op: op.traced_at):
             found[self.blocks.of_op[op.name]].append(self._does(op))
         return tuple(map(tuple, found))
 
@@ -41,9 +46,17 @@ class GraphPricer:
         reads = [self.graph.meta(ref) for ref in op.refs]
         return str(op.target), tuple((m.shape, str(m.dtype)) for m in (*reads, *op.outputs) if m is not None)
 
+    def chain(self) -> Chain:
+        """The chain of all stages; one without ops is none."""
+        made = chain_from(self.labels, self.price)
+        before = np.concatenate([[0], np.cumsum([len(label) for label in self.labels])])
+        return replace(made, forward=np.where(before[None, :] > before[:, None], made.forward, np.inf))
+
     def price(self, first: int, end: int) -> StagePrice:
         """Of blocks first..end-1. Raises UsageError where the graph cannot be cut there, and InfeasibleError."""
         stage = self.stage(first, end)
+        if not stage.graph.of_kind("call"):  # all its ops run in blocks that read them
+            return StagePrice(0.0, 0.0)
         return price_of(stage, self.plan_stage(stage.graph, {}, 1), self.wire)
 
     def stage(self, first: int, end: int) -> Stage:

@@ -53,6 +53,18 @@ def test_short_stages_price_long_ones(graph):
     assert [chain.forward[a, b] for a, b in ranges] == [pricer.price(a, b).forward for a, b in ranges]
 
 
+def test_a_block_whose_ops_run_elsewhere_is_no_stage():
+    """t5's first block has the embedding, which runs with the block that reads it, and masks, which every stage makes for itself."""
+    graph = subject("t5").traced.graph
+    pricer = Counted(graph, Blocks.of(graph), None, WIRE, True)
+    empty = [k for k, label in enumerate(pricer.labels) if not label]
+    assert empty == [0]
+    chain = pricer.chain()
+    assert all(np.isinf(chain.forward[k, k + 1]) for k in empty)
+    assert np.isfinite(chain.forward[0]).sum() == len(pricer.labels) - 1
+    assert GraphPricer(graph, Blocks.of(graph), lambda *_: pytest.fail("it was planned"), WIRE, True).price(empty[0], empty[0] + 1) == StagePrice(0.0, 0.0)
+
+
 def plan(**options):
     torch.manual_seed(0)
     with torch.device("meta"):
