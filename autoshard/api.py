@@ -17,15 +17,12 @@ from autoshard.base.precision import Precision
 from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.arguments import check_arguments, check_called, loaded
-from autoshard.decide.attempts import Programs, asked_of, formulated
-from autoshard.decide.backends import find, spread_seeds
-from autoshard.decide.make_plan import make_plan
-from autoshard.decide.microbatch_notes import microbatch_notes
-from autoshard.decide.opaque_notes import whole_notes
+from autoshard.decide.backends import find
+from autoshard.decide.how import How
 from autoshard.decide.options import Options, Progress, default_cluster
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import Pipeline
-from autoshard.decide.seed_notes import seed_notes
+from autoshard.decide.program import formulate_within, with_starts
 from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline import batch
 from autoshard.pipeline.cut_search import SHORT_STAGES, choices, searched
@@ -212,13 +209,11 @@ def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = Non
     best plan so far, whose status says so. Raises InfeasibleError, and Interrupted where there is no plan yet."""
     clock, settings = clock or PhaseTimer(), options.settings(table.graph.training, has_loss)
     with clock("formulate"):
-        asked = asked_of(formulation or formulated(table, options), settings)
-        spread = spread_seeds(asked, options.search)
-    programs = Programs(asked, options, settings, Clock(options.time_limit))
-    with stopping(programs.clock, interruptible), clock("search"):
-        found = find(programs, spread, clock.search)
+        formulation = formulation or formulate_within(table, options.memory_limit(table.cluster))
+        program = with_starts(formulation, settings)
+    how = How(Clock(options.time_limit), options.search, clock.search)
+    with stopping(how.clock, interruptible), clock("search"):
+        found = find(program, how)
     with clock("assemble"):
-        plan = make_plan(found.asked.formulation, found.solution, memory_limit=programs.limit, model=model_info or {}, settings=settings,
-                         seeds=options.marks, notes=seed_notes(table), played=found.asked.played)
-        plan = replace(plan, notes=(*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan))).recomputing(table.graph.hash)
-    return replace(found.described(plan), timings=dict(clock.seconds))
+        plan = found.plan(table, model_info or {}, options.marks)
+    return replace(plan, timings=dict(clock.seconds))

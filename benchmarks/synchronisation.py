@@ -60,7 +60,7 @@ def data_parallel(name: str, size: str, shape: dict, cluster: str) -> Plan:
     settings = options.settings(True, True)
     choice = baseline(Wiring(formulation), schemes(parse_mesh(f"dp={RANKS}"))[0])
     found = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
-    return make_plan(formulation, found, memory_limit=1e15, model={}, settings=settings, seeds={})
+    return make_plan(formulation, found, model={}, settings=settings, seeds={})
 
 
 def main() -> None:

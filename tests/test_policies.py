@@ -21,6 +21,8 @@ BATCH = 4096
 """So many samples that tiny models are split over the batch."""
 FAST = ("mlp", "gpt", "llama")
 SLOW = ("vit", "resnet", "moe", "t5", "dlrm")
+OPEN = {"bert": 1e-2}
+"""The gap of a search that does not close in the time given; it finds its plan early, its bound rises slowly."""
 
 
 @cache
@@ -41,12 +43,13 @@ def cases():
         for name in (*FAST, *SLOW):
             fast = name in FAST and (mesh == "dp=8" or name == "mlp")
             yield pytest.param(name, mesh, marks=() if fast else pytest.mark.slow)
+    yield pytest.param("bert", "dp=8", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name, mesh", cases())
 def test_a_narrower_reduction_is_never_dearer(name, mesh):
     wide, narrow = planned(name, mesh, "fp32"), planned(name, mesh, "bf16")
-    assert "optimal" in wide.status and "optimal" in narrow.status
+    assert all("optimal" in plan.status or plan.gap <= OPEN.get(name, 0.0) for plan in (wide, narrow))
     assert narrow.objective_s <= wide.objective_s * (1 + 1e-9)
 
 

@@ -14,6 +14,8 @@ from autoshard.errors import PlanError, UsageError
 FORMAT = 2
 INTERRUPTED = "best found before it was interrupted"
 """The status of a plan whose search was stopped by Ctrl-C, as `search.problem.Status` says it; reading a plan loads no solver."""
+TIED = "optimal among tied plans"
+"""The status of a plan that is proven optimal with its repeated layers tied, likewise."""
 AGAIN = "_again"
 """Suffix of the name of a recomputed op, in backward."""
 Window = str
@@ -231,6 +233,11 @@ class Plan:
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended its search."""
         return self.status == INTERRUPTED
+
+    @property
+    def tied(self) -> bool:
+        """Whether it is proven optimal only among plans that treat repeated layers alike; its bound is one of all plans."""
+        return self.status == TIED
 
     @property
     def fullest(self) -> StagePlan:

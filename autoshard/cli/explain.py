@@ -12,7 +12,7 @@ import typer
 
 from autoshard.cli.common import JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
-from autoshard.cli.request import Asked, Request
+from autoshard.cli.request import Request, TracedRequest
 from autoshard.errors import PlanError, UsageError
 
 EXAMPLES = """
@@ -60,7 +60,7 @@ def explain(request: Request,
     end_with(statuses, quiet)
 
 
-def _asked(request: Request, progress: Callable) -> tuple[Asked, Any]:
+def _asked(request: Request, progress: Callable) -> tuple[TracedRequest, Any]:
     """The traced model, and the plan where one was given instead of a model."""
     if not (request.model or "").endswith(".json"):
         if not request.mesh:
@@ -85,7 +85,7 @@ def _source(request: Request, plan: Any) -> Request:
                    cluster=request.cluster if request.cluster != Request.cluster else plan.cluster["name"])
 
 
-def _chosen(asked: Asked, plan: Any, progress: Callable) -> tuple[Any, tuple[str, ...]]:
+def _chosen(asked: TracedRequest, plan: Any, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     """What the plan chose, on today's tables; searched first where there is no plan, and then with the search's status."""
     from autoshard import api
     from autoshard.decide.phase_timer import PhaseTimer
@@ -96,7 +96,8 @@ def _chosen(asked: Asked, plan: Any, progress: Callable) -> tuple[Any, tuple[str
     return chosen_by(found, table), () if plan else (found.status,)
 
 
-def _edge(asked: Asked, plan: Any, text: str, layouts: tuple[str | None, str | None], rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
+def _edge(asked: TracedRequest, plan: Any, text: str, layouts: tuple[str | None, str | None], rows: int,
+          progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard import api
     from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.seeds.grammar import specs_of
@@ -117,7 +118,7 @@ def _edge(asked: Asked, plan: Any, text: str, layouts: tuple[str | None, str | N
     return edge_table(table, edge, sources=sources, most=rows), ()
 
 
-def _op(asked: Asked, plan: Any, name: str, rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
+def _op(asked: TracedRequest, plan: Any, name: str, rows: int, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard.seeds.names import find_op
     from autoshard.study.explain import op_table
 
@@ -126,7 +127,7 @@ def _op(asked: Asked, plan: Any, name: str, rows: int, progress: Callable) -> tu
     return op_table(chosen, find_op(chosen.table.graph, name).name, most=rows), statuses
 
 
-def _why_not(asked: Asked, plan: Any, text: str, progress: Callable) -> tuple[Any, tuple[str, ...]]:
+def _why_not(asked: TracedRequest, plan: Any, text: str, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     from autoshard.study.why_not import why_not
 
     name, _, layout = text.rpartition("=")

@@ -31,7 +31,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class TracedRequest:
     """A traced model with what was asked about it."""
 
     traced: Traced
@@ -125,7 +125,7 @@ class Request:
             spec.model.eval()
         return spec
 
-    def traced(self, progress: Callable[[str, str], None], clock: PhaseTimer | None = None, **planned: Any) -> Asked:
+    def traced(self, progress: Callable[[str, str], None], clock: PhaseTimer | None = None, **planned: Any) -> TracedRequest:
         """Load and trace the model, for commands that look at more than one plan of it. `clock` times the trace; `planned`: options of a plan
         that come before those given here."""
         options = replace(self.options, **planned)
@@ -142,7 +142,7 @@ class Request:
             traced = batch.traced(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), options.pipeline,
                                   loss_fn=spec.loss_fn, training=not self.inference, precision=options.precision, marks=options.marks,
                                   fallback=options.fallback)
-        return Asked(traced, parse_mesh(self.mesh), options, spec.loss_fn is not None,
+        return TracedRequest(traced, parse_mesh(self.mesh), options, spec.loss_fn is not None,
                      {"reference": spec.reference, **spec.settings})
 
     def plan(self, progress: Callable[[str, str], None]) -> Plan:

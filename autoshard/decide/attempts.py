@@ -1,166 +1,161 @@
-"""Search for a plan that fits in memory. Tries: nothing recomputed; recomputation chosen by the search; all of it recomputed."""
+"""Search for a plan that fits in memory: a list of attempts, tried in order.
+
+Training: with ample memory, whose plan is the answer where it fits. Then with the budget: recomputation chosen by the search; if that
+finds nothing, though some plan fits, nothing recomputed, then all of it: fewer options are easier to search. Inference: with
+the budget. What no search finds, a starting plan may be, or the plan of least memory.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from autoshard.base.plan import AGAIN
-from autoshard.decide.fit import NOTHING, Asked, cheapest_known, fits_exactly, search_ample, search_within, stored_is_too_much, with_bound
-from autoshard.decide.leanest import Lean, leanest
-from autoshard.decide.make_plan import Plays
-from autoshard.decide.offload import made_to_fit, search_offloading
-from autoshard.decide.options import Options
-from autoshard.decide.walks.baselines import baselines
-from autoshard.decide.walks.greedy import known_plans
-from autoshard.decide.why_nothing_fits import explain_infeasible
-from autoshard.errors import InfeasibleError
-from autoshard.formulate.problem_of import Formulation, formulate
-from autoshard.recompute.rewrite import candidates
-from autoshard.recompute.undecided import open_table, program_with
-from autoshard.search import Clock
-from autoshard.search.board import Progress
+from autoshard.decide.fit import search_ample, search_within
+from autoshard.decide.how import How
+from autoshard.decide.memory_problems import rows_of, stored_is_too_much
+from autoshard.decide.offload import move_to_fit, search_offloading
+from autoshard.decide.program import NOTHING, Program, settled
+from autoshard.decide.variants import Variants
 from autoshard.search.problem import Solution, Status, row_loads
-from autoshard.space.cost_table import CostTable
-from autoshard.space.layers import repeated_layers
 
-AMPLE = 0.5  # share of the time limit for the search with ample memory, where memory may matter
+AMPLE = 0.5  # share of the time left for the search with ample memory, where memory may matter
 ROOMY = 0.7  # of the limit; below it there is room
 UNSURE = 0.5  # share of the time left for a search that may find nothing; the rest is for explaining why nothing fits
-LEANEST = 0.5  # share of the time left after that for the plan that needs least memory
-
-
-def formulated(table: CostTable, options: Options) -> Formulation:
-    """The search problem of a cost table, within the memory that `options` allow."""
-    return formulate(table, memory_limit=options.memory_limit(table.cluster), layers=repeated_layers(table.graph),
-                     in_flight=table.training.in_flight)
-
-
-def asked_of(formulation: Formulation, settings: Mapping[str, Any]) -> Asked:
-    """The problem with its starting plans: greedy plans and baselines. `settings`: the settings of the plan."""
-    again = any(op.name.endswith(AGAIN) for op in formulation.table.graph.ops)
-    by_hand = () if again else baselines(formulation)  # baselines recompute nothing
-    return Asked(formulation, Plays(formulation, settings), [choice for _, choice in (*known_plans(formulation), *by_hand)])
+PLAIN = 0.5  # share of the time left for the search without recomputation, after the one that chooses it
 
 
 @dataclass(frozen=True, eq=False)
-class Programs:
-    """The training program without recomputation (`plain`) and its variants with recomputation, each built on first use. For
-    inference all are `plain`. `clock`: limit of the whole search, including the time to explain why nothing fits."""
+class Outcome:
+    """What the attempts so far found: `solution` of `program`'s problem, the cheapest plan that fits, or without a choice. `bound` is
+    one of every plan. `starts`: more plans of the plain program to start from. `final`: no other attempt can do better."""
 
-    plain: Asked
-    options: Options
-    settings: Mapping[str, Any]
-    clock: Clock
+    program: Program
+    solution: Solution = NOTHING
+    bound: float = -np.inf
+    starts: tuple[np.ndarray, ...] = ()
+    final: bool = False
 
     @property
-    def limit(self) -> float:
-        """Bytes a rank may use."""
-        return self.options.memory_limit(self.plain.formulation.table.cluster)
-
-    @cached_property
-    def open(self) -> Asked:
-        """The program in which recomputation is not decided yet. Every plan of the other programs is a plan of this one."""
-        return self._of(open_table)
-
-    @cached_property
-    def lean(self) -> Asked:
-        """The program that recomputes every op that may be recomputed."""
-        return self._of(lambda table: program_with(table, frozenset(candidates(table.graph))))
-
-    @cached_property
-    def leanest(self) -> Lean | None:
-        """The choice of `lean` with the least memory that a share of the time left finds."""
-        return leanest(self.lean, self.clock.part(LEANEST))
-
-    @cached_property
-    def fitting(self) -> Solution | None:
-        """`leanest` as a solution of `lean`; None where it does not fit."""
-        if self.leanest is None:
-            return None
-        found = cheapest_known(self.lean.formulation, self.limit, self.lean.played, [self.leanest[0]])
-        return None if found.choice is None else found
-
-    def _of(self, change: Callable[[CostTable], CostTable]) -> Asked:
-        table = self.plain.formulation.table
-        return asked_of(formulated(change(table), self.options), self.settings) if table.graph.training else self.plain
-
-    def nothing_fits(self, solution: Solution, only: np.ndarray | None = None) -> InfeasibleError:
-        """The error for a `solution` without a choice. `only`: the one choice considered, where nothing was searched."""
-        lean = self.leanest if only is None else (only, self.plain.played(only))
-        return explain_infeasible(self.open.formulation, solution, self.limit, lean, self.settings, self.clock)
+    def found(self) -> bool:
+        return self.solution.choice is not None
 
 
-def searched(programs: Programs, progress: Progress) -> tuple[Asked, Solution]:
-    """Search; return the problem that was solved and its solution. Training is first searched with ample memory: if that plan
-    fits, it is the answer. If the search is stopped, the cheapest starting plan that fits is returned."""
-    tried, found = _searched(programs, {"backend": programs.options.search, "progress": progress})
-    if found.choice is None and found.status is not Status.INFEASIBLE:
-        tried, found = _known(programs, tried, found)
-    if programs.clock.stopped and found.choice is not None and found.status is not Status.OPTIMAL:
-        found = replace(found, status=Status.INTERRUPTED)
-    return tried, found
+@dataclass(frozen=True)
+class Attempt:
+    """A search of one variant of the program (`of`), in a `share` of the time left, where it is `due`. `covers`: the variant has every
+    plan, so its bound holds for all of them, and no plan exists where it is infeasible. `enough`: its plan is the answer
+    where it fits."""
+
+    of: Callable[[Variants], Program]
+    search: Callable[[Program, How], Solution]
+    share: Callable[[Program], float] = lambda program: 1.0
+    due: Callable[[Variants, Outcome], bool] = lambda variants, so_far: True
+    covers: bool = False
+    enough: bool = False
 
 
-def _searched(programs: Programs, how: Mapping[str, Any]) -> tuple[Asked, Solution]:
-    asked, limit, clock = programs.plain, programs.limit, programs.clock
-    if stored_is_too_much(asked.formulation):
-        return asked, replace(NOTHING, status=Status.INFEASIBLE)
-    if not asked.formulation.table.graph.training:
-        part = clock.part(_share(programs))
-        return asked, search_within(asked.formulation, limit, measure=asked.played, incumbents=asked.known, clock=part, **how)
-    share = 1.0 if _is_roomy(asked) else AMPLE
-    free = search_ample(asked.formulation, incumbents=asked.known, clock=clock.part(share), **how)
-    if free.choice is None or fits_exactly(asked.formulation, asked.played(free.choice), limit):
-        return asked, free
-    if asked.formulation.table.training.offload:
-        asked.known.extend(made_to_fit(asked.formulation, [free.choice], asked.played, limit))
-    tried, found = _tight(programs, how)
-    return tried, with_bound(found, max(free.bound, found.bound))
+def search(variants: Variants) -> Outcome:
+    """Try what there is to try. Where stored tensors alone are too much, nothing is."""
+    if stored_is_too_much(variants.plain.formulation):
+        return Outcome(variants.plain, replace(NOTHING, status=Status.INFEASIBLE), final=True)
+    return try_in_order(variants, TRAINING if variants.training else INFERENCE)
 
 
-def _is_roomy(asked: Asked) -> bool:
-    """Whether every starting plan, fully replicated ones included, leaves room on every memory row: memory then hardly matters."""
-    problem, rows = asked.formulation.problem, np.array(list(asked.formulation.memory_rows.values()))
-    return all(bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows])) for choice in asked.known)
+def try_in_order(variants: Variants, attempts: Iterable[Attempt]) -> Outcome:
+    """Try the attempts until one is final. Its solution has the status that its search gave; another one is proven by the bound of
+    all attempts, or not."""
+    so_far = Outcome(variants.plain)
+    for attempt in attempts:
+        if attempt.due(variants, so_far):
+            so_far = _tried(attempt, variants, so_far)
+        if so_far.final:
+            break
+    return replace(so_far, solution=_with_status(so_far, variants.how.clock.stopped))
 
 
-def _share(programs: Programs) -> float:
-    """Share of the time left: all of it where a starting plan fits; else some is kept to find one, or to explain why none exists."""
-    asked = programs.plain
-    return 1.0 if cheapest_known(asked.formulation, programs.limit, asked.played, asked.known).choice is not None else UNSURE
+def _tried(attempt: Attempt, variants: Variants, so_far: Outcome) -> Outcome:
+    """What is known after one more attempt."""
+    program = attempt.of(variants)
+    if program is variants.plain:
+        program = replace(program, starts=(*program.starts, *so_far.starts))
+    solution = attempt.search(program, variants.how.part(attempt.share(variants.plain)))
+    fits = solution.choice is not None and program.fits(solution.choice)
+    if attempt.covers:
+        final = fits and attempt.enough or solution.status is Status.INFEASIBLE
+        so_far = replace(so_far, bound=max(so_far.bound, solution.bound), final=final)
+    if solution.choice is not None and not fits:
+        return replace(so_far, starts=(*so_far.starts, *_moved(program, solution.choice)))
+    if fits and solution.cost < so_far.solution.cost or attempt.covers and not so_far.found:
+        return replace(so_far, program=program, solution=solution)
+    return so_far
 
 
-def _tight(programs: Programs, how: Mapping[str, Any]) -> tuple[Asked, Solution]:
-    """Try: recompute what the search chooses; else nothing; else everything. Fewer options are easier to search. The last two are
-    tried only where the plan of least memory fits. The bound is that of the first program, which contains the other two."""
-    limit, clock = programs.limit, programs.clock
-    search = search_offloading if programs.plain.formulation.table.training.offload else search_within
-
-    def within(asked: Asked, share: float) -> Solution:
-        return search(asked.formulation, limit, measure=asked.played, incumbents=asked.known, clock=clock.part(share), **how)
-
-    if clock.expired():
-        return programs.plain, NOTHING
-    first = within(programs.open, _share(programs))
-    if first.status is Status.INFEASIBLE:
-        return programs.open, first
-    found = [(programs.open, first)]
-    if first.choice is None and programs.fitting is not None:
-        found += [(asked, within(asked, share)) for asked, share in ((programs.plain, 0.5), (programs.lean, 1.0))]
-    tried, best = min((*found, _known(programs, programs.open, NOTHING)), key=lambda pair: pair[1].cost)
-    return (programs.open, first) if best.choice is None else (tried, with_bound(best, first.bound))
+def _moved(program: Program, choice: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A choice that does not fit, with optimizer state moved to the host until it does, where that is allowed and enough."""
+    moved = move_to_fit(program, choice) if program.formulation.table.training.offload else None
+    return () if moved is None else (moved,)
 
 
-def _known(programs: Programs, tried: Asked, found: Solution) -> tuple[Asked, Solution]:
-    """The cheapest starting plan that fits; else the plan of least memory; else (`tried`, `found`). After Ctrl-C the plan of least
-    memory is not searched for."""
-    best = cheapest_known(programs.plain.formulation, programs.limit, programs.plain.played, programs.plain.known)
-    if best.choice is not None:
-        return programs.plain, best
-    if not programs.clock.stopped and programs.fitting is not None:
-        return programs.lean, programs.fitting
-    return tried, found
+def _with_status(so_far: Outcome, stopped: bool) -> Solution:
+    found = so_far.solution
+    if not so_far.final:
+        found = replace(found, bound=so_far.bound)
+        found = settled(found, found.choice, found.cost) if found.choice is not None else found
+    interrupted = stopped and so_far.found and found.status is not Status.OPTIMAL
+    return replace(found, status=Status.INTERRUPTED) if interrupted else found
+
+
+# --- searches ---
+
+def _search_tight(program: Program, how: How) -> Solution:
+    offload = program.formulation.table.training.offload
+    return search_offloading(program, how) if offload else search_within(program, how)
+
+
+def _cheapest_start(program: Program, how: How) -> Solution:
+    best = program.cheapest_fitting(program.starts)
+    return settled(NOTHING, *best) if best else NOTHING
+
+
+# --- shares of the time left ---
+
+def _ample_share(plain: Program) -> float:
+    """All of it where every starting plan, fully replicated ones included, leaves room on every memory row: memory hardly matters."""
+    problem, rows = plain.formulation.problem, rows_of(plain.formulation)
+    roomy = all(bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows])) for choice in plain.starts)
+    return 1.0 if roomy else AMPLE
+
+
+def _sure_share(plain: Program) -> float:
+    """All of it where a starting plan fits; else some is kept to find one, or to explain why none exists."""
+    return 1.0 if plain.cheapest_fitting(plain.starts) else UNSURE
+
+
+# --- when they are due ---
+
+def _time_is_left(variants: Variants, so_far: Outcome) -> bool:
+    return not variants.how.clock.expired()
+
+
+def _missed(variants: Variants, so_far: Outcome) -> bool:
+    """Nothing was found, though a plan fits."""
+    return not so_far.found and _time_is_left(variants, so_far) and variants.leanest_fits
+
+
+def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
+    """After Ctrl-C the plan of least memory is not searched for."""
+    return not variants.how.clock.stopped and not variants.plain.cheapest_fitting((*variants.plain.starts, *so_far.starts))
+
+
+START = Attempt(lambda v: v.plain, _cheapest_start)
+LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
+TRAINING = (
+    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True),
+    Attempt(lambda v: v.open, _search_tight, _sure_share, due=_time_is_left, covers=True),
+    Attempt(lambda v: v.plain, _search_tight, lambda plain: PLAIN, due=_missed),
+    Attempt(lambda v: v.lean, _search_tight, due=_missed),
+    START,
+    LEANEST,
+)
+INFERENCE = (Attempt(lambda v: v.plain, search_within, _sure_share, covers=True, enough=True), START, LEANEST)

@@ -2,55 +2,78 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoshard.base.plan import Plan
-from autoshard.decide.attempts import Programs, searched
-from autoshard.decide.fit import Asked
+from autoshard.decide.attempts import search
+from autoshard.decide.how import How
+from autoshard.decide.leanest import Lean
+from autoshard.decide.make_plan import make_plan
+from autoshard.decide.microbatch_notes import microbatch_notes
+from autoshard.decide.opaque_notes import whole_notes
 from autoshard.decide.options import PROPAGATE
-from autoshard.decide.walks.propagate import Propagated, propagate, taken
-from autoshard.errors import Interrupted
-from autoshard.search.board import Progress
+from autoshard.decide.program import Program
+from autoshard.decide.seed_notes import seed_notes
+from autoshard.decide.variants import Variants
+from autoshard.decide.walks.propagate import NO_SEEDS, as_solution
+from autoshard.decide.why_nothing_fits import explain_infeasible
+from autoshard.errors import Interrupted, UsageError
 from autoshard.search.problem import Solution
+from autoshard.space.cost_table import CostTable
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A solution with a choice, and the problem it solves. `spread`: what the choice is, where nothing was searched."""
+    """`solution` of `program`'s problem. `status` and `warnings` go into the plan. `only`: the one choice considered, where nothing was
+    searched."""
 
-    asked: Asked
+    program: Program
     solution: Solution
-    spread: Propagated | None = None
+    status: str
+    warnings: tuple[str, ...] = ()
+    only: Lean | None = None
 
-    def described(self, plan: Plan) -> Plan:
-        """Its plan, with what there is to say about how it was found. Warnings are logged as well."""
-        if self.spread is None:
-            return plan
-        for warning in self.spread.warnings:
-            logging.getLogger("autoshard.propagate").warning(warning)
-        return replace(plan, status=self.spread.status, notes=(*plan.notes, *self.spread.warnings))
-
-
-def spread_seeds(asked: Asked, search: str) -> Propagated | None:
-    """The seeds spread over the program, from then on one of the plans to start from; None where there are none. Raises UsageError
-    where there are none and the backend `search` is to spread them."""
-    seeds = asked.formulation.table.seeds
-    if search != PROPAGATE and not seeds:
-        return None
-    spread = propagate(asked.formulation, seeds)
-    asked.known.extend([spread.choice])
-    return spread
+    def plan(self, table: CostTable, model: Mapping[str, Any], seeds: Mapping[str, str]) -> Plan:
+        """The plan for `table`, the program without recomputation. `model`, `seeds`: what the plan says about them."""
+        program = self.program
+        plan = make_plan(program.formulation, self.solution, model=model, settings=program.settings, seeds=seeds, notes=seed_notes(table),
+                         timelines=program.timelines)
+        notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan))
+        plan = replace(plan, notes=notes, status=self.status).recomputing(table.graph.hash)
+        return replace(plan, notes=(*plan.notes, *self.warnings))
 
 
-def find(programs: Programs, spread: Propagated | None, progress: Progress) -> Found:
-    """What the backend named in the options finds. Raises InfeasibleError, and Interrupted where there is no plan yet."""
-    by_seeds = spread if programs.options.search == PROPAGATE else None
-    if by_seeds is not None:
-        asked, solution = programs.plain, taken(programs.plain.formulation, by_seeds)
-    else:
-        asked, solution = searched(programs, progress)
-    if solution.choice is None and programs.clock.stopped:
+def find(program: Program, how: How) -> Found:
+    """The cheapest plan of a program within its budget, by the backend of `how`. Raises InfeasibleError, UsageError, and
+    Interrupted where there is no plan yet. A part of a model with a limit of its own is a program too:
+
+        find(with_starts(formulate_within(table, limit), settings), How(Clock(seconds)))
+    """
+    variants = Variants(program, how)
+    found = BACKENDS.get(how.backend, _searched)(variants)
+    if found.solution.choice is None and how.clock.stopped:
         raise Interrupted("interrupted before a plan that fits was found; there is no plan yet")
-    if solution.choice is None:
-        raise programs.nothing_fits(solution, by_seeds and by_seeds.choice)
-    return Found(asked, solution, by_seeds)
+    if found.solution.choice is None:
+        raise explain_infeasible(variants.open, found.solution, found.only or variants.leanest, How(how.clock))
+    return found
+
+
+def _searched(variants: Variants) -> Found:
+    outcome = search(variants)
+    return Found(outcome.program, outcome.solution, outcome.solution.status.value)
+
+
+def _spread(variants: Variants) -> Found:
+    """The plan that the seeds give, which is among the starting plans already."""
+    program, spread = variants.plain, variants.plain.spread
+    if spread is None:
+        raise UsageError(NO_SEEDS)
+    for warning in spread.warnings:
+        logging.getLogger("autoshard.propagate").warning(warning)
+    return Found(program, as_solution(spread), spread.status, spread.warnings, (spread.choice, program.timelines(spread.choice)))
+
+
+BACKENDS: Mapping[str, Callable[[Variants], Found]] = {PROPAGATE: _spread}
+"""Those that are none of `search.BACKENDS`."""

@@ -1,7 +1,7 @@
 """A chosen strategy per op -> the Plan, priced once more from the chosen specs themselves."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -171,18 +171,17 @@ def fallbacks(chosen: Chosen) -> tuple[Fallback, ...]:
                  for op in graph.of_kind("call") if registry.origin(graph.calls[op.name]) == "replicate")
 
 
-def make_plan(formulation: Formulation, solution: Solution, *, memory_limit: float | None,
-              model: Mapping[str, Any], settings: Mapping[str, Any], seeds: Mapping[str, str],
-              notes: tuple[str, ...] = (), played: "Plays | None" = None) -> Plan:
+def make_plan(formulation: Formulation, solution: Solution, *, model: Mapping[str, Any], settings: Mapping[str, Any],
+              seeds: Mapping[str, str], notes: tuple[str, ...] = (), timelines: Callable[[np.ndarray], Timeline] | None = None) -> Plan:
     """Assemble the plan of a solution. The objective is the re-priced one; it may only be lower than the
-    search's (a state chosen but not needed costs nothing). `played` may know its timeline already."""
+    search's (a state chosen but not needed costs nothing). `timelines` may know its timeline already."""
     chosen = choose(formulation, solution)
     table, graph = chosen.table, chosen.table.graph
     predicted, windows = price_windows(chosen)
     objective = predicted["step_s"]
     bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
-    step = (played or Plays(formulation, settings))(solution.choice)
-    memory = step.summary(table.cluster.device.allocator_slack, memory_limit)
+    step = (timelines or Timelines(formulation, settings))(solution.choice)
+    memory = step.summary(formulation.budget)
     stage = StagePlan(submesh=table.mesh, windows=windows, once_s=predicted["optimizer_s"], memory=memory, timeline=step.moments(),
                       largest=step.largest())
     bare = bare_plan(chosen, settings)
@@ -216,7 +215,7 @@ def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
 
 
 @dataclass(eq=False)
-class Plays:
+class Timelines:
     """Timelines of choices, each played once. `settings`: the settings of the plan; input placements matter."""
 
     formulation: Formulation

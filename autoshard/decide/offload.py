@@ -5,28 +5,27 @@ host, is often close to the best. It is cheap to compute, and the search starts 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from autoshard.base.graph import Ref
 from autoshard.cost.memory import stored_parts
-from autoshard.decide.fit import Measure, search_within, without_slack
+from autoshard.decide.fit import search_within
+from autoshard.decide.how import How
+from autoshard.decide.program import Program
 from autoshard.formulate.problem_of import Formulation
-from autoshard.search.clock import Clock
 from autoshard.search.problem import Solution
 
 ALONE = 2 / 3
 """Share of the time for plans without state on the host."""
 
 
-def search_offloading(formulation: Formulation, limit: float, *, measure: Measure, clock: Clock, incumbents: list[np.ndarray],
-                      **options) -> Solution:
+def search_offloading(program: Program, how: How) -> Solution:
     """`search_within` with optimizer state on the host allowed. Searches without it first, then with it from the plan found."""
-    here = search_within(on_device(formulation), limit, measure=measure, clock=clock.part(ALONE), incumbents=incumbents, **options)
-    known = [*incumbents, *([] if here.choice is None else [here.choice])]
-    return search_within(formulation, limit, measure=measure, clock=clock, incumbents=known, **options)
+    here = search_within(replace(program, formulation=on_device(program.formulation)), how.part(ALONE))
+    starts = program.starts if here.choice is None else (*program.starts, here.choice)
+    return search_within(replace(program, starts=starts), how)
 
 
 def on_device(formulation: Formulation) -> Formulation:
@@ -43,15 +42,10 @@ def on_device(formulation: Formulation) -> Formulation:
     return replace(formulation, problem=replace(problem, node_costs=tuple(costs)))
 
 
-def made_to_fit(formulation: Formulation, choices: Iterable[np.ndarray], measure: Measure, limit: float) -> list[np.ndarray]:
-    """The choices that fit into `limit` bytes once some optimizer state is moved to the host, with that state moved."""
-    aim = without_slack(formulation, limit)
-    return [c for c in (until_it_fits(formulation, np.asarray(c), measure, aim) for c in choices) if c is not None]
-
-
-def until_it_fits(formulation: Formulation, choice: np.ndarray, measure: Measure, aim: float) -> np.ndarray | None:
-    """The choice with its largest optimizer states moved to the host, as few as keep the timeline within `aim` bytes. None if
+def move_to_fit(program: Program, choice: np.ndarray) -> np.ndarray | None:
+    """The choice with its largest optimizer states moved to the host, as few as keep the timeline within the budget. None if
     moving all of them is not enough."""
+    formulation = program.formulation
     sizes = _state_bytes(formulation, choice)
     order = sorted(sizes, key=lambda n: -sizes[n])
 
@@ -61,14 +55,14 @@ def until_it_fits(formulation: Formulation, choice: np.ndarray, measure: Measure
             out[n] = moved_to_host(formulation, n, int(choice[n]))
         return out
 
-    if measure(choice).peak <= aim:
+    if program.fits(choice):
         return choice
     low, high = 1, len(order)
-    if measure(with_first(high)).peak > aim:
+    if not program.fits(with_first(high)):
         return None
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if measure(with_first(middle)).peak <= aim else (middle + 1, high)
+        low, high = (low, middle) if program.fits(with_first(middle)) else (middle + 1, high)
     return with_first(high)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from autoshard.decide.options import Progress
 from autoshard.errors import Interrupted
+from autoshard.search.board import Event
 from autoshard.search.mip import guarded
 
 
@@ -44,8 +45,8 @@ class PhaseTimer:
         self.cpu_seconds[phase] = cpu_seconds() - cpu
         log.info("took %.2f s (%.2f s of CPU time)", self.seconds[phase], self.cpu_seconds[phase])
 
-    def search(self, cost: float, bound: float, gap: float, seconds: float, message: str = "") -> None:
+    def search(self, e: Event) -> None:
         """Progress of the search: incumbent, bound, gap."""
-        text = f"{cost:.6g} s, bound {bound:.6g} s, gap {gap:.2%} after {seconds:.1f} s {message}".strip()
+        text = f"{e.cost:.6g} s, bound {e.bound:.6g} s, gap {e.gap:.2%} after {e.seconds:.1f} s {e.message}".strip()
         logging.getLogger("autoshard.search").debug(text)
         self._progress("search", text)

@@ -1,19 +1,21 @@
 """Why no plan fits: the proven lower bound, the least peak found, what is alive at that peak, and seeds that cost memory."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, floor, log10
-from typing import Any
 
+from autoshard.cost.budget import Budget
 from autoshard.cost.optimizers import OPTIMIZERS
-from autoshard.decide.fit import least_memory, least_possible, search_within
+from autoshard.decide.fit import search_within
+from autoshard.decide.how import How
 from autoshard.decide.leanest import Lean
-from autoshard.decide.make_plan import Plays
+from autoshard.decide.make_plan import Timelines
+from autoshard.decide.memory_problems import least_memory, least_possible
+from autoshard.decide.program import Program
 from autoshard.decide.seed_bytes import pinned, without_seeds
 from autoshard.errors import InfeasibleError
-from autoshard.formulate.problem_of import Formulation, buffer_bytes, formulate
+from autoshard.formulate.problem_of import formulate
 from autoshard.play.timeline import Timeline
-from autoshard.search import Clock, solve
 from autoshard.search.problem import Problem, Solution, Status
 from autoshard.seeds.marks import was_given
 from autoshard.space.cost_table import CostTable
@@ -22,41 +24,42 @@ NAMED = 3  # seeds in a message
 DIGITS, MOST_DIGITS = 4, 12  # of an amount in a message; more than usual where amounts would read the same
 
 
-def explain_infeasible(formulation: Formulation, solution: Solution, limit: float, lean: Lean | None, settings: Mapping[str, Any],
-                       clock: Clock) -> InfeasibleError:
-    """The error to raise. `formulation`: the program with recomputation undecided; `lean`: the plan of least memory found;
-    `settings`: the settings of the plan. The time left on `clock` goes into the bound; with seeds, half of it into a search without them."""
-    table, problem, rows = formulation.table, formulation.problem, formulation.memory_rows.values()
-    leasts = _leasts(problem, tuple(rows), clock.part(0.5 if table.seeds.matches else 1.0))
+def explain_infeasible(program: Program, solution: Solution, lean: Lean | None, how: How) -> InfeasibleError:
+    """The error to raise. `program`: the one with recomputation undecided; `lean`: the plan of least memory found. The time left goes
+    into the bound; with seeds, half of it into a search without them."""
+    formulation, table, budget = program.formulation, program.formulation.table, program.formulation.budget
+    problem, rows = formulation.problem, formulation.memory_rows.values()
+    leasts = _leasts(problem, tuple(rows), how.part(0.5 if table.seeds.matches else 1.0))
     if any(least.status is Status.INFEASIBLE for least in leasts):
         given = " and the collectives that the model calls itself" if any(map(was_given, table.graph.ops)) else ""
         return InfeasibleError(f"no choice of strategies satisfies all seeds{given}, whatever the memory; "
                                "take seeds away until a plan exists, or leave dims open with ...", proven=True)
-    slack = 1.0 + table.cluster.device.allocator_slack
-    bound = slack * (buffer_bytes(table) + max(max(least.bound, least_possible(problem, row)) for least, row in zip(leasts, rows, strict=True)))
-    proven = bound > limit or solution.status is Status.INFEASIBLE
+    counted = max(max(least.bound, least_possible(problem, row)) for least, row in zip(leasts, rows, strict=True))
+    bound = budget.taken(budget.buffers + counted)
+    proven = bound > budget.limit or solution.status is Status.INFEASIBLE
     if lean is None:
-        return InfeasibleError(f"the time limit ended the search before any plan was found, for {_text(limit)} per rank or more; no plan needs less "
-                               f"than {_text(bound, floor)} (proven). Give more time (time_limit, --time-limit)", proven=proven)
-    return InfeasibleError(_sentence(limit, bound, slack * lean[1].peak, lean[1], solution)
-                           + f"{_offload(table)}{_seeds_in_the_way(table, limit, settings, clock)}", proven=proven)
+        return InfeasibleError(f"the time limit ended the search before any plan was found, for {_text(budget.limit)} per rank or more; "
+                               f"no plan needs less than {_text(bound, floor)} (proven). Give more time (time_limit, --time-limit)", proven=proven)
+    return InfeasibleError(_sentence(budget, bound, lean[1], solution)
+                           + f"{_offload(table)}{_seeds_in_the_way(program, how)}", proven=proven)
 
 
-def _leasts(problem: Problem, rows: Sequence[int], clock: Clock) -> list[Solution]:
+def _leasts(problem: Problem, rows: Sequence[int], how: How) -> list[Solution]:
     """Per row, the least load that any choice has; each row gets an equal share of the time left."""
-    return [solve(least_memory(problem, [row]), clock=clock.part(1 / (len(rows) - i))) for i, row in enumerate(rows)]
+    return [how.part(1 / (len(rows) - i)).solve(least_memory(problem, [row])) for i, row in enumerate(rows)]
 
 
-def _sentence(limit: float, bound: float, needs: float, timeline: Timeline, solution: Solution) -> str:
+def _sentence(budget: Budget, bound: float, timeline: Timeline, solution: Solution) -> str:
     """What fits and what does not, with as many digits as tell the amounts apart."""
+    limit, needs = budget.limit, budget.taken(timeline.peak)
     digits = next((d for d in range(DIGITS, MOST_DIGITS) if len({_text(x, digits=d) for x in (limit, bound, needs)}) == 3), DIGITS)
-    budget, low, high = _text(limit, digits=digits), _text(bound, floor, digits), _text(needs, ceil, digits)
+    given, low, high = _text(limit, digits=digits), _text(bound, floor, digits), _text(needs, ceil, digits)
     if bound > limit:
-        start = f"no plan fits in {budget} per rank: no plan needs less than {low} (proven), and the least found needs {high}"
+        start = f"no plan fits in {given} per rank: no plan needs less than {low} (proven), and the least found needs {high}"
     elif solution.status is Status.INFEASIBLE:  # proven by the search, though not by one moment alone
-        start = f"no plan fits in {budget} per rank (proven), and the least found needs {high}"
+        start = f"no plan fits in {given} per rank (proven), and the least found needs {high}"
     else:
-        start = (f"no plan was found that fits in {budget} per rank (not proven: the search stopped, {solution.status.value}): "
+        start = (f"no plan was found that fits in {given} per rank (not proven: the search stopped, {solution.status.value}): "
                  f"no plan needs less than {low} (proven), and the least found needs {high}")
     return f"{start}. {_when(timeline)}. Raise the memory budget to {high}, use more ranks or a smaller batch"
 
@@ -67,16 +70,18 @@ def _offload(table: CostTable) -> str:
     return ", or let optimizer state lie on the host (offload='optimizer')" if could and OPTIMIZERS[table.training.optimizer].state else ""
 
 
-def _seeds_in_the_way(table: CostTable, limit: float, settings: Mapping[str, Any], clock: Clock) -> str:
+def _seeds_in_the_way(program: Program, how: How) -> str:
     """Whether a plan fits without the user's seeds, and which seeds cost most memory. Empty without seeds."""
+    table, budget = program.formulation.table, program.formulation.budget
     if not table.seeds.matches:
         return ""
-    free = formulate(without_seeds(table.base or table, settings.get("outputs", "replicate")), memory_limit=limit)
-    played = Plays(free, settings)
-    found = search_within(free, limit, measure=played, clock=clock, incumbents=())
+    free = formulate(without_seeds(table.base or table, program.settings.get("outputs", "replicate")), memory_limit=budget.limit,
+                     in_flight=table.training.in_flight)
+    timelines = Timelines(free, program.settings)
+    found = search_within(Program(free, timelines), how)
     if found.choice is None:
         return f", or take seeds away, though without all {len(table.seeds.matches)} of them none was found that fits either"
-    needs = _text(played(found.choice).peak * (1.0 + table.cluster.device.allocator_slack), ceil)
+    needs = _text(budget.taken(timelines(found.choice).peak), ceil)
     most = ", ".join(f"{p.seed} {_text(p.nbytes)}" for p in pinned(table)[:NAMED])
     return f". Without the seeds a plan fits: one that needs {needs} was found. Most bytes per rank are held by {most}"
 

@@ -28,6 +28,7 @@ from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import AGAIN
 from autoshard.base.spec import NOWHERE, Spec
 from autoshard.base.windows import START, is_accumulator, is_hold
+from autoshard.cost.budget import Budget
 from autoshard.cost.memory import stored_parts, update_workspace
 from autoshard.formulate.copies import KEPT, MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
 from autoshard.formulate.values import is_saved, local_bytes, storage_root
@@ -45,14 +46,15 @@ MEMORY, FIRST_WINDOW = 0, 1
 @dataclass(frozen=True, eq=False)
 class Formulation:
     """The problem with what is needed to read a solution: node n is unit n, or, from
-    `len(units)` on, copy node `copies[n - len(units)]`. `memory_rows`: moment ("turn", "update", an op) -> its row. `saved`: bytes per
-    strategy of nodes that a micro-batch keeps from forward to backward."""
+    `len(units)` on, copy node `copies[n - len(units)]`. `memory_rows`: moment ("turn", "update", an op) -> its row. `budget`: what
+    their limits come from. `saved`: bytes per strategy of nodes that a micro-batch keeps from forward to backward."""
 
     problem: Problem
     units: Units
     copies: tuple[CopyNode, ...]
     table: CostTable
     memory_rows: Mapping[str, int] = field(default_factory=lambda: {"turn": MEMORY})
+    budget: Budget = Budget()
     in_flight: int = 1
     saved: tuple[tuple[int, np.ndarray], ...] = ()
 
@@ -133,7 +135,8 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     _tie_gradients(b)
     items = _items(b)
     rows = {"turn": MEMORY, **({"update": b.update_row} if table.graph.training else {})}
-    limits = {r: unreachable(items, r) if memory_limit is None else _left(table, memory_limit) for r in rows.values()}
+    budget = Budget.of(table.graph, table.cluster.device, memory_limit)
+    limits = {r: unreachable(items, r) if memory_limit is None else budget.rows for r in rows.values()}
     row_limit, row_price = [limits.pop(MEMORY)], [np.inf]
     if b.overlaps:
         row_limit += [0.0] * len(table.graph.windows)
@@ -142,22 +145,12 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     row_price += [np.inf] * len(limits)
     problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
                       groups=np.array(b.groups, dtype=np.int64) if layers else None)
-    return Formulation(problem, b.units, tuple(b.copies), table, rows, in_flight, tuple(b.saved))
+    return Formulation(problem, b.units, tuple(b.copies), table, rows, budget, in_flight, tuple(b.saved))
 
 
 def default_units(table: CostTable) -> Units:
     """Decision units: groups of ops, and, while recomputation is undecided, their recompute sources with them."""
     return find_units(table) if table.base is None else open_units(find_units(table.base), table)
-
-
-def _left(table: CostTable, limit: float) -> float:
-    """The limit of the memory rows in bytes: without the allocator's slack, and without buffers, which no choice changes."""
-    return limit / (1.0 + table.cluster.device.allocator_slack) - buffer_bytes(table)
-
-
-def buffer_bytes(table: CostTable) -> int:
-    """Bytes of buffers, which every rank has whole."""
-    return sum(op.outputs[0].nbytes for op in table.graph.of_kind("buffer"))
 
 
 def unreachable(items: Items, row: int) -> float:

@@ -40,7 +40,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, eq=False)
-class Played:
+class Playback:
     """`buffers` of the whole step; `times[t]` is the (window, instruction) that makes the allocation of time t."""
 
     buffers: tuple[Buffer, ...]
@@ -58,7 +58,7 @@ class _Use:
     done: set[int] = field(default_factory=set)
 
 
-def play(graph: Graph, plan: Plan, schedule: Schedule, footprints: Footprints) -> Played:
+def play(graph: Graph, plan: Plan, schedule: Schedule, footprints: Footprints) -> Playback:
     """One training step (or one forward) of `plan` on one rank, without the optimizer's state and update."""
     player = _Player(graph, plan, footprints)
     player.enter(schedule.windows[0].name)
@@ -66,7 +66,7 @@ def play(graph: Graph, plan: Plan, schedule: Schedule, footprints: Footprints) -
         handed = player.turn(schedule, i) if i else []
         player.window(window, schedule)
         player.leave(handed)
-    return Played(tuple(player.buffers), tuple(player.times))
+    return Playback(tuple(player.buffers), tuple(player.times))
 
 
 class _Player:

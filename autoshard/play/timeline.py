@@ -18,10 +18,11 @@ from autoshard.base.graph import Graph, Op
 from autoshard.base.plan import CATEGORIES, Alive, Moment, Plan, Window
 from autoshard.base.spec import format_spec
 from autoshard.base.windows import END, START
+from autoshard.cost.budget import Budget
 from autoshard.cost.memory import host_workspace, scalar_bytes, stored_parts, update_workspace
 from autoshard.lower.schedule import Instruction, Route, schedule
 from autoshard.play.footprint import Footprints
-from autoshard.play.play import Buffer, Played, play
+from autoshard.play.play import Buffer, Playback, play
 
 MOST_MOMENTS = 400
 MOST_TENSORS = 12
@@ -33,17 +34,17 @@ class Timeline:
     what the optimizer needs for a moment; `host`: bytes of its state in the host's memory."""
 
     graph: Graph
-    played: Played
+    playback: Playback
     constant: Mapping[str, int]
     update: int
     host: int = 0
 
     @cached_property
     def live(self) -> np.ndarray:
-        n = len(self.played.times)
+        n = len(self.playback.times)
         last = n if self.graph.training else n - 1  # time n: the optimizer's update
         change = np.zeros((n + 2, len(CATEGORIES)), dtype=np.int64)
-        for b in self.played.buffers:
+        for b in self.playback.buffers:
             c = CATEGORIES.index(b.category)
             change[b.born, c] += b.nbytes
             change[min(b.died, n + 1), c] -= b.nbytes
@@ -63,7 +64,7 @@ class Timeline:
 
     def moment_of(self, t: int) -> str:
         """The moment of time t as `formulate/memory_rows.py` names it: the op that runs then or next, "turn" or "update"."""
-        times = self.played.times
+        times = self.playback.times
         if t >= len(times):
             return "update"
         ahead = (i for i in range(t, len(times)) if times[i][1] is None or times[i][1].kind == "compute")
@@ -74,7 +75,7 @@ class Timeline:
         """The fullest time of every instruction, or, where there are many, of every stretch of instructions, with its
         emptiest."""
         total = self.live.sum(axis=1)
-        times = [*self.played.times, None]
+        times = [*self.playback.times, None]
         first = [t for t in range(len(total)) if t == 0 or times[t] is None or times[t][1] is not times[t - 1][1]]
         fullest = [a + int(np.argmax(total[a:b])) for a, b in zip(first, [*first[1:], len(total)], strict=True)]
         if len(fullest) > MOST_MOMENTS:
@@ -83,7 +84,7 @@ class Timeline:
         return tuple(self._moment(t) for t in fullest)
 
     def _moment(self, t: int) -> Moment:
-        window, instruction = (*self.played.times, ("update", None))[t]
+        window, instruction = (*self.playback.times, ("update", None))[t]
         kind, name, op = _what(self.graph, instruction, window)
         return Moment(t, window, kind, name, op.module if op else "", op.source if op else "", tuple(map(int, self.live[t])))
 
@@ -91,7 +92,7 @@ class Timeline:
         """The largest tensors alive at the peak, each once: buffers that were made for one value are added up."""
         t = self.peak_time
         found: dict[tuple[str, str], Alive] = {}
-        for buffer in (b for b in self.played.buffers if b.born <= t < b.died):
+        for buffer in (b for b in self.playback.buffers if b.born <= t < b.died):
             one = self._alive(buffer)
             earlier = found.get((one.name, one.category))
             found[one.name, one.category] = replace(one, nbytes=one.nbytes + (earlier.nbytes if earlier else 0))
@@ -105,10 +106,11 @@ class Timeline:
         name = f"{op.target}[{format_spec(held.spec)}]" if stored and copied else str(op.target) if stored else str(held)
         return Alive(name, buffer.category, buffer.nbytes, op.module, op.source)
 
-    def summary(self, slack: float, limit: float | None) -> dict[str, float | None]:
-        """Bytes per category at the peak, what the allocator wastes (`slack`, a fraction), total and limit; and on the host, if any."""
+    def summary(self, budget: Budget) -> dict[str, float | None]:
+        """Bytes per category at the peak, what the allocator takes on top, total and limit; and on the host, if any."""
         at = dict(zip(CATEGORIES, map(float, self.live[self.peak_time]), strict=True))
-        at["slack"] = slack * sum(at.values())
+        at["slack"] = budget.slack * sum(at.values())
+        limit = budget.limit if np.isfinite(budget.limit) else None
         return {**at, "total": sum(at.values()), "limit": limit, **({"host": float(self.host)} if self.host else {})}
 
 
@@ -128,11 +130,11 @@ def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, opt
              together: bool) -> Timeline:
     """Play one step of `plan`. `trained`: names of the parameter ops with a gradient; `together`: whether the optimizer
     updates all parameters in one call. Raises PlanError for a plan that does not fit the graph."""
-    played = play(graph, plan, schedule(graph, plan, plan.mesh, route), footprints)
+    playback = play(graph, plan, schedule(graph, plan, plan.mesh, route), footprints)
     parts = {n: stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained}
     away = frozenset(plan.offload)
     host = [p for n, p in parts.items() if graph.op(n).target in away]
     here = [p for n, p in parts.items() if graph.op(n).target not in away]
     update = max(host_workspace(optimizer, host, together), update_workspace(optimizer, [p["parameters"] for p in here], together))
     state = sum(p["optimizer"] for p in here) + scalar_bytes(optimizer, len(trained))  # scalars stay where they are
-    return Timeline(graph, played, {"optimizer": state}, update, sum(p["optimizer"] for p in host))
+    return Timeline(graph, playback, {"optimizer": state}, update, sum(p["optimizer"] for p in host))

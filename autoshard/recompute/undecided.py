@@ -151,14 +151,13 @@ def decided(table: CostTable, picked: dict[str, int]) -> tuple[CostTable, dict[s
 
 def program_with(base: CostTable, again: frozenset[str]) -> CostTable:
     """The cost table of the program that recomputes the ops `again`. Cached, since plans are played and priced several times."""
-    known = base._tables
-    if ("program", again) not in known:
+    if again not in base.programs:
         graph = with_recompute(base.graph, again)
         strategies, ops = ({op.name: of[first_run(op.name)] for op in graph.ops} for of in (base.strategies, base.ops))
         if base.cluster.device.fuses:  # what a chain of ops saves depends on who reads it
             ops = build_cost_table(graph, base.mesh, base.cluster, strategies, base.training).ops
-        known["program", again] = replace(base, graph=graph, strategies=strategies, ops=ops)
-    return known["program", again]
+        base.programs[again] = replace(base, graph=graph, strategies=strategies, ops=ops)
+    return base.programs[again]
 
 
 def source_state(units: Units, source: Ref) -> np.ndarray:

@@ -52,7 +52,7 @@ def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = ()) -
         "title": f"{plan.model.get('reference') or 'model'} on {plan.mesh}",
         "facts": [*what.header(plan), ("status", text.status(plan))],
         "axes": [list(pair) for pair in zip(plan.mesh.names, plan.mesh.sizes, strict=True)],
-        "objective": plan.objective_s, "bound": plan.bound_s, "gap": plan.gap, "tied": "tied" in plan.status,
+        "objective": plan.objective_s, "bound": plan.bound_s, "gap": plan.gap, "tied": plan.tied,
         "step": [{"label": a.label, "seconds": a.value, "counts": a.counts} for a in what.step_time(plan)],
         "memory": _memory(plan),
         "comparison": _comparison(comparison),

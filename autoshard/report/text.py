@@ -68,13 +68,8 @@ def status(plan: Plan) -> str:
     if plan.bound_s <= 0:
         return f"{plan.status}: {quantities.seconds(plan.objective_s)} a step (nothing is proven about it)"
     gap = f"within {100 * plan.gap:.2g} % of the best possible"
-    certainty = gap if plan.gap > PROVEN else "equal layers treated alike" if _tied(plan) else "proven"
+    certainty = gap if plan.gap > PROVEN else "equal layers treated alike" if plan.tied else "proven"
     return f"{plan.status}: {quantities.seconds(plan.objective_s)} a step ({certainty})"
-
-
-def _tied(plan: Plan) -> bool:
-    """Whether the plan is proven only among those that treat equal layers alike; its bound is one of all plans."""
-    return "tied" in plan.status
 
 
 def _step_time(plan: Plan) -> RenderableType:
@@ -172,7 +167,7 @@ def _fallbacks(plan: Plan) -> RenderableType:
 def _search(plan: Plan) -> RenderableType:
     grid = table("search", ">")
     grid.add_row("objective", quantities.seconds(plan.objective_s))
-    grid.add_row("lower bound of all plans" if _tied(plan) else "proven lower bound", quantities.seconds(plan.bound_s))
+    grid.add_row("lower bound of all plans" if plan.tied else "proven lower bound", quantities.seconds(plan.bound_s))
     grid.add_row("gap", "0 %" if plan.gap <= PROVEN else f"{100 * plan.gap:.3g} %")
     for label, text in what.search_facts(plan):
         grid.add_row(escape(label), escape(text))

@@ -30,14 +30,14 @@ def cache_folder(cache: bool | str | os.PathLike[str] = True) -> Path | None:
     return Path(cache)
 
 
-class Asked(Protocol):
+class HasText(Protocol):
     """What a plan was asked with, as text."""
 
     @property
     def text(self) -> str: ...
 
 
-def planner_key(options: Asked, profile: Cluster) -> str:
+def planner_key(options: HasText, profile: Cluster) -> str:
     """Text of everything that decides a plan besides program and mesh, for `key_of` and for messages where ranks differ. Lines:
     the options without the profile's path, the profile's numbers, the code."""
     numbers = hashlib.sha256(json.dumps(profile.snapshot(), sort_keys=True).encode()).hexdigest()[:16]

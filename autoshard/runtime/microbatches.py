@@ -189,6 +189,15 @@ class _Gradients(torch.autograd.Function):
         return (None,) * 5 + tuple(None if g is None else step.as_gradient(name, g) for name, g in zip(step.grad_names, grads, strict=True))
 
 
+def check_pieces(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises UsageError where what a rank passes of an input does not divide into the micro-batches."""
+    for op, t in zip(graph.of_kind("input"), tensors, strict=True):
+        dim, local = batch_dim_of(op), t._local_tensor if isinstance(t, DTensor) else t
+        if dim is not None and local.shape[dim] % graph.microbatches:
+            raise UsageError(f"a rank passes {local.shape[dim]} rows of {op.target}, which do not divide into {graph.microbatches} micro-batches; "
+                             "every rank cuts its own piece of the batch")
+
+
 def _multiply(grads: Any, factor: torch.Tensor) -> None:
     """In place, a tensor that stands for two gradients once."""
     for g in {id(g): g for g in grads}.values():

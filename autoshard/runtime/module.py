@@ -21,6 +21,7 @@ from autoshard.program.calling import Traced
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.guidance import Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
+from autoshard.runtime.microbatches import check_pieces
 from autoshard.runtime.params.module_shells import shell
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
@@ -157,6 +158,7 @@ class CompiledModule(Guidance, nn.Module):
         traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
                                                         precision=self.options.precision, marks=self.options.marks,
                                                         fallback=self.options.fallback, hooks_run=True))
+        alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = self.settings.build(self._variant(traced, fixed, replan))
         self._steps[key] = step

@@ -34,16 +34,15 @@ def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, 
           board: Board | None = None, clock: Clock | None = None, near: Sequence[np.ndarray] = ()) -> Solution:
     """Minimise `problem`. `time_limit` in seconds of wall clock, or a `clock` (a part of another's, say);
     `work_limit` in search steps, for runs that must repeat exactly; `incumbents` are choices to start from;
-    `progress(cost, bound, gap, seconds, message)` is called on every improvement. `board` lets another thread
-    watch the best choice and stop the search. `near`: choices of a problem that differs in its rows' limits (`Solution.near`),
-    from which prices of the rows are guessed.
+    `progress` is called with an `Event` on every improvement. `near`: choices of a problem that differs in its rows' limits
+    (`Solution.near`), from which prices of the rows are guessed. `board` lets another thread watch the best choice and stop the
+    search; it has a clock, a progress and `near` of its own.
 
     Raises ProblemError for a malformed problem or an unknown backend. A problem with no feasible choice is not an
     error: its status is `Status.INFEASIBLE`."""
     if backend not in BACKENDS:
         raise ProblemError(f"no search backend {backend!r}; there are {', '.join(sorted(BACKENDS))}")
-    board = board or Board(problem, clock or Clock(time_limit, work_limit), progress)
-    board.near += near
+    board = board or Board(problem, clock or Clock(time_limit, work_limit), progress, near)
     for choice in incumbents:
         board.offer(np.asarray(choice), "incumbent")
     with settled_heap():

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,30 @@ import numpy as np
 from autoshard.search.clock import Clock
 from autoshard.search.problem import Problem, Solution, Status, evaluate
 
-TIED = "layers tied"  # said when the best choice that treats repeated layers alike is there
 MARGIN = 1e-9  # relative: costs and bounds closer than this are called equal, well above the rounding of the sums
 
-Progress = Callable[[float, float, float, float, str], None]
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of a search: the best cost, the bound, their relative gap, and the seconds since the search began. `message`: what brought
+    it, for people. `tied`: the choice is the best one that treats repeated layers alike."""
+
+    cost: float
+    bound: float
+    gap: float
+    seconds: float
+    message: str = ""
+    tied: bool = False
+
+
+Progress = Callable[[Event], None]
 
 
 class Board:
     """Every route offers choices and raises bounds here; nothing is believed before `evaluate` has seen it."""
 
-    def __init__(self, problem: Problem, clock: Clock, progress: Progress | None = None):
+    def __init__(self, problem: Problem, clock: Clock, progress: Progress | None = None, near: Sequence[np.ndarray] = ()):
         self.problem, self.clock, self.progress = problem, clock, progress
         self.lock = threading.RLock()  # walkers offer from their threads, and a signal may want the answer at any moment
         self.choice: np.ndarray | None = None
@@ -29,17 +44,17 @@ class Board:
         self.tied_proven = False  # the choice is proven optimal among those that treat repeated layers alike
         self.exact = False  # the choice is proven optimal without any rounding
         self.stats: dict[str, Any] = {}
-        self.near: list[np.ndarray] = []  # choices for prices of the rows to start from, then those met at prices
+        self.near: list[np.ndarray] = list(near)  # choices for prices of the rows to start from, then those met at prices
         self.integral = _is_integral(problem)
 
-    def offer(self, choice: np.ndarray, message: str = "") -> float:
-        """Keep `choice` (for every node of the problem) if it is the best feasible one; returns its cost."""
+    def offer(self, choice: np.ndarray, message: str = "", tied: bool = False) -> float:
+        """Keep `choice` (for every node of the problem) if it is the best feasible one; returns its cost. `tied`: see `Event`."""
         cost = evaluate(self.problem, choice)
         with self.lock:
             if cost < self.cost:
                 self.tied_proven &= cost >= self.cost - MARGIN * abs(self.cost)  # cheaper than all tied ones: not tied itself
                 self.choice, self.cost = np.array(choice, dtype=np.int64), cost
-                self.report(message)
+                self.report(message, tied)
         return cost
 
     def raise_bound(self, bound: float, message: str = "") -> None:
@@ -70,9 +85,9 @@ class Board:
         self.exact, self.bound = True, self.cost
         self.report("proven in whole numbers")
 
-    def report(self, message: str) -> None:
+    def report(self, message: str, tied: bool = False) -> None:
         if self.progress is not None:
-            self.progress(self.cost, min(self.bound, self.cost), self.gap, self.clock.seconds, message)
+            self.progress(Event(self.cost, min(self.bound, self.cost), self.gap, self.clock.seconds, message, tied))
 
     def solution(self) -> Solution:
         with self.lock:

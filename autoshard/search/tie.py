@@ -7,7 +7,6 @@ reductions for one hold for the other."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +21,11 @@ class Tied:
 
     problem: Problem
     copies: int
-    lift: Callable[[np.ndarray], np.ndarray]
+    place: np.ndarray  # per node of the whole problem, its node here
+
+    def lift(self, choice: np.ndarray) -> np.ndarray:
+        """The choice of the whole problem that treats the copies alike."""
+        return np.asarray(choice)[self.place]
 
 
 def tie(problem: Problem) -> Tied:
@@ -38,7 +41,7 @@ def tie(problem: Problem) -> Tied:
                    None if times is None else replace(times, limit=times.limit / copies, node=quotient[times.node],
                                                       amount=times.amount / copies),
                    names=tuple(problem.names[v] for v in order) if problem.names else ())
-    return Tied(tied, copies, lambda choice: np.asarray(choice)[quotient])
+    return Tied(tied, copies, quotient)
 
 
 def tied_core(problem: Problem, core: Core) -> tuple[Tied, Core] | None:

@@ -61,7 +61,8 @@ class OpCost:
 @dataclass(frozen=True, eq=False)
 class CostTable:
     """All prices of one graph on one mesh and cluster. See `table`, `steps` and `ops`. `base`: while
-    recomputation is undecided (recompute/undecided.py), the prices of the program without recomputation."""
+    recomputation is undecided (recompute/undecided.py), the prices of the program without recomputation. `programs`: by the ops that
+    are recomputed, those of programs made from this one; `replace` starts anew."""
 
     graph: Graph
     mesh: Mesh
@@ -73,6 +74,7 @@ class CostTable:
     seeds: Seeds = Seeds()
     base: "CostTable | None" = None
     _tables: dict = field(default_factory=dict)
+    programs: "dict[frozenset[str], CostTable]" = field(default_factory=dict, init=False)
 
     def table(self, ref: Ref, src: SpecIndex, dst: SpecIndex) -> np.ndarray:
         """Seconds [source specs, target specs] of redistributing `ref`, inf where impossible. Equal questions get the

@@ -7,11 +7,14 @@ unit of its producers when
   backward, saved forward values are side inputs and do not count), and
 * what it reads can not be Partial, or it is a view that passes Partial on, and
 * being a view, it accepts every shard its producer may have, and
-* it is no norm, which needs a dim whole that its producer may leave split, and no expand behind an anchor, whose new dim may be split.
+* it is no norm, which needs a dim whole that its producer may leave split, no expand behind an anchor, whose new dim may be split, and
+  no view of a value for a contraction that reads the value too (`x @ x.T`).
 
-On a mesh of one axis, where choices are few, a sum of what a contraction reads too begins a unit, and where communication does not
-overlap compute a transpose of it joins the contraction that reads the transpose (`views_of_readers.py`): both readers then share one
-gather. On two axes that made the search's bound too loose to close.
+On a mesh of one axis, where choices are few, a reduction begins a unit, and so does what reads a sum over a dim that may be split: the
+statistics of a norm made of cheap ops are reduced by themselves. So does a cast to a wider dtype, before which less is moved. A view
+that begins a unit passes Partial on. Where communication does not overlap compute, a transpose of what a contraction reads joins the
+contraction that reads the transpose (`views_of_readers.py`): both readers then share one gather. On two axes these made the search's
+bound too loose to close.
 
 So every place where a reduction or a gather may be wanted stays an edge between units: before contractions, at
 residual joins, at outputs. Inside a unit all ops run in matching layouts and nothing is communicated.
@@ -133,13 +136,14 @@ class _Walk:
     after_sums  casts of gradients that are summed over ranks before: layouts change between units only, so they begin one
     of_parts    casts of gradients that are summed over ranks after them
     views       view -> contraction it decides with;  waiting: such views per contraction;  looked_at: what they look at
-    sums_apart  whether sums of what a contraction reads begin a unit"""
+    fine        whether choices are few: then reductions and casts to wider dtypes begin a unit, what reads a sum over a split dim
+                does, and views that begin one pass Partial on"""
 
     graph: Graph
     after_sums: frozenset[str] = frozenset()
     of_parts: frozenset[str] = frozenset()
     views: Mapping[str, str] = field(default_factory=dict)
-    sums_apart: bool = False
+    fine: bool = False
     waiting: dict[str, list[str]] = field(default_factory=dict)
     looked_at: dict[Ref, Ref] = field(default_factory=dict)
     unit_of: dict[str, int] = field(default_factory=dict)
@@ -194,10 +198,12 @@ class _Walk:
 
     def _home(self, op: Op, main: Sequence[Ref]) -> int | None:
         """The unit `op` joins, or None for one of its own."""
-        if op.name in self.after_sums or self.sums_apart and self._sums_what_is_contracted(op):
+        family = registry.family_of(op)
+        if op.name in self.after_sums or self.fine and (family is Family.REDUCTION or self._widens_dtype(op)):
             return None
         blocked = [r for r in main if r in self.partial and not self._is_free(op)]
-        if registry.family_of(op) is Family.NORM or registry.is_view(op) and (not _accepts_all(self.graph, op) or self._widens(op)):
+        if family is Family.NORM or registry.is_view(op) and (
+                not _accepts_all(self.graph, op) or self._widens(op) or self._is_operand_again(op)):
             blocked = list(main)
         open_units = {self.unit_of[r.op] for r in main if r not in blocked and self.graph.op(r.op).kind == "call"}
         if not open_units:
@@ -217,10 +223,15 @@ class _Walk:
             maker = self.graph.op(maker.refs[0].op)
         return "expand" in str(op.target) and maker.kind == "call" and not _is_cheap(maker)
 
-    def _sums_what_is_contracted(self, op: Op) -> bool:
-        """A bias's gradient: what it sums is moved once for it and the contraction."""
-        readers = self.graph.users[op.refs[0]] if registry.family_of(op) is Family.REDUCTION and len(op.refs) == 1 else ()
-        return any(registry.family_of(self.graph.op(n)) is Family.MATMUL for n, _ in readers)
+    def _widens_dtype(self, op: Op) -> bool:
+        """A cast to a wider dtype: what it reads moves for less than what it makes."""
+        return registry.is_cast(op) and op.outputs[0].dtype.itemsize > self.graph.meta(op.refs[0]).dtype.itemsize
+
+    def _is_operand_again(self, view: Op) -> bool:
+        """A view of a value for a contraction that reads the value too, as `x @ x.T` does: of the two only one may be split along a
+        dim of the result."""
+        readers = self.graph.users.get(Ref(view.name), ())
+        return len(view.refs) == 1 and any(view.refs[0] in self.graph.op(name).refs for name, _ in readers)
 
     def _merge(self, units: list[int]) -> int:
         first, *others = units
@@ -235,10 +246,10 @@ class _Walk:
         rows = flow.rows_of(self.graph, op, self.of_parts) if op.kind == "call" else ()
         reads = any(r in self.partial for r in op.refs)
         sums = op.phase == "backward" and str(op.target) == "aten.add.Tensor" and all(r in self.partial for r in main)
-        if not cheap or (self._is_free(op) and (joined or not reads)) or sums or registry.is_cast(op):
+        if not cheap or (self._is_free(op) and (joined or not reads or self.fine)) or sums or registry.is_cast(op):
             self.passing.add(op.name)
         makes = not cheap or (reads and op.name in self.passing) or any(
-            0 in r.inputs and is_partial(r.outputs[0]) and PSUM not in r.inputs for r in rows)
+            (self.fine or 0 in r.inputs) and is_partial(r.outputs[0]) and PSUM not in r.inputs for r in rows)
         if op.kind == "call" and makes:
             self.partial |= {Ref(op.name, i) for i in range(len(op.outputs)) if any(is_partial(r.outputs[i]) for r in rows)}
 

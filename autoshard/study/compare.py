@@ -12,10 +12,11 @@ import numpy as np
 from autoshard import api
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import AT_THE_END, Plan
-from autoshard.decide.fit import possible
-from autoshard.decide.make_plan import Plays, make_plan
+from autoshard.decide.make_plan import Timelines, make_plan
+from autoshard.decide.memory_problems import possible
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.decide.program import formulate_within
 from autoshard.decide.walks.baselines import Scheme, baseline, schemes
 from autoshard.decide.walks.propagate import propagate
 from autoshard.decide.walks.reads import Wiring
@@ -96,14 +97,14 @@ def comparison(traced: Traced, mesh: Mesh, options: Options, *, model: Mapping[s
     clock = clock or PhaseTimer(None)
     table = api.prices(traced, mesh, options, clock=clock)
     free = table if not options.seeds else api.prices(traced, mesh, replace(options, seeds={}))
-    formulation = api.formulated(table, options)
-    theirs = formulation if free is table else api.formulated(free, options)
+    formulation = formulate_within(table, options.memory_limit(table.cluster))
+    theirs = formulation if free is table else formulate_within(free, formulation.budget.limit)
     write = _Writer(options, has_loss, model or {})
     chosen = _chosen(table, formulation, write, clock)
     clock.say("baselines")
     rows = (chosen, write.propagated(formulation), *write.baselines(theirs))
     notes = ("the seeds hold for the chosen plan and for propagation, not for the baselines",) if options.seeds else ()
-    return Comparison(model or {}, mesh, table.cluster.name, options.memory_limit(table.cluster), rows, notes)
+    return Comparison(model or {}, mesh, table.cluster.name, formulation.budget.limit, rows, notes)
 
 
 def save(found: Comparison, folder: Path) -> None:
@@ -129,12 +130,12 @@ def _chosen(table: CostTable, formulation: Formulation, write: "_Writer", clock:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Makes plans out of choices. `plays`: memory timelines per formulation, which share what they learn about ops."""
+    """Makes plans out of choices. `timelines`: the memory of plans per formulation, which share what they learn about ops."""
 
     options: Options
     has_loss: bool
     model: Mapping[str, Any]
-    plays: dict[tuple[int, bool], Plays] = field(default_factory=dict)
+    timelines: dict[tuple[int, bool], Timelines] = field(default_factory=dict)
 
     def baselines(self, formulation: Formulation) -> Iterator[Contender]:
         wiring, mesh = Wiring(formulation), formulation.table.mesh
@@ -162,17 +163,16 @@ class _Writer:
     def plan(self, formulation: Formulation, choice: np.ndarray, status: str, late: bool = False) -> Plan:
         """A plan that was not searched: nothing is proven about it, so its bound is 0. `late`: see `Scheme`."""
         solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
-        table, played = formulation.table, self._plays(formulation, late)
+        table, timelines = formulation.table, self._timelines(formulation, late)
         if late:
             training = replace(table.training, reduces_at_the_end=True)
             formulation = replace(formulation, table=replace(table, training=training))
-        plan = make_plan(formulation, solution, memory_limit=self.options.memory_limit(table.cluster), model=self.model,
-                         settings=played.settings, seeds={}, played=played)
+        plan = make_plan(formulation, solution, model=self.model, settings=timelines.settings, seeds={}, timelines=timelines)
         return replace(plan, status=f"by hand: {status}")
 
-    def _plays(self, formulation: Formulation, late: bool) -> Plays:
+    def _timelines(self, formulation: Formulation, late: bool) -> Timelines:
         settings = self.options.settings(formulation.table.graph.training, self.has_loss)
-        return self.plays.setdefault((id(formulation), late), Plays(formulation, {**settings, **(AT_THE_END if late else {})}))
+        return self.timelines.setdefault((id(formulation), late), Timelines(formulation, {**settings, **(AT_THE_END if late else {})}))
 
 
 def _fits(plan: Plan) -> bool:

@@ -23,7 +23,8 @@ from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
-from autoshard.decide.walks.greedy import KNOWN, complete, greedy
+from autoshard.decide.walks.greedy import STORAGE, complete, greedy
+from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.program.flow import param_derived
@@ -67,9 +68,9 @@ class Plans:
         if name == "split":
             return api.decide(self._dear, self.options, has_loss=self.has_loss, interruptible=False)
         if name == "tensor_parallel":
-            return self._walked(self._without_batch, KNOWN["fully sharded"])
+            return self._walked(self._without_batch, STORAGE["fully sharded"])
         if name in ("data_parallel", "fully_sharded"):
-            return self._walked(self._dear, KNOWN[name.replace("_", " ")])
+            return self._walked(self._dear, STORAGE[name.replace("_", " ")])
         return self._drawn(int(name.partition(":")[2] or 0))
 
     @cached_property
@@ -90,23 +91,23 @@ class Plans:
         return replace(table, ops=ops)
 
     def _walked(self, table: CostTable, rank: Callable[[Spec], float],
-                pick: Callable[[np.ndarray], int] = lambda seconds: int(np.argmin(seconds))) -> Plan:
-        formulation = formulate(table)
-        return self._assembled(formulation, complete(formulation, greedy(formulation, rank, pick)))
+                score: Callable[[np.ndarray], np.ndarray] = lambda seconds: seconds) -> Plan:
+        wiring = Wiring(formulate(table))
+        return self._assembled(wiring.formulation, complete(wiring, greedy(wiring, rank, score)))
 
     def _drawn(self, seed: int) -> Plan:
         rng = np.random.default_rng(seed)
         ranks: dict[Spec, float] = {}
 
-        def pick(seconds: np.ndarray) -> int:
+        def drawn(seconds: np.ndarray) -> np.ndarray:
             open_ways = np.flatnonzero(np.isfinite(seconds))
-            return int(rng.choice(open_ways)) if len(open_ways) else 0  # no way in: evaluating the choice shows it
+            return np.arange(len(seconds)) != (rng.choice(open_ways) if len(open_ways) else 0)  # no way in: evaluating the choice shows it
 
-        return self._walked(self.table, lambda spec: ranks.setdefault(spec, rng.random()), pick)
+        return self._walked(self.table, lambda spec: ranks.setdefault(spec, rng.random()), drawn)
 
     def _assembled(self, formulation: Formulation, choice: np.ndarray) -> Plan:
         solution = Solution(choice, np.inf, 0.0, Status.GAP, 0.0)
-        return make_plan(formulation, solution, memory_limit=None, model={}, seeds={},
+        return make_plan(formulation, solution, model={}, seeds={},
                          settings=self.options.settings(self.table.graph.training, self.has_loss))
 
 

@@ -29,7 +29,7 @@ def planned(formulation):
     found = {}
     for scheme, choice in baselines(formulation):
         cost = evaluate(formulation.problem, choice)
-        found[scheme.name] = make_plan(formulation, Solution(choice, cost, 0.0, Status.GAP, 0.0), memory_limit=None, model={},
+        found[scheme.name] = make_plan(formulation, Solution(choice, cost, 0.0, Status.GAP, 0.0), model={},
                                        settings={}, seeds={})
         assert found[scheme.name].objective_s == pytest.approx(cost, rel=1e-9)
     return found
@@ -133,6 +133,11 @@ def test_zero_1_holds_whole_gradients_and_zero_2_only_those_on_their_way():
     found = comparison(traced("mlp", "wide"), parse_mesh("d=2"), Options(cluster="h100-dgx", time_limit=5))
     late, soon = (next(row.plan for row in found.contenders if row.name == name) for name in ("ZeRO-1", "ZeRO-2"))
     assert late.memory["total"] > soon.memory["total"] + 100e6, "but for the largest matrix, whose gradient ZeRO-2 holds whole for a moment too"
+
+
+def test_tensor_parallelism_only_sums_activations():
+    """A unit of cheap ops whose inputs are whole stays whole, though an expand in it could be split and would compute less."""
+    assert set(calls(plans_of("llama", "tp=2")["Megatron TP"])) == {"all_reduce"}
 
 
 def test_a_baseline_is_the_same_twice():

@@ -8,7 +8,9 @@ import pytest
 from steering import formulation_of, traced
 
 from autoshard.decide.fit import search_within
-from autoshard.decide.make_plan import Plays
+from autoshard.decide.how import How
+from autoshard.decide.make_plan import Timelines
+from autoshard.decide.program import Program
 from autoshard.decide.walks.baselines import baselines
 from autoshard.formulate.memory_rows import limited
 from autoshard.formulate.problem_of import formulate
@@ -33,7 +35,7 @@ def test_a_known_plan_that_a_corrected_row_forbids_is_still_taken():
         peak = 0.0 if np.array_equal(choice, known) else total
         return SimpleNamespace(peak=peak, live=np.array([[peak]]), moment_of=lambda t: "update")
 
-    found = search_within(formulation, LIMIT, measure=measured, clock=Clock(60), incumbents=[known])
+    found = search_within(Program(formulation, measured, (known,)), How(Clock(60)))
     assert found.cost == pytest.approx(cost["known"], rel=1e-12)
     assert found.bound <= found.cost
 
@@ -43,11 +45,11 @@ def test_within_any_memory_no_baseline_that_fits_is_cheaper(name, mesh):
     free = formulation_of(traced(name), mesh)
     slack = 1.0 + free.table.cluster.device.allocator_slack
     by_hand = [choice for _, choice in baselines(free)]
-    played = Plays(free, {})
+    played = Timelines(free, {})
     peaks = sorted({slack * played(c).peak for c in by_hand})
     for limit in (peaks[0] * 1.0001, peaks[-1] * 0.95, peaks[-1] * 1.0001):
         formulation = formulate(free.table, memory_limit=limit)
-        found = search_within(formulation, limit, measure=played, clock=Clock(60), incumbents=by_hand)
+        found = search_within(Program(formulation, played, tuple(by_hand)), How(Clock(60)))
         cheapest = min(evaluate(free.problem, c) for c in by_hand if slack * played(c).peak <= limit)
         assert found.choice is not None and found.cost <= cheapest * (1 + 1e-9), limit
         assert slack * played(found.choice).peak <= limit

@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.api import decide, formulated, plan, prices
+from autoshard.api import decide, plan, prices
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import CATEGORIES, Plan
 from autoshard.base.spec import local_shape
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.compute import host_seconds, optimizer_seconds
 from autoshard.cost.memory import scalar_bytes, state_bytes, update_workspace
-from autoshard.decide.make_plan import Plays, chosen_by, price
-from autoshard.decide.offload import on_device, until_it_fits
+from autoshard.decide.make_plan import Timelines, chosen_by, price
+from autoshard.decide.offload import move_to_fit, on_device
 from autoshard.decide.options import Options
-from autoshard.decide.walks.greedy import known_plans
+from autoshard.decide.program import Program, formulate_within
+from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.formulate.problem_of import formulate
 from autoshard.lower.lower import lower
@@ -120,11 +121,11 @@ def test_a_plan_that_offloads_fits_and_is_counted(table: CostTable, lean: Plan) 
 
 
 def test_rows_never_count_more_than_the_peak(table: CostTable) -> None:
-    formulation = formulated(table, OPTIONS)
-    played = Plays(formulation, {})
-    known = [choice for _, choice in known_plans(formulation)]
-    limit = min(played(c).peak for c in known) - 1
-    known += [c for c in (until_it_fits(formulation, c, played, limit) for c in known) if c is not None]
+    formulation = formulate_within(table, OPTIONS.memory_limit(table.cluster))
+    played = Timelines(formulation, {})
+    known = [choice for _, choice in greedy_plans(formulation)]
+    tight = replace(formulation, budget=formulation.budget.of_peak(min(played(c).peak for c in known) - 1))
+    known += [c for c in (move_to_fit(Program(tight, played), c) for c in known) if c is not None]
     assert len({len(chosen_by(formulation, c).on_host) for c in known}) > 1
     closed = on_device(formulation).problem
     assert all(np.isfinite(evaluate(closed, c)) == (not chosen_by(formulation, c).on_host) for c in known)

@@ -17,8 +17,7 @@ from autoshard.api import plan
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.spec import Spec
 from autoshard.decide.options import Options
-from autoshard.decide.walks.greedy import complete
-from autoshard.decide.walks.propagate import _Walk, propagate
+from autoshard.decide.walks.propagate import look_ahead, propagate
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import formulate
@@ -79,9 +78,7 @@ def check(name: str, mesh: str, seed: int) -> float:
 
 def looked_ahead(formulation) -> float:
     """Seconds of a step where every unit in turn takes what is least for it, as propagation did before it minimised."""
-    walk = _Walk(Wiring(formulation), formulation.table.seeds.held)
-    walk.narrowed()
-    return evaluate(formulation.problem, complete(formulation, walk.run()))
+    return evaluate(formulation.problem, look_ahead(Wiring(formulation), formulation.table.seeds.held)[1])
 
 
 MESHES = ("dp=2,tp=2", "d=4")

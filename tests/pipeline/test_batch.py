@@ -113,6 +113,27 @@ def test_a_batch_in_which_nothing_counts_is_no_number_either() -> None:
     assert got.isnan() and want.isnan()
 
 
+def test_the_worked_number() -> None:
+    """Of two micro-batches one and three targets count."""
+    def counted(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.nll_loss(-out, target)
+
+    out, target = torch.tensor([[2.0], [9.0], [9.0], [1.0], [1.0], [1.0]], dtype=torch.float64), torch.tensor([0, -100, -100, 0, 0, 0])
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    compiled = autoshard.compile(Scaled(), "d=1", loss_fn=counted, cluster="cpu-gloo", cache=False, pipeline=Pipeline(2))
+    loss = compiled(out, target)
+    loss.backward()
+    assert loss.item() == 1.25 and compiled.scale.grad.item() == 1.25
+
+
 OWN = {"mlp": mlp, "gpt": gpt, "llama": llama, "bert": bert, "vit": vit, "moe": moe, "t5": t5, "dlrm": dlrm}
 
 

@@ -102,3 +102,15 @@ def test_a_wrong_loss_weight_is_seen(monkeypatch):
     monkeypatch.setattr(Results, "tangent", lambda self, loss: real(self, loss) * (1.0 if self.total is None or self.total < 20 else 0.5))
     error, worst = off("gpt", "pp=2", Pipeline(microbatches=3))
     assert error > 1e-3, worst
+
+
+def test_dropout_does_not_depend_on_the_number_of_stages():
+    """A random op draws under the seed of the step, its name and the micro-batch."""
+    what = subject("gpt", 8, 4, dropout=0.2)
+    losses = set()
+    for mesh in ("pp=2", "pp=3", "pp=4"):
+        _, steps = ranks_of(what.model, what.batch, mesh, Pipeline(microbatches=4), what.loss)
+        losses |= {round(x, 12) for x in train(steps, what.batch)}
+    plain = subject("gpt", 8, 4)
+    _, steps = ranks_of(plain.model, plain.batch, "pp=2", Pipeline(microbatches=4), plain.loss)
+    assert len(losses) == 1 and losses != {round(x, 12) for x in train(steps, plain.batch)}

@@ -55,3 +55,15 @@ def test_nothing_found_blames_no_limit():
 
 def test_proven_is_optimal():
     assert solve(PROBLEM).status is Status.OPTIMAL and solve(PROBLEM).cost == 3.5
+
+
+def test_an_event_says_what_came_and_whether_it_is_tied():
+    events = []
+    board = Board(PROBLEM, Clock(60.0), events.append, near=[np.array([1, 1])])
+    board.offer(np.array([1, 0]), "a tied one", tied=True)
+    board.offer(np.array([1, 1]), "a dearer one", tied=True)
+    board.offer(np.array([0, 0]), "a cheaper one")
+    board.raise_bound(3.0)
+    assert [(e.cost, e.tied, e.message) for e in events] == [(5.0, True, "a tied one"), (3.5, False, "a cheaper one"), (3.5, False, "")]
+    assert events[-1].bound == 3.0 and events[-1].gap == pytest.approx(0.5 / 3.5)
+    assert [c.tolist() for c in board.solution().near] == [[1, 1]]

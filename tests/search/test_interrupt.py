@@ -18,7 +18,7 @@ from torch import nn
 
 import autoshard
 from autoshard import cli
-from autoshard.base.plan import INTERRUPTED, Plan
+from autoshard.base.plan import INTERRUPTED, TIED, Plan
 from autoshard.cli import compare, explain, memory, plan
 from autoshard.errors import AutoshardError, Interrupted
 from autoshard.search import Clock, Status
@@ -103,7 +103,7 @@ def test_why_not_in_the_first_search_has_nothing_to_compare(monkeypatch, capsys)
 
 
 def test_the_status_is_the_searchs():
-    assert INTERRUPTED == Status.INTERRUPTED.value
+    assert INTERRUPTED == Status.INTERRUPTED.value and TIED == Status.OPTIMAL_TIED.value
 
 
 def planned(progress, **options):

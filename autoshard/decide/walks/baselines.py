@@ -18,10 +18,11 @@ program order, each taking the strategy with the fewest departures from its role
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,10 +31,12 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.spec import R, Spec, is_partial
 from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Read, Wiring
+from autoshard.decide.walks.walk import Placed, Score, Steps, ranked, walk
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
 from autoshard.rules import registry
 from autoshard.rules.family import Family
+from autoshard.space.strategies import SpecIndex
 
 Role = Literal["data", "tensor", "sequence"]
 
@@ -94,65 +97,65 @@ def baselines(formulation: Formulation) -> Iterator[tuple[Scheme, np.ndarray]]:
 
 def baseline(wiring: Wiring, scheme: Scheme) -> np.ndarray:
     """The choice of `scheme` for every node of the formulation, copies included."""
-    return complete(wiring.formulation, _Walk(wiring, scheme).picked(), keep=scheme.keep)
+    return complete(wiring, walk(wiring, lambda placed: _ByRoles(placed, scheme).steps()), keep=scheme.keep)
 
 
 @dataclass(eq=False)
-class _Walk:
-    """State of one walk: `strategy` of the units decided so far. Decisions are shared between equal units."""
+class _ByRoles:
+    """The steps of one walk by the roles of a scheme, and their scores, which equal units share."""
 
-    wiring: Wiring
+    placed: Placed
     scheme: Scheme
-    strategy: dict[int, int] = field(default_factory=dict)
-    memo: dict = field(default_factory=dict)
+    memo: dict[Any, Score] = field(default_factory=dict)
 
-    def picked(self) -> np.ndarray:
-        w = self.wiring
+    @property
+    def wiring(self) -> Wiring:
+        return self.placed.wiring
+
+    def steps(self) -> Steps:
+        """Forward; the parameters, as forward reads them; casts of them, as they are stored; what depends on those; backward."""
+        w, decided = self.wiring, self.placed.strategy
         order = range(len(w.formulation.units.units))
         of_param = [n for n in order if Ref(w.unit(n).name) in w.param_derived]
         chain = set(of_param)
         rest = [n for n in order if n not in chain]
-        for n in (n for n in rest if w.op(n).phase == "forward" and w.op(n).kind != "output"):
-            self.strategy[n] = self.cheapest(n)
-        for n in reversed(of_param):
-            self.strategy[n] = self.storage(n) if w.op(n).kind == "param" else self.as_read(n)
-        for n in of_param:
-            if registry.is_cast(w.op(n)):
-                self.strategy[n] = self.as_read(n, cast=True)
-        for n in (n for n in rest if n not in self.strategy and w.op(n).phase == "forward"):
-            self.strategy[n] = self.cheapest(n)
-        for n in (n for n in rest if n not in self.strategy):
-            self.strategy[n] = self.tied(n) if n in w.ties else self.cheapest(n)
-        return np.array([self.strategy[n] for n in order], dtype=np.int64)
+        yield from ((n, self.cheapest) for n in rest if w.op(n).phase == "forward" and w.op(n).kind != "output")
+        yield from ((n, self.storage if w.op(n).kind == "param" else self.as_read) for n in reversed(of_param))
+        yield from ((n, self.as_stored) for n in of_param if registry.is_cast(w.op(n)))
+        yield from ((n, self.cheapest) for n in rest if n not in decided and w.op(n).phase == "forward")
+        yield from ((n, self.placed.tied if n in w.ties else self.cheapest) for n in rest if n not in decided)
 
     # -- ops ----------------------------------------------------------------------------------------
 
-    def cheapest(self, n: int) -> int:
-        """The strategy with the fewest departures from the roles, then least compute, then least communication."""
+    def cheapest(self, n: int) -> Score:
+        """The fewest departures from the roles, then least compute, then least communication."""
         w, reads = self.wiring, self.wiring.reads[n]
-        sources = tuple(self.source(r) for r in reads)
+        sources = tuple(self.placed.source(r) for r in reads)
         unit = w.unit(n)
         key = (*map(id, unit.picked), *(id(w.formulation.table.ops[m]) for m in unit.members), sources,
-               tuple(r.value in w.param_derived for r in reads), tuple(self.stored(self.leaves[r.value]) for r in reads if r.value in self.leaves))
+               tuple(r.value in w.param_derived for r in reads),
+               tuple(self.placed.stored(self.leaves[r.value]) for r in reads if r.value in self.leaves))
         if key not in self.memo:
-            departures = np.zeros(len(unit))
-            seconds = np.zeros(len(unit))
-            for read, source in zip(reads, sources, strict=True):
-                targets = w.targets(read)
-                departures += np.array([self.departures(read, source, t) for t in targets.specs])[targets.index]
-                if source is not None:
-                    row = w.sources(read).specs.index(source)
-                    seconds += w.seconds(read)[row][targets.index]
-            possible = np.where(np.isfinite(seconds), departures, np.inf)
-            self.memo[key] = int(np.lexsort((seconds, w.compute(n), possible))[0])
+            departures = sum((ranked(w.targets(r), partial(self.departures, r, s)) for r, s in zip(reads, sources, strict=True)),
+                             0.25 * self._split_by_itself(n))
+            seconds = self.placed.moved(n, np.zeros(len(unit)))
+            self.memo[key] = np.where(np.isfinite(seconds), departures, np.inf), w.compute(n), seconds
         return self.memo[key]
 
-    def source(self, read: Read) -> Spec | None:
-        """The spec a value has; None where its maker is not decided yet."""
-        if read.maker not in self.strategy:
-            return None
-        specs = self.wiring.sources(read)
-        return specs.specs[specs.index[self.strategy[read.maker]]]
+    def _split_by_itself(self, n: int) -> np.ndarray:
+        """Per strategy, the axes on which a unit of cheap ops splits what it makes and reads nothing split: an expand can. That computes
+        less, but no scheme asks for it, and later the whole must be gathered. What is not decided yet follows, parameters aside."""
+        w, unit = self.wiring, self.wiring.unit(n)
+        read, made = np.zeros((2, len(unit), len(self.scheme.roles)), bool)
+        ops = [w.formulation.table.graph.op(m) for m in unit.members]
+        if not w.reads[n] or any((family := registry.family_of(op)) is None or not family.cheap for op in ops):
+            return np.zeros(len(unit))
+        for each in w.reads[n]:
+            if each.maker in self.placed.strategy or each.value in w.param_derived:
+                read |= _splits(w.targets(each))
+        for value in (Ref(op.name, i) for op in ops for i, meta in enumerate(op.outputs) if meta is not None):
+            made |= _splits(w.formulation.units.outputs(value))
+        return np.sum(made & ~read, axis=1)
 
     def departures(self, read: Read, source: Spec | None, target: Spec) -> float:
         """How far reading a value in `target` departs from the roles, summed over mesh axes."""
@@ -168,8 +171,8 @@ class _Walk:
                 total += wanted != (0 if splits else R)
             else:
                 total += _activation(role, meta.ndim, made, wanted) + (is_partial(wanted) and self._widens(reader)) * 1.5
-                leaves = self.leaves.get(read.value)
-                if leaves is not None and not is_partial(wanted) and wanted != self.stored(leaves)[axis]:
+                stored = self.placed.stored(self.leaves[read.value]) if read.value in self.leaves else None
+                if stored is not None and not is_partial(wanted) and wanted != stored[axis]:
                     scatters = role == "sequence" and made is not None and is_partial(made)  # a gradient is no activation
                     total += 16.0 if reader.name in self.last else 1.5 if scatters else 0.5
         return total
@@ -188,11 +191,6 @@ class _Walk:
     def last(self) -> frozenset[str]:
         """Casts behind which a gradient does not move any more."""
         return flow.casts_after_sums(self.wiring.formulation.table.graph)
-
-    def stored(self, n: int) -> Spec:
-        """The spec that parameter unit `n` is stored in."""
-        specs = self.wiring.formulation.units.outputs(Ref(self.wiring.unit(n).name))
-        return specs.specs[specs.index[self.strategy[n]]]
 
     def _widens(self, op: Op) -> bool:
         """A cast to a wider dtype: a sum is cheaper before it."""
@@ -216,64 +214,50 @@ class _Walk:
 
     # -- parameters ---------------------------------------------------------------------------------
 
-    def as_read(self, n: int, cast: bool = False) -> int:
+    def as_read(self, n: int) -> Score:
         """What views and casts make of a parameter, in the specs its readers want, each value in its own: a cast may be one unit
-        with its transpose. A cast (`cast`) in the spec its parameter is stored in, so that what is gathered is the narrow copy."""
-        w = self.wiring
-        if cast:
-            (read,) = w.reads[n]
-            stored, targets = self.source(read), w.targets(read)
-            return int(np.argmin(np.array([t != stored for t in targets.specs])[targets.index]))
-        off, first = np.zeros(len(w.unit(n))), np.zeros(len(w.unit(n)))
-        for i, (value, wanted) in enumerate(self.wishes(n)):
-            specs = w.formulation.units.outputs(value)
-            far = np.array([sum(a != b for a, b in zip(s, wanted, strict=True)) for s in specs.specs], dtype=float)[specs.index]
-            off += far
-            first = far if i == 0 else first
-        return int(np.lexsort((first, off))[0])
+        with its transpose."""
+        far = [ranked(self.wiring.formulation.units.outputs(value), partial(_distance, wanted)) for value, wanted in self.wishes(n)]
+        zero = np.zeros(len(self.wiring.unit(n)))
+        return sum(far, zero), far[0] if far else zero
+
+    def as_stored(self, n: int) -> Score:
+        """A cast in the spec its parameter is stored in, so that what is gathered is the narrow copy."""
+        (read,) = self.wiring.reads[n]
+        stored = self.placed.source(read)
+        return (ranked(self.wiring.targets(read), lambda spec: spec != stored),)
 
     def wishes(self, n: int) -> list[tuple[Ref, Spec]]:
         """The values of a unit, and the specs its readers read them in, as far as those are decided."""
-        w = self.wiring
-        reads = [read for read in w.readers[n] if read.reader in self.strategy]
-        specs = ((read.value, w.targets(read)) for read in reads)
-        return [(value, t.specs[t.index[self.strategy[read.reader]]]) for read, (value, t) in zip(reads, specs, strict=True)]
+        specs = ((read.value, self.placed.target(read)) for read in self.wiring.readers[n])
+        return [(value, spec) for value, spec in specs if spec is not None]
 
     def wanted(self, n: int) -> Spec:
         """The spec most readers read a parameter in; the first of them where several are as many."""
-        count: dict[Spec, int] = {}
-        for _, spec in self.wishes(n):
-            count[spec] = count.get(spec, 0) + 1
-        whole = (R,) * len(self.scheme.roles)
-        return max(count, key=lambda s: count[s]) if count else whole
+        count = Counter(spec for _, spec in self.wishes(n))
+        return count.most_common(1)[0][0] if count else (R,) * len(self.scheme.roles)
 
-    def storage(self, n: int) -> int:
+    def storage(self, n: int) -> Score:
         """How a parameter is stored: on tensor axes as it is read, on data axes whole or split. Of several splits one that is
         gathered over data axes alone, the cheapest, then the lowest dim."""
-        w, wanted, value = self.wiring, self.wanted(n), Ref(self.wiring.unit(n).name)
-        table, specs = w.formulation.table, w.formulation.units.outputs(value)
-        meta = table.graph.meta(value)
-        ways = {s: table.redistribution.steps(meta.logical_shape, meta.dtype, s, wanted) for s in specs.specs}
-        split = self.scheme.sharded
+        wanted, value, roles = self.wanted(n), Ref(self.wiring.unit(n).name), self.scheme.roles
+        table, specs = self.wiring.formulation.table, self.wiring.formulation.units.outputs(value)
+        ways = {s: table.steps(table.graph.meta(value), s, wanted) for s in specs.specs}
+        return (ranked(specs, lambda s: sum(p != q if role != "data" else self.scheme.sharded == (p == R)
+                                            for p, q, role in zip(s, wanted, roles, strict=True))),
+                ranked(specs, lambda s: sum(roles[a] != "data" for step in ways[s] for a in step.axes)),
+                ranked(specs, lambda s: sum(step.seconds for step in ways[s])),
+                ranked(specs, lambda s: sum(max(p, 0) for p in s)))
 
-        def rank(spec: Spec) -> tuple[float, ...]:
-            off = sum(p != q if role != "data" else split == (p == R)
-                      for p, q, role in zip(spec, wanted, self.scheme.roles, strict=True))
-            astray = sum(self.scheme.roles[a] != "data" for step in ways[spec] for a in step.axes)
-            return off, astray, sum(step.seconds for step in ways[spec]), sum(max(p, 0) for p in spec)
 
-        best = min(specs.specs, key=rank)
-        return int(np.argmax(specs.index == specs.specs.index(best)))
+def _distance(wanted: Spec, spec: Spec) -> int:
+    """On how many mesh axes two specs differ."""
+    return sum(a != b for a, b in zip(spec, wanted, strict=True))
 
-    def tied(self, n: int) -> int:
-        """A gradient in its parameter's spec, a tangent in its output's."""
-        w, other, units = self.wiring, self.wiring.ties[n], self.wiring.formulation.units
-        if w.op(n).kind == "tangent":
-            specs, theirs = units.outputs(Ref(w.unit(n).name)), units.inputs(w.unit(other).name, 0)
-        else:
-            specs, theirs = units.inputs(w.unit(n).name, 0), units.outputs(Ref(w.unit(other).name))
-        wanted = theirs.specs[theirs.index[self.strategy[other]]]
-        return int(np.argmax(specs.index == specs.specs.index(wanted)))
+
+def _splits(specs: SpecIndex) -> np.ndarray:
+    """[strategies, axes]: where a value is split."""
+    return (np.array(specs.specs) >= 0)[specs.index]
 
 
 def _activation(role: Role, ndim: int, made: int | None, wanted: int) -> float:

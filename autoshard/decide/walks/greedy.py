@@ -6,15 +6,15 @@ over as many mesh axes as they divide by (fully sharded). Nothing moves on the a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
 from autoshard.base.graph import Op, Ref
 from autoshard.base.spec import R, Spec
+from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.walk import Placed, Score, Steps, ranked, walk
 from autoshard.formulate.copies import KEPT, OWN, CopyNode, State
 from autoshard.formulate.problem_of import Formulation
-from autoshard.program.flow import param_derived
 from autoshard.space.decision_units import Unit
 from autoshard.space.strategies import SpecIndex
 
@@ -29,15 +29,16 @@ def _fully_sharded(spec: Spec) -> int:
     return sum(p == R for p in spec)
 
 
-KNOWN: dict[str, Callable[[Spec], int]] = {"data parallel": _data_parallel, "fully sharded": _fully_sharded}
+STORAGE: dict[str, Callable[[Spec], int]] = {"data parallel": _data_parallel, "fully sharded": _fully_sharded}
 
 
-def known_plans(formulation: Formulation) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, choice) of every known plan, complete with copy states. Whether it fits in memory is the search's to see."""
+def greedy_plans(formulation: Formulation) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, choice) of every greedy plan, complete with copy states. Whether it fits in memory is the search's to see."""
+    wiring = Wiring(formulation)
     whole = [int(np.argmax(_shards(formulation, u) == 0)) for u in formulation.units.units]
-    yield "replicated", complete(formulation, np.array(whole))
-    for name, rank in KNOWN.items():
-        yield name, complete(formulation, greedy(formulation, rank))
+    yield "replicated", complete(wiring, np.array(whole))
+    for name, rank in STORAGE.items():
+        yield name, complete(wiring, greedy(wiring, rank))
 
 
 def _shards(formulation: Formulation, unit: Unit) -> np.ndarray:
@@ -47,44 +48,25 @@ def _shards(formulation: Formulation, unit: Unit) -> np.ndarray:
                for m, p in zip(unit.members, unit.picked, strict=True))
 
 
-def greedy(formulation: Formulation, rank: Callable[[Spec], float], pick: Callable[[np.ndarray], Any] = np.argmin) -> np.ndarray:
-    """Strategy per unit: parameters by least `rank` of their storage spec, every other unit what `pick` takes from the
-    seconds of its strategies where it stands (the cheapest; inf cannot be reached)."""
-    table, units, graph = formulation.table, formulation.units, formulation.table.graph
-    picked = np.zeros(len(units.units), dtype=np.int64)
+def greedy(wiring: Wiring, rank: Callable[[Spec], float],
+           score: Callable[[np.ndarray], np.ndarray] = lambda seconds: seconds) -> np.ndarray:
+    """Strategy per unit: parameters by least `rank` of their storage spec, every other unit by the least `score` of the
+    seconds of its strategies where it stands (inf cannot be reached)."""
+    units = wiring.formulation.units
 
-    def tensor(op: Op) -> SpecIndex:
-        """Specs of a placeholder's or output's one tensor."""
-        return units.inputs(op.name, 0) if op.kind == "output" else units.outputs(Ref(op.name))
+    def way(placed: Placed) -> Steps:
+        def stored(n: int) -> Score:
+            return (ranked(units.outputs(Ref(wiring.op(n).name)), rank),)
 
-    def cost(unit: Unit) -> np.ndarray:
-        total = sum(table.ops[m].total[p] for m, p in zip(unit.members, unit.picked, strict=True))
-        for member in unit.members:
-            for i, ref in enumerate(graph.op(member).refs):
-                if ref.op not in unit.members:
-                    src, dst = units.outputs(ref), units.inputs(member, i)
-                    seconds = graph.runs_of(graph.op(member).phase) * table.table(ref, src, dst)
-                    total = total + seconds[src.index[picked[units.index(ref.op)]]][dst.index]
-        return total
+        def cheapest(n: int) -> Score:
+            return (score(placed.moved(n, wiring.compute(n))),)
 
-    def choose(unit: Unit) -> int:
-        op = graph.op(unit.name)
-        if op.kind == "param":
-            return _argmin(units.outputs(Ref(op.name)), rank)
-        if op.name in graph.chosen_ties:
-            other = graph.op(graph.chosen_ties[op.name])
-            specs = tensor(other)
-            wanted = specs.specs[specs.index[picked[units.index(other.name)]]]
-            return _argmin(tensor(op), lambda s: s != wanted)
-        return int(pick(cost(unit)))
+        for n in sorted(range(len(units.units)), key=lambda n: _turn(wiring.op(n))):
+            op = wiring.op(n)
+            tied = n in wiring.ties and op.kind in ("output", "tangent")
+            yield n, stored if op.kind == "param" else placed.tied if tied else cheapest
 
-    for unit in sorted(units.units, key=lambda u: _turn(graph.op(u.name))):
-        picked[units.index(unit.name)] = choose(unit)
-    return picked
-
-
-def _argmin(specs: SpecIndex, rank: Callable[[Spec], float]) -> int:
-    return int(np.argmin(np.array([rank(s) for s in specs.specs])[specs.index]))
+    return walk(wiring, way)
 
 
 def _turn(op: Op) -> int:
@@ -92,11 +74,11 @@ def _turn(op: Op) -> int:
     return 1 if op.kind == "tangent" else 2 if op.phase == "backward" else 0
 
 
-def complete(formulation: Formulation, picked: np.ndarray, keep: bool = True) -> np.ndarray:
+def complete(wiring: Wiring, picked: np.ndarray, keep: bool = True) -> np.ndarray:
     """Add the state of every copy node that the chosen strategies ask for: the cheapest that serves its readers.
     Without `keep` a gathered parameter that both windows read is gathered in each (ZeRO-3)."""
+    formulation, derived = wiring.formulation, wiring.param_derived
     table, units = formulation.table, formulation.units
-    derived = param_derived(table.graph)
 
     def spec_of(specs: SpecIndex, op: str) -> int:
         return int(specs.index[picked[units.index(op)]])

@@ -30,6 +30,7 @@ from autoshard.base.spec import ShardingSpec, Spec
 from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.orders import communication_first, everything_hides, narrowed, nothing_hides
 from autoshard.decide.walks.reads import Read, Wiring
+from autoshard.decide.walks.walk import Placed, Score, Steps, walk
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
@@ -80,15 +81,22 @@ def propagate(formulation: Formulation, seeds: Seeds) -> Propagated:
     """Spread the seeds, which the formulation's strategies obey already. Raises UsageError where there are none."""
     if not seeds:
         raise UsageError(NO_SEEDS)
-    walk = _Walk(Wiring(formulation), seeds.held)
-    sure = walk.narrowed()
-    start = complete(formulation, walk.run())
+    wiring = Wiring(formulation)
+    sure, start = look_ahead(wiring, seeds.held)
     lowest = minimise(everything_hides(formulation), [start])
     bound = max(0.0, lowest.bound)
     picked = _taken_of(formulation, sure, start, lowest)
     units = formulation.units.units
     return Propagated(picked.choice, sum(len(u) > 1 for u in units), len(units),
-                      tuple(_warnings(walk.wiring, picked.choice[:len(units)])), picked.seconds, bound, picked.how)
+                      tuple(_warnings(wiring, picked.choice[:len(units)])), picked.seconds, bound, picked.how)
+
+
+def look_ahead(wiring: Wiring, held: frozenset[str]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The strategies that narrowing from `held` leaves every unit, and the choice where every unit in turn takes what is least for
+    it."""
+    spread = _Spread(wiring, held)
+    sure = spread.narrowed()
+    return sure, complete(wiring, walk(wiring, spread.steps))
 
 
 def _taken_of(formulation: Formulation, sure: list[np.ndarray], start: np.ndarray, lowest: Solution) -> _Found:
@@ -124,7 +132,7 @@ def _said(what: str, answer: Solution) -> str:
     return what if answer.status is Status.OPTIMAL else f"{what}, not proven to be the least"
 
 
-def taken(formulation: Formulation, spread: Propagated) -> Solution:
+def as_solution(spread: Propagated) -> Solution:
     """The propagated choice as a search's answer; without a choice where it does not fit."""
     choice = spread.choice if np.isfinite(spread.seconds) else None
     done = choice is not None and spread.gain < NO_GAIN
@@ -147,7 +155,7 @@ class _Link:
 
 
 @dataclass(eq=False)
-class _Walk:
+class _Spread:
     """`domain[n]`: the strategies unit n still has."""
 
     wiring: Wiring
@@ -166,10 +174,9 @@ class _Walk:
             self._offer(n)
         return list(self.domain)
 
-    def run(self) -> np.ndarray:
-        """The strategy of every unit, decided one by one after `narrowed`."""
-        units = self.wiring.formulation.units.units
-        for n in range(len(units)):
+    def steps(self, placed: Placed) -> Steps:
+        """Every unit, after `narrowed`. What is decided narrows what is around it."""
+        for n in range(len(self.domain)):
             self._offer(n, unasked=True)
         seen: set[int] = set()
         while self.queue:
@@ -177,14 +184,14 @@ class _Walk:
             if n in seen:
                 continue
             seen.add(n)
+            yield n, self._score
             touched = []
             if len(self.domain[n]) > 1:
-                self.domain[n] = self.domain[n][[self._best(n)]]
+                self.domain[n] = np.array([placed.strategy[n]])
                 touched = self._narrow([n])
             for other in (*touched, *(link.other for link in self.links[n])):
                 if other not in seen:
                     self._offer(other)
-        return np.array([d[0] for d in self.domain], dtype=np.int64)
 
     def _offer(self, n: int, unasked: bool = False) -> None:
         """Breadth first, but compute before what serves it: views of parameters (the last first), parameters, and at
@@ -266,9 +273,12 @@ class _Walk:
 
     # -- deciding -----------------------------------------------------------------------------------
 
-    def _best(self, n: int) -> int:
-        """Position in the domain of the strategy to take."""
-        domain = self.domain[n]
+    def _score(self, n: int) -> Score:
+        """Strategies with which nothing moves come first, of these the one of least compute; else the one of least communication."""
+        domain, outside = self.domain[n], np.full(len(self.wiring.unit(n)), 2.0)
+        if len(domain) == 1:
+            outside[domain] = 0.0
+            return (outside,)
         moved, seconds = np.zeros(len(domain), int), np.zeros(len(domain))
         for link in self.links[n]:
             theirs = self.domain[link.other]
@@ -283,8 +293,15 @@ class _Walk:
         compute = self.wiring.compute(n)[domain]
         still = moved == 0
         first, second = np.where(still, compute, seconds), np.where(still, seconds, compute)
-        impossible = ~np.isfinite(seconds)
-        return int(np.lexsort((second, first, ~still, impossible))[0])
+        outside[domain] = ~np.isfinite(seconds)
+        return (outside, *(_at(domain, key, len(outside)) for key in (~still, first, second)))
+
+
+def _at(domain: np.ndarray, key: np.ndarray, n: int) -> np.ndarray:
+    """`key` of the strategies of `domain`, among n strategies."""
+    out = np.zeros(n)
+    out[domain] = key
+    return out
 
 
 # -- warnings ---------------------------------------------------------------------------------------

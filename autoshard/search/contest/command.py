@@ -15,7 +15,7 @@ from typing import Any
 
 from autoshard.errors import InfeasibleError, ProblemError
 from autoshard.search import solve
-from autoshard.search.board import MARGIN, Board
+from autoshard.search.board import MARGIN, Board, Event
 from autoshard.search.clock import Clock
 from autoshard.search.contest.infeasible import explain
 from autoshard.search.contest.read import read_problem, solution_json, write_atomically
@@ -155,10 +155,10 @@ class _ProgressLine:
     def __init__(self, quiet: bool):
         self.quiet, self.shown = quiet, False
 
-    def show(self, cost: float, bound: float, gap: float, seconds: float, message: str) -> None:
+    def show(self, e: Event) -> None:
         if not self.quiet:
             self.shown = True
-            line = f"{seconds:6.1f} s  cost {cost:,.10g}  bound {bound:,.10g}  gap {100 * gap:.4g} %  {message}"
+            line = f"{e.seconds:6.1f} s  cost {e.cost:,.10g}  bound {e.bound:,.10g}  gap {100 * e.gap:.4g} %  {e.message}"
             sys.stderr.write("\r\033[K" + line[:150])
             sys.stderr.flush()
 

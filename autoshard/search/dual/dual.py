@@ -52,7 +52,7 @@ class Dual:
 
     @property
     def bound(self) -> float:
-        return float(self.state[1]) + self.core.constant
+        return float(self.state[messages.BOUND]) + self.core.constant
 
     @property
     def sweep_work(self) -> int:
@@ -70,39 +70,39 @@ class Dual:
         """Raise the bound until `stall` rounds bring less than 1e-6, or the phase is over. `target` is a cost that was or may be
         reached; without one a little above the bound is aimed at."""
         self._warm_up(phase)
-        self.state[0], self.state[2] = step, 0.0
+        self.state[messages.STEP], self.state[messages.IDLE] = step, 0.0
         self.prices[:] = self.best_prices
         self.average[:] = 0.0
         flat, guess = 0, GUESS
         while flat < stall and not phase.over():
-            before = self.state[1]
+            before = self.state[messages.BOUND]
             self._aim(target, guess)
             self._round(phase)
-            if self.state[1] > self.ceiling:
+            if self.state[messages.BOUND] > self.ceiling:
                 raise Infeasible(-1)
-            guess = _adapt(guess, self.state[1] - before, self.state[3] - before)
-            flat = 0 if self.state[1] > before + 1e-6 * abs(before) else flat + 1
+            guess = _adapt(guess, self.state[messages.BOUND] - before, self.state[messages.TARGET] - before)
+            flat = 0 if self.state[messages.BOUND] > before + 1e-6 * abs(before) else flat + 1
             if not len(self.rows) and flat:
                 break
 
     def _warm_up(self, phase: Pace) -> None:
         """Messages at fixed prices until they settle: price steps taken on raw messages are noise."""
-        self.state[0] = 0.0
+        self.state[messages.STEP] = 0.0
         before = -np.inf
         while not phase.over():
             self._round(phase)
-            if self.state[1] <= before + SETTLED * abs(before):
+            if self.state[messages.BOUND] <= before + SETTLED * abs(before):
                 return
-            before = self.state[1]
+            before = self.state[messages.BOUND]
 
     def settle_at_prices(self, phase: Pace, work: float = math.inf) -> None:
         """Sweeps at the present prices only, until they bring less than 1e-7 of the bound, or have read `work` table entries."""
-        self.state[0], before = 0.0, -np.inf
+        self.state[messages.STEP], before = 0.0, -np.inf
         while not phase.over() and work > 0:
             self._round(phase)
-            if self.state[1] <= before + 1e-7 * abs(before):
+            if self.state[messages.BOUND] <= before + 1e-7 * abs(before):
                 return
-            before = self.state[1]
+            before = self.state[messages.BOUND]
             work -= ROUND * self.sweep_work
 
     def _round(self, phase: Pace) -> None:
@@ -112,9 +112,9 @@ class Dual:
 
     def _aim(self, target: float | None, guess: float) -> None:
         """The cost that steps aim at: the least known, else a little above the bound."""
-        known = min(self.state[4], math.inf if target is None else target - self.core.constant)
-        best = float(self.state[1])
-        self.state[3] = known if math.isfinite(known) else best + guess * abs(best)
+        known = min(self.state[messages.FITTING], math.inf if target is None else target - self.core.constant)
+        best = float(self.state[messages.BOUND])
+        self.state[messages.TARGET] = known if math.isfinite(known) else best + guess * abs(best)
 
     def settle(self) -> tuple[np.ndarray, float]:
         """(priced node costs, constant) at the best prices, after a few more sweeps of the messages."""
@@ -152,7 +152,7 @@ class Dual:
             phase.tick(sweeps)
             if value - bound <= max(TIGHT, enough) * abs(bound) or flat >= STALL or phase.over():
                 break
-        self.state[1] = bound - constant
+        self.state[messages.BOUND] = bound - constant
         return bound, choice, value
 
     def possible(self, upper: float) -> dict[int, np.ndarray]:

@@ -13,6 +13,10 @@ import numpy as np
 from autoshard.search.dual.jit import compiled
 from autoshard.search.dual.packed import Packed
 
+STEP, BOUND, IDLE, TARGET, FITTING = range(5)
+"""Places in the state of an ascent: the step on the prices, the best bound, sweeps without progress, the cost aimed at, and the least
+cost of a decoded choice that fits. One array, since compiled loops write to it."""
+
 
 @compiled
 def priced_costs(p: Packed, prices: np.ndarray, out: np.ndarray) -> float:
@@ -24,6 +28,13 @@ def priced_costs(p: Packed, prices: np.ndarray, out: np.ndarray) -> float:
         if prices[r] > 0.0:
             constant -= prices[r] * p.slack[r]
     out[:] = p.cost
+    add_usage(p, total, out)
+    return constant
+
+
+@compiled
+def add_usage(p: Packed, total: np.ndarray, out: np.ndarray) -> None:
+    """Add the price of usage to `out`; `total[r]`: prices of the rows before r, added up."""
     for v in range(len(p.start) - 1):
         base, k = p.start[v], p.start[v + 1] - p.start[v]
         for i in range(p.item_ptr[v], p.item_ptr[v + 1]):
@@ -31,7 +42,25 @@ def priced_costs(p: Packed, prices: np.ndarray, out: np.ndarray) -> float:
             if unit > 0.0:
                 for s in range(k):
                     out[base + s] += unit * p.amount[p.item_amount[i] + s]
-    return constant
+
+
+@compiled
+def _marginals(p: Packed, cost: np.ndarray, message: np.ndarray, v: int, theta: np.ndarray) -> float:
+    """Write v's cost with all messages into it to `theta`. Returns the part of it that goes along one edge: as many parts as v has
+    edges to earlier or to later nodes, whichever are more."""
+    base, k = p.start[v], p.start[v + 1] - p.start[v]
+    before = after = 0
+    for s in range(k):
+        theta[base + s] = cost[base + s]
+    for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
+        m = p.adj_message[a]
+        for s in range(k):
+            theta[base + s] += message[m + s]
+        if p.adj_node[a] < v:
+            before += 1
+        else:
+            after += 1
+    return 1.0 / max(before, after, 1)
 
 
 @compiled
@@ -42,24 +71,13 @@ def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, b
     for i in range(n):
         v = n - 1 - i if backward else i
         base, k = p.start[v], p.start[v + 1] - p.start[v]
-        before = after = 0
-        for s in range(k):
-            theta[base + s] = cost[base + s]
-        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            m = p.adj_message[a]
-            for s in range(k):
-                theta[base + s] += message[m + s]
-            if p.adj_node[a] < v:
-                before += 1
-            else:
-                after += 1
+        share = _marginals(p, cost, message, v, theta)
         least = theta[base]
         for s in range(1, k):
             least = min(least, theta[base + s])
         for s in range(k):
             theta[base + s] -= least
         bound += least
-        share = 1.0 / max(before, after, 1)
         for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
             if (p.adj_node[a] < v) == backward:
                 bound += _send(p, message, theta, v, a, share)
@@ -101,18 +119,7 @@ def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> f
     for i in range(n):
         v = n - 1 - i
         base, k = p.start[v], p.start[v + 1] - p.start[v]
-        before = after = 0
-        for s in range(k):
-            theta[base + s] = cost[base + s]
-        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            m = p.adj_message[a]
-            for s in range(k):
-                theta[base + s] += message[m + s]
-            if p.adj_node[a] < v:
-                before += 1
-            else:
-                after += 1
-        share = 1.0 / max(before, after, 1)
+        share = _marginals(p, cost, message, v, theta)
         for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
             if p.adj_node[a] < v:
                 _send(p, message, theta, v, a, share)
@@ -195,8 +202,8 @@ def total_cost(p: Packed, choice: np.ndarray) -> float:
 @compiled
 def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray, best_prices: np.ndarray,
            choice: np.ndarray, best_choice: np.ndarray, average: np.ndarray, sweeps: int) -> float:
-    """Alternate sweeps with steps on the prices (none while the step is 0), `sweeps` times. `state` = [step, best bound,
-    sweeps without progress, target, least cost of a decoded choice that fits (it is in `best_choice`)].
+    """Alternate sweeps with steps on the prices (none while the step is 0), `sweeps` times. `state`: see STEP and
+    the names beside it; the choice of cost `state[FITTING]` is in `best_choice`.
 
     The step follows the averaged excess load of the decoded choices, scaled by (target - bound) / |excess|^2; after 40
     sweeps without progress it shrinks and starts again from the best prices. Returns the last bound."""
@@ -207,29 +214,29 @@ def ascend(p: Packed, prices: np.ndarray, message: np.ndarray, state: np.ndarray
         sweep(p, cost, message, theta, False)
         bound = sweep(p, cost, message, theta, True) + constant
         _note_progress(bound, prices, state, best_prices, average)
-        if len(prices) == 0 or state[0] == 0.0:
+        if len(prices) == 0 or state[STEP] == 0.0:
             continue
         decode(p, cost, message, choice)
         excess = (row_loads(p, choice) - p.slack) / p.scale
         value = _fitting_cost(p, choice, excess)
-        if value < state[4]:
-            state[4] = value
+        if value < state[FITTING]:
+            state[FITTING] = value
             best_choice[:] = choice
-        _step_prices(p, prices, average, excess, state[0] * max(state[3] - bound, 1e-6 * abs(bound)))
+        _step_prices(p, prices, average, excess, state[STEP] * max(state[TARGET] - bound, 1e-6 * abs(bound)))
     return bound
 
 
 @compiled
 def _note_progress(bound: float, prices: np.ndarray, state: np.ndarray, best_prices: np.ndarray, average: np.ndarray) -> None:
-    if bound > state[1]:
-        if bound > state[1] + 1e-6 * abs(bound):
-            state[2] = 0.0
-        state[1] = bound
+    if bound > state[BOUND]:
+        if bound > state[BOUND] + 1e-6 * abs(bound):
+            state[IDLE] = 0.0
+        state[BOUND] = bound
         best_prices[:] = prices
-    state[2] += 1.0
-    if state[2] > 40.0:
-        state[0] *= 0.6
-        state[2] = 0.0
+    state[IDLE] += 1.0
+    if state[IDLE] > 40.0:
+        state[STEP] *= 0.6
+        state[IDLE] = 0.0
         prices[:] = best_prices
         average[:] = 0.0
 

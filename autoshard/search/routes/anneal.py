@@ -74,12 +74,12 @@ def first_fitting(board: Board, core: Core, seed: int) -> None:
     know a cost. Given up after `PATIENCE` chunks without progress, or half the time."""
     dual, phase = Dual(core), Phase(board.clock, 0.5)
     walker = _walker(dual, _decoded(dual, 1.0), seed)
-    least, waited = walker.tally[1], 0
-    while walker.tally[1] > 0.0 and waited < PATIENCE and not phase.over():
-        _move(dual, walker, HOT * max(abs(walker.tally[0] + core.constant), 1e-300))
+    least, waited = walker.tally[moves.OVER], 0
+    while walker.tally[moves.OVER] > 0.0 and waited < PATIENCE and not phase.over():
+        _move(dual, walker, HOT * max(abs(walker.tally[moves.COST] + core.constant), 1e-300))
         phase.tick(CHUNK)
-        waited = 0 if walker.tally[1] < 0.99 * least else waited + 1
-        least = min(least, walker.tally[1])
+        waited = 0 if walker.tally[moves.OVER] < 0.99 * least else waited + 1
+        least = min(least, walker.tally[moves.OVER])
     board.clock.work += phase.work
     _offer(board, dual, walker)
 
@@ -88,7 +88,7 @@ def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int,
     """One schedule per thread, then again, with smaller steps, from the best one's prices."""
     first = _best_climb(board, core, prices, threads, share, None)
     best = _best_climb(board, core, first.row_prices(), threads, share, first)
-    if math.isfinite(best.state[4]):
+    if math.isfinite(best.state[messages.FITTING]):
         board.offer(best.core.lift(_spread(best, best.best_choice)), "prices")
     return best
 
@@ -108,8 +108,8 @@ def _best_climb(board: Board, core: Core, prices: np.ndarray | None, threads: in
     if before is not None:
         duals.append(before)
     best = max(duals, key=lambda d: d.bound)
-    cheapest = min(duals, key=lambda d: float(d.state[4]))
-    best.state[4], best.best_choice = cheapest.state[4], cheapest.best_choice
+    cheapest = min(duals, key=lambda d: float(d.state[messages.FITTING]))
+    best.state[messages.FITTING], best.best_choice = cheapest.state[messages.FITTING], cheapest.best_choice
     return best
 
 
@@ -146,33 +146,33 @@ def walk(board: Board, dual: Dual, seed: int, threads: int, share: float, heat: 
 
 
 def _anneal(board: Board, dual: Dual, walker: Walker, phase: Phase, heat: float) -> None:
-    scale = heat * max(abs(walker.tally[0] + dual.core.constant), 1e-300)
-    offered, told = walker.tally[2], phase.clock.seconds
+    scale = heat * max(abs(walker.tally[moves.COST] + dual.core.constant), 1e-300)
+    offered, told = walker.tally[moves.BEST], phase.clock.seconds
     while not phase.over():
         _move(dual, walker, scale * HOT * (COLD / HOT) ** phase.fraction)
         phase.tick(CHUNK)
-        if walker.tally[2] < offered and phase.clock.seconds - told > 2.0:
+        if walker.tally[moves.BEST] < offered and phase.clock.seconds - told > 2.0:
             _offer(board, dual, walker)
-            offered, told = walker.tally[2], phase.clock.seconds
+            offered, told = walker.tally[moves.BEST], phase.clock.seconds
 
 
 def _move(dual: Dual, walker: Walker, temperature: float) -> None:
     """A chunk of moves. While the walker does not fit, the rows it overloads get dearer first."""
     p = dual.packed
-    if walker.tally[1] > 0.0:
+    if walker.tally[moves.OVER] > 0.0:
         excess = np.where(np.isinf(p.price), np.maximum(0.0, walker.load - p.slack), 0.0) / p.scale
         total = float(excess.sum())
         if total > 0.0:
-            cost = abs(walker.tally[0] + dual.core.constant)
+            cost = abs(walker.tally[moves.COST] + dual.core.constant)
             growth = REPAIR * max(cost if np.isfinite(cost) else 1.0, 1e-300)  # a start may stand on a forbidden pair
             walker.prices = walker.prices + growth * excess / total / p.scale
-        walker.tally[3] = 1.0
+        walker.tally[moves.FACTOR] = 1.0
     moves.anneal(p, walker.choice, walker.best, walker.load, walker.tally, walker.prices, walker.rng, CHUNK, TREE,
                  temperature, temperature, NOISE)
 
 
 def _offer(board: Board, dual: Dual, walker: Walker) -> None:
-    if walker.tally[2] + dual.core.constant < board.cost:
+    if walker.tally[moves.BEST] + dual.core.constant < board.cost:
         board.offer(dual.core.lift(_spread(dual, walker.best)), "annealing")
 
 
@@ -188,7 +188,7 @@ def _walkers(board: Board, dual: Dual, seed: int, threads: int, share: float, he
     phases = [Phase(board.clock, share, len(found)) for _ in found]
 
     def try_out(walker: Walker, phase: Phase) -> None:
-        scale = heat * HOT * max(abs(walker.tally[0] + dual.core.constant), 1e-300)
+        scale = heat * HOT * max(abs(walker.tally[moves.COST] + dual.core.constant), 1e-300)
         for trial in range(TRIALS):
             if phase.over():
                 return
@@ -198,7 +198,7 @@ def _walkers(board: Board, dual: Dual, seed: int, threads: int, share: float, he
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(try_out, found, phases))
     board.clock.work += sum(p.work for p in phases)
-    found.sort(key=lambda w: (w.tally[2], w.tally[1]))
+    found.sort(key=lambda w: (w.tally[moves.BEST], w.tally[moves.OVER]))
     _offer(board, dual, found[0])
     more = [_walker(dual, found[i % len(found)].choice, seed * 64 + i) for i in range(len(found), threads)]
     return [*found[:threads], *more]
@@ -216,7 +216,7 @@ def _walker(dual: Dual, choice: np.ndarray, seed: int) -> Walker:
 def _starts(board: Board, dual: Dual) -> list[np.ndarray]:
     """Decodings at rising prices, and the best choice so far where this core can still express it."""
     found = [_decoded(dual, factor) for factor in FACTORS]
-    if math.isfinite(dual.state[4]):
+    if math.isfinite(dual.state[messages.FITTING]):
         found.append(dual.best_choice)
     if board.choice is not None:
         found.append(_repaired(dual, dual.core.project(board.choice)[dual.nodes]))

@@ -10,7 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.search.dual.jit import compiled
+from autoshard.search.dual.messages import add_usage
 from autoshard.search.dual.packed import Packed
+
+COST, OVER, BEST, FACTOR = range(4)
+"""Places in the tally of a walk: its cost with priced excess, its violation, the best cost, and the factor on the prices."""
 
 
 @compiled
@@ -227,13 +231,13 @@ def anneal(p: Packed, choice: np.ndarray, best: np.ndarray, load: np.ndarray, ta
            rng: np.ndarray, moves: int, most: int, hot: float, cold: float, noise: float) -> None:
     """Make `moves` moves on `choice` (with its `load`), the temperature falling geometrically from `hot` to `cold`.
 
-    tally = [cost with priced excess, violation, best cost, factor on the prices]; `best` is only replaced by choices that fit."""
+    `tally`: see COST and the names beside it; `best` is only replaced by choices that fit."""
     work = _workspace(p, choice, len(load), prices)
     soft, paid = bool(np.any(p.price < np.inf)), excess_cost(load, p)
     for move in range(moves):
         if move % 64 == 0:
             for i in range(len(work.priced)):
-                work.priced[i] = p.cost[i] + tally[3] * work.unit[i]
+                work.priced[i] = p.cost[i] + tally[FACTOR] * work.unit[i]
         temperature = hot * (cold / hot) ** (move / moves) if hot > 0.0 else 0.0
         length = _propose(p, work, choice, rng, move + 1, most, noise * temperature)
         if _moves(length, work.tree, choice, work.new):
@@ -257,13 +261,13 @@ def _decide(p: Packed, work: Workspace, length: int, choice: np.ndarray, best: n
     what priced rows cost before it; returns what they cost now."""
     change = _change(p, length, work.tree, choice, work.new)
     allowed = -temperature * np.log(1.0 - _random(rng))
-    accept = change <= allowed or tally[1] > 0.0
+    accept = change <= allowed or tally[OVER] > 0.0
     over = excess = 0.0
     if (accept or soft) and len(load) > 0:
         over, excess = _apply_loads(p, length, work.tree, choice, work.new, load, work.trial)
         change += excess - paid
-        accept = change <= allowed and over <= 0.0 if tally[1] <= 0.0 else over < tally[1]
-        tally[3] = tally[3] * 0.999 if over <= 0.0 else min(tally[3] * 1.002, 20.0)
+        accept = change <= allowed and over <= 0.0 if tally[OVER] <= 0.0 else over < tally[OVER]
+        tally[FACTOR] = tally[FACTOR] * 0.999 if over <= 0.0 else min(tally[FACTOR] * 1.002, 20.0)
     if not accept:
         _copy(length, work.tree, choice, work.new)
         return paid
@@ -290,10 +294,10 @@ def _copy(length: int, tree: np.ndarray, source: np.ndarray, target: np.ndarray)
 @compiled
 def _note(choice: np.ndarray, best: np.ndarray, tally: np.ndarray, change: float, over: float) -> None:
     """An accepted move: the tally, and the best choice if this one fits and is cheaper."""
-    tally[0] += change
-    tally[1] = over
-    if over <= 0.0 and tally[0] < tally[2]:
-        tally[2] = tally[0]
+    tally[COST] += change
+    tally[OVER] = over
+    if over <= 0.0 and tally[COST] < tally[BEST]:
+        tally[BEST] = tally[COST]
         best[:] = choice
 
 
@@ -303,9 +307,4 @@ def _usage_price(p: Packed, prices: np.ndarray, out: np.ndarray) -> None:
     for r in range(len(prices)):
         total[r + 1] = total[r] + prices[r]
     out[:] = 0.0
-    for v in range(len(p.start) - 1):
-        base, k = p.start[v], p.start[v + 1] - p.start[v]
-        for i in range(p.item_ptr[v], p.item_ptr[v + 1]):
-            unit = total[p.item_hi[i]] - total[p.item_lo[i]]
-            for s in range(k):
-                out[base + s] += unit * p.amount[p.item_amount[i] + s]
+    add_usage(p, total, out)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from autoshard.search.board import MARGIN, TIED, Board
+from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Clock
 from autoshard.search.mip import guarded
 from autoshard.search.problem import row_loads
@@ -78,7 +78,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     tied_best = quotient.best if quotient is not None else None
     if quotient is not None and (choice := quotient.solved()) is not None:
         likely, reduced = True, not (quotient.core.price == 0)[core.price > 0].any()
-        board.offer(choice, TIED)
+        board.offer(choice, "layers tied", tied=True)
     else:
         likely, reduced = False, False
         _close_tied(board, quotient, seed)
@@ -126,7 +126,7 @@ def _close_tied(board: Board, quotient: Quotient | None, seed: int) -> None:
     close(own, quotient.core, quotient.best, seed, TIED_NODES)
     board.clock.cut |= own.clock.cut or own.clock.expired()
     if own.choice is not None:
-        board.offer(quotient.tied.lift(own.choice), TIED)
+        board.offer(quotient.tied.lift(own.choice), "layers tied", tied=True)
     board.tied_proven = own.proven and board.cost >= copies * own.cost - MARGIN * abs(board.cost)
     board.stats["tied"] = {"cost": copies * own.cost, "bound": copies * own.bound, "seconds": own.clock.seconds}
 

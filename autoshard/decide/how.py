@@ -1,0 +1,39 @@
+"""How to search: for how long, with which backend, and who is told."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.search import Clock, solve
+from autoshard.search.board import Board, Event, Progress
+from autoshard.search.problem import Problem, Solution
+
+
+@dataclass(frozen=True, eq=False)
+class How:
+    """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement."""
+
+    clock: Clock
+    backend: str = "auto"
+    progress: Progress | None = None
+
+    def part(self, share: float = 1.0) -> How:
+        """The same for a share of the time left."""
+        return replace(self, clock=self.clock.part(share))
+
+    def solve(self, problem: Problem, starts: Sequence[np.ndarray] = (), near: Sequence[np.ndarray] = ()) -> Solution:
+        """Minimise `problem`. `starts`, `near`: as `incumbents` and `near` of `search.solve`."""
+        return solve(problem, backend=self.backend, clock=self.clock, progress=self.progress, incumbents=starts, near=near)
+
+    def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool]) -> Solution:
+        """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`."""
+        def watch(event: Event) -> None:
+            if self.progress is not None:
+                self.progress(event)
+            if event.tied and enough(board.choice):
+                board.clock.stop = True
+
+        board = Board(problem, self.clock.part(), watch)
+        return solve(problem, backend=self.backend, board=board, incumbents=starts)
