@@ -14,6 +14,7 @@ from typing import Any
 
 _HOMES = {
     "annotate": "autoshard.seeds.marks",
+    "clip_grad_norm_": "autoshard.runtime.params.clip",
     "compile": "autoshard.api",
     "plan": "autoshard.api",
     "local_update": "autoshard.runtime.params.update",

@@ -4,11 +4,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
@@ -23,10 +25,15 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.program import formulate_within, with_starts
 from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline import batch
+from autoshard.pipeline.cut_search import SHORT_STAGES, choices, searched
+from autoshard.pipeline.pipelined import pipelined, submesh
+from autoshard.pipeline.plan_stages import merged, plan_stages
 from autoshard.program.calling import Traced
 from autoshard.runtime.cache import cache_folder, planner_key
 from autoshard.runtime.compile import Settings, Variant, check_compilable
 from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.pipeline.module import pipeline_module
+from autoshard.runtime.pipeline.variant import PipelineVariant
 from autoshard.runtime.ranks.heartbeat import JOIN
 from autoshard.runtime.ranks.place import locate
 from autoshard.runtime.step import Step
@@ -121,19 +128,26 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
 
-    def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan:
-        return plan_traced(traced, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, fixed={**stored, **inputs},
+    def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec], pipeline: Pipeline | None = None) -> Plan:
+        asked = replace(options, pipeline=pipeline or options.pipeline)
+        return plan_traced(traced, mesh, asked, clock=PhaseTimer(progress), has_loss=loss_fn is not None, fixed={**stored, **inputs},
                            profile=profile, interruptible=False)  # who stops a training script wants it to end
 
     def build(variant: Variant) -> Step:  # at the first call of every variant: with or without gradients, other shapes
         plan = variant.agreed_plan(planner)
+        if isinstance(variant, PipelineVariant):
+            return variant.assemble(plan)
         order = variant.schedule(plan)
         return variant.bind(plan, variant.lower(plan, order))
 
     check_compilable(model, mesh_of(mesh), options)
     chosen = loaded(plan)
     settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile))
-    compiled = CompiledModule(model, locate(mesh, device, join_timeout), settings)
+    compiled: CompiledModule
+    if options.pipeline.stages(mesh_of(mesh)) > 1:
+        compiled = pipeline_module(model, locate(mesh, device, join_timeout), settings, example_inputs is not None)
+    else:
+        compiled = CompiledModule(model, locate(mesh, device, join_timeout), settings)
     if example_inputs is not None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):
             compiled.prepare(*example_inputs, **dict(example_kwargs or {}))
@@ -147,19 +161,44 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTim
     buffers and inputs by name come before seeds: that is how they are held already. `profile`: what `options.cluster` held
     when it was read; without it, it is read now."""
     clock = clock or PhaseTimer()
+    if options.pipeline.stages(mesh) > 1:
+        return plan_pipeline(traced, mesh, options, clock, fixed or {}, profile or load_cluster(options.cluster), has_loss=has_loss,
+                             model_info=model_info, interruptible=interruptible)
     return decide(prices(traced, mesh, options, clock=clock, fixed=fixed, profile=profile), options, clock=clock, has_loss=has_loss,
                   model_info=model_info, interruptible=interruptible)
 
 
-def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None,
-           fixed: Mapping[str, Spec] | None = None, profile: Cluster | None = None) -> CostTable:
-    """What every strategy and every change of layout costs; explaining and comparing plans start from here too."""
+def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTimer, fixed: Mapping[str, Spec], profile: Cluster,
+                  **how: Any) -> Plan:
+    """Cut the graph, plan every stage on its submesh, and put the plans together."""
+    resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
+    stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
+
+    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, within: Options = options) -> Plan:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight)
+        table = prices(replace(traced, graph=graph), stages, within, clock=clock, fixed=fixed, profile=profile, step=step)
+        return decide(table, within, clock=clock, **how)
+
+    def plan_with(choice: Pipeline) -> Plan:
+        with clock("cut"):
+            made = pipelined(traced.graph, mesh, choice, profile)
+        return merged(made, plan_stages(made, fixed, plan_stage), wire)
+
+    short = partial(plan_stage, within=replace(options, time_limit=options.time_limit / SHORT_STAGES))
+    return searched(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, short, profile, wire, options.memory_limit(profile)),
+                    plan_with)
+
+
+def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
+           profile: Cluster | None = None, step: Training | None = None) -> CostTable:
+    """What every strategy and every change of layout costs; explaining and comparing plans start from here too. `step`: of a stage of a
+    pipeline, what a step does besides the graph."""
     graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
     with clock("strategies"):
-        seeds = holding(resolve_seeds(graph, mesh, options.seeds), graph, fixed or {})
+        seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, fixed or {})
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.passing.outputs))
     with clock("costs"):
-        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer")
+        step = step or Training(options.optimizer, graph.training, offload=options.offload == "optimizer")
         return replace(build_cost_table(graph, mesh, profile, strategies, step), seeds=seeds)
 
 

@@ -26,6 +26,10 @@ Kind = Literal["param", "buffer", "input", "tangent", "call", "output"]
 
 KEPT = "kept"
 """Keyword of a source."""
+PORT = "port"
+"""Keyword of an input, tangent or output where a stage of a pipeline receives or sends a value."""
+WEIGHT = "weight"
+"""The window of a split backward that makes the gradients of parameters; what sends gradients to other stages stays in `BACKWARD`."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,9 @@ class Op:
 
     param / buffer   target = its qualified name          input     target = its name ("x", "input:0")
     tangent          target = index of the user output    output    target = an `Output`; one Ref in args
+
+    `traced_at`: of a forward call its number in the trace, of a backward call that of the forward call whose gradient it takes part
+    in (of its autograd node); -1 where there is none. It outlives ops that were simplified away.
     """
 
     name: str
@@ -165,6 +172,7 @@ class Op:
     module: str = ""
     source: str = ""
     code: str = ""
+    traced_at: int = -1
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
@@ -176,6 +184,11 @@ class Op:
         """Of a source (recompute/rewrite.py): the values of forward that it may keep; they come last in `refs`."""
         kept: tuple[Ref, ...] = dict(self.kwargs).get(KEPT, ())
         return kept
+
+    @property
+    def is_port(self) -> bool:
+        """Whether another stage of a pipeline is at its other end: its placement is free, and tied to nothing here."""
+        return any(key == PORT for key, _ in self.kwargs)
 
     @property
     def where(self) -> str:
@@ -291,12 +304,13 @@ class Graph:
 
     @cached_property
     def ties(self) -> dict[str, str]:
-        """Op -> op that it lies as: a gradient as its parameter or input, a mutation as its buffer, a tangent as its output."""
+        """Op -> op that it lies as: a gradient as its parameter or input, a mutation as its buffer, a tangent as its output (where that is
+        not in another stage of a pipeline)."""
         stored = {op.target: op.name for op in self.of_kind("param", "input", "buffer")}
         results = self.outputs(Role.USER)
         owned = [op for op in self.of_kind("output") if op.target.role is not Role.USER and op.target.name in stored]
         ties = {op.name: stored[op.target.name] for op in owned}
-        return ties | {op.name: results[op.target].name for op in self.of_kind("tangent")}
+        return ties | {op.name: results[op.target].name for op in self.of_kind("tangent") if op.target in results}
 
     @cached_property
     def chosen_ties(self) -> dict[str, str]:

@@ -18,6 +18,8 @@ class Role(StrEnum):
     """A result of the model; the output's name is its index."""
     MUTATION = "mutation"
     """The new value of the buffer with the output's name."""
+    SEND = "send"
+    """What one stage of a pipeline sends to another; the output's name is that of the wire."""
 
 
 @dataclass(frozen=True)

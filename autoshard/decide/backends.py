@@ -40,8 +40,8 @@ class Found:
         program = self.program
         plan = make_plan(program.formulation, self.solution, model=model, settings=program.settings, seeds=seeds, notes=seed_notes(table),
                          timelines=program.timelines)
-        more = (*whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan))
-        plan = replace(plan, notes=(*plan.notes, *more), status=self.status).recomputing(table.graph.hash)
+        notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan))
+        plan = replace(plan, notes=notes, status=self.status).recomputing(table.graph.hash)
         return replace(plan, notes=(*plan.notes, *self.warnings))
 
 

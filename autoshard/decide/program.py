@@ -47,7 +47,7 @@ class Program:
 
 def formulate_within(table: CostTable, limit: float) -> Formulation:
     """The search problem of a cost table, within so many bytes per rank."""
-    return formulate(table, memory_limit=limit, layers=repeated_layers(table.graph))
+    return formulate(table, memory_limit=limit, layers=repeated_layers(table.graph), in_flight=table.training.in_flight)
 
 
 def with_starts(formulation: Formulation, settings: Mapping[str, Any]) -> Program:

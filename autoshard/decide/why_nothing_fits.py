@@ -75,7 +75,8 @@ def _seeds_in_the_way(program: Program, how: How) -> str:
     table, budget = program.formulation.table, program.formulation.budget
     if not table.seeds.matches:
         return ""
-    free = formulate(without_seeds(table.base or table, program.settings.get("outputs", "replicate")), memory_limit=budget.limit)
+    free = formulate(without_seeds(table.base or table, program.settings.get("outputs", "replicate")), memory_limit=budget.limit,
+                     in_flight=table.training.in_flight)
     timelines = Timelines(free, program.settings)
     found = search_within(Program(free, timelines), how)
     if found.choice is None:

@@ -17,7 +17,7 @@ from autoshard.pipeline.action_text import text_of
 from autoshard.pipeline.actions import COMPUTE, KINDS, ONCE_A_STEP, Action, ActionTable
 
 NOTHING = -1
-KIND_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+NUMBER: dict[str, int] = {kind: number for number, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Network:
 
     @cached_property
     def price(self) -> np.ndarray:
-        return np.array([KIND_NUMBER[e.kind] * self.table.stages + e.stage for e in self.events], dtype=np.int64)
+        return np.array([NUMBER[e.kind] * self.table.stages + e.stage for e in self.events], dtype=np.int64)
 
 
 def network_of(table: ActionTable) -> Network:

@@ -4,6 +4,7 @@ A rank does its actions in order, each as soon as what it reads is there. A tran
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.pipeline.actions import COMPUTE, KINDS, ActionTable
-from autoshard.pipeline.network import KIND_NUMBER, NOTHING, Network
+from autoshard.pipeline.network import NOTHING, NUMBER, Network
 from autoshard.search.dual.jit import compiled
 
 
@@ -26,7 +27,7 @@ class Seconds:
         """One value per stage, or one for all, by kind; kinds that are not given last no time."""
         of = np.zeros((len(KINDS), stages))
         for kind, value in seconds.items():
-            of[[number for name, number in KIND_NUMBER.items() if name == kind]] = value
+            of[NUMBER[kind]] = value
         return Seconds(of)
 
 
@@ -76,7 +77,7 @@ def play(network: Network, seconds: Seconds) -> Playback:
 
 def makespans(network: Network, seconds: np.ndarray) -> np.ndarray:
     """Of many cases at once: `seconds[case, kind, stage]`."""
-    flat = np.ascontiguousarray(seconds.reshape(len(seconds), -1), dtype=np.float64)
+    flat = np.ascontiguousarray(seconds.reshape(len(seconds), math.prod(seconds.shape[1:])), dtype=np.float64)
     out = np.zeros(len(flat))
     _makespans(network.before, network.source, network.price, flat, out)
     return out

@@ -18,7 +18,7 @@ from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 
 FOREVER = 2**62
-KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries"}
+KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries", Role.SEND: "outputs"}
 """Category of memory in which a window's results are counted from its end on."""
 
 
@@ -100,6 +100,8 @@ class _Player:
     def _input(self, op: Op) -> None:
         held, whole = Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), self.plan.settings.get("inputs", "global") == "global"
         buffer = self._given(held, "inputs")
+        if op.is_port:  # what another stage sends is local
+            return
         local, dim = buffer.nbytes, batch_dim_of(op)
         pieces = 1 if dim is None else self.graph.microbatches
         buffer.nbytes = pieces * (self.graph.meta(held.ref).nbytes if whole else local)

@@ -54,7 +54,7 @@ def values_of(traced: Traced, state: Mapping[str, torch.Tensor], inputs: Sequenc
         for op in traced.graph.ops:
             if op.kind == "call":
                 answer = instead(op, tuple(found[r.op][r.index] for r in op.refs))
-                found[op.name] = _call(op, found, device) if answer is None else answer
+                found[op.name] = call_op(op, found, device) if answer is None else answer
             elif op.kind != "output":
                 if op.kind == "tangent" and callable(tangents):
                     tangents = tangents(found)
@@ -74,7 +74,7 @@ def _given(op: Op, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch
     return as_stored(source[op.target].detach())
 
 
-def _call(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
+def call_op(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
     def value(leaf: Any) -> Any:
         return values[leaf.op][leaf.index] if isinstance(leaf, Ref) else leaf
 

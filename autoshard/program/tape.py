@@ -70,6 +70,7 @@ class Tape:
         self._alive: list[Any] = []
         self._counts: dict[str, int] = {}
         self._origin: dict[int, tuple[str, str, str]] = {}
+        self._traced_at: dict[int | None, int] = {}  # by the number of the autograd node
         self._checkpoint_of: dict[int, int] = {}
         self._checkpoints: dict[FrameType, int] = {}
         self._twins: dict[Any, list[Op]] = {}
@@ -173,7 +174,7 @@ class Tape:
         name = self._name(base, "_recompute" if recompute else "")
         # a number among the outputs is fixed by the shapes; where it is used it is in the args already
         outputs = tuple(meta_of(r) if isinstance(r, torch.Tensor) else None for r in results)
-        op = Op(name, "call", target, args, kwargs, outputs, self.phase, module, source, code)
+        op = Op(name, "call", target, args, kwargs, outputs, self.phase, module, source, code, self._number(recompute, twin))
         self.add(op)
         self._bind_all(results, name)
         if within is not None and self.phase == "forward":
@@ -183,6 +184,15 @@ class Tape:
         if target in SAME_VALUE:  # nested calls of checkpoint hand each other such copies
             self._canonical[Ref(name)] = self._canon(args[0])
         return recompute
+
+    def _number(self, recompute: bool, twin: Op | None) -> int:
+        """See `Op.traced_at`. A recomputed op has the number of the op that it repeats, and so have the gradients through it."""
+        if self.phase == "forward":
+            self._traced_at.setdefault(_torch.sequence_number(), len(self.ops))
+            return len(self.ops)
+        if recompute:
+            return self._traced_at.setdefault(_torch.sequence_number(), -1 if twin is None else twin.traced_at)
+        return self._traced_at.get(_torch.backward_sequence_number(), -1)
 
     def _bind_all(self, results: Any, name: str) -> None:
         for i, r in enumerate(results):

@@ -14,6 +14,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec
 from autoshard.decide.options import Options
+from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.lower.lower import Lowered, lower
 from autoshard.lower.schedule import Schedule, schedule
@@ -34,9 +35,10 @@ log = logging.getLogger("autoshard")
 
 
 class Planner(Protocol):
-    """Searches a plan. `stored` and `inputs` fix placements by name ("wq.weight", "input:0")."""
+    """Searches a plan. `stored` and `inputs` fix placements by name ("wq.weight", "input:0"), `pipeline` where stages begin."""
 
-    def __call__(self, traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec]) -> Plan: ...
+    def __call__(self, traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec],
+                 pipeline: Pipeline | None = None) -> Plan: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +74,26 @@ class Variant:
 
         def checked() -> Plan:
             plan = Plan.from_json(text)
-            check_fits(plan, graph, mesh)
-            if self.stored.specs and not self.replan:
+            self.check(plan)
+            if self.settled and not self.replan:
                 self.stored.check(plan.placements)
             return plan
 
         return alone(self.place, checked)
+
+    @property
+    def settled(self) -> Mapping[str, Spec]:
+        """Placements of parameters and buffers that an earlier variant settled."""
+        return self.stored.specs
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages that an earlier variant settled."""
+        return None
+
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError for a plan that is not for this program and mesh."""
+        check_fits(plan, self.traced.graph, self.place.mesh)
 
     def schedule(self, plan: Plan) -> Schedule:
         """The order in which a rank works."""
@@ -110,20 +126,20 @@ class Variant:
 
     def _plan(self, planner: Planner) -> Plan:
         graph, mesh, given = self.traced.graph, self.place.mesh, self.settings.plan
-        stored = {} if self.replan else dict(self.stored.specs)
+        stored = {} if self.replan else dict(self.settled)
         if given is not None and not self.replan:
+            if given.graph_hash == graph.hash or not stored and given.settings.get("training") == graph.training:
+                self.check(given)
             if given.graph_hash == graph.hash:
-                check_fits(given, graph, mesh)
                 return given
-            if not stored and given.settings.get("training") == graph.training:
-                check_fits(given, graph, mesh)
             stored = stored or given.placements
             log.info("the given plan is for another variant; planning this one with its placements")
         names = {op.target for op in graph.of_kind("param", "buffer")}
         stored = {name: spec for name, spec in stored.items() if name in names}
-        key = key_of(graph.hash, str(mesh), self.settings.key, sorted(stored.items()), sorted(self.inputs.items()))
-        return cached(self.settings.options.running.cache, key, lambda: planner(self.traced, mesh, stored=stored, inputs=self.inputs),
-                      lambda found: check_fits(found, graph, mesh))
+        key = key_of(graph.hash, str(mesh), self.settings.key, sorted(stored.items()), sorted(self.inputs.items()), *filter(None, (self.pipeline,)))
+        return cached(self.settings.options.running.cache, key,
+                      lambda: planner(self.traced, mesh, stored=stored, inputs=self.inputs, pipeline=self.pipeline),
+                      self.check)
 
 
 def check_compilable(model: nn.Module, mesh: Mesh, options: Options) -> None:

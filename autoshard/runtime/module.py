@@ -17,6 +17,7 @@ from autoshard.base.random import mix
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.pipeline import batch
 from autoshard.program.binding import Binding, leaf_key
+from autoshard.program.calling import Traced
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.guidance import Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
@@ -43,7 +44,7 @@ class CompiledModule(Guidance, nn.Module):
         super().__init__()
         self.place, self.settings, self.options, self.passing = place, settings, settings.options, settings.options.passing
         self._binding = Binding.of(model, settings.loss_fn)
-        self._stored = Stored(model, place, settings.options.precision)
+        self._stored = Stored(model, self._stores_at, settings.options.precision)
         self._visible = {"root": shell(self._stored.module)}  # in a dict, so that it is no submodule
         root = self._visible["root"]
         guard(self, root)
@@ -62,6 +63,25 @@ class CompiledModule(Guidance, nn.Module):
         self._pending: dict[Step, list[torch.Tensor]] = {}
         self._seed: int | None = None
         self._calls = 0
+
+    # --- what a pipeline has otherwise ---
+
+    @property
+    def _stores_at(self) -> Place:
+        """The ranks that parameters lie on."""
+        return self.place
+
+    @property
+    def _program(self) -> nn.Module:
+        """What is traced."""
+        return self._stored.module
+
+    def is_first_holder(self, name: str) -> bool:
+        """Whether this rank counts the parameter where every one is to count once: of those that several stages have, the first's."""
+        return True
+
+    def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
+        return Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
 
     # --- calls ---
 
@@ -84,7 +104,7 @@ class CompiledModule(Guidance, nn.Module):
             self.name_who_left(e)
             raise
         if self._wraps:
-            outs = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self.place)
+            outs = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self._stores_at)
                          for t, s, m in zip(outs, step.user_specs, step.user_metas, strict=True))
         return step.calling.unflatten(outs)
 
@@ -135,19 +155,19 @@ class CompiledModule(Guidance, nn.Module):
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
         args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
-        traced = alone(self.place, lambda: batch.traced(self._stored.module, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
+        traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
                                                         precision=self.options.precision, marks=self.options.marks,
                                                         fallback=self.options.fallback, hooks_run=True))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
-        step = self.settings.build(Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan))
+        step = self.settings.build(self._variant(traced, fixed, replan))
         self._steps[key] = step
         self._recipes[key] = stand_ins
         self._latest = (key, step)
         return step
 
     def _facts(self, key: Any) -> dict[str, str]:
-        return call_facts(self._stored.module, self.settings, key, self._told[0] + 1, first=not self._steps)
+        return call_facts(self._program, self.settings, key, self._told[0] + 1, first=not self._steps)
 
     def name_who_left(self, e: Exception) -> None:
         """Where a collective fails (with `e`) because a rank does not come: raises AutoshardError, which says which one and why, if
@@ -171,7 +191,7 @@ class CompiledModule(Guidance, nn.Module):
     def _sync_modes(self) -> None:
         """train() and eval() reach the modules the user sees; tracing runs their twins."""
         self._visible["root"].__dict__["training"] = self.training
-        for twin, seen in zip(self._stored.module.modules(), self._visible["root"].modules(), strict=True):
+        for twin, seen in zip(self._program.modules(), self._visible["root"].modules(), strict=True):
             twin.training = seen.training
 
     def _without_autocast(self) -> Any:

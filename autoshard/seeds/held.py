@@ -10,6 +10,7 @@ from autoshard.seeds.seeds import Seeds
 
 
 def holding(seeds: Seeds, graph: Graph, fixed: Mapping[str, Spec]) -> Seeds:
-    """The seeds, with placements of parameters, buffers and inputs by name before them."""
-    held = {op.name: frozenset({tuple(fixed[op.target])}) for op in graph.of_kind("param", "buffer", "input") if op.target in fixed}
+    """The seeds, with placements of parameters, buffers and inputs by name before them, and of what stages of a pipeline exchange."""
+    held = {op.name: frozenset({tuple(fixed[str(op.target)])}) for op in graph.of_kind("param", "buffer", "input", "tangent", "output")
+            if str(op.target) in fixed and (op.is_port or op.kind in ("param", "buffer", "input"))}
     return replace(seeds, specs={**seeds.specs, **held})

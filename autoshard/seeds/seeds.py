@@ -64,8 +64,9 @@ def with_held(model: torch.nn.Module, seeds: Mapping[str, Any] | None) -> dict[s
     return {**held, **(seeds or {})}
 
 
-def resolve_seeds(graph: Graph, mesh: Mesh, seeds: Mapping[str, Any] | None) -> Seeds:
-    """Match every key, and the marks that `annotate` left, and expand every value to the specs it allows.
+def resolve_seeds(graph: Graph, mesh: Mesh, seeds: Mapping[str, Any] | None, stage: bool = False) -> Seeds:
+    """Match every key, and the marks that `annotate` left, and expand every value to the specs it allows. `stage`: the graph is one stage
+    of a pipeline, where keys may be about other stages.
 
     Raises SeedError for a key that matches nothing (with the nearest names), a malformed value, or two
     seeds that disagree about one tensor (naming both)."""
@@ -75,7 +76,7 @@ def resolve_seeds(graph: Graph, mesh: Mesh, seeds: Mapping[str, Any] | None) -> 
         origin = f"{key!r} = {seed_text(value)!r}" + (f" ({where})" if where else "")
         text = seed_text(value)
         found.matches[key] = found.tie(key, text, origin) if ROLE.fullmatch(text) else found.match(key, text, origin)
-        if not found.matches[key]:
+        if not found.matches[key] and not stage:
             raise SeedError(f"seed {origin} matches nothing{_nearest(graph, key)}")
     for op in marks(graph):
         found.mark(op)

@@ -17,7 +17,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
 from autoshard.base.spec import NOWHERE, Spec, local_shape
 from autoshard.cost import compute
-from autoshard.cost.cluster import Cluster
+from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.fusion import Fused, fused
 from autoshard.cost.redistribute import Redistribution, Step
 from autoshard.program import flow
@@ -29,12 +29,15 @@ from autoshard.space.strategies import SpecIndex, Strategies, StrategySet, local
 @dataclass(frozen=True)
 class Training:
     """What one step does besides the graph: its optimizer, whether gradients stay unreduced until backward is through, and whether
-    optimizer state may lie on the host."""
+    optimizer state may lie on the host. `wire`: the links between the stages of a pipeline, over which ports send and receive;
+    `in_flight`: micro-batches of which a stage has saved values at once."""
 
     optimizer: str = "adamw"
     training: bool = True
     reduces_at_the_end: bool = False
     offload: bool = False
+    wire: AxisLink | None = None
+    in_flight: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +144,11 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
     if training.offload:
         strategies = with_host(strategies, [n for n in trained if graph.op(n).outputs[0].shape])
     chains = fused(graph) if cluster.device.fuses else {}
-    cache: dict[tuple[int, bool, Fused | None, int], OpCost] = {}
+    cache: dict[tuple[int, bool, Fused | None, int, bool], OpCost] = {}
     ops: dict[str, OpCost] = {}
     for op in graph.ops:
         found = strategies[op.name]
-        key = (id(found), op.name in trained, chains.get(op.name), graph.runs_of(op.phase))
+        key = (id(found), op.name in trained, chains.get(op.name), graph.runs_of(op.phase), op.is_port)
         if key not in cache:
             cache[key] = _op_cost(op, found, mesh, cluster, links, training, *key[1:3]).times(key[3])
         ops[op.name] = cache[key]
@@ -168,7 +171,17 @@ def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, tr
         if found.on_host is not None:
             update = np.where(found.on_host, compute.host_seconds(training.optimizer, local, cluster.device), update)
         return OpCost(zero, zero, update)
+    if op.is_port and training.wire is not None:
+        return OpCost(zero, wire_seconds(found, mesh, training.wire), zero)
     return OpCost(zero, zero, zero)
+
+
+def wire_seconds(found: StrategySet, mesh: Mesh, wire: AxisLink) -> np.ndarray:
+    """Seconds that the local piece of a port takes on its way, per strategy."""
+    (specs,), (meta,) = (found.output_specs, found.output_metas) if found.output_metas else (found.input_specs, found.input_metas)
+    assert meta is not None, "a port has a value"
+    nbytes = np.array([prod(local_shape(meta.logical_shape, s, mesh.sizes)) * meta.dtype.itemsize for s in specs.specs])[specs.index]
+    return np.asarray(collectives.seconds("send_recv", nbytes, wire), float)
 
 
 def local_shapes(found: StrategySet, mesh: Mesh) -> tuple[list, list]:

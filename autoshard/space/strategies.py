@@ -116,7 +116,10 @@ def _placeholder_key(op: Op, graph: Graph, outputs: str) -> object:
 
 
 def _is_fixed(op: Op, outputs: str) -> bool:
-    """Whether the op's only placement is Replicate: inputs, buffers and what is written back to them."""
+    """Whether the op's only placement is Replicate: inputs, buffers and what is written back to them. Where a stage of a pipeline
+    receives or sends a value, its placement is free."""
+    if op.is_port:
+        return False
     if op.kind in ("buffer", "input"):
         return True
     role = op.target.role if op.kind == "output" else None

@@ -32,6 +32,26 @@ def test_four_stages_and_four_micro_batches_of_gpipe_take_14_slots():
     assert played.idle.tolist() == [6, 6, 6, 6]
 
 
+@pytest.mark.parametrize("stages, tpu, gpus", [(2, 1.21, 1.78), (4, 1.84, 2.71), (8, 3.48, 4.97)])
+def test_gpipe_measured_is_below_what_equal_stages_would_give(stages, tpu, gpus):
+    """AmoebaNet with 32 micro-batches over two stages with one, as the GPipe paper and torchgpipe measured it: its stages are not equal."""
+    def seconds(stages, microbatches):
+        network = network_of(make_schedule("gpipe", stages, microbatches))
+        return play(network, Seconds.per_stage(stages, F=1 / stages / microbatches, B=2 / stages / microbatches)).makespan
+
+    most = seconds(2, 1) / seconds(stages, 32)
+    assert most == pytest.approx(32 * stages / (32 + stages - 1))
+    assert tpu < gpus < most
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_four_micro_batches_per_stage_are_enough(name, stages):
+    """GPipe's rule of thumb M >= 4 K, as an outcome: every rank computes for at least 80 % of the step."""
+    played = even(name, stages, 4 * stages)
+    assert (played.busy / played.makespan >= 0.8).all()
+
+
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_zero_bubble_with_twice_the_activations_never_waits(ranks):
     for microbatches in (2 * ranks, 2 * ranks + 1, 4 * ranks):

@@ -1,6 +1,7 @@
 import pytest
 from torch_schedules import torch_rows
 
+from autoshard.decide import pipeline_options
 from autoshard.errors import ScheduleError
 from autoshard.pipeline.action_text import text_of
 from autoshard.pipeline.check import check
@@ -83,3 +84,7 @@ def test_zero_bubble_holds_the_published_bytes(worker):
 def test_other_numbers_are_refused(arguments, message):
     with pytest.raises(ScheduleError, match=message):
         make_schedule(*arguments)
+
+
+def test_the_names_that_options_take_are_those_there_are():
+    assert pipeline_options.SCHEDULES == (pipeline_options.AUTO, *SCHEDULES)

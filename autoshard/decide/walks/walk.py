@@ -44,7 +44,8 @@ class Placed:
             source = self.source(read)
             if source is not None:
                 targets = w.targets(read)
-                seconds = seconds + w.seconds(read)[w.sources(read).specs.index(source)][targets.index]
+                runs = w.formulation.table.graph.runs_of(w.formulation.table.graph.op(read.op).phase)
+                seconds = seconds + runs * w.seconds(read)[w.sources(read).specs.index(source)][targets.index]
         return seconds
 
     def tied(self, n: int) -> Score:

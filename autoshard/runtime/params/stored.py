@@ -7,7 +7,7 @@ same seed on all ranks, sliced and freed, so that no rank ever holds the model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from zlib import crc32
 
@@ -63,6 +63,18 @@ class Stored:
             whole = placements(replicated(self.place.mesh))
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
         return nn.Parameter(value, requires_grad=t.requires_grad) if is_param else value
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget all others: they are of other stages of a pipeline. Modules lose them too."""
+        gone = {id(t) for name, t in self._named() if name not in names}
+        for module in self.module.modules():
+            for table in (module._parameters, module._buffers):
+                for key in [key for key, t in table.items() if t is not None and id(t) in gone]:
+                    del table[key]
+        self.params = {name: t for name, t in self.params.items() if name in names}
+        self.buffers = {name: t for name, t in self.buffers.items() if name in names}
+        self._holders = {name: at for name, at in self._holders.items() if name in names}
+        self._meta &= set(names)
 
     def local(self, name: str) -> torch.Tensor:
         t = self.params[name] if name in self.params else self.buffers[name]

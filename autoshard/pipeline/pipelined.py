@@ -1,0 +1,134 @@
+"""A program with pipeline options -> its stages on the mesh: cut, schedule, and the mesh that each stage has."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import AGAIN, Plan
+from autoshard.base.roles import Role
+from autoshard.cost.cluster import Cluster
+from autoshard.decide.pipeline_options import AUTO, Pipeline
+from autoshard.errors import MeshError, PlanError, UsageError
+from autoshard.pipeline.action_text import read_csv
+from autoshard.pipeline.actions import ActionTable
+from autoshard.pipeline.blocks import Blocks
+from autoshard.pipeline.check import check
+from autoshard.pipeline.cut import Cut, cut
+from autoshard.pipeline.cut_points import balanced, named
+from autoshard.pipeline.schedules import make_schedule
+from autoshard.pipeline.split import split_backward
+from autoshard.pipeline.transfers import with_transfers
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelined:
+    """`table` has sends and receives; `options` say all that a plan must say to be made again: cuts by name, the schedule."""
+
+    cut: Cut
+    table: ActionTable
+    mesh: Mesh
+    options: Pipeline
+
+    @cached_property
+    def submesh(self) -> Mesh:
+        """The mesh of every stage."""
+        return submesh(self.mesh, self.options.axis)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages on a coordinate of the pipeline's axis."""
+        return tuple(s for s, r in enumerate(self.table.rank_of) if r == rank)
+
+
+def submesh(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh without the pipeline's axis; of that alone, one rank. Raises MeshError where it is not the first: stages are neighbours of whole
+    submeshes."""
+    if mesh.names[0] != axis:
+        raise MeshError(f"mesh {mesh}: the pipeline's axis {axis!r} must be the first, so that the ranks of a stage are neighbours; write "
+                        f"'{axis}={mesh.sizes[mesh.index(axis)]},...'")
+    return Mesh(mesh.names[1:], mesh.sizes[1:]) if mesh.ndim > 1 else Mesh((axis,), (1,))
+
+
+def pipelined(graph: Graph, mesh: Mesh, options: Pipeline, cluster: Cluster | None = None) -> Pipelined:
+    """Cut `graph` and make the table. `cluster`: to balance stages by, where the cuts are not given. Raises UsageError."""
+    submesh(mesh, options.axis)
+    table = _table(options, options.stages(mesh), graph)
+    blocks = Blocks.of(graph)
+    if table.stages > len(blocks.blocks):
+        raise UsageError(f"{table.stages} stages need as many blocks at least, and the model has {len(blocks.blocks)}: "
+                         f"{', '.join(blocks.names)}; use a shorter pipeline")
+    if options.cuts == AUTO:
+        if cluster is None:
+            raise PlanError("the plan does not say where its stages begin; plan the model again")
+        starts: Sequence[int] = balanced(blocks, cluster, table.stages)
+    else:
+        starts = named(blocks, options.cuts, table.stages)
+    made = cut(graph, tuple(starts), blocks)
+    _check_loss(made)
+    found = replace(options, cuts=made.names, schedule=_schedule(options), microbatches=graph.microbatches)
+    return Pipelined(split_backward(made) if table.split_backward else made, table, mesh, found)
+
+
+def _schedule(options: Pipeline) -> str:
+    return "1f1b" if options.schedule == AUTO else options.schedule
+
+
+def _table(options: Pipeline, ranks: int, graph: Graph) -> ActionTable:
+    """Of a program without gradients the forwards alone are run, of the whole batch at once."""
+    m = graph.microbatches
+    name = _schedule(options)
+    if name.endswith(".csv"):
+        table = read_csv(name)
+        if graph.training and table.microbatches != m or len(table.ranks) != ranks:
+            raise UsageError(f"{name} is for {len(table.ranks)} ranks and {table.microbatches} micro-batches, the step has {ranks} and {m}")
+        table = table.only(("F", "B", "I", "W"))
+    else:
+        table = make_schedule(name, ranks, m, *([] if options.chunks == AUTO else [int(options.chunks)]))
+    check(table)
+    if not graph.training:
+        forwards = tuple(tuple(a for a in actions if a.kind == "F" and a.microbatch == 0) for actions in table.ranks)
+        return with_transfers(ActionTable(forwards, table.rank_of, 1))
+    made = with_transfers(table)
+    check(made)
+    return made
+
+
+def _check_loss(made: Cut) -> None:
+    """Schedules mix forward and backward, so the loss must be in the graph, and made by the last stage."""
+    if not made.graph.training:
+        return
+    for stage in made.stages[:-1]:
+        found = [op for op in stage.graph.of_kind("tangent") if not op.is_port]
+        if found:
+            raise UsageError(f"output {found[0].target} of the model is differentiated in stage {stage.index}, and a pipeline begins its backward in "
+                             "the last stage; cut before what makes it")
+    shapes = [made.graph.meta(made.graph.outputs(Role.USER)[op.target].refs[0]).shape for op in made.graph.of_kind("tangent")]
+    if len(shapes) != 1 or shapes[0]:
+        raise UsageError("a pipeline needs the loss in the graph: one differentiable number; pass loss_fn=, or return {\"loss\": loss, ...}")
+
+
+def stage_plan(plan: Plan, made: Pipelined, s: int) -> Plan:
+    """The part of a plan that is about stage `s`, as a plan of the stage's own graph and mesh."""
+    graph = made.cut.stages[s].graph
+    names = {*graph.by_name, *(name + AGAIN for name in graph.by_name)}
+    copies = tuple(c for c in plan.copies if c.value in names or _maker(c.value) in names)
+    own = {op.target for op in graph.of_kind("param", "buffer")}
+    ops = {name: o for name, o in plan.ops.items() if name in names}
+    return replace(plan, graph_hash=graph.hash, mesh=made.submesh, ops=ops, copies=copies, pipeline=None,
+                   placements={n: p for n, p in plan.placements.items() if n in own},
+                   recompute=tuple(n for n in plan.recompute if n in graph.by_name), offload=tuple(n for n in plan.offload if n in own))
+
+
+def _maker(value: str) -> str:
+    """Name of the op that makes a value, from its text: "op", or "op:1" for another output than the first."""
+    name, _, index = value.rpartition(":")
+    return name if name and index.isdigit() else value
+
+
+def pipelined_as(graph: Graph, plan: Plan) -> Pipelined:
+    """The stages for which `plan` was made. Raises PlanError."""
+    if plan.pipeline is None:
+        raise PlanError("the plan has no pipeline, and the mesh has one; plan the model again")
+    return pipelined(graph, plan.mesh, Pipeline.from_data(dict(plan.pipeline["options"])))

@@ -1,0 +1,92 @@
+"""`PipelineModule`: the stages that this rank has of the user's model, as an ordinary nn.Module."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.base.plan import Plan
+from autoshard.errors import UsageError
+from autoshard.program.calling import Traced
+from autoshard.runtime.compile import Settings, Variant
+from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.pipeline.stage_place import stage_place, stage_spec
+from autoshard.runtime.pipeline.variant import PipelineVariant, Settled
+from autoshard.runtime.ranks.place import Place
+
+
+class PipelineModule(CompiledModule):
+    """Parameters and buffers are those of this rank's stages, under the names they have in the model, on the mesh of the stages
+    (`stage_place`). Which, the plan of the first variant says."""
+
+    def __init__(self, model: nn.Module, place: Place, stage_place: Place, settings: Settings) -> None:
+        self.__dict__["_stage_place"] = stage_place
+        super().__init__(model, place, settings)
+        self.__dict__["_skeleton"] = _without_memory(model)
+        self.__dict__["_settled"] = Settled()
+        self._names = frozenset(self.state_dict())
+        self._trainable = ()  # they differ between ranks, and what they are is settled
+
+    @property
+    def _stores_at(self) -> Place:
+        return self._stage_place
+
+    @property
+    def _program(self) -> nn.Module:
+        return self._skeleton
+
+    def is_first_holder(self, name: str) -> bool:
+        """Of a parameter that several stages have, the first one's rank counts it."""
+        if self._latest is None:
+            return True
+        made = self._latest[1].made
+        stages = dict(made.cut.tied).get(name)
+        return stages is None or made.table.rank_of[stages[0]] == self.place.coordinates[0]
+
+    def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
+        here = {name: stage_spec(spec, self._stage_place) for name, spec in fixed.items()}
+        return PipelineVariant(traced, self.place, self._stored, self.settings, here, self._seed, replan, self._stage_place, self._settled)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are complete after every backward, also inside: a step adds up its micro-batches itself."""
+        yield
+
+    def replan(self, optimizer: torch.optim.Optimizer | None = None) -> Plan:
+        raise UsageError("replan() would move parameters between the ranks of a pipeline; save a checkpoint, compile again and load it")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As usual; tensors of other stages may be in it, and are left out."""
+        own = set(self.state_dict())
+        return super().load_state_dict({k: v for k, v in state_dict.items() if k in own or k not in self._names}, strict, assign)
+
+
+def pipeline_module(model: nn.Module, place: Place, settings: Settings, has_inputs: bool) -> PipelineModule:
+    """Raises UsageError where the model could not be cut at once, and for local inputs without an axis to split them over."""
+    axis, passing = settings.options.pipeline.axis, settings.options.passing
+    if not has_inputs:
+        raise UsageError("a pipeline decides which parameters this rank has when it cuts the model: pass example_inputs to compile")
+    if place.device_mesh is None:
+        raise UsageError(f"the mesh {place.mesh} has a pipeline, and there is no process group; start the script with torchrun")
+    if passing.inputs == "local" and not passing.batch_axes:
+        if place.mesh.ndim == 1:
+            raise UsageError(f'inputs="local": the mesh {place.mesh} has no axis to split a batch over, all ranks of a pipeline pass the same; '
+                             'leave it out')
+        passing = replace(passing, batch_axes=place.mesh.names[1:2])
+        settings = replace(settings, options=replace(settings.options, passing=passing))
+    return PipelineModule(model, place, stage_place(place, axis), settings)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, to trace other variants with."""
+    memo: dict[int, Any] = {}
+    for t in model.parameters():
+        memo[id(t)] = nn.Parameter(torch.empty(t.shape, dtype=t.dtype, device="meta"), requires_grad=t.requires_grad)
+    for t in model.buffers():
+        memo[id(t)] = torch.empty(t.shape, dtype=t.dtype, device="meta")
+    return copy.deepcopy(model, memo)

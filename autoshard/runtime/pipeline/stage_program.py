@@ -1,0 +1,57 @@
+"""One stage on this rank: its windows, and the shapes of what it exchanges."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autoshard.base.graph import BACKWARD, WEIGHT
+from autoshard.base.plan import Plan
+from autoshard.base.windows import END, START
+from autoshard.lower.lower import Lowered, local_tensor_shape
+from autoshard.pipeline.cut import Hop, Stage
+from autoshard.program.calling import Calling, as_stored
+from autoshard.runtime.microbatches import Windows
+from autoshard.runtime.params.stored import Stored
+from autoshard.runtime.ranks.place import Place
+from autoshard.runtime.step import Backend, Function
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """`place`: this rank on the stage's submesh."""
+
+    stage: Stage
+    plan: Plan
+    place: Place
+    windows: Windows
+
+    @staticmethod
+    def of(stage: Stage, plan: Plan, lowered: Lowered, place: Place, stored: Stored, calling: Calling, backend: Backend) -> StageProgram:
+        own = {name: as_stored(place.slice(value.to(place.device), plan.placements[name]))
+               for name, value in calling.constants.items() if name in plan.placements}
+
+        def local(name: str) -> torch.Tensor:
+            return own[name] if name in own else stored.local(name)
+
+        functions = {w.window: Function.of(w, place, backend, f"stage{stage.index}_{w.window}") for w in lowered.windows}
+        return StageProgram(stage, plan, place, Windows(stage.graph, place, local, functions))
+
+    def begin(self) -> None:
+        if START in self.windows.functions:
+            self.windows.begin()
+
+    def finish(self) -> Mapping[str, torch.Tensor]:
+        """Gradients that were added up over micro-batches; none where there is one micro-batch."""
+        return self.windows.finish() if END in self.windows.functions else {}
+
+    @property
+    def grad_names(self) -> tuple[str, ...]:
+        return tuple(p.name for w in (BACKWARD, WEIGHT, END) if w in self.windows.functions
+                     for p in self.windows.functions[w].gives if p.kind == "grad")
+
+    def wire_shape(self, hop: Hop) -> tuple[int, ...]:
+        """Of the piece that crosses a wire, at either of its ends here."""
+        spec = self.plan.ops[hop.recv].outputs[0] if hop.target == self.stage.index else self.plan.ops[hop.send].inputs[0]
+        return local_tensor_shape(hop.meta, spec, self.place.mesh)

@@ -1,0 +1,124 @@
+"""The phases that make one variant of a pipelined model run on this rank: the agreed plan, its stages, lowered and bound."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autoshard.base.plan import Plan
+from autoshard.base.spec import Spec, format_spec
+from autoshard.decide.pipeline_options import Pipeline
+from autoshard.errors import PlanError
+from autoshard.lower.lower import lower
+from autoshard.lower.schedule import schedule
+from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
+from autoshard.recompute.rewrite import with_recompute
+from autoshard.runtime.check_plan import check_fits
+from autoshard.runtime.compile import Variant
+from autoshard.runtime.execute.backends import backend_of
+from autoshard.runtime.params.host_state import keep_on_host
+from autoshard.runtime.pipeline.runner import Runner
+from autoshard.runtime.pipeline.stage_program import StageProgram
+from autoshard.runtime.pipeline.step import PipelineStep
+from autoshard.runtime.pipeline.wires import Wires, directed_pairs
+from autoshard.runtime.ranks.agree import alone, share
+from autoshard.runtime.ranks.place import Place
+from autoshard.runtime.route import route_of
+
+
+@dataclass(eq=False)
+class Settled:
+    """Placements of parameters and buffers, and where stages begin; empty before the first variant."""
+
+    placements: dict[str, Spec] = field(default_factory=dict)
+    options: Pipeline | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineVariant(Variant):
+    """`first`: what the first variant settled, for all stages; `stored` holds the parameters of this rank's stages."""
+
+    stage_place: Place | None = None
+    first: Settled = field(default_factory=Settled)
+
+    @property
+    def settled(self) -> Mapping[str, Spec]:
+        return self.first.placements
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.first.options
+
+    def check(self, plan: Plan) -> None:
+        """Of every stage, and that both ends of a wire agree."""
+        if plan.mesh != self.place.mesh:
+            raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {self.place.mesh}; plan the model for this mesh")
+        if plan.graph_hash != self.traced.graph.hash:
+            raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {self.traced.graph.hash}): the model, the "
+                            "shapes or dtypes of its inputs, the loss, the precision or the number of micro-batches differ; plan again")
+        made = pipelined_as(self.traced.graph, plan)
+        for stage in made.cut.stages:
+            own = stage_plan(plan, made, stage.index)
+            check_fits(own, stage.graph, made.submesh)
+        for hop in made.cut.hops:
+            sent, received = plan.ops[hop.send].inputs[0], plan.ops[hop.recv].outputs[0]
+            if sent != received:
+                raise PlanError(f"the plan sends {hop.value} from stage {hop.source} as {format_spec(sent)}, and stage {hop.target} takes it as "
+                                f"{format_spec(received)}; plan the model again")
+
+    def assemble(self, plan: Plan) -> PipelineStep:
+        """Cut, lower and bind this rank's stages; the parameters of other stages are let go."""
+        running, place = self.settings.options.running, self.stage_place
+        assert place is not None, "a variant of a pipeline has a place in its stage"
+        made = alone(self.place, lambda: pipelined_as(self.traced.graph, plan))
+        mine = made.stages_of(self.place.coordinates[0])
+        plans = {s: alone(self.place, lambda s=s: stage_plan(plan, made, s)) for s in mine}
+        lowered = {s: alone(self.place, lambda s=s: self._lowered(made, plans[s], s)) for s in mine}
+        if not self.first.placements:
+            alone(self.place, lambda: self.stored.check_checkpoint(running.checkpoint))
+        share(self.place, "lowered", lambda: "", running.timeout)  # from here on ranks may meet in collectives
+        if not self.first.placements:
+            self.stored.keep_only(_names(made, mine))
+            self.stored.settle({n: p for n, p in plan.placements.items() if n in self.stored.params or n in self.stored.buffers}, self.seed,
+                               running.checkpoint)
+            self.first.placements, self.first.options = dict(plan.placements), made.options
+        elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers}):
+            raise PlanError(f"{lost[0]} is in another stage than where this rank's parameters are; plan this variant again")
+        wires = self._wires(made)
+        if self.traced.graph.training:
+            keep_on_host(self.stored.params, plan.offload, afresh=False)
+        programs = {s: StageProgram.of(made.cut.stages[s], plans[s], lowered[s], place, self.stored, self.traced.calling, backend_of(running.backend))
+                    for s in mine}
+        step = PipelineStep(made, self.traced.calling, plan, Runner(programs, made.table, wires, self.stored), place, self.stored)
+        if self.traced.graph.training:
+            step.tied.make_equal()
+        return step
+
+    def _lowered(self, made: Pipelined, plan: Plan, s: int):
+        graph = with_recompute(made.cut.stages[s].graph, plan.recompute)
+        return lower(graph, plan, made.submesh, schedule(graph, plan, made.submesh, route_of(plan)))
+
+    @cached_property
+    def _ranks(self) -> list[int]:
+        """Global ranks along the pipeline's axis, at this rank's place in the stages."""
+        assert self.place.device_mesh is not None, "a pipeline has a mesh of processes"
+        mesh = self.place.device_mesh.mesh
+        return [int(mesh[(r, *self.place.coordinates[1:])]) for r in range(mesh.shape[0])]
+
+    def _wires(self, made: Pipelined) -> Wires:
+        rank_of, place, ranks = made.table.rank_of, self.place, self._ranks
+        wanted = {(rank_of[h.source], rank_of[h.target], h.window) for h in made.cut.hops if rank_of[h.source] != rank_of[h.target]}
+        wanted |= {(a, b, "step") for a in range(len(ranks)) for b in range(len(ranks)) if a != b}
+        pairs = directed_pairs(ranks, wanted, place.device)
+        group = place.device_mesh.get_group(place.mesh.names[0])
+
+        def trouble(coordinate: int) -> str:
+            return place.pulse.trouble(ranks[coordinate], 0.0) or f"global rank {ranks[coordinate]}; see its output"
+
+        return Wires(group, place.coordinates[0], place.device, trouble, pairs=pairs)
+
+
+def _names(made: Pipelined, mine: tuple[int, ...]) -> frozenset[str]:
+    """Parameters and buffers of these stages; those that no stage reads stay with the first."""
+    own = {n for s in mine for kind in ("param", "buffer") for n in made.cut.stages[s].names(kind)}
+    return frozenset(own if 0 not in mine else own | set(made.cut.graph.unused))

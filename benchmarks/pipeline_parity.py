@@ -1,0 +1,94 @@
+"""Training in pipeline stages against one process: model x mesh x micro-batches x schedule on real gloo processes, as a table.
+
+    python benchmarks/pipeline_parity.py                                   # everything
+    python benchmarks/pipeline_parity.py --mesh pp=2 --model gpt           # some of it
+    python benchmarks/pipeline_parity.py --minutes 10 -o docs/pipeline-parity.md
+"""
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
+
+from harness import on_ranks  # noqa: E402
+from pipeline_cases import MODELS, Case, Result, run_cases, world_of  # noqa: E402
+
+TWO, FOUR = "pp=2", ("pp=2,dp=2", "pp=2,tp=2", "pp=4")
+
+
+def cases() -> Iterator[Case]:
+    """On two processes M from 1 to 8, multiples of the stages and not; on four the meshes; interleaved and V placements of four stages."""
+    for model in MODELS:
+        for m in (1, 2, 3, 4, 5, 8):
+            yield Case(model, TWO, m)
+        yield from (Case(model, TWO, m, schedule) for m, schedule in ((1, "gpipe"), (4, "gpipe"), (3, "zb1p"), (4, "zb1p"), (4, "zb2p")))
+        yield from (Case(model, TWO, m, "interleaved", (), 2) for m in (2, 3, 4))
+        yield from (Case(model, TWO, m, "zbv", (), 2) for m in (3, 4))
+        for mesh in FOUR:
+            yield from (Case(model, mesh, m) for m in (2, 3))
+            yield Case(model, mesh, 4, "zb1p")
+
+
+def main() -> int:
+    options = arguments()
+    wanted = [c for c in cases() if (not options.model or c.model in options.model) and (not options.mesh or c.mesh in options.mesh)
+              and (not options.schedule or c.schedule in options.schedule)]
+    deadline = None if options.minutes is None else time.time() + 60 * options.minutes
+    results: list[Result] = []
+    for mesh in dict.fromkeys(c.mesh for c in wanted):
+        for model in dict.fromkeys(c.model for c in wanted):
+            todo = [c for c in wanted if (c.mesh, c.model) == (mesh, model)]
+            if not todo or (deadline and time.time() > deadline):
+                continue
+            found = on_ranks(world_of(todo[0]), run_cases, todo, deadline, timeout=3600)[0]
+            results += found
+            print("\n".join(map(line, found)), flush=True)
+            if options.output:
+                options.output.write_text(page(results, wanted))
+    print(f"{sum(r.passed for r in results)} of {len(results)} passed; {len(wanted) - len(results)} not run")
+    return sum(not r.passed for r in results) > 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Training in pipeline stages against one process, as a table.")
+    parser.add_argument("--model", action="append", choices=tuple(MODELS))
+    parser.add_argument("--mesh", action="append", choices=(TWO, *FOUR))
+    parser.add_argument("--schedule", action="append")
+    parser.add_argument("--minutes", type=float, help="start no case after this long; the page says what was left out")
+    parser.add_argument("-o", "--output", type=Path, help="write a Markdown page here")
+    return parser.parse_args()
+
+
+def line(r: Result) -> str:
+    c = r.case
+    if r.failure:
+        return f"| {c.model} | {c.mesh} | {c.microbatches} | {c.schedule} | **failed** | | {r.failure.strip().splitlines()[-1][:160]} |"
+    good = "ok" if r.passed else "**off**"
+    return f"| {c.model} | {c.mesh} | {c.microbatches} | {c.schedule} | {good} {r.error:.1e} | {'ok' if r.as_planned else '**off**'} {r.messages} | {r.worst} |"
+
+
+def page(results: list[Result], wanted: list[Case]) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    left = Counter(c.mesh for c in wanted if c not in {r.case for r in results})
+    missing = ", ".join(f"{n} cases on {mesh}" for mesh, n in left.items()) or "nothing"
+    return "\n".join([
+        "# Pipeline parity", "",
+        f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit}, `python {' '.join(sys.argv)}`.", "",
+        f"{sum(r.passed for r in results)} of {len(results)} cases passed. Not run: {missing}.", "",
+        "Each case trains a tiny model in stages on gloo processes, and the same model on one process, from equal weights and batches: three AdamW",
+        "steps in float64, with losses, gradients and weights compared. Error: |difference| / max(norm of the tensor, 1e-6 x norm of all gradients);",
+        "1e-9 is allowed. Messages: those that the rank with the largest error sent in one step, and whether they are the plan's transfers, with",
+        "their bytes, for every micro-batch in order.", "",
+        "| model | mesh | micro-batches | schedule | largest relative error | messages as planned | worst tensor |", "|" + " --- |" * 7,
+        *map(line, results), ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

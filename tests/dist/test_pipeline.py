@@ -1,0 +1,75 @@
+"""Pipelines on gloo processes: training against one process, evaluation, clipping, checkpoints into another cut, a rank that ends."""
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import on_ranks
+from pipeline_cases import Case, run_cases, subject
+
+import autoshard
+from autoshard import Pipeline
+
+
+def test_two_processes():
+    results = on_ranks(2, run_cases, [Case("gpt", "pp=2", 3), Case("llama", "pp=2", 4, "zb1p"), Case("t5", "pp=2", 3, "interleaved", (), 2)])[0]
+    assert all(r.passed for r in results), results
+
+
+@pytest.mark.slow
+def test_four_processes():
+    results = on_ranks(4, run_cases, [Case("gpt", "pp=2,dp=2", 2), Case("llama", "pp=2,tp=2", 3, "zb1p"), Case("t5", "pp=4", 3)])[0]
+    assert all(r.passed for r in results), results
+
+
+def _training_loop(folder: str) -> dict[str, float]:
+    """Differences to one process."""
+    case = Case("gpt", "pp=2", 4)
+    model, batch, loss = subject(case)
+    reference, blank = copy.deepcopy(model), copy.deepcopy(model).to("meta")
+    compiled = autoshard.compile(model, "pp=2", batch, loss_fn=loss, cluster="cpu-gloo", cache=False, pipeline=Pipeline(microbatches=4))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (compiled, reference)]
+    compiled(*batch).backward()
+    loss(reference(batch[0]), batch[1]).backward()
+    got = autoshard.clip_grad_norm_(compiled, 0.5)
+    want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    for optimizer in optimizers:
+        optimizer.step()
+    compiled.eval(), reference.eval()
+    with torch.no_grad():
+        evaluated, expected = compiled(*batch), loss(reference(batch[0]), batch[1])
+    dcp.save(compiled.state_dict(), checkpoint_id=folder)
+    other = autoshard.compile(blank, "pp=2", batch, loss_fn=loss, cluster="cpu-gloo", cache=False, checkpoint=folder, training=False,
+                              pipeline=Pipeline(cuts=["lm_head"]))
+    with torch.no_grad():
+        loaded = other(*batch)
+    names: list[list[str]] = [[], []]
+    dist.all_gather_object(names, sorted(dict(other.named_parameters())))
+    assert len(names[1]) == 1 and "wte.weight" in names[0], names  # the other cut
+    return {"norm": abs(got.item() - want.item()), "evaluated": abs(evaluated.item() - expected.item()), "loaded": abs(loaded.item() - expected.item())}
+
+
+def test_a_training_loop(tmp_path):
+    for found in on_ranks(2, _training_loop, str(tmp_path / "checkpoint")):
+        assert all(error < 1e-12 for error in found.values()), found
+
+
+def _left_alone() -> None:
+    """A stage ends in the middle of training, with exit code 0, for which the harness does not end the others."""
+    case = Case("gpt", "pp=2", 4)
+    model, batch, loss = subject(case)
+    compiled = autoshard.compile(model, "pp=2", batch, loss_fn=loss, cluster="cpu-gloo", cache=False, check_inputs="never",
+                                 pipeline=Pipeline(microbatches=4))
+    compiled(*batch).backward()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    compiled(*batch)
+
+
+def test_a_stage_that_ends_is_named():
+    with pytest.raises(AssertionError, match=r"rank 0 of the pipeline could not (send|receive) .* of micro-batch \d.*rank 1 being at the other end"):
+        on_ranks(2, _left_alone, timeout=120.0)

@@ -1,0 +1,54 @@
+"""Stage prices of a made-up transformer: an embedding, equal layers and a head, on devices of given speed."""
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.pipeline.meshes import Slot
+from autoshard.pipeline.price import StagePrice
+
+LEAN_SECONDS, LEAN_BYTES = 4 / 3, 0.2
+
+
+@dataclass
+class Synthetic:
+    """Work in seconds of one row on one device. A layer on tp devices pays for its exchange, per row; lean stages compute forward again."""
+
+    layers: int
+    head: float = 2.3
+    exchange: float = 0.02
+    overhead: float = 0.01
+    hop: float = 0.01
+    state: float = 4.0
+    saved: float = 0.5
+    leanest: int = 1
+    asked: list[tuple] = field(default_factory=list)
+
+    @property
+    def labels(self) -> Sequence[Hashable]:
+        return ("embedding", *["layer"] * self.layers, "head")
+
+    def work(self, block: int) -> float:
+        return {"embedding": 0.1, "layer": 1.0, "head": self.head}[self.labels[block]]
+
+    def ideal(self, slot: Slot) -> float:
+        return 3 * sum(self.work(k) for k in range(len(self.labels))) * slot.rows / (slot.dp * slot.tp)
+
+    def price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
+        self.asked.append((first, end, slot, lean))
+        rows = slot.rows / slot.dp
+        work = sum(self.work(k) for k in range(first, end))
+        each = work * rows / slot.tp + (end - first) * (self.overhead + self.exchange * rows * (slot.tp > 1))
+        saved = self.saved * work * rows / slot.tp
+        return StagePrice(
+            each, each * (1 + (LEAN_SECONDS - 1) * lean), each, once=0.05 * work / slot.tp * (slot.dp > 1), update=0.02 * work / slot.tp / slot.dp,
+            stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
+            wire_out=self.hop * rows, wire_in=self.hop * rows)
+
+    def exact(self, first: int, end: int, slot: Slot, in_flight: float, limit: float) -> StagePrice | None:
+        """The first level that fits."""
+        for lean in range(self.leanest + 1):
+            made = self.price(first, end, slot, lean)
+            if made.stored + made.peak + in_flight * made.saved <= limit:
+                return made
+        return None
