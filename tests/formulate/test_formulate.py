@@ -124,7 +124,7 @@ def test_optimum_with_microbatches_equals_brute_force(group, eta, microbatches):
     units = group(table)
     formulation = formulate(table, units=units)
     solution = solve(formulation.problem, time_limit=30)
-    plan = make_plan(formulation, solution, memory_limit=None, model={}, settings={"training": True}, seeds={})
+    plan = make_plan(formulation, solution, model={}, settings={"training": True}, seeds={})
     assert plan.objective_s == pytest.approx(brute_force(table, units), rel=1e-9)
     assert solution.cost == pytest.approx(plan.objective_s, rel=1e-9)
 

@@ -50,7 +50,7 @@ def planned(microbatches: int, memory: float | None = None, cluster: str = "cpu-
     """The cheapest plan by the search's own memory rows."""
     formulation = formulate(table_of(microbatches, cluster), memory_limit=memory)
     solution = solve(formulation.problem, time_limit=20)
-    return make_plan(formulation, solution, memory_limit=memory, model={}, seeds={},
+    return make_plan(formulation, solution, model={}, seeds={},
                      settings=Options(pipeline=Pipeline(microbatches)).settings(True, True))
 
 
