@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import on_ranks
+from harness import on_ranks, whole
 from pipeline_cases import Case, run_cases, subject
 
 import autoshard
@@ -24,6 +24,28 @@ def test_two_processes():
 def test_four_processes():
     results = on_ranks(4, run_cases, [Case("gpt", "pp=2,dp=2", 2), Case("llama", "pp=2,tp=2", 3, "zb1p"), Case("t5", "pp=4", 3)])[0]
     assert all(r.passed for r in results), results
+
+
+def _local_inputs() -> float:
+    """Every rank passes the piece of its place on dp; the difference to one process on the whole batch."""
+    case = Case("gpt", "pp=2,dp=2", 2)
+    model, batch, loss = subject(case)
+    reference = copy.deepcopy(model)
+    dp = dist.get_rank() % 2
+    pieces = tuple(t.chunk(2)[dp] for t in batch)
+    compiled = autoshard.compile(model, case.mesh, pieces, loss_fn=loss, cluster="cpu-gloo", cache=False, inputs="local",
+                                 pipeline=Pipeline(microbatches=2))
+    got, want = compiled(*pieces), loss(reference(batch[0]), batch[1])
+    got.backward()
+    want.backward()
+    expected = {n: p.grad for n, p in reference.named_parameters()}
+    errors = [float((whole(p.grad) - expected[n]).norm() / expected[n].norm()) for n, p in compiled.named_parameters()]
+    return max(abs(got.item() - want.item()), *errors)
+
+
+@pytest.mark.slow
+def test_local_inputs():
+    assert max(on_ranks(4, _local_inputs)) < 1e-9
 
 
 def _training_loop(folder: str) -> dict[str, float]:
