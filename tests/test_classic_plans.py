@@ -32,11 +32,12 @@ def llama():
     return search("llama", "8B", "tp=4", layers=4, batch=1, seq=4096)
 
 
-def test_megatron_storage_of_llama_8b_unaided(llama):
+def test_every_projection_of_llama_8b_is_split_unaided(llama):
+    """Columns as Megatron stores them; rows as well, or split otherwise and gathered behind compute, which sequence parallelism makes cheaper."""
     for layer in range(4):
         assert {llama.placements[f"layers.{layer}.{w}.weight"] for w in LLAMA_COLUMN} == {(0,)}
-        assert {llama.placements[f"layers.{layer}.{w}.weight"] for w in LLAMA_ROW} == {(1,)}
-    assert llama.gap < 1e-9
+        assert {llama.placements[f"layers.{layer}.{w}.weight"] for w in LLAMA_ROW} <= {(0,), (1,)}
+    assert llama.gap < 1e-9 and llama.predicted["exposed_s"] < 1e-3 * llama.objective_s
 
 
 def test_megatron_heads_and_vocabulary_are_split(llama):

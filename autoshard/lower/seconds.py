@@ -2,7 +2,7 @@
 
 An instruction's seconds are those of the kernels that it runs: an op, or the copies that rearrange what a redistribution sends and
 receives. Each of its collectives has its own. Together with the optimizer's update, and with buckets priced call by call, they make
-up the objective (tests/lower/test_seconds.py).
+up the objective (tests/lower/test_priced_schedule.py).
 """
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_an_axis_that_brings_nothing():
     ({"input:0": "d,-", "0": "d,-", "2": "d,-", "0.weight": "d,-", "2.weight": "d,-"}, "ZeRO-2 over d"),
 ])
 def test_searched_plans(seeds, words):
-    assert planned("d=2", seeds=seeds).kind == words
+    assert planned("d=2", seeds=seeds).kind.partition("; ")[0] == words
 
 
 def test_text_json_html_and_files_say_it(tmp_path):

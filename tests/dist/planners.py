@@ -31,7 +31,7 @@ def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]
     """Legal, costly and different for every seed."""
     cluster = load_cluster("cpu-gloo")
 
-    def planner(traced, mesh, *, stored, inputs) -> Plan:
+    def planner(traced, mesh, *, stored, inputs, pipeline=None) -> Plan:
         graph = traced.graph
         plan = random_plan(graph, mesh, Redistribution(mesh, cluster).steps, seed, stored, inputs, outputs)
         return replace(plan, cluster=cluster.snapshot())
@@ -39,7 +39,7 @@ def random_planner(seed: int, outputs: str = "replicate") -> Callable[..., Plan]
     return planner
 
 
-def whole_planner(traced, mesh, *, stored, inputs) -> Plan:
+def whole_planner(traced, mesh, *, stored, inputs, pipeline=None) -> Plan:
     """Everything whole on every rank: for a mesh of one."""
     graph, whole = traced.graph, (-1,) * mesh.ndim
     ops = {op.name: OpPlan((whole,) * len(op.refs), (whole,) * len(op.outputs)) for op in graph.ops}

@@ -24,7 +24,7 @@ def called(*words):
 def test_a_table_and_code_0():
     result = called("mlp:tiny", "--mesh", "tp=2", "--plans", "split,random:4", "--steps", "2")
     assert result.exit_code == 0, result.output
-    for text in ("Verified", "random:4", "layers.*", "all 2 ranks in one process, 2 steps, in float64", "--batch"):
+    for text in ("Verified", "random:4", "layers.", "all 2 ranks in one process, 2 steps, in float64", "--batch"):
         assert text in result.output, text
 
 
