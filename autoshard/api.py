@@ -26,8 +26,9 @@ from autoshard.decide.program import formulate_within, with_starts
 from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline import batch
 from autoshard.pipeline.cut_search import SHORT_STAGES, choices, searched
+from autoshard.pipeline.merge import merged
 from autoshard.pipeline.pipelined import pipelined, submesh
-from autoshard.pipeline.plan_stages import merged, plan_stages
+from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
 from autoshard.program.calling import Traced
 from autoshard.runtime.cache import cache_folder, planner_key
 from autoshard.runtime.compile import Settings, Variant, check_compilable
@@ -174,8 +175,9 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
     stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
 
-    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, within: Options = options) -> Plan:
-        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight)
+    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, room: Room = ALL, within: Options = options) -> Plan:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight, duty=room.duty)
+        within = within if room.share == 1.0 else replace(within, memory_budget=room.share * within.memory_limit(profile))
         table = prices(replace(traced, graph=graph), stages, within, clock=clock, fixed=fixed, profile=profile, step=step)
         return decide(table, within, clock=clock, **how)
 

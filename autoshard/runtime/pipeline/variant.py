@@ -12,6 +12,7 @@ from autoshard.errors import PlanError
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
+from autoshard.pipeline.turns import turns_of
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.check_plan import check_fits
 from autoshard.runtime.compile import Variant
@@ -89,7 +90,8 @@ class PipelineVariant(Variant):
             keep_on_host(self.stored.params, plan.offload, afresh=False)
         programs = {s: StageProgram.of(made.cut.stages[s], plans[s], lowered[s], place, self.stored, self.traced.calling, backend_of(running.backend))
                     for s in mine}
-        step = PipelineStep(made, self.traced.calling, plan, Runner(programs, made.table, wires, self.stored), place, self.stored)
+        turns = turns_of(made.table, made.cut.stages, wires.me)
+        step = PipelineStep(made, self.traced.calling, plan, Runner(programs, made.table, turns, wires, self.stored), place, self.stored)
         if self.traced.graph.training:
             step.tied.make_equal()
         return step

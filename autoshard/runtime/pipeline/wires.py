@@ -15,13 +15,11 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
+from autoshard.base.turns import UNDER_WAY
 from autoshard.errors import AutoshardError
 
 TAG = 7927
 """Of the first channel; keeps these messages apart from a program's own and from those of collectives."""
-
-UNDER_WAY = 2
-"""Sends of one channel that may be under way at once."""
 
 
 @dataclass(frozen=True)
