@@ -10,10 +10,10 @@ from autoshard import collectives
 from autoshard.base.plan import Plan, StagePlan
 from autoshard.base.windows import ONCE
 from autoshard.cost.cluster import AxisLink
-from autoshard.pipeline.cut import Stage
+from autoshard.pipeline.action_lists.play import Playback
+from autoshard.pipeline.cutting.cut import Stage
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.pipeline.plan_stages import in_flight, wire_bytes, wire_seconds
-from autoshard.pipeline.play import Playback
 from autoshard.pipeline.playback import played
 from autoshard.search.problem import Status
 
@@ -35,7 +35,8 @@ def merged(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> Plan:
         first, graph_hash=made.cut.graph.hash, mesh=made.mesh, ops=_union(p.ops for p in plans), placements=_union(p.placements for p in plans),
         copies=tuple(c for p in plans for c in p.copies), fallbacks=tuple(f for p in plans for f in p.fallbacks),
         collectives=tuple(replace(c, stage=s) for s, p in enumerate(plans) for c in p.collectives),
-        layouts=tuple(dict.fromkeys(x for p in plans for x in p.layouts if not x.name.startswith("recv:"))), recompute=tuple(n for p in plans for n in p.recompute),
+        layouts=tuple(dict.fromkeys(x for p in plans for x in p.layouts if not x.name.startswith("recv:"))),
+        recompute=tuple(n for p in plans for n in p.recompute),
         offload=tuple(dict.fromkeys(n for p in plans for n in p.offload)), stages=stages,
         predicted=_predicted(made, plans, wire, playback, step), objective_s=step, bound_s=bound, gap=gap, status=_status(plans, gap),
         kind=f"pipeline of {len(plans)} stages, {made.options.schedule}; " + "; ".join(by_stage([p.kind] for p in plans)),

@@ -15,9 +15,9 @@ from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.memory import value_bytes
 from autoshard.errors import InfeasibleError
-from autoshard.pipeline.cut import Hop
+from autoshard.pipeline.action_lists.play import held
+from autoshard.pipeline.cutting.cut import Hop
 from autoshard.pipeline.pipelined import Pipelined
-from autoshard.pipeline.play import held
 from autoshard.pipeline.rank_memory import duties, rank_timelines
 from autoshard.play.timeline import Timeline
 

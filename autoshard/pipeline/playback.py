@@ -8,11 +8,11 @@ from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.plan import Plan, StagePlan
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import UsageError
-from autoshard.pipeline.action_text import read_csv
-from autoshard.pipeline.actions import COMPUTE, ActionTable
-from autoshard.pipeline.check import check
-from autoshard.pipeline.network import network_of
-from autoshard.pipeline.play import Playback, Seconds, play
+from autoshard.pipeline.action_lists.action_text import read_csv
+from autoshard.pipeline.action_lists.actions import COMPUTE, ActionTable
+from autoshard.pipeline.action_lists.check import check
+from autoshard.pipeline.action_lists.network import network_of
+from autoshard.pipeline.action_lists.play import Playback, Seconds, play
 from autoshard.pipeline.schedules import make_schedule
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.turns import HERE, Turn
-from autoshard.pipeline.actions import COMPUTE, Action, ActionTable
-from autoshard.pipeline.cut import Hop, Stage
+from autoshard.pipeline.action_lists.actions import COMPUTE, Action, ActionTable
+from autoshard.pipeline.cutting.cut import Hop, Stage
 
 WINDOWS = {"F": (FORWARD,), "B": (BACKWARD, WEIGHT), "I": (BACKWARD,), "W": (WEIGHT,)}
 SENDS = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}

@@ -12,7 +12,7 @@ from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan, StagePlan
 from autoshard.errors import AutoshardError
-from autoshard.pipeline.play import Playback
+from autoshard.pipeline.action_lists.play import Playback
 from autoshard.pipeline.playback import once_of, playback_of
 
 IDLE, END = ".", "="

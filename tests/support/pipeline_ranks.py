@@ -17,7 +17,7 @@ from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
-from autoshard.pipeline import batch
+from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
 from autoshard.pipeline.turns import turns_of
 from autoshard.recompute.rewrite import with_recompute

@@ -12,8 +12,8 @@ from autoshard.base.graph import BACKWARD, FORWARD
 from autoshard.base.turns import HERE, Turn
 from autoshard.base.windows import ONCE
 from autoshard.lower.lower import Port
-from autoshard.pipeline.actions import ActionTable
-from autoshard.pipeline.cut import Hop
+from autoshard.pipeline.action_lists.actions import ActionTable
+from autoshard.pipeline.cutting.cut import Hop
 from autoshard.runtime.microbatches import Micro
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.pipeline.stage_program import StageProgram
