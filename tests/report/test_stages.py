@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -57,7 +58,7 @@ def test_no_line_is_wider_than_the_terminal(width):
 
 
 def test_the_report_has_a_line_per_stage_with_what_it_sends():
-    found = drawn(sample_pipeline("zb1p"))
+    found = drawn(sample_pipeline("zb1p"), 160)
     for words in ("embed to layers.1", "layers.2 to layers.3", "1.00 k", "10 ops", "1.00 KiB to 1", "2.00 KiB back to 0", "wgt", "W its part for the weights"):
         assert words in found, words
 
@@ -86,9 +87,7 @@ def test_of_a_long_step_the_beginning_is_drawn(monkeypatch):
 def test_a_plan_of_a_schedule_file_that_is_gone_is_still_shown():
     plan = sample_pipeline()
     gone = {**plan.pipeline["options"], "schedule": "/no/such/file.csv"}
-    from dataclasses import replace
-
-    assert "embed to layers.1" in drawn(replace(plan, pipeline={**plan.pipeline, "options": gone}))
+    assert "embed to layers.1" in drawn(replace(plan, pipeline={**plan.pipeline, "options": gone}), 160)
 
 
 def test_what_all_stages_say_is_said_once():

@@ -16,9 +16,10 @@ from autoshard.verification.one_process.stage_programs import StagePrograms, Wir
 from models import gpt, llama
 
 aten = torch.ops.aten
+THREE = Pipeline(3, "1f1b", ["h.1"])
 
 
-def report(model: Any = gpt, mesh: str = "pp=2", options: Pipeline = Pipeline(3, "1f1b", ["h.1"]), **more: Any) -> Any:
+def report(model: Any = gpt, mesh: str = "pp=2", options: Pipeline = THREE, **more: Any) -> Any:
     torch.manual_seed(0)
     module, batch = model.build(batch=2 * options.microbatches, seq=8, layers=2)
     return autoshard.verify(module, mesh, batch, loss_fn=model.loss, pipeline=options, plans=("searched",), **more)
