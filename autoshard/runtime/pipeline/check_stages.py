@@ -7,16 +7,12 @@ from autoshard.base.plan import Plan
 from autoshard.base.spec import format_spec
 from autoshard.errors import PlanError
 from autoshard.pipeline.pipelined import pipelined_as, stage_plan
-from autoshard.runtime.check_plan import check_fits
+from autoshard.runtime.check_plan import check_fits, check_subject
 
 
 def check_stages(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     """Raises PlanError."""
-    if plan.mesh != mesh:
-        raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {mesh}; plan the model for this mesh")
-    if plan.graph_hash != graph.hash:
-        raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
-                        "shapes or dtypes of its inputs, the loss, the precision or the number of micro-batches differ; plan again")
+    check_subject(plan, graph, mesh)
     made = pipelined_as(graph, plan)
     for stage in made.cut.stages:
         check_fits(stage_plan(plan, made, stage.index), stage.graph, made.submesh)

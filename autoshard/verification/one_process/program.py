@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.base.graph import BACKWARD, FORWARD
-from autoshard.base.plan import AGAIN, Plan
+from autoshard.base.plan import RECOMPUTE_SUFFIX, Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
 from autoshard.base.windows import END, START
@@ -82,7 +82,7 @@ class Program:
 
     def whole_name(self, op: str) -> str | None:
         """What an op of the program is called in the graph as it was traced, without ops that are run again."""
-        name = op if op in self.traced.graph.by_name else op.removesuffix(AGAIN)
+        name = op if op in self.traced.graph.by_name else op.removesuffix(RECOMPUTE_SUFFIX)
         return name if name in self.traced.graph.by_name else None
 
     def _weigh(self, results: Results, m: int, forward: Mapping[Port, Ranked], given: dict[Port, Ranked]) -> None:
