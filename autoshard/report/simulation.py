@@ -14,8 +14,8 @@ from autoshard.report.tables import report_console, section, table
 from autoshard.simulation.result import Idle, Simulation
 
 MOST_ROWS = 16
-WHY = {"stragglers": "waits for slower ranks", "queued": "waits behind an earlier call", "exposed": "exposed", "finished": "done before the last rank",
-       "pipeline": "waits for other stages"}
+WHY = {"stragglers": "waits for slower ranks", "queued": "waits behind an earlier call", "exposed": "exposed",
+       "finished": "done before the last rank", "pipeline": "waits for other stages"}
 MOVES = {"copy": "copies for collectives", "update": "optimizer"}
 
 
@@ -73,8 +73,9 @@ def _total(rows: tuple[Idle, ...], found: Simulation) -> tuple[str, str]:
 
 def _stages(found: Simulation) -> RenderableType:
     grid = table(">stage", ">rank", ">forward", ">backward", ">weights", ">once a step", ">busy", ">waits")
+    times = ("forward_s", "backward_s", "weight_s", "once_s", "busy_s", "idle_s")
     for row in found.stages:
-        grid.add_row(str(row["stage"]), str(row["rank"]), *(seconds(row[name]) for name in ("forward_s", "backward_s", "weight_s", "once_s", "busy_s", "idle_s")))
+        grid.add_row(str(row["stage"]), str(row["rank"]), *(seconds(row[name]) for name in times))
     return grid
 
 

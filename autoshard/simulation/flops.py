@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.base.graph import Call, Graph
-from autoshard.base.plan import AGAIN, Plan
+from autoshard.base.plan import RECOMPUTE_SUFFIX, Plan
 from autoshard.base.spec import Spec, local_shape
 from autoshard.cost.cluster import Device
 from autoshard.cost.compute import compute_dtype
@@ -22,7 +22,7 @@ Shapes = Callable[[tuple[int, ...], Spec], tuple[int, ...]]
 
 def model_seconds(graph: Graph, plan: Plan, device: Device) -> float:
     """At peak on one device, of all ranks' work together: the numerator of MFU times the number of ranks."""
-    return sum(_at_peak(graph, plan, device, lambda shape, spec: shape, lambda name: not name.endswith(AGAIN)))
+    return sum(_at_peak(graph, plan, device, lambda shape, spec: shape, lambda name: not name.endswith(RECOMPUTE_SUFFIX)))
 
 
 def executed_seconds(graph: Graph, plan: Plan, device: Device) -> float:

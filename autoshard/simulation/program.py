@@ -9,7 +9,7 @@ share calls (lower/buckets.py), as it runs.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,8 +20,10 @@ from autoshard.base.plan import Plan
 from autoshard.base.windows import END, START
 from autoshard.collectives.phases import Phases, alone, phases
 from autoshard.cost.cluster import Cluster
+from autoshard.cost.compute import host_seconds, optimizer_seconds
+from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import SLICE, Step
-from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule
+from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule, parameter_gradients
 from autoshard.lower.seconds import Prices, priced
 from autoshard.rules import registry
 
@@ -97,19 +99,35 @@ class Program:
         return tuple(w for e in self.events if isinstance(e, Stretch) for w in e.works)
 
 
-def program_of(graph: Graph, plan: Plan, order: Schedule, cluster: Cluster, *, executed: bool = False, update_s: float = 0.0,
+def program_of(graph: Graph, plan: Plan, order: Schedule, cluster: Cluster, *, executed: bool = False,
                windows: Sequence[str] | None = None) -> Program:
-    """The program of `plan`, whose ranks do `order`. `graph`: with what backward recomputes. `update_s`: seconds of the optimizer's update;
-    `windows`: those to run, in order; default: a whole step, micro-batch by micro-batch."""
+    """The program of `plan`, whose ranks do `order`. `graph`: with what backward recomputes. `windows`: those to run, in order; default: a
+    whole step, micro-batch by micro-batch, and the optimizer's update."""
     maker = _Maker(graph, plan.mesh, cluster, executed)
     order = priced(order, graph, plan, cluster)
     names = [w.name for w in order.windows]
     made: dict[str, tuple[_Event, ...]] = {w.name: tuple(maker.window(w.name, w.instructions)) for w in order.windows}
     for name in windows or _step(names, graph.microbatches):
         maker.put(made[name])
-    if update_s:
-        maker.put((Work("update", "optimizer", update_s, UPDATE),))
+    if windows is None:
+        maker.put(tuple(_updates(graph, plan, cluster)))
     return Program(maker.finished(), plan.mesh, cluster.overlap.interference if maker.overlaps else 0.0)
+
+
+def update_program(graph: Graph, plan: Plan, cluster: Cluster) -> Program:
+    """The optimizer's update alone."""
+    works = tuple(_updates(graph, plan, cluster))
+    return Program((Stretch(works, sum(w.seconds for w in works)),) if works else (), plan.mesh)
+
+
+def _updates(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[Work]:
+    """The update of every parameter that has a gradient, as it is stored."""
+    optimizer = plan.settings.get("optimizer", "none")
+    for op in parameter_gradients(graph):
+        name, nbytes = str(op.target.name), value_bytes(graph.meta(op.refs[0]), plan.ops[op.name].inputs[0], plan.mesh)
+        seconds = (host_seconds if name in plan.offload else optimizer_seconds)(optimizer, nbytes, cluster.device)
+        if seconds:
+            yield Work("update", name, float(seconds), UPDATE, name.rpartition(".")[0])
 
 
 def _step(names: Sequence[str], microbatches: int) -> list[str]:
@@ -209,7 +227,7 @@ class _Maker:
         return CollectiveCall(step.kind, self.mesh.label(step.axes), step.nbytes)
 
     def _copies(self, window: str, step: Step, shown: tuple[str, str, str], before: bool) -> Iterator[_Event]:
-        """Scatters rearrange what they send. What is received is rearranged by gathers, and, of an all_to_all, which may do both, all is put there."""
+        """Scatters rearrange what they send, gathers what they receive; all_to_alls may do both, and all of it is put behind."""
         if step.rearranged and before == (step.kind == "reduce_scatter"):
             value, module, source = shown
             yield Work("copy", value, self.prices.of_copy(step.rearranged), window, module, source)

@@ -9,7 +9,7 @@ from torch import nn
 from autoshard.base.plan import Plan
 from autoshard.decide.options import planned_under
 from autoshard.errors import PlanError, UsageError
-from autoshard.pipeline import batch
+from autoshard.pipeline.microbatches import batch
 from autoshard.program.calling import Traced
 from autoshard.program.load import ModelSpec, load_model
 from autoshard.seeds.grammar import seed_text

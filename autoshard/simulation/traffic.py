@@ -10,8 +10,8 @@ from autoshard.simulation.program import Call
 
 @dataclass(frozen=True)
 class LinkUse:
-    """One level of links, for one rank: `nbytes` that it sends in a step, by the algorithm that is priced; `busy_s`: seconds in which it sends, latencies
-    left out; `utilisation`: of its bandwidth, over the step."""
+    """One level of links, for one rank: `nbytes` that it sends in a step, by the algorithm that is priced; `busy_s`: seconds in which it
+    sends, latencies left out; `utilisation`: of its bandwidth, over the step."""
 
     link: str
     nbytes: float

@@ -29,7 +29,7 @@ def measured(level: int) -> Cluster:
     c = unlimited(load_cluster("h100-dgx"))
     curve = ((0.0, 1e-4), (1e6, 3e-4), (1e8, 9e-3))
     links = list(c.links)
-    links[level] = replace(links[level], measured={kind: curve for kind in KINDS})
+    links[level] = replace(links[level], measured=dict.fromkeys(KINDS, curve))
     return replace(c, links=tuple(links))
 
 
