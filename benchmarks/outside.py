@@ -133,8 +133,9 @@ def measured(path: Path) -> list[Row]:
                 continue
             gpus, total, micro, width, heads, layers, seq, tp, dp = (int(x) for x in r[-11:-2])
             mesh = ",".join(f"{n}={k}" for n, k in (("dp", dp), ("tp", tp)) if k > 1) or "dp=1"
-            out.append(Row(f"gpt {layers}x{width}, {gpus} GPUs, {mesh}, {total // dp // micro} x {micro}", float(r[-1]) / 1e3, VTRAIN, "a100-dgx", mesh,
-                           total, seq, "Megatron TP" if tp > 1 else "DDP", "gpt", gpt_sizes(layers, width, heads), True, "fp16", total // dp // micro))
+            name, parts = f"gpt {layers}x{width}, {gpus} GPUs, {mesh}", total // dp // micro
+            out.append(Row(f"{name}, {parts} x {micro}", float(r[-1]) / 1e3, VTRAIN, "a100-dgx", mesh, total, seq,
+                           "Megatron TP" if tp > 1 else "DDP", "gpt", gpt_sizes(layers, width, heads), True, "fp16", parts))
     return out
 
 

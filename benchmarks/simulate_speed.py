@@ -2,7 +2,7 @@
 
     python benchmarks/simulate_speed.py [--model llama:8b --mesh dp=512,tp=8 --batch 512 --seq 8192 --jitter 0.05]
 
-The plan is FSDP x TP by hand (no search). What counts begins when the program exists: `replay`, and everything that `autoshard simulate` shows.
+The plan is FSDP x TP by hand (no search). What counts begins when the program exists: `replay`, and what `autoshard simulate` shows of it.
 Memory is what that allocates at its peak (tracemalloc, in a second run), beside the program.
 """
 from __future__ import annotations
@@ -28,7 +28,6 @@ from autoshard.simulation.critical_path import critical_path, shares
 from autoshard.simulation.replay import replay
 from autoshard.simulation.result import idle_rows
 from autoshard.simulation.simulate import program_for
-from autoshard.simulation.trace import shown_ranks, track_of
 
 TARGET_S, TARGET_BYTES = 2.0, 0.5 * 2**30
 
@@ -51,8 +50,7 @@ def simulated(program, cluster: Cluster, conditions: Conditions) -> dict:
     replayed = process_time()
     idle_rows(played.idle)
     shares(played, critical_path(played))
-    tracks = [track_of(played, rank, alike) for rank, alike in shown_ranks(played)]
-    return {"replay_cpu_s": replayed - start, "total_cpu_s": process_time() - start, "step_s": played.step_s, "tracks": len(tracks)}
+    return {"replay_cpu_s": replayed - start, "total_cpu_s": process_time() - start, "step_s": played.step_s}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from math import ceil, log2
 
 import numpy as np
 
-from autoshard.collectives import KINDS, wire_bytes
+from autoshard.collectives import KINDS, seconds, wire_bytes
 from autoshard.collectives.all_gather import LOW_LATENCY_BANDWIDTH
 from autoshard.collectives.levels import Axis, Levels, Link, log_latency, overhead, ranks, ring_latency
 from autoshard.errors import ClusterError
@@ -40,12 +40,21 @@ def phases(kind: str, nbytes: float, axis: Axis) -> Phases:
     """The phases of `collectives.seconds(kind, nbytes, axis)`; none on one rank and for 0 bytes. Raises ClusterError for an unknown kind."""
     if kind not in KINDS:
         raise ClusterError(f"no formula for collective {kind!r}; there are {', '.join(KINDS)}")
-    return _PHASES[kind](float(nbytes), axis.levels) if nbytes > 0 and axis.size > 1 else ()
+    if not (nbytes > 0 and axis.size > 1):
+        return ()
+    return _PHASES[kind](float(nbytes), axis.levels) if kind in _PHASES else _whole(kind, float(nbytes), axis)
 
 
 def alone(groups: Phases) -> float:
     """Seconds on links as the profile has them."""
     return float(sum(max(phase.seconds() for phase in group) for group in groups))
+
+
+def _whole(kind: str, nbytes: float, axis: Axis) -> Phases:
+    """Of a kind that nobody has taken apart: all of it on the outermost link."""
+    link, wire, total = axis.levels[-1][0], wire_bytes(kind, nbytes, axis.size), seconds(kind, nbytes, axis)
+    moving = min(wire / link.bus_bandwidth, total)
+    return ((Phase(link.name, total - moving, wire, wire / moving),),)
 
 
 def _cheapest(*algorithms: Phases) -> Phases:
@@ -72,9 +81,9 @@ def _together(kind: str, wire: float, levels: Levels, latency: float) -> Group:
 
 
 def _measured(link: Link, curve: Callable[[np.ndarray], np.ndarray], wire: float, latency: float) -> Phase:
-    seconds = float(curve(np.asarray(wire)))
-    moving = min(wire / link.bus_bandwidth, seconds)
-    return Phase(link.name, latency + seconds - moving, wire, wire / moving)
+    total = float(curve(np.asarray(wire)))
+    moving = min(wire / link.bus_bandwidth, total)
+    return Phase(link.name, latency + total - moving, wire, wire / moving)
 
 
 def _sent(wire: float, levels: Levels) -> list[tuple[Link, float]]:

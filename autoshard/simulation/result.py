@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class Simulation:
     memory       over time, of the first rank (in pipelines: of the first stage, empty)
     mfu, hfu     model and hardware FLOP utilisation
     stages       of a pipeline, a row per stage
-    tracks       what ranks did when, for a trace"""
+    make_tracks  `tracks`, made when they are asked for"""
 
     plan: Plan
     conditions: Conditions
@@ -70,8 +71,13 @@ class Simulation:
     memory: tuple[Stamp, ...]
     mfu: float
     hfu: float
-    tracks: tuple[Track, ...]
+    make_tracks: Callable[[], tuple[Track, ...]] = field(repr=False)
     stages: tuple[Mapping[str, Any], ...] = ()
+
+    @cached_property
+    def tracks(self) -> tuple[Track, ...]:
+        """What ranks did when, for a trace."""
+        return self.make_tracks()
 
     @property
     def objective_s(self) -> float:

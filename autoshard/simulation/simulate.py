@@ -22,7 +22,7 @@ from autoshard.simulation.program import Program, program_of
 from autoshard.simulation.replay import Replay, replay
 from autoshard.simulation.result import Simulation, idle_rows, stamped
 from autoshard.simulation.source import traced_for
-from autoshard.simulation.trace import shown_ranks, track_of
+from autoshard.simulation.trace import tracks_of
 from autoshard.simulation.traffic import link_use, sizes
 
 
@@ -67,10 +67,9 @@ def program_for(graph: Graph, plan: Plan, cluster: Cluster, executed: bool = Fal
 
 def _result(graph: Graph, plan: Plan, cluster: Cluster, conditions: Conditions, executed: bool, played: Replay, ranks: Sequence[int]) -> Simulation:
     step, n, calls = played.step_s, plan.mesh.size, played.program.calls
-    shown = [(rank, 1) for rank in ranks] or shown_ranks(played)
     return Simulation(
         plan, conditions, executed, step, work_s=float(played.worked.mean()), slowed_s=float(played.slowed.mean()),
         slowest=int(played.finish.argmax()), fastest_s=float(played.finish.min()), idle=idle_rows(played.idle),
         critical=shares(played, critical_path(played)), links=link_use(calls, step), sizes=sizes(calls),
         memory=stamped(plan.stages[0].timeline, played), mfu=model_seconds(graph, plan, cluster.device) / n / step,
-        hfu=executed_seconds(graph, plan, cluster.device) / step, tracks=tuple(track_of(played, rank, alike) for rank, alike in shown))
+        hfu=executed_seconds(graph, plan, cluster.device) / step, make_tracks=lambda: tracks_of(played, ranks))

@@ -50,15 +50,20 @@ class Track:
     alike: int = 1
 
 
-def shown_ranks(played: Replay) -> list[tuple[int, int]]:
-    """(first rank, how many did the same) of at most `MOST_TRACKS` classes of equal ranks: those of the first ranks and that of the last to end."""
+def tracks_of(played: Replay, ranks: Sequence[int] = ()) -> tuple[Track, ...]:
+    """Those of `ranks`; without any, one of each class of ranks that did the same."""
+    return tuple(_track(played, rank, alike) for rank, alike in [(rank, 1) for rank in ranks] or _classes(played))
+
+
+def _classes(played: Replay) -> list[tuple[int, int]]:
+    """(first rank, how many did the same) of at most `MOST_TRACKS` classes: those of the first ranks and that of the last to end."""
     _, first, alike = np.unique(played.alike.ravel(), return_index=True, return_counts=True)
     found = sorted(zip(first.tolist(), alike.tolist(), strict=True))
     slowest = next(c for c in found if played.alike.flat[c[0]] == played.alike.flat[int(np.argmax(played.finish))])
     return sorted({*found[:MOST_TRACKS - 1], slowest})
 
 
-def track_of(played: Replay, rank: int, alike: int = 1) -> Track:
+def _track(played: Replay, rank: int, alike: int) -> Track:
     title = f"rank {rank}" + (f" and {alike - 1} like it" if alike > 1 else "")
     return Track(rank, title, tuple(_spans(played, rank)), alike)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.collectives import KINDS, seconds, wire_bytes
-from autoshard.collectives.phases import alone, phases
+from autoshard.collectives.phases import _PHASES, alone, phases
 from autoshard.cost.cluster import Cluster, available, load_cluster
 from autoshard.errors import ClusterError
 
@@ -66,6 +66,13 @@ def test_a_slower_link_counts_where_it_is_the_slowest():
 def test_shares_may_be_arrays():
     (group,) = phases("all_gather", 1e9, CLUSTERS["a100-dgx"].links_for(parse_mesh("a=8"))[0])
     assert group[0].seconds(np.array([1.0, 0.5]))[1] > 1.99 * group[0].seconds()
+
+
+def test_a_kind_that_nobody_took_apart_is_on_the_outermost_link(monkeypatch):
+    axis = CLUSTERS["h100-dgx"].links_for(parse_mesh("a=16"))[0]
+    monkeypatch.delitem(_PHASES, "broadcast")
+    ((phase,),) = phases("broadcast", 1e8, axis)
+    assert phase.link == "infiniband" and phase.seconds() == pytest.approx(seconds("broadcast", 1e8, axis), rel=1e-12)
 
 
 def test_nothing_is_sent_alone_and_unknown_kinds_are_refused():

@@ -69,7 +69,8 @@ def file(tmp_path_factory) -> Path:
     module = importlib.import_module("models.gpt")
     with torch.device("meta"):
         model, inputs = module.build("tiny", batch=8)
-    plan = autoshard.plan(model, "dp=2,tp=2", inputs, loss_fn=module.loss, cluster="h100-dgx", seeds={"input:0": "dp,-", "h.*.mlp.c_fc.weight": "tp,-"},
+    plan = autoshard.plan(model, "dp=2,tp=2", inputs, loss_fn=module.loss, cluster="h100-dgx",
+                          seeds={"input:0": "dp,-", "h.*.mlp.c_fc.weight": "tp,-"},
                           model_info={"reference": "gpt:tiny", "batch": 8, "seq": None, "dtype": None, "hf": None})
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     plan.save(path)
@@ -175,7 +176,8 @@ def test_bad_requests_are_named(file: Path, run, arguments: list[str], words: st
 
 def test_a_plan_of_another_model_is_refused(file: Path, tmp_path: Path, run) -> None:
     data = json.loads(file.read_text())
-    for change, words in [({"batch": 16}, "the plan is for another program"), ({"reference": "mlp", "batch": None}, "the plan is for another program"),
+    for change, words in [({"batch": 16}, "the plan is for another program"),
+                          ({"reference": "mlp", "batch": None}, "the plan is for another program"),
                           ({"reference": "gtp:tiny"}, "unknown model 'gtp'"), ({"reference": None}, "does not say which model"),
                           ({"batch": "many"}, "the plan says batch 'many'")]:
         path = tmp_path / "other.json"
@@ -202,7 +204,8 @@ def test_micro_batches_run_one_after_the_other() -> None:
     module = importlib.import_module("models.gpt")
     with torch.device("meta"):
         model, inputs = module.build("tiny", batch=8)
-    plan = autoshard.plan(model, "dp=2", inputs, loss_fn=module.loss, cluster="cpu-gloo", pipeline=Pipeline(microbatches=4), seeds={"input:0": "dp,-"})
+    plan = autoshard.plan(model, "dp=2", inputs, loss_fn=module.loss, cluster="cpu-gloo", pipeline=Pipeline(microbatches=4),
+                          seeds={"input:0": "dp,-"})
     found = autoshard.simulate(plan, model, inputs, loss_fn=module.loss)
     assert found.step_s == pytest.approx(plan.objective_s, rel=1e-9)
     assert autoshard.simulate(plan, model, inputs, loss_fn=module.loss, executed=True).step_s == pytest.approx(plan.predicted["bucketed_s"], rel=1e-9)
