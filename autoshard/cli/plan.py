@@ -101,7 +101,8 @@ def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress
     if asked.options.pipeline.stages(asked.mesh) > 1:  # prices of other choices are of one search, and every stage has its own
         progress("report", "")
         found = api.plan_traced(asked.traced, asked.mesh, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
-        write(html, found, comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss) if with_baselines else None)
+        by_hand = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss) if with_baselines else None
+        write(html, found, by_hand)
         return found
     table = api.prices(asked.traced, asked.mesh, asked.options, clock=clock)
     beside = None
