@@ -9,7 +9,6 @@ import numpy as np
 
 from autoshard.base import quantities
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
-from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan, StagePlan
 from autoshard.errors import AutoshardError
 from autoshard.pipeline.action_lists.play import Playback
@@ -62,11 +61,6 @@ class RankRow:
 
 def is_pipeline(plan: Plan) -> bool:
     return plan.pipeline is not None and len(plan.stages) > 1
-
-
-def spec_mesh(plan: Plan) -> Mesh:
-    """The mesh whose axes the plan's specs are about: that of the stages, which are all alike, where there are stages."""
-    return plan.stages[0].submesh or plan.mesh if is_pipeline(plan) else plan.mesh
 
 
 def stage_rows(plan: Plan) -> tuple[StageRow, ...]:
