@@ -1,6 +1,7 @@
 """`CompiledModule`: the user's model, planned and sharded, as an ordinary nn.Module."""
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,10 +20,10 @@ from autoshard.pipeline import batch
 from autoshard.program.binding import Binding, leaf_key
 from autoshard.program.calling import Traced
 from autoshard.runtime.compile import Settings, Variant
-from autoshard.runtime.guidance import Guidance, attribute, guard
+from autoshard.runtime.guidance import HOOKS, Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.microbatches import check_pieces
-from autoshard.runtime.params.module_shells import shell
+from autoshard.runtime.params.module_shells import hand_on, plain_attributes, shell
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.agreement_facts import call_facts, in_words
@@ -44,21 +45,26 @@ class CompiledModule(Guidance, nn.Module):
         super().__init__()
         self.place, self.settings, self.options, self.passing = place, settings, settings.options, settings.options.passing
         self._binding = Binding.of(model, settings.loss_fn)
-        self._stored = Stored(model, self._stores_at, settings.options.precision)
+        self._hold(Stored(model, self._stores_at, settings.options.precision), model.training)
+
+    def _hold(self, stored: Stored, training: bool) -> None:
+        """Begin with these tensors and no variant."""
+        self._stored = stored
         self._visible = {"root": shell(self._stored.module)}  # in a dict, so that it is no submodule
         root = self._visible["root"]
         guard(self, root)
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = root.__dict__[table]
-        self.training = model.training
+        self.training = training
         self._parts = tuple(self.modules())  # walking the tree at every call would cost as much as a small layer
+        self._plain = plain_attributes(self, root)
         self._trainable = tuple(self._stored.params.values())
         self._steps: dict[Any, Step] = {}
         self._latest: tuple[Any, Step] | None = None
         self._current: Step | None = None
-        self._told = place.pulse.told if place.mesh.size > 1 else [0]
+        self._told = self.place.pulse.told if self.place.mesh.size > 1 else [0]
         self._recipes: dict[Any, list[Any]] = {}
-        self._wraps = self.passing.outputs == "dtensor" and place.device_mesh is not None
+        self._wraps = self.passing.outputs == "dtensor" and self.place.device_mesh is not None
         self._accumulating = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
         self._seed: int | None = None
@@ -125,7 +131,8 @@ class CompiledModule(Guidance, nn.Module):
         device = self.place.device.type
         modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),
-                 tuple([p.requires_grad for p in self._trainable]))
+                 tuple([p.requires_grad for p in self._trainable]),
+                 tuple([values.get(name) for values, name, _ in self._plain]))
         return (modes, tree, shapes, given), flat, tensors
 
     def _enter(self, key: Any, flat: list[Any], replan: bool = False,
@@ -189,10 +196,11 @@ class CompiledModule(Guidance, nn.Module):
                              "compile with precision=autoshard.Precision(\"bf16\") instead")
 
     def _sync_modes(self) -> None:
-        """train() and eval() reach the modules the user sees; tracing runs their twins."""
+        """train(), eval() and plain attributes (a dropout's p) reach the modules the user sees; tracing runs their twins."""
         self._visible["root"].__dict__["training"] = self.training
         for twin, seen in zip(self._program.modules(), self._visible["root"].modules(), strict=True):
             twin.training = seen.training
+        hand_on(self._plain, self._program)
 
     def _without_autocast(self) -> Any:
         """Casts are part of the graph already."""
@@ -272,6 +280,21 @@ class CompiledModule(Guidance, nn.Module):
         self._steps, self._recipes = {key: step}, {key: flat}
         return step.plan
 
+    # --- random numbers ---
+
+    def get_rng_state(self) -> dict[str, int]:
+        """What the draws of the next call depend on (dropout): part of a checkpoint from which training goes on exactly. Equal on
+        every rank. Raises UsageError before the first call or `prepare`."""
+        if self._seed is None:
+            raise UsageError("a compiled model takes its seed at its first call; call it, or prepare(...), before get_rng_state()")
+        return {"seed": self._seed, "calls": self._calls}
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Go on drawing where `get_rng_state` was called. Raises UsageError for something else."""
+        if set(state) != {"seed", "calls"} or not all(type(n) is int for n in state.values()):
+            raise UsageError(f"set_rng_state takes what get_rng_state gave, {{'seed': int, 'calls': int}}, not {dict(state)!r:.100}")
+        self._seed, self._calls = state["seed"], state["calls"]
+
     # --- module protocol ---
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -298,8 +321,20 @@ class CompiledModule(Guidance, nn.Module):
                 raise
         return attribute(self, visible, name)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UsageError("a compiled model cannot be deep-copied; copy the original model and compile the copy, or use state_dict()")
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledModule":
+        """A compiled model with tensors of its own, and the variants and plans of this one, as `swa_utils.AveragedModel` makes it. Hooks on
+        parameters stay behind, as torch leaves them."""
+        twin = object.__new__(type(self))
+        nn.Module.__init__(twin)
+        for name in ("place", "settings", "options", "passing", "_binding"):
+            setattr(twin, name, getattr(self, name))
+        twin._hold(self._stored.copied(), self.training)
+        twin.__dict__.update({table: copy.copy(self.__dict__[table]) for table in HOOKS})
+        memo[id(self)] = twin
+        twin._seed, twin._calls = self._seed, self._calls
+        twin._steps, twin._recipes = {key: step.on(twin._stored) for key, step in self._steps.items()}, dict(self._recipes)
+        twin._latest = self._latest and (self._latest[0], twin._steps[self._latest[0]])
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError("a compiled model cannot be pickled; save state_dict() with torch.distributed.checkpoint, and model.plan "

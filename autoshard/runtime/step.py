@@ -104,6 +104,10 @@ class Step:
         """A parameter, a buffer, or a constant of the graph, as this rank holds it."""
         return self.own[name] if name in self.own else self.stored.local(name)
 
+    def on(self, stored: Stored) -> "Step":
+        """The same program with other tensors."""
+        return type(self)(self.graph, self.calling, self.plan, self.lowered, self.place, stored, self.backend, self.outputs, self.given)
+
     # --- forward ---
 
     def arguments(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> list[Any]:

@@ -299,8 +299,7 @@ def surface() -> None:
         fast.one(data()[0])
     with pytest.raises(UsageError, match="Register it on the compiled model"):
         fast.one.register_forward_hook(print)
-    with pytest.raises(UsageError, match="deep-copied"):
-        copy.deepcopy(fast)
+    assert copy.deepcopy(fast).plan.key == fast.plan.key
 
 
 def ranks_differ() -> None:

@@ -13,11 +13,12 @@ from autoshard.runtime.compile import Settings
 
 def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first: bool) -> dict[str, str]:
     """`key` is that of `CompiledModule._key`. Of the `first` call also the model and the options; later they cannot differ."""
-    (grad, autocast, training, trainable), tree, leaves, given = key
+    (grad, autocast, training, trainable, plain), tree, leaves, given = key
     mode = f"{'training' if any(training) else 'evaluation'} mode, gradients {'on' if grad else 'off'}"
     mode += f", autocast to {autocast}" if autocast else ""
     facts = {"mode": mode, "inputs": _inputs(leaves, given), "structure of the arguments": str(tree),
-             "modes of the modules": _digest(training), "trainable parameters": _digest(trainable), "number of calls": str(call)}
+             "modes of the modules": _digest(training), "trainable parameters": _digest(trainable), "attributes of the modules": _digest(plain),
+             "number of calls": str(call)}
     if not first:
         return facts
     return {"model": type(model).__name__, "parameters": _tensors(model.named_parameters()),
