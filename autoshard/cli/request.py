@@ -136,7 +136,7 @@ class Request:
         from autoshard.base.mesh import parse_mesh
         from autoshard.decide.arguments import check_called
         from autoshard.decide.phase_timer import PhaseTimer
-        from autoshard.pipeline import batch
+        from autoshard.pipeline.microbatches import batch
         from autoshard.seeds.from_transformers import hand_plan, has_plan
 
         spec = self.load()
