@@ -15,10 +15,12 @@ from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.base.spec import Spec
+from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.backends import find
 from autoshard.decide.how import How
+from autoshard.decide.kept import Known, kept
 from autoshard.decide.options import Options, Progress, default_cluster
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import Pipeline
@@ -100,7 +102,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None,
             plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
             cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
-            check_inputs: str = "first", progress: Progress | None = None) -> CompiledModule:
+            check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1, progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -115,6 +117,9 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
                    DataLoader with DistributedSampler gives
     check_inputs   when ranks compare the numbers of their inputs: "first": at the calls 1, 2, 3, 5, 9, ... of every variant; "always";
                    "never"
+    variants       how many variants of the call (shapes, modes) are kept; beyond that the one used longest ago is forgotten
+    keep_within    a call with new shapes keeps a plan that is there where it is estimated at most this share dearer than what a search
+                   would find; 0: always search (docs/new-shapes.md)
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
@@ -133,6 +138,10 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         return plan_traced(traced, mesh, asked, clock=PhaseTimer(progress), has_loss=loss_fn is not None, fixed={**stored, **inputs},
                            profile=profile, interruptible=False)  # who stops a training script wants it to end
 
+    def keep(plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
+        budget = Budget.of(graph, profile.device, options.memory_limit(profile))
+        return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, keep_within)
+
     def build(variant: Variant) -> Step:  # at the first call of every variant: with or without gradients, other shapes
         plan = variant.agreed_plan(planner)
         if isinstance(variant, PipelineVariant):
@@ -142,7 +151,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     check_compilable(model, mesh_of(mesh), options)
     chosen = loaded(plan)
-    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile))
+    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile),
+                        keep if keep_within > 0 else None)
     compiled: CompiledModule
     if options.pipeline.stages(mesh_of(mesh)) > 1:
         compiled = pipeline_module(model, locate(mesh, device, join_timeout), settings, example_inputs is not None)

@@ -99,7 +99,8 @@ def devices(place: Place) -> Iterator[Finding]:
 def links(place: Place) -> Iterator[Finding]:
     """How ranks reach each other."""
     if place.device_mesh is None:
-        yield Finding("links", "ranks", "1, nobody to talk to", "note", "start it with torchrun --nproc-per-node 2 -m autoshard doctor to look at links")
+        yield Finding("links", "ranks", "1, nobody to talk to", "note",
+                      "start it with torchrun --nproc-per-node 2 -m autoshard doctor to look at links")
         return
     yield Finding("links", "ranks", f"{place.mesh.size} as {place.mesh}")
     carriers = place.carriers()
@@ -125,8 +126,8 @@ def fits(profile: Cluster, place: Place) -> Iterator[Finding]:
         return
     name, memory = device_of(place.device, int(os.environ.get("LOCAL_WORLD_SIZE", str(place.mesh.size))))
     capacity = profile.device.memory_capacity
-    yield Finding("profile", "memory", f"{quantities.size(capacity)} in the profile, {quantities.size(memory)} here",
-                  *(("warning", f"plans may not fit: pass memory_budget={quantities.size(memory)!r}, or calibrate") if capacity > 1.05 * memory else ()))
+    yield Finding("profile", "memory", f"{quantities.size(capacity)} in the profile, {quantities.size(memory)} here", *(
+        ("warning", f"plans may not fit: pass memory_budget={quantities.size(memory)!r}, or calibrate") if capacity > 1.05 * memory else ()))
     other = ("CPU" in profile.device.name) != (place.device.type == "cpu")
     if other:
         yield Finding("profile", "device", f"{profile.device.name} in the profile, {name} here", "warning",
@@ -191,7 +192,8 @@ def _compared(name: str, found: Sequence[Error], mesh: Mesh) -> Finding:
              f"({worst.sample.key}, {quantities.size(worst.sample.nbytes or worst.sample.moved)})")
     off = max(ratio, 1 / ratio)
     advice = f"calibrate: {CALIBRATE.format(max(mesh.size, 2))}"
-    return Finding("self-test", name, value, *(() if off <= CLOSE else ("note", advice) if off <= FAR else ("warning", f"plans may be wrong ones; {advice}")))
+    return Finding("self-test", name, value, *(() if off <= CLOSE else ("note", advice) if off <= FAR else
+                                               ("warning", f"plans may be wrong ones; {advice}")))
 
 
 def _tested(name: str, test: Callable[[], Finding]) -> Finding:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autoshard.base.plan import Layout, Plan
+from autoshard.base.plan import PlacedTensor, Plan
 from autoshard.base.spec import R
 from autoshard.seeds.from_transformers import generic
 
@@ -46,7 +46,7 @@ def transformers_plan(plan: Plan, model: nn.Module, axis: str | None = None) -> 
     return TransformersPlan({key: style for key, styles in found.items() for style in set(styles.values()) if style}, tuple(unsaid))
 
 
-def _styles(path: str, module: nn.Module, weights: Mapping[str, Layout], leaving: Mapping[str, Layout], a: int) -> Iterator[tuple[str, str]]:
+def _styles(path: str, module: nn.Module, weights: Mapping[str, PlacedTensor], leaving: Mapping[str, PlacedTensor], a: int) -> Iterator[tuple[str, str]]:
     """(style, "") of a module with parameters of its own, "" for one that is whole; or ("", why there is none)."""
     own = {name: weights[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)
            if f"{path}.{name}".lstrip(".") in weights}
@@ -60,14 +60,18 @@ def _styles(path: str, module: nn.Module, weights: Mapping[str, Layout], leaving
     style = {("linear", 0): "colwise", ("linear", 1): "rowwise", ("embedding", 0): "embedding_rowwise",
              ("embedding", 1): "embedding_colwise"}.get((kind, dims.get("weight", -1)), "")
     if not style or dims.get("bias", None) != (0 if style == "colwise" and "bias" in own else None):
-        shown = ", ".join(f"{name} {'whole' if d is None else f'split along dim {d}' if d >= 0 else 'split inside a dim'}" for name, d in dims.items())
+        shown = ", ".join(f"{name} {_in_words(d)}" for name, d in dims.items())
         yield "", f"{generic(path)} ({type(module).__name__}): {shown}, for which there is no style"
         return
     out = leaving.get(path)
     yield "colwise_gather_output" if style == "colwise" and out is not None and out.spec[a] == R else style, ""
 
 
-def _tensor_dim(weight: Layout, shape: tuple[int, ...], a: int) -> int | None:
+def _in_words(dim: int | None) -> str:
+    return "whole" if dim is None else f"split along dim {dim}" if dim >= 0 else "split inside a dim"
+
+
+def _tensor_dim(weight: PlacedTensor, shape: tuple[int, ...], a: int) -> int | None:
     """The dim of the tensor that a weight is split along on mesh axis `a`; None: whole; -1: along a minor part of a dim (a fused weight)."""
     place = weight.spec[a]
     if place < 0:

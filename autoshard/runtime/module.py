@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from autoshard import _torch
 from autoshard._torch import pytree
 from autoshard.base.plan import Plan
 from autoshard.base.random import mix
+from autoshard.decide.kept import Known
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.pipeline.microbatches import batch
 from autoshard.program.binding import Binding, leaf_key
@@ -26,7 +28,7 @@ from autoshard.runtime.microbatches import check_pieces
 from autoshard.runtime.params.module_shells import hand_on, plain_attributes, shell
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
-from autoshard.runtime.ranks.agreement_facts import call_facts, in_words
+from autoshard.runtime.ranks.agreement_facts import call_facts, in_words, inputs_in_words
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.ranks.same_inputs import compare_inputs, is_due
 from autoshard.runtime.step import Function, Step
@@ -87,7 +89,9 @@ class CompiledModule(Guidance, nn.Module):
         return True
 
     def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
-        return Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
+        known = tuple(Known(step.plan, step.graph) for step in self._steps.values())
+        return Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan,
+                       tuple(k for k in known if k.graph.training == traced.graph.training))
 
     # --- calls ---
 
@@ -141,7 +145,7 @@ class CompiledModule(Guidance, nn.Module):
         inputs of the call that is to run in it."""
         if self.place.mesh.size == 1:
             self._seed = torch.initial_seed() if self._seed is None else self._seed
-            self._current = self._build(key, flat, replan) if replan or key not in self._steps else self._steps[key]
+            self._current = self._build(key, flat, replan) if replan or key not in self._steps else self._again(key)
             return self._current
         facts = self._facts(key)
         with self.place.pulse.together(in_words(facts)):
@@ -150,8 +154,21 @@ class CompiledModule(Guidance, nn.Module):
             known = None if replan else self._steps.get(key)
             if tensors is not None and is_due(known.calls if known else 0, self.options.running.check_inputs):
                 self._compare_inputs(key, tensors)
-            self._current = known or self._build(key, flat, replan)
+            self._current = self._again(key) if known else self._build(key, flat, replan)
         return self._current
+
+    def _again(self, key: Any) -> Step:
+        """A variant that is there, which is used last from now on."""
+        self._steps[key], self._recipes[key] = self._steps.pop(key), self._recipes.pop(key)
+        return self._steps[key]
+
+    def _remember(self, key: Any, step: Step, stand_ins: list[Any], took: tuple[float, float]) -> None:
+        """Keep a new variant, and forget those used longest ago where there are too many. `took`: seconds to trace, and for the rest."""
+        self._steps[key], self._recipes[key], self._latest = step, stand_ins, (key, step)
+        for oldest in list(self._steps)[:-self.options.running.variants]:
+            del self._steps[oldest], self._recipes[oldest]
+        log.info("variant %d of at most %d for inputs %s: traced in %.2f s; planned (%s), lowered and bound in %.2f s", len(self._steps),
+                 self.options.running.variants, inputs_in_words(key), took[0], step.plan.status, took[1])
 
     def _build(self, key: Any, flat: list[Any], replan: bool = False) -> Step:
         alone(self.place, lambda: self._refuse_autocast(key[0][1]))
@@ -162,15 +179,15 @@ class CompiledModule(Guidance, nn.Module):
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
         args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
+        begin = time.perf_counter()
         traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
                                                         precision=self.options.precision, marks=self.options.marks,
                                                         fallback=self.options.fallback, hooks_run=True))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
+        there = time.perf_counter()
         step = self.settings.build(self._variant(traced, fixed, replan))
-        self._steps[key] = step
-        self._recipes[key] = stand_ins
-        self._latest = (key, step)
+        self._remember(key, step, stand_ins, (there - begin, time.perf_counter() - there))
         return step
 
     def _facts(self, key: Any) -> dict[str, str]:

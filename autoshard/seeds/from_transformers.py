@@ -86,7 +86,8 @@ def hand_plan(model: nn.Module, mesh: Mesh, axis: str | None = None, kind: str =
             unsaid[f"{generic(name)} of shape {tuple(p.shape)} is {plan[entry]!r}: {problem}"] = None
             continue
         spec = tuple(axis if d == dim else None for d in range(p.ndim))
-        seeds[generic(name)] = Seed(spec, f"{entry!r}: {plan[entry]!r} of the model's {kind}_plan" if entry is not None else "not in the model's plan")
+        said = "not in the model's plan" if entry is None else f"{entry!r}: {plan[entry]!r} of the model's {kind}_plan"
+        seeds[generic(name)] = Seed(spec, said)
     return HandPlan(seeds, tuple(unsaid))
 
 

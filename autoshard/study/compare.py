@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from autoshard import api
+from autoshard.base import quantities
 from autoshard.base.mesh import Mesh
+from autoshard.base.notebook import grid
 from autoshard.base.plan import LATE_REDUCTION, Plan
 from autoshard.decide.make_plan import Timelines, make_plan
 from autoshard.decide.memory.memory_problems import possible
@@ -85,6 +87,13 @@ class Comparison:
         """The fastest baseline that fits."""
         fitting = [c for c in self.contenders[1:] if c.fits and c.plan is not None]
         return min(fitting, key=lambda c: c.plan.objective_s, default=None)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = [(c.name, c.axes, *(("-",) * 4 if c.plan is None else (
+            quantities.seconds(c.plan.objective_s), quantities.seconds(c.exposed_s), quantities.size(c.moved_bytes), quantities.size(c.memory_bytes))),
+            "yes" if c.fits else "no") for c in self.contenders]
+        return grid(f"Plans for {self.mesh} on {self.cluster}", ("plan", "axes", "step", "exposed", "moved", "memory", "fits"), rows, self.notes)
 
     def to_dict(self) -> dict[str, Any]:
         return {"model": dict(self.model), "mesh": str(self.mesh), "cluster": self.cluster, "limit_bytes": self.limit_bytes,

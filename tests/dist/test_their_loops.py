@@ -5,11 +5,13 @@ Each loop gets a compiled model under a random plan and the same model on one de
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import assert_near, on_ranks, same_gradients, whole  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
+import autoshard  # noqa: E402
+from autoshard.decide.kept import KEPT  # noqa: E402
 from autoshard.errors import UsageError  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.params.update import local_update  # noqa: E402
@@ -50,7 +54,7 @@ class Net(nn.Module):
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
-        self.words, self.mix, self.norm = nn.Embedding(251, 12), nn.Linear(12, 24), nn.BatchNorm1d(24)
+        self.words, self.mix, self.norm = nn.Embedding(251, 12), nn.Linear(12, 24, bias=False), nn.BatchNorm1d(24)
         self.drop, self.head = nn.Dropout(p), nn.Linear(24, 6)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -146,13 +150,25 @@ def accumulation() -> None:
 
 
 def optimizers() -> None:
-    for seed, kwargs in enumerate(({"foreach": True}, {"fused": True}, {"amsgrad": True, "maximize": True})):
-        steps(both(seed), lambda m, kwargs=kwargs: adamw(m, **kwargs))
-        steps(both(seed), lambda m, kwargs=kwargs: local_update(adamw(m, **kwargs)) if isinstance(m, CompiledModule) else adamw(m, **kwargs))
-    pair = both(3)
-    steps(pair, lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, nesterov=True, fused=True))
-    steps(pair, lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3, foreach=True))
-    steps(pair, lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-3))
+    """Plain, foreach and fused, as they are and with `local_update`; a random plan places parameters in different ways."""
+    def sgd(m: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, nesterov=True, **kwargs)
+
+    def rmsprop(m: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(m.parameters(), lr=1e-3, **kwargs)
+
+    def local(make: Callable[..., Any], m: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
+        return local_update(make(m, **kwargs)) if isinstance(m, CompiledModule) else make(m, **kwargs)
+
+    wrong = []
+    for seed, (make, kwargs) in enumerate(((adamw, {"foreach": True}), (adamw, {"fused": True}), (adamw, {"amsgrad": True, "maximize": True}),
+                                           (sgd, {"fused": True}), (sgd, {"foreach": True}), (rmsprop, {"foreach": True}))):
+        for how, of in (("as it is", partial(make, **kwargs)), ("local_update", partial(local, make, **kwargs))):
+            try:
+                steps(both(seed), of)
+            except AssertionError as e:
+                wrong.append(f"{make.__name__} {kwargs} {how}: {e}")
+    assert not wrong, "\n".join(wrong)
 
 
 def groups_by_name() -> None:
@@ -229,7 +245,7 @@ def freezing() -> None:
     for i, frozen in enumerate((False, True, True, False)):
         for m, o in zip(pair, optimizers, strict=True):
             m.get_submodule("words").requires_grad_(not frozen)
-            m.get_parameter("mix.bias").requires_grad_(not frozen)
+            m.get_parameter("norm.bias").requires_grad_(not frozen)
             loss(m, i).backward()
             o.step()
         same_gradients(*pair, EXACT)
@@ -396,7 +412,46 @@ def resuming(folder: str) -> None:
         both()[0].get_rng_state()
 
 
-LOOPS = (clipping, accumulation, optimizers, groups_by_name, schedulers, scaler, autocast, freezing, changed_attributes, closures, averages,
+# --- shapes that change ---
+
+def new_shapes() -> None:
+    """Other lengths keep the plan of the first where it is good enough, at most so many variants are there, and numbers stay right."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(251, 24), nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 6)).double()
+    fast = autoshard.compile(copy.deepcopy(model), "dp=2", cluster="cpu-gloo", cache=False, variants=3, keep_within=0.5)
+    optimizers, plans, lines = [adamw(fast), adamw(model)], {}, Lines()
+    logging.getLogger("autoshard").addHandler(lines)
+    logging.getLogger("autoshard").setLevel(logging.INFO)
+    for length in (40, 37, 33, 39, 40, 2, 37):
+        ids = torch.randint(251, (4, length), generator=torch.Generator().manual_seed(length))
+        for m in (fast, model):
+            m(ids).square().mean().backward()
+        same_gradients(fast, model, EXACT)
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+        plans.setdefault(length, fast.plan)
+        assert len(fast._steps) <= 3 and len(fast._recipes) <= 3
+    same_weights((fast, model))
+    kept = [n for n, plan in plans.items() if plan.status == KEPT]
+    assert {37, 33, 39} <= set(kept) and 40 not in kept, kept
+    assert plans[37].ops == plans[40].ops and plans[37].predicted["step_s"] <= plans[40].predicted["step_s"]
+    built = [line for line in lines.texts if line.startswith("variant ")]
+    assert len(built) >= 6 and all("at most 3 for inputs (4, " in line and "traced in" in line for line in built), "one was forgotten, and made again"
+
+
+class Lines(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+LOOPS = (new_shapes, clipping, accumulation, optimizers, groups_by_name, schedulers, scaler, autocast, freezing, changed_attributes, closures, averages,
          a_copy_is_another_model)
 IN_FOLDERS = (async_save, whole_state_dicts, resuming)
 
@@ -415,5 +470,5 @@ def all_loops(folder: str) -> list[str]:
 
 def test_loops_as_users_have_them() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for failed in on_ranks(2, all_loops, folder):
+        for failed in on_ranks(2, all_loops, folder, timeout=900):
             assert not failed, "\n".join(failed)

@@ -50,7 +50,7 @@ class PipelineModule(CompiledModule):
 
     def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
         here = {name: stage_spec(spec, self._stage_place) for name, spec in fixed.items()}
-        return PipelineVariant(traced, self.place, self._stored, self.settings, here, self._seed, replan, self._stage_place, self._settled)
+        return PipelineVariant(traced, self.place, self._stored, self.settings, here, self._seed, replan, (), self._stage_place, self._settled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

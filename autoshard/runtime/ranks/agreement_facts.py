@@ -30,6 +30,11 @@ def in_words(facts: dict[str, str]) -> str:
     return f"{facts['mode']} with inputs {facts['inputs']}"
 
 
+def inputs_in_words(key: Any) -> str:
+    """Shapes and dtypes of a call, for the log."""
+    return _inputs(key[2], key[3])
+
+
 def _inputs(leaves: Any, given: Any) -> str:
     specs = iter(given)
     return ", ".join(_tensor(*leaf[:2], next(specs)) if isinstance(leaf[0], tuple) else ", ".join(map(repr, leaf[1:])) for leaf in leaves) or "none"
@@ -49,7 +54,8 @@ def _options(settings: Settings) -> str:
     given = None if settings.plan is None else f"plan {settings.plan.key}"
     loss = None if settings.loss_fn is None else getattr(settings.loss_fn, "__qualname__", type(settings.loss_fn).__qualname__)
     return "\n".join(map(str, (f"loss_fn {loss}", options.precision, options.passing, f"backend {running.backend}", given,
-                               settings.key, f"checkpoint {running.checkpoint}", f"check_inputs {running.check_inputs}")))
+                               settings.key, f"checkpoint {running.checkpoint}", f"check_inputs {running.check_inputs}",
+                               f"variants {running.variants}")))
 
 
 def _digest(values: Any) -> str:
