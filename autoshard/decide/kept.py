@@ -103,7 +103,7 @@ def _priced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, training: Tr
     stage = StagePlan(submesh=mesh, windows=windows, once_s=predicted["optimizer_s"], memory=step.summary(budget), timeline=step.moments(),
                       largest=step.largest())
     return replace(plan, predicted=predicted, stages=(stage,), objective_s=seconds, bound_s=0.0, gap=1.0, status=KEPT,
-                   layouts=layouts(graph, plan.ops, plan.placements), collectives=collectives(chosen), fallbacks=fallbacks(chosen), search={})
+                   layouts=layouts(whole, plan.ops, plan.placements), collectives=collectives(chosen), fallbacks=fallbacks(chosen), search={})
 
 
 def strategies_of(plan: Plan, graph: Graph, mesh: Mesh) -> Strategies:

@@ -16,7 +16,7 @@ from autoshard import _torch
 from autoshard._torch import pytree
 from autoshard.base.plan import Plan
 from autoshard.base.random import mix
-from autoshard.decide.kept import Known
+from autoshard.decide.kept import KEPT, Known
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.pipeline.microbatches import batch
 from autoshard.program.binding import Binding, leaf_key
@@ -34,6 +34,8 @@ from autoshard.runtime.ranks.same_inputs import compare_inputs, is_due
 from autoshard.runtime.step import Function, Step
 
 log = logging.getLogger("autoshard")
+MOST_SEARCHED = 16
+"""Plans that new shapes may keep; more are only there where a model is called with very different ones."""
 
 
 class CompiledModule(Guidance, nn.Module):
@@ -66,6 +68,7 @@ class CompiledModule(Guidance, nn.Module):
         self._current: Step | None = None
         self._told = self.place.pulse.told if self.place.mesh.size > 1 else [0]
         self._recipes: dict[Any, list[Any]] = {}
+        self._searched: tuple[Known, ...] = ()
         self._wraps = self.passing.outputs == "dtensor" and self.place.device_mesh is not None
         self._accumulating = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
@@ -89,9 +92,8 @@ class CompiledModule(Guidance, nn.Module):
         return True
 
     def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
-        known = tuple(Known(step.plan, step.graph) for step in self._steps.values())
-        return Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan,
-                       tuple(k for k in known if k.graph.training == traced.graph.training))
+        known = tuple(k for k in self._searched if k.graph.training == traced.graph.training)
+        return Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan, known)
 
     # --- calls ---
 
@@ -165,6 +167,8 @@ class CompiledModule(Guidance, nn.Module):
     def _remember(self, key: Any, step: Step, stand_ins: list[Any], took: tuple[float, float]) -> None:
         """Keep a new variant, and forget those used longest ago where there are too many. `took`: seconds to trace, and for the rest."""
         self._steps[key], self._recipes[key], self._latest = step, stand_ins, (key, step)
+        if step.plan.status != KEPT:
+            self._searched = (*self._searched, Known(step.plan, step.graph))[-MOST_SEARCHED:]
         for oldest in list(self._steps)[:-self.options.running.variants]:
             del self._steps[oldest], self._recipes[oldest]
         log.info("variant %d of at most %d for inputs %s: traced in %.2f s; planned (%s), lowered and bound in %.2f s", len(self._steps),
@@ -294,7 +298,7 @@ class CompiledModule(Guidance, nn.Module):
         with torch.set_grad_enabled(key[0][0]):
             step = self._enter(key, flat, replan=True)
         self._stored.move(step.plan.placements, optimizer)
-        self._steps, self._recipes = {key: step}, {key: flat}
+        self._steps, self._recipes, self._searched = {key: step}, {key: flat}, (Known(step.plan, step.graph),)
         return step.plan
 
     # --- random numbers ---
@@ -348,7 +352,7 @@ class CompiledModule(Guidance, nn.Module):
         twin._hold(self._stored.copied(), self.training)
         twin.__dict__.update({table: copy.copy(self.__dict__[table]) for table in HOOKS})
         memo[id(self)] = twin
-        twin._seed, twin._calls = self._seed, self._calls
+        twin._seed, twin._calls, twin._searched = self._seed, self._calls, self._searched
         twin._steps, twin._recipes = {key: step.on(twin._stored) for key, step in self._steps.items()}, dict(self._recipes)
         twin._latest = self._latest and (self._latest[0], twin._steps[self._latest[0]])
         return twin
