@@ -94,9 +94,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
 
 
-def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None,
-            example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable | None = None,
-            training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
+def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None,
+            *, loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
             time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None,
@@ -113,13 +112,10 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     cache          keep plans on disk; True for the default folder, or a folder
     checkpoint     folder of a torch.distributed.checkpoint to fill a meta model from
     join_timeout   seconds to wait for ranks that have not called this; then an AutoshardError names them
-    inputs         "global": every rank passes the same whole batch; "local": every rank passes its own piece of it, which is what a
-                   DataLoader with DistributedSampler gives
-    check_inputs   when ranks compare the numbers of their inputs: "first": at the calls 1, 2, 3, 5, 9, ... of every variant; "always";
-                   "never"
-    variants       how many variants of the call (shapes, modes) are kept; beyond that the one used longest ago is forgotten
-    keep_within    a call with new shapes keeps a plan that is there where it is estimated at most this share dearer than what a search
-                   would find; 0: always search (docs/new-shapes.md)
+    inputs         "global": every rank passes the same whole batch; "local": its own piece of it, as a loader with DistributedSampler gives
+    check_inputs   when ranks compare the numbers of their inputs: "first" (calls 1, 2, 3, 5, 9, ... of a variant), "always", "never"
+    variants       how many variants of the call (shapes, modes) are kept, those used last
+    keep_within    new shapes keep a plan estimated at most this share dearer than a search would find (docs/new-shapes.md); 0: search
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
@@ -138,10 +134,6 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         return plan_traced(traced, mesh, asked, clock=PhaseTimer(progress), has_loss=loss_fn is not None, fixed={**stored, **inputs},
                            profile=profile, interruptible=False)  # who stops a training script wants it to end
 
-    def keep(plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
-        budget = Budget.of(graph, profile.device, options.memory_limit(profile))
-        return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, keep_within)
-
     def build(variant: Variant) -> Step:  # at the first call of every variant: with or without gradients, other shapes
         plan = variant.agreed_plan(planner)
         if isinstance(variant, PipelineVariant):
@@ -152,7 +144,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     check_compilable(model, mesh_of(mesh), options)
     chosen = loaded(plan)
     settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile),
-                        keep if keep_within > 0 else None)
+                        partial(keep_plan, options, profile) if keep_within > 0 else None)
     compiled: CompiledModule
     if options.pipeline.stages(mesh_of(mesh)) > 1:
         compiled = pipeline_module(model, locate(mesh, device, join_timeout), settings, example_inputs is not None)
@@ -162,6 +154,12 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):
             compiled.prepare(*example_inputs, **dict(example_kwargs or {}))
     return compiled
+
+
+def keep_plan(options: Options, profile: Cluster, plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
+    """Of `plans`, made for other shapes, the one to run `graph` with, priced anew; None: search. See decide/kept.py."""
+    budget = Budget.of(graph, profile.device, options.memory_limit(profile))
+    return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, options.running.keep_within)
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,

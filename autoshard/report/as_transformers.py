@@ -46,7 +46,8 @@ def transformers_plan(plan: Plan, model: nn.Module, axis: str | None = None) -> 
     return TransformersPlan({key: style for key, styles in found.items() for style in set(styles.values()) if style}, tuple(unsaid))
 
 
-def _styles(path: str, module: nn.Module, weights: Mapping[str, PlacedTensor], leaving: Mapping[str, PlacedTensor], a: int) -> Iterator[tuple[str, str]]:
+def _styles(path: str, module: nn.Module, weights: Mapping[str, PlacedTensor], leaving: Mapping[str, PlacedTensor],
+            a: int) -> Iterator[tuple[str, str]]:
     """(style, "") of a module with parameters of its own, "" for one that is whole; or ("", why there is none)."""
     own = {name: weights[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)
            if f"{path}.{name}".lstrip(".") in weights}

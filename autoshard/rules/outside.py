@@ -18,6 +18,7 @@ from autoshard.rules.notation import Passes, rule
 from autoshard.rules.types import LocalImpl
 
 log = logging.getLogger("autoshard")
+TORCH = ("aten", "prims", "autoshard")
 ENTRY_POINTS = "autoshard.rules"
 """Group of entry points: each names a function without arguments, which calls `register_rule`."""
 
@@ -38,7 +39,7 @@ def register_rule(op: Any, notation: str | Callable[[Call], str], *, partial: Pa
 
     Raises UsageError for an op that is not there, one that has a rule of its own, a malformed line, and unknown words."""
     target = overload(op)
-    if target in registry.table() and target not in registry.outside():
+    if target.namespace in TORCH or target in registry.table() and target not in registry.outside():
         raise UsageError(f"{target} has a rule of autoshard's own; a second one would hide it")
     if partial not in get_args(Passes) or reduce not in ("sum", "max", "min"):
         raise UsageError(f"partial={partial!r}, reduce={reduce!r}: partial is one of {', '.join(get_args(Passes))}, reduce of sum, max, min")

@@ -64,8 +64,8 @@ class Settings:
 @dataclass(frozen=True, eq=False)
 class Variant:
     """One form of a model's call (training or not, shapes, dtypes), traced, and the phases that make it run. The first one settles the
-    parameters' placements; later ones keep them, unless `replan`. `known`: variants of the same kind that run. `inputs`: placements of those that come in split; `seed`: of parameters
-    that have no numbers yet. Ranks run the phases together; each raises what planning and lowering raise."""
+    parameters' placements; later ones keep them, unless `replan`. `known`: variants that were searched. `inputs`: placements of those that
+    come in split; `seed`: of parameters that have no numbers yet. Ranks run the phases together; each raises what planning and lowering raise."""
 
     traced: Traced
     place: Place

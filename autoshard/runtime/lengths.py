@@ -12,11 +12,11 @@ from autoshard.errors import UsageError
 
 
 def bucket_length(length: int, waste: float = 0.125, multiple: int = 8) -> int:
-    """The next length that is used: at most the share `waste` above `length`, but for rounding up to `multiple`. Between a power of two and the
-    next there are 1 / waste of them, so 1 to 4,096 has about 9 / waste. Raises UsageError for numbers that make no sense."""
+    """The next length that is used: at most the share `waste` above `length`, but for rounding up to `multiple`. Between a power of two and
+    the next there are 1 / waste of them, so 1 to 4,096 has about 9 / waste. Raises UsageError for numbers that make no sense."""
     if length < 1 or not 0.0 < waste <= 1.0 or multiple < 1:
-        raise UsageError(f"bucket_length({length!r}, waste={waste!r}, multiple={multiple!r}): give a length and a multiple of at least 1, and a share "
-                         "above 0 and at most 1")
+        raise UsageError(f"bucket_length({length!r}, waste={waste!r}, multiple={multiple!r}): give a length and a multiple of at least 1, and a "
+                         "share above 0 and at most 1")
     step = 2.0 ** (ceil(log2(length)) - 1) * waste  # of the power of two below
     size = max(multiple, multiple * round(step / multiple))
     return ceil(length / size) * size

@@ -182,7 +182,7 @@ class Step:
         if self.place.device_mesh is None:
             return local if border is None else local.to(border.device)
         if border is None:
-            return _torch.dtensor_like(local, self.stored.params[name])
+            return _torch.dtensor_like(as_stored(local), self.stored.params[name])  # autograd sees to strides of plain tensors alone
         spec = self.input_specs[name]
         if border.local:
             return (local * _pieces(spec, self.place)).to(border.device)

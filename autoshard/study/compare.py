@@ -91,8 +91,8 @@ class Comparison:
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         rows = [(c.name, c.axes, *(("-",) * 4 if c.plan is None else (
-            quantities.seconds(c.plan.objective_s), quantities.seconds(c.exposed_s), quantities.size(c.moved_bytes), quantities.size(c.memory_bytes))),
-            "yes" if c.fits else "no") for c in self.contenders]
+            quantities.seconds(c.plan.objective_s), quantities.seconds(c.exposed_s), quantities.size(c.moved_bytes),
+            quantities.size(c.memory_bytes))), "yes" if c.fits else "no") for c in self.contenders]
         return grid(f"Plans for {self.mesh} on {self.cluster}", ("plan", "axes", "step", "exposed", "moved", "memory", "fits"), rows, self.notes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -135,7 +135,8 @@ class VerifyReport:
         """What a notebook shows."""
         rows = [("pass" if p.ok else "MISMATCH", p.name, f"{p.split} of {len(p.plan.ops)}", f"{p.worst.kind} {p.worst.name}", f"{p.worst.error:.2g}",
                  f"{p.worst.limit:.2g}") for p in self.plans]
-        return grid(f"Plans for {self.mesh} against one device, in {self.dtype}", ("", "plan", "ops split", "worst", "error", "allowed"), rows, self.notes)
+        columns = ("", "plan", "ops split", "worst", "error", "allowed")
+        return grid(f"Plans for {self.mesh} against one device, in {self.dtype}", columns, rows, self.notes)
 
     def __str__(self) -> str:
         lines = [f"{'pass' if p.ok else 'MISMATCH'}  {p.name}: {len(p.checks)} tensors, {p.split} of {len(p.plan.ops)} ops split, "
