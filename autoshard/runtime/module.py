@@ -27,6 +27,7 @@ from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.microbatches import check_pieces
 from autoshard.runtime.params.module_shells import hand_on, plain_attributes, shell
 from autoshard.runtime.params.stored import Stored
+from autoshard.runtime.params.update import watch_fused
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.agreement_facts import call_facts, in_words, inputs_in_words
 from autoshard.runtime.ranks.place import Place
@@ -48,6 +49,7 @@ class CompiledModule(Guidance, nn.Module):
     def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
         super().__init__()
         self.place, self.settings, self.options, self.passing = place, settings, settings.options, settings.options.passing
+        watch_fused()
         self._binding = Binding.of(model, settings.loss_fn)
         self._hold(Stored(model, self._stores_at, settings.options.precision), model.training)
 

@@ -162,13 +162,17 @@ def optimizers() -> None:
 
     wrong = []
     for seed, (make, kwargs) in enumerate(((adamw, {"foreach": True}), (adamw, {"fused": True}), (adamw, {"amsgrad": True, "maximize": True}),
-                                           (sgd, {"fused": True}), (sgd, {"foreach": True}), (rmsprop, {"foreach": True}))):
+                                           (sgd, {"foreach": True}), (rmsprop, {"foreach": True}))):
         for how, of in (("as it is", partial(make, **kwargs)), ("local_update", partial(local, make, **kwargs))):
             try:
                 steps(both(seed), of)
             except AssertionError as e:
                 wrong.append(f"{make.__name__} {kwargs} {how}: {e}")
     assert not wrong, "\n".join(wrong)
+    pair = both(3)
+    with pytest.raises(UsageError, match="SGD.fused=True. .*local_update"):
+        steps(pair, partial(sgd, fused=True))
+    steps(both(3), partial(local, sgd, fused=True))
 
 
 def groups_by_name() -> None:
@@ -234,7 +238,8 @@ def autocast() -> None:
                 losses.append(loss(m))
             losses[-1].backward()
         assert_near("loss", losses[0].detach(), losses[1].detach(), 2e-2 if enabled else 1e-5)
-        same_gradients(*pair, 5e-2 if enabled else 1e-4)
+        both_all = [torch.cat([whole(p.grad).flatten() for p in m.parameters()]) for m in pair]  # one by one they are mostly rounding in bf16
+        assert_near("all gradients", *both_all, 5e-2 if enabled else 1e-5)
         assert all(p.grad.dtype == torch.float32 for p in pair[0].parameters())
     assert len(pair[0]._steps) == 2
 
