@@ -25,6 +25,7 @@ _HOMES = {
     "transformers_cuts": "autoshard.seeds.from_transformers",
     "transformers_plan": "autoshard.report.as_transformers",
     "transformers_seeds": "autoshard.seeds.from_transformers",
+    "simulate": "autoshard.simulation.simulate",
     "verify": "autoshard.verification.check",
     "AutoshardError": "autoshard.errors",
     "Mesh": "autoshard.base.mesh",
