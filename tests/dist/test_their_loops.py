@@ -234,6 +234,7 @@ def autocast() -> None:
     for enabled in (True, False):
         losses = []
         for m in pair:
+            m.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 losses.append(loss(m))
             losses[-1].backward()
