@@ -100,7 +100,8 @@ def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress
     asked = request.traced(progress, clock)
     stages, beside, known = asked.options.pipeline.stages(asked.mesh), None, ()
     if with_baselines:
-        beside = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=clock)
+        beside = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=clock,
+                            own=asked.own)
         found = beside.chosen.plan
         if found is None:
             raise InfeasibleError(beside.chosen.note)

@@ -21,7 +21,7 @@ from autoshard import _torch
 from autoshard.base.precision import Precision
 from autoshard.base.random import mix
 from autoshard.base.spec import R, Spec, format_spec, local_shape, replicated
-from autoshard.errors import ModelError, PlanError
+from autoshard.errors import ModelError, PlanError, UsageError
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place, placements
 
@@ -39,7 +39,11 @@ class Stored:
         memo: dict[int, Any] = {}
         for name, t in (*model.named_parameters(), *model.named_buffers()):
             memo[id(t)] = self._first(name, t)
-        self.module = copy.deepcopy(model, memo)
+        self._take(copy.deepcopy(model, memo))
+
+    def _take(self, module: nn.Module) -> None:
+        """Find the tensors of a module tree."""
+        self.module = module
         self.params = dict(self.module.named_parameters())
         self.buffers = dict(self.module.named_buffers())
         names = {id(t): name for name, t in self.buffers.items()}
@@ -63,6 +67,19 @@ class Stored:
             whole = placements(replicated(self.place.mesh))
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
         return nn.Parameter(value, requires_grad=t.requires_grad) if is_param else value
+
+    def copied(self) -> "Stored":
+        """The same with memory of its own. Raises UsageError where a tensor has none yet."""
+        if self._meta:
+            raise UsageError("a model built on the meta device has no memory to copy yet; call it once, or prepare(...), before")
+        out = copy.copy(self)
+        out.specs, out._meta = dict(self.specs), set()
+        memo: dict[int, Any] = {}
+        for _, t in self._named():
+            value = t.detach().clone()
+            memo[id(t)] = nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
+        out._take(copy.deepcopy(self.module, memo))
+        return out
 
     def keep_only(self, names: Collection[str]) -> None:
         """Forget all others: they are of other stages of a pipeline. Modules lose them too."""
