@@ -157,7 +157,7 @@ class CompiledModule(Guidance, nn.Module):
         self._sync_modes()
         traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
                                                         precision=self.options.precision, marks=self.options.marks,
-                                                        fallback=self.options.fallback, hooks_run=True))
+                                                        fallback=self.options.fallback, hooks_run=True, stored={} if replan else self._stored.metas))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         step = self.settings.build(self._variant(traced, fixed, replan))
@@ -268,7 +268,7 @@ class CompiledModule(Guidance, nn.Module):
         flat = self._recipes[key]
         with torch.set_grad_enabled(key[0][0]):
             step = self._enter(key, flat, replan=True)
-        self._stored.move(step.plan.placements, optimizer)
+        self._stored.move(step.plan.placements, optimizer, step.graph)
         self._steps, self._recipes = {key: step}, {key: flat}
         return step.plan
 
