@@ -42,16 +42,15 @@ def cut(whole: torch.Tensor, placed: Sequence[Any], sizes: Sequence[int], coordi
     return whole
 
 
-def blocks(t: DTensor) -> list[Block]:
-    """The blocks of the whole tensor that this rank has. Dims divide evenly."""
-    runs = [_runs(t, d) for d in range(t.ndim)]
+def blocks(shape: Sequence[int], placed: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]) -> list[Block]:
+    """The blocks of a whole tensor of `shape` that a rank has. Dims divide evenly."""
+    runs = [_runs(n, [_along(p, d) for p in placed], sizes, coordinates) for d, n in enumerate(shape)]
     return [tuple(zip(*block, strict=True)) if block else ((), (), ()) for block in product(*runs)]
 
 
-def _runs(t: DTensor, dim: int) -> list[tuple[int, int, int]]:
+def _runs(length: int, placed: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]) -> list[tuple[int, int, int]]:
     """(offset in the whole, offset here, length) of every run of positions along a dim."""
-    coordinates = t.device_mesh.get_coordinate()
-    found = cut(torch.arange(t.shape[dim]), [_along(p, dim) for p in t.placements], t.device_mesh.shape, coordinates).tolist()
+    found = cut(torch.arange(length), placed, sizes, coordinates).tolist()
     starts = [i for i, x in enumerate(found) if i == 0 or x != found[i - 1] + 1]
     return [(found[i], i, end - i) for i, end in zip(starts, [*starts[1:], len(found)], strict=True)]
 
@@ -77,6 +76,10 @@ def _where_strided(ours: Callable[..., Any], others: Callable[..., Any]) -> Call
     return hook
 
 
+def _here(t: DTensor) -> list[Block]:
+    return blocks(t.shape, t.placements, t.device_mesh.shape, t.device_mesh.get_coordinate())
+
+
 def _write_items(t: DTensor, fqn: str, _: Any) -> list[WriteItem]:
     properties = TensorProperties.create_from_tensor(t.to_local())
     return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
@@ -84,13 +87,13 @@ def _write_items(t: DTensor, fqn: str, _: Any) -> list[WriteItem]:
 
 
 def _chunk_list(t: DTensor) -> list[ChunkStorageMetadata]:
-    return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(sizes)) for at, _, sizes in blocks(t)]
+    return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(sizes)) for at, _, sizes in _here(t)]
 
 
 def _shard(t: DTensor, index: MetadataIndex) -> torch.Tensor:
     """The block at the offset of `index`, a view."""
     local = t.to_local()
-    here, sizes = next((here, sizes) for at, here, sizes in blocks(t) if torch.Size(at) == index.offset)
+    here, sizes = next((here, sizes) for at, here, sizes in _here(t) if torch.Size(at) == index.offset)
     for dim, (start, length) in enumerate(zip(here, sizes, strict=True)):
         local = local.narrow(dim, start, length)
     return local
