@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+
 import torch
 
 from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta

@@ -73,8 +73,14 @@ def _per_axis(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> Spec:
     spec = tuple(meta.split_dim(p) if p >= 0 else p for p in spec)
     if not divides(meta.logical_shape, spec, mesh.sizes):
         raise SeedError(f"seed {origin} splits a tensor of shape {meta.shape} unevenly ({format_spec(spec)} on mesh {mesh}); "
-                        "shard a dim that the axis size divides")
+                        f"shard a dim that the axis size divides{in_parts(meta)}")
     return spec
+
+
+def in_parts(meta: TensorMeta) -> str:
+    """For messages: which dims consist of parts."""
+    found = [f"dim {d} consists of {meta.parts_of(d)} parts, each of which is split" for d in range(len(meta.shape)) if meta.parts_of(d) > 1]
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def _per_dim(text: str, ndim: int, mesh: Mesh, origin: str) -> list[tuple[str, ...] | None]:

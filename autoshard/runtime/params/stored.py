@@ -23,8 +23,8 @@ from autoshard.base.precision import Precision
 from autoshard.base.random import mix
 from autoshard.base.spec import Spec, format_spec, replicated
 from autoshard.errors import ModelError, PlanError
-from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.params.strided import cut, placements
+from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
 
 
