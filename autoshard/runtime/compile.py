@@ -119,7 +119,7 @@ class Variant:
             alone(self.place, lambda: self.stored.check_checkpoint(running.checkpoint))
         share(self.place, "lowered", lambda: "", running.timeout)  # from here on ranks may meet in collectives
         if not self.stored.specs:
-            self.stored.settle(plan.placements, self.seed, running.checkpoint)
+            self.stored.settle(plan.placements, self.seed, running.checkpoint, graph=self.traced.graph)
         if self.traced.graph.training:
             keep_on_host(self.stored.params, plan.offload, afresh=self.replan)
         kind = MicroStep if self.traced.graph.microbatches > 1 else Step

@@ -23,7 +23,8 @@ from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.calling import Calling, as_stored
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
-from autoshard.runtime.ranks.place import Place, placements
+from autoshard.runtime.params.strided import placements
+from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
