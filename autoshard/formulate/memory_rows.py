@@ -89,7 +89,7 @@ def _amounts(formulation: Formulation, moment: str) -> Iterator[Amounts]:
 def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
     table, units = formulation.table, formulation.units
     final = {name: table.graph.order[op.refs[0].op] for name, op in table.graph.outputs(Role.GRADIENT).items() if op.refs}
-    for op in table.graph.of_kind("param"):
+    for op in table.graph.of_kind("param", "buffer"):
         optimizer = table.training.optimizer if op.name in table.trained else None
         is_final = table.graph.microbatches == 1 and final.get(op.target, now + 1) <= now  # else they are in accumulators
         counted = ("parameters", *(["gradients"] if is_final else []))

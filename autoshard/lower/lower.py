@@ -38,6 +38,7 @@ from autoshard.lower.schedule import (
     reductions,
     schedule,
 )
+from autoshard.program.states import states
 from autoshard.rules import registry
 
 
@@ -199,7 +200,7 @@ class _Lowering:
     def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, work: WindowSchedule) -> None:
         self.graph, self.plan, self.mesh, self.work = graph, plan, mesh, work
         self.window = work.name
-        self.emit = Emitter(mesh, seeded=graph.microbatches > 1)
+        self.emit, self.lent = Emitter(mesh, seeded=graph.microbatches > 1), states(graph)
         self.env: dict[Held, Any] = {}
         self.pending: dict[Held, tuple[Pending, int]] = {}
         self.ports: dict[str, Port] = {}
@@ -223,6 +224,7 @@ class _Lowering:
     def _placeholder(self, port: Port, held: Held, strides: tuple[int, ...] | None) -> None:
         meta = self.graph.meta(held.ref)
         proxy = self.emit.placeholder(f"{port.kind}_{held.ref.op}", local_tensor_shape(meta, held.spec, self.mesh), meta.dtype, strides)
+        proxy.node.meta["lent"] = held.ref.op in self.lent
         self.ports[proxy.node.name] = port
         self.env[held] = proxy
 

@@ -12,6 +12,7 @@ from autoshard import _torch
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
@@ -134,7 +135,7 @@ class Variant:
                 return given
             stored = stored or given.placements
             log.info("the given plan is for another variant; planning this one with its placements")
-        names = {op.target for op in graph.of_kind("param", "buffer")}
+        names = {op.target for op in graph.of_kind("param", "buffer")} | set(graph.outputs(Role.MUTATION))
         stored = {name: spec for name, spec in stored.items() if name in names}
         key = key_of(graph.hash, str(mesh), self.settings.key, sorted(stored.items()), sorted(self.inputs.items()), *filter(None, (self.pipeline,)))
         return cached(self.settings.options.running.cache, key,
