@@ -134,7 +134,7 @@ class Request:
         from autoshard.base.mesh import parse_mesh
         from autoshard.decide.arguments import check_called
         from autoshard.decide.phase_timer import PhaseTimer
-        from autoshard.pipeline import batch
+        from autoshard.pipeline.microbatches import batch
 
         spec = self.load()
         check_called(spec.model, spec.example_inputs, spec.example_kwargs)

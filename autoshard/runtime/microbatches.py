@@ -22,7 +22,7 @@ from autoshard.base.windows import CAT, END, START, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.lower.lower import Lowered, Port, local_tensor_shape
 from autoshard.lower.schedule import Held
-from autoshard.pipeline.results import Results, piece
+from autoshard.pipeline.microbatches.results import Results, piece
 from autoshard.program.calling import Calling
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.pipeline.meshes import Slot
-from autoshard.pipeline.price import StagePrice
+from autoshard.pipeline.shapes.meshes import Slot
+from autoshard.pipeline.shapes.price import StagePrice
 
 LEAN_SECONDS, LEAN_BYTES = 4 / 3, 0.2
 

@@ -10,7 +10,7 @@ from autoshard.base.graph import BACKWARD, WEIGHT
 from autoshard.base.plan import Plan
 from autoshard.base.windows import END, START
 from autoshard.lower.lower import Lowered, local_tensor_shape
-from autoshard.pipeline.cut import Hop, Stage
+from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.program.calling import Calling, as_stored
 from autoshard.runtime.microbatches import Windows
 from autoshard.runtime.params.stored import Stored

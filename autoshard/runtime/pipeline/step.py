@@ -18,8 +18,8 @@ from autoshard.base.spec import Spec
 from autoshard.base.windows import CAT, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.lower.lower import local_tensor_shape
+from autoshard.pipeline.microbatches.results import Results, piece
 from autoshard.pipeline.pipelined import Pipelined
-from autoshard.pipeline.results import Results, piece
 from autoshard.program.calling import Calling
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.microbatches import Micro

@@ -90,7 +90,7 @@ class Wires:
 
     def _let_go(self, message: Message) -> None:
         """Wait for the oldest sends of a channel before there are too many: every one holds a tensor. The order of sends and receives allows
-        for sends that block (pipeline/check.py), so this ends."""
+        for sends that block (pipeline/action_lists/check.py), so this ends."""
         there = [entry for entry in self._sent if (entry[2].target, entry[2].channel) == (message.target, message.channel)]
         for entry in there[:max(0, len(there) - UNDER_WAY + 1)]:
             with self._named(entry[2], entry[2].target):
