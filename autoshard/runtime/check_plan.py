@@ -18,11 +18,7 @@ REPLAN = "plan the model again"
 def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     """Raises PlanError for a plan of another mesh or program, or with a strategy that its op does not have: that
     would compute something else."""
-    if plan.mesh != mesh:
-        raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {mesh}; plan the model for this mesh")
-    if plan.graph_hash != graph.hash:
-        raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
-                        "shapes or dtypes of its inputs, the loss or the precision differ; plan again")
+    check_subject(plan, graph, mesh)
     known: dict[object, str] = {}
     of_parts = casts_of_parts(graph)
     for op in graph.ops:
@@ -37,6 +33,16 @@ def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     _check_storage(plan, graph)
     if unknown := sorted(set(plan.offload) - {op.target for op in graph.of_kind("param")}):
         raise PlanError(f"the plan keeps the optimizer state of {unknown[0]} on the host, which is no parameter; {REPLAN}")
+
+
+def check_subject(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    """Raises PlanError for a plan of another mesh or program."""
+    if plan.mesh != mesh:
+        raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {mesh}; plan the model for this mesh")
+    if plan.graph_hash != graph.hash:
+        micro = ", the number of micro-batches" if plan.pipeline or graph.microbatches > 1 else ""
+        raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
+                        f"shapes or dtypes of its inputs, the loss{micro} or the precision differ; plan again")
 
 
 def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.base.graph import BACKWARD, FORWARD, PORT, WEIGHT, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import BACKWARD, EARLY, FORWARD, PORT, WEIGHT, Graph, Op, Ref, TensorMeta, map_args
 from autoshard.base.roles import Output, Role
 from autoshard.base.windows import END, START
 from autoshard.errors import UsageError
@@ -22,7 +22,6 @@ from autoshard.pipeline.cutting.shared_gradients import apart
 
 PLACEHOLDERS = ("param", "buffer", "input", "tangent")
 WINDOWS = (START, FORWARD, BACKWARD, WEIGHT, END)
-EARLY = (START, FORWARD)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from autoshard.base.graph import FORWARD, Graph, Op, Ref
+from autoshard.base.graph import EARLY, Graph, Op, Ref
 from autoshard.base.roles import Role
-from autoshard.base.windows import START
 from autoshard.program.flow import is_passing
 
-EARLY = (START, FORWARD)
 SUM = torch.ops.aten.add.Tensor
 
 

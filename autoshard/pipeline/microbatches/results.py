@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Graph
+from autoshard.base.graph import Graph, TensorMeta
 from autoshard.base.roles import Role
 from autoshard.base.windows import CAT, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of, join_of
 
@@ -24,6 +24,11 @@ def pieces_of(graph: Graph, tensors: Sequence[torch.Tensor], m: int) -> list[tor
     if graph.microbatches == 1:
         return list(tensors)
     return [piece(t, batch_dim_of(op), m, graph.microbatches) for op, t in zip(graph.of_kind("input"), tensors, strict=True)]
+
+
+def joined_meta(meta: TensorMeta, how: str, dim: int, count: int) -> TensorMeta:
+    """Of the batch's output, from that of a micro-batch."""
+    return TensorMeta((*meta.shape[:dim], count * meta.shape[dim], *meta.shape[dim + 1:]), meta.dtype) if how == CAT else meta
 
 
 class Results:
