@@ -16,6 +16,7 @@ _HOMES = {
     "annotate": "autoshard.seeds.marks",
     "clip_grad_norm_": "autoshard.runtime.params.clip",
     "compile": "autoshard.api",
+    "generator": "autoshard.serve.api",
     "plan": "autoshard.api",
     "local_update": "autoshard.runtime.params.update",
     "shard_batch": "autoshard.runtime.inputs",

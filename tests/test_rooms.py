@@ -18,9 +18,9 @@ import autoshard._torch
 PACKAGE = Path(autoshard.__file__).parent
 
 # From the bottom up; a module imports from its own room and from those below it. docs/architecture.md says what each is for.
-ROOMS = ("errors _torch base search collectives rules cost seeds program space recompute lower play formulate decide pipeline runtime api "
+ROOMS = ("errors _torch base search collectives rules cost seeds program space recompute lower play formulate decide pipeline runtime api serve "
          "study verification report calibrate cli __main__").split()
-PUBLIC = ["AutoshardError", "Mesh", "Pipeline", "Plan", "Precision", "ShardingSpec", "annotate", "clip_grad_norm_", "compile", "local_update", "plan",
+PUBLIC = ["AutoshardError", "Mesh", "Pipeline", "Plan", "Precision", "ShardingSpec", "annotate", "clip_grad_norm_", "compile", "generator", "local_update", "plan",
           "shard_batch", "verify"]
 MOST_LINES, MOST_IN_FUNCTION = 400, 60
 SHOWN = 12  # of the largest files, and of the largest functions

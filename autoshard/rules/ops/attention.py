@@ -15,8 +15,8 @@ from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import PSUM, R
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import adjust
 from autoshard.rules.ops.split_keys import over_split_keys
+from autoshard.rules.parts import adjust
 from autoshard.rules.types import Row, Rule
 
 aten = torch.ops.aten
