@@ -6,6 +6,7 @@ import autoshard
 from autoshard.base.mesh import mesh_of
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
+from autoshard.errors import InfeasibleError
 from autoshard.program.trace import trace
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import Training, build_cost_table
@@ -46,7 +47,7 @@ def test_a_decode_step_is_as_fast_as_with_caches_split_by_hand():
 def test_a_batch_that_fits_with_split_caches_alone():
     plan = decode(batch=64, length=8192, memory_budget="6GiB")
     assert plan.memory["buffers"] == cache(64, 8192, 4096) / 8 == 2**30
-    with pytest.raises(autoshard.InfeasibleError, match="seed"):
+    with pytest.raises(InfeasibleError, match="seed"):
         decode(batch=64, length=8192, memory_budget="6GiB", seeds={"keys": "-,-,-,-", "values": "-,-,-,-"}, time_limit=10)
 
 
