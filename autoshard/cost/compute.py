@@ -22,9 +22,9 @@ from autoshard.cost.cluster import OPTIMIZER, Device, HostLink
 from autoshard.cost.fusion import NOTHING, Fused
 from autoshard.cost.optimizers import OPTIMIZERS, optimizer_row
 from autoshard.errors import UsageError
-from autoshard.program.states import ROW_WRITES
 from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
+from autoshard.rules.states import ROW_WRITES
 
 # Ops that read only as much of one input as they write: op -> position of that tensor input.
 PICKS_FROM = {

@@ -5,7 +5,7 @@ stays in registers: the reader does not read it, and it is not written unless so
 then charged for what goes in and what comes out, once. A change of layout inside a chain would break it in
 two; that is left out, as units of ops (space/decision_units.py) rarely change layout inside.
 
-A write that replaces rows of a state (program/states.py) reads the new rows and writes them; the others stay as they are.
+A write that replaces rows of a state (rules/states.py) reads the new rows and writes them; the others stay as they are.
 """
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.cost.cluster import Device
-from autoshard.program.states import written_in_place
 from autoshard.rules import registry
 from autoshard.rules.family import Family
+from autoshard.rules.states import written_in_place
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from autoshard.base.windows import is_accumulator
 from autoshard.collectives import KIND_OF
 from autoshard.errors import LoweringError
 from autoshard.lower.attention_kernels import on_device
-from autoshard.lower.emit import Emitter, Part, Pending
+from autoshard.lower.emit import Emitter, Part, Pending, is_dense
 from autoshard.lower.schedule import (
     CollectiveCall,
     Held,
@@ -38,8 +38,8 @@ from autoshard.lower.schedule import (
     reductions,
     schedule,
 )
-from autoshard.program.states import states
 from autoshard.rules import registry
+from autoshard.rules.states import states
 
 
 @dataclass(frozen=True)
@@ -182,16 +182,6 @@ class Context:
 def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     """Shape of the tensor a rank holds, flattened dims flattened."""
     return meta.unflatten(local_shape(meta.logical_shape, spec, mesh.sizes))
-
-
-def is_dense(t: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlap, in any order of dims."""
-    step = 1
-    for stride, size in sorted((st, n) for st, n in zip(t.stride(), t.shape, strict=True) if n != 1):
-        if stride != step:
-            return False
-        step *= size
-    return True
 
 
 class _Lowering:

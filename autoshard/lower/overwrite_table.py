@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autoshard.collectives import RUN
-from autoshard.lower.lower import is_dense
+from autoshard.lower.emit import is_dense
 from autoshard.lower.slice_writes import WRITE_SELECT, WRITE_SLICE
 
 aten = torch.ops.aten

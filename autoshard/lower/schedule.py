@@ -23,7 +23,7 @@ from autoshard.cost.redistribute import SLICE, Step
 from autoshard.errors import PlanError
 from autoshard.lower.buckets import REDUCTIONS, Flight, shared_calls
 from autoshard.program.flow import gradient_bound, param_derived
-from autoshard.program.states import states
+from autoshard.rules.states import states
 
 Route = Callable[[tuple[int, ...], Any, Spec, Spec], tuple[Step, ...]]
 """(logical shape, dtype, source spec, target spec) -> steps: `cost.redistribute.Redistribution.steps`."""

@@ -16,7 +16,7 @@ from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
-from autoshard.program.states import states
+from autoshard.rules.states import states
 
 FOREVER = 2**62
 KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries", Role.SEND: "outputs"}

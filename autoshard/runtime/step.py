@@ -21,7 +21,7 @@ from autoshard.errors import AutoshardError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, call_of, lower_deferred
 from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.calling import Calling, as_stored
-from autoshard.program.states import states
+from autoshard.rules.states import states
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.place import Place, placements

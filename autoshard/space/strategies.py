@@ -17,8 +17,8 @@ from autoshard.base.roles import Role
 from autoshard.base.spec import PSUM, R, Spec, divides, format_spec
 from autoshard.errors import SeedError
 from autoshard.program.flow import casts_of_parts, rows_of
-from autoshard.program.states import free
 from autoshard.rules import registry
+from autoshard.rules.states import free
 from autoshard.rules.types import Row
 from autoshard.seeds.seeds import Seeds
 

@@ -54,8 +54,7 @@ class Wiring:
     @cached_property
     def ties(self) -> dict[int, int]:
         """Unit of a gradient output -> its parameter's (or input's) unit, of what is written back -> its buffer's, of a tangent -> its
-        output's, and what seeds tie:
-        equal specs."""
+        output's, and what seeds tie: equal specs."""
         units, graph = self.formulation.units, self.formulation.table.graph
         tied = dict(graph.ties)
         tied |= {a: b for a, b in self.formulation.table.seeds.ties if a not in tied}

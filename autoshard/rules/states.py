@@ -10,7 +10,6 @@ import torch
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.roles import Role
-from autoshard.program.flow import is_passing
 from autoshard.rules import registry
 from autoshard.rules.family import Family
 
@@ -39,7 +38,7 @@ def free(graph: Graph) -> frozenset[str]:
 def _is_statistic(graph: Graph, written: Op) -> bool:
     """Whether a norm makes what is written."""
     op = graph.op(written.refs[0].op)
-    while op.kind == "call" and is_passing(op):
+    while registry.is_view(op) or registry.is_cast(op):
         op = graph.op(op.refs[0].op)
     return registry.family_of(op) is Family.NORM
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.program.states import free, states, written_in_place
 from autoshard.program.trace import trace
+from autoshard.rules.states import free, states, written_in_place
 
 
 class Holds(nn.Module):
