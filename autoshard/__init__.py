@@ -20,6 +20,7 @@ _HOMES = {
     "plan": "autoshard.api",
     "local_update": "autoshard.runtime.params.update",
     "shard_batch": "autoshard.runtime.inputs",
+    "simulate": "autoshard.simulation.simulate",
     "verify": "autoshard.verification.check",
     "AutoshardError": "autoshard.errors",
     "Mesh": "autoshard.base.mesh",

@@ -24,9 +24,10 @@ from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.program import formulate_within, with_starts
 from autoshard.formulate.problem_of import Formulation
+from autoshard.pipeline.merge import merged
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import pipelined, submesh
-from autoshard.pipeline.plan_stages import merged, plan_stages
+from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
 from autoshard.program.calling import Traced
 from autoshard.runtime.cache import cache_folder, planner_key
@@ -174,8 +175,9 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
     stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
 
-    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, within: Options = options) -> Plan:
-        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight)
+    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, room: Room = ALL, within: Options = options) -> Plan:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight, duty=room.duty)
+        within = within if room.share == 1.0 else replace(within, memory_budget=room.share * within.memory_limit(profile))
         table = prices(replace(traced, graph=graph), stages, within, clock=clock, fixed=fixed, profile=profile, step=step)
         return decide(table, within, clock=clock, **how)
 

@@ -151,6 +151,8 @@ class StagePlan:
                 `offload` host: bytes of it in the host's memory
     timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
     largest     the largest tensors alive at the peak
+    ops         how many ops of forward and backward it has; 0 where that is not said
+    parameters  elements of the parameters that it reads, on all its ranks together; 0 likewise
     """
 
     index: int = 0
@@ -164,6 +166,8 @@ class StagePlan:
     memory: Mapping[str, Number | None] = field(default_factory=dict)
     timeline: tuple[Moment, ...] = ()
     largest: tuple[Alive, ...] = ()
+    ops: int = 0
+    parameters: int = 0
 
     @property
     def peak(self) -> Moment | None:
@@ -182,7 +186,8 @@ class Plan:
 
     predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
                 optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it; bucketed_s: step_s as
-                it runs, where reductions of small gradients share calls (step_s prices each by itself)
+                it runs, where reductions of small gradients share calls (step_s prices each by itself). Of a pipeline all this is
+                of its busiest rank, without bucketed_s, and with idle_s: the seconds that this rank waits
     stages      what belongs to a pipeline stage: one without a pipeline. Names of ops are unique in the program, so `ops`, `copies` and
                 `placements` are about all stages
     pipeline    how the stages work together; None: one stage

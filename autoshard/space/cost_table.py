@@ -16,6 +16,7 @@ from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
 from autoshard.base.spec import NOWHERE, Spec, local_shape
+from autoshard.base.turns import Duty
 from autoshard.cost import compute
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.fusion import NOTHING, Fused, untouched
@@ -30,7 +31,7 @@ from autoshard.space.strategies import SpecIndex, Strategies, StrategySet, local
 class Training:
     """What one step does besides the graph: its optimizer, whether gradients stay unreduced until backward is through, and whether
     optimizer state may lie on the host. `wire`: the links between the stages of a pipeline, over which ports send and receive;
-    `in_flight`: micro-batches of which a stage has saved values at once."""
+    `in_flight`: micro-batches of which a stage has saved values at once; `duty`: all that its rank does in a step, for the timeline."""
 
     optimizer: str = "adamw"
     training: bool = True
@@ -38,6 +39,7 @@ class Training:
     offload: bool = False
     wire: AxisLink | None = None
     in_flight: int = 1
+    duty: Duty | None = None
 
 
 @dataclass(frozen=True, eq=False)
