@@ -21,6 +21,7 @@ OVERWRITE = {
     aten.relu.default: (aten.relu_.default, (0,)),
     aten.index_copy.default: (aten.index_copy_.default, (0,)),
     aten.index_put.default: (aten.index_put_.default, (0,)),
+    aten._unsafe_index_put.default: (aten.index_put_.default, (0,)),
     aten.scatter.src: (aten.scatter_.src, (0,)),
     aten.scatter.value: (aten.scatter_.value, (0,)),
     aten.slice_scatter.default: (WRITE_SLICE, (0,)),
