@@ -175,6 +175,12 @@ class Stored:
                     _torch.swap(moved, self._moved(here, placements(spec, self.metas.get(name))), placements(spec, self.metas.get(name)))
             self.specs[name] = spec
 
+    def write_state(self, name: str, value: torch.Tensor) -> None:
+        """The new local value of a state, into the memory that it has: a program that writes in place has put it there already."""
+        held = self.local(name)
+        if held.data_ptr() != value.data_ptr():
+            held.copy_(value)
+
     def write(self, name: str, value: torch.Tensor) -> None:
         """A buffer's new local value. The old tensor is left alone: backward may still read it."""
         if self.place.device_mesh is not None:
