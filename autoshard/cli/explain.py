@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard.cli.common import JsonOption, QuietOption, end_with, refuse_stages
+from autoshard.cli.common import JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Request, TracedRequest
 from autoshard.errors import PlanError, UsageError
@@ -65,12 +65,10 @@ def _asked(request: Request, progress: Callable) -> tuple[TracedRequest, Any]:
     if not (request.model or "").endswith(".json"):
         if not request.mesh:
             raise UsageError("--mesh is missing; write for example --mesh dp=2,tp=4, or give a plan file")
-        refuse_stages(request.mesh, request.pipeline.axis, "autoshard explain")
         return request.traced(progress), None
     from autoshard.base.plan import Plan
 
     plan = Plan.load(Path(request.model))
-    refuse_stages(str(plan.mesh), request.pipeline.axis, "autoshard explain")
     from autoshard.decide.options import planned_under
 
     return _source(request, plan).traced(progress, **planned_under(plan)), plan

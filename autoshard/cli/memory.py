@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoshard.cli.common import JsonOption, QuietOption, end_with, refuse_stages
+from autoshard.cli.common import JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Request
 
@@ -28,7 +28,6 @@ def memory(request: Request,
     """What less memory costs: the best plan for MODEL within each of several budgets."""
     from autoshard.decide.options import parse_bytes
 
-    refuse_stages(request.mesh or "", request.pipeline.axis, "autoshard memory")
     wanted = [parse_bytes(text) for text in budget or []]
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)
