@@ -18,6 +18,7 @@ _HOMES = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
     "local_update": "autoshard.runtime.params.update",
+    "stage": "autoshard.seeds.grammar",
     "shard_batch": "autoshard.runtime.inputs",
     "verify": "autoshard.verification.check",
     "AutoshardError": "autoshard.errors",

@@ -49,11 +49,13 @@ SUMS = tuple(f.name for f in fields(StagePrice) if f.name not in ("peak", "wire_
 
 
 def chain_from(labels: Sequence[Hashable], price: Range) -> Chain:
-    """The chain of `len(labels)` blocks, from prices of single blocks and of pairs; each distinct one is asked for once."""
+    """The chain of `len(labels)` blocks, from prices of single blocks and of pairs; each distinct one is asked for once. Blocks with the label ()
+    have no ops, and are no stage by themselves."""
     singles = _distinct([(labels[k],) for k in range(len(labels))], price)
     pairs = _distinct([(labels[k], labels[k + 1]) for k in range(len(labels) - 1)], price)
     sums = {name: _ranges([getattr(s, name) for s in singles], [getattr(p, name) for p in pairs]) for name in SUMS}
-    none = np.tril(np.full_like(sums["forward"], np.inf))
+    before = np.concatenate([[0], np.cumsum([label != () for label in labels])])
+    none = np.where(before[None, :] > before[:, None], 0.0, np.inf)
     return Chain(
         sums["forward"] + none, sums["input"], sums["weight"], sums["once"] + sums["update"], sums["stored"],
         _highest([s.peak for s in singles], [p.peak for p in pairs]), sums["saved"], np.minimum(sums["between"], sums["saved"]),

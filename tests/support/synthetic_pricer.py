@@ -4,6 +4,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from autoshard.pipeline.decide import Floor
 from autoshard.pipeline.meshes import Slot
 from autoshard.pipeline.price import StagePrice
 
@@ -45,10 +48,6 @@ class Synthetic:
             stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
             wire_out=self.hop * rows, wire_in=self.hop * rows)
 
-    def exact(self, first: int, end: int, slot: Slot, in_flight: float, limit: float) -> StagePrice | None:
-        """The first level that fits."""
-        for lean in range(self.leanest + 1):
-            made = self.price(first, end, slot, lean)
-            if made.stored + made.peak + in_flight * made.saved <= limit:
-                return made
-        return None
+    def floor(self, slot: Slot) -> Floor:
+        work = np.array([self.work(k) for k in range(len(self.labels))]) * slot.rows / (slot.dp * slot.tp)
+        return Floor(work, 3 * work, np.zeros(len(work)))
