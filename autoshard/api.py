@@ -26,12 +26,12 @@ from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.decide.program import formulate_within, with_starts
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
-from autoshard.pipeline import batch
-from autoshard.pipeline.choose import AMPLE, Asked, choose
-from autoshard.pipeline.cut_search import SHORT_STAGES, choices, searched
-from autoshard.pipeline.mesh_prices import Searches
+from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import pipelined, submesh
 from autoshard.pipeline.plan_stages import merged, plan_stages
+from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
+from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
+from autoshard.pipeline.shapes.mesh_prices import Searches
 from autoshard.program.calling import Traced
 from autoshard.runtime.cache import cache_folder, cached, key_of, planner_key
 from autoshard.runtime.compile import Settings, Variant, check_compilable
@@ -274,7 +274,7 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
         return merged(made, plan_stages(made, fixed, plan_stage), wire)
 
     short = partial(plan_stage, within=replace(options, time_limit=options.time_limit / SHORT_STAGES))
-    return searched(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, short, profile, wire, options.memory_limit(profile)),
+    return search_cuts(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, short, profile, wire, options.memory_limit(profile)),
                     plan_with)
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from random_chains import Case, all_cuts, by_trying_all, random_case  # noqa: E402
 
-from autoshard.pipeline.partitions import price_by_play  # noqa: E402
+from autoshard.pipeline.shapes.partitions import price_by_play  # noqa: E402
 from autoshard.search.partition import partition, rank_bytes  # noqa: E402
 
 

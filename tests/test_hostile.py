@@ -25,7 +25,7 @@ from autoshard.report.what import to_json
 from autoshard.runtime.cache import cached
 from autoshard.runtime.check_plan import check_fits
 from autoshard.search.contest.read import read_problem
-from autoshard.verification.subject import Call
+from autoshard.verification.models.subject import Call
 
 JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=8),
                  st.sampled_from(["../../etc/passwd", "S9", "S0,S0", "R", "__import__('os').system('touch hacked')", "d=2", "[1, 2"]),

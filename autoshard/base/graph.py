@@ -15,12 +15,14 @@ from typing import Any, Literal
 import torch
 
 from autoshard.base.roles import Role
-from autoshard.base.windows import ONCE
+from autoshard.base.windows import ONCE, START
 
 Phase = str
 """Name of the window that an op runs in."""
 FORWARD, BACKWARD = "forward", "backward"
 """The windows of a training step; inference has the first."""
+EARLY = (START, FORWARD)
+"""Windows before the loss."""
 Kind = Literal["param", "buffer", "input", "tangent", "call", "output"]
 
 

@@ -16,11 +16,11 @@ INTERRUPTED = "best found before it was interrupted"
 """The status of a plan whose search was stopped by Ctrl-C, as `search.problem.Status` says it; reading a plan loads no solver."""
 TIED = "optimal among tied plans"
 """The status of a plan that is proven optimal with its repeated layers tied, likewise."""
-AGAIN = "_again"
+RECOMPUTE_SUFFIX = "_again"
 """Suffix of the name of a recomputed op, in backward."""
 Window = str
 """Name of a window: see `base.graph.Window`."""
-AT_THE_END = {"reduce_gradients": "at the end"}
+LATE_REDUCTION = {"reduce_gradients": "at the end"}
 """Setting of a plan that keeps all gradients of parameters unreduced until backward is through, as ZeRO-1 does. Without it
 each is reduced as soon as it is made."""
 
@@ -123,7 +123,7 @@ class Alive:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlacedTensor:
     """How one tensor that a reader knows by name lies on the mesh: what reports and diffs show.
 
     `shape` and `spec` are on logical dims. Made by `autoshard.layouts`; execution never reads it."""
@@ -236,7 +236,7 @@ class Plan:
     seeds: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     kind: str = ""
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[PlacedTensor, ...] = ()
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     pipeline: Mapping[str, Any] | None = None
@@ -247,7 +247,7 @@ class Plan:
 
     def recomputing(self, graph_hash: str) -> "Plan":
         """This plan, made for a program with recomputed ops, as a plan for the program `graph_hash` itself."""
-        again = tuple(name.removesuffix(AGAIN) for name in self.ops if name.endswith(AGAIN))
+        again = tuple(name.removesuffix(RECOMPUTE_SUFFIX) for name in self.ops if name.endswith(RECOMPUTE_SUFFIX))
         if not again:
             return self
         note = f"backward recomputes {len(again)} ops of forward to save memory"

@@ -48,7 +48,8 @@ def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
     for path in filter(None, (output, html)):
         check_writable(path)
     with progress_shown(not quiet) as progress:
-        found = _plan_and_page(request, html, progress) if html is None or request.is_open else _plan_with_page(request, html, with_baselines, progress)
+        plain = html is None or request.is_open
+        found = _plan_and_page(request, html, progress) if plain else _plan_with_page(request, html, with_baselines, progress)
     if output is not None:
         found.save(output)
     if as_json or not quiet:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoshard.decide.options import Options
     from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.decide.pipeline_options import Pipeline
-    from autoshard.pipeline.batch import Batch
+    from autoshard.pipeline.microbatches.batch import Batch
     from autoshard.program.calling import Traced
     from autoshard.program.load import ModelSpec
 
@@ -178,7 +178,7 @@ class Request:
 
     def _batch(self, options: Options) -> tuple[ModelSpec, Batch]:
         from autoshard.decide.arguments import check_called
-        from autoshard.pipeline.batch import Batch
+        from autoshard.pipeline.microbatches.batch import Batch
 
         spec = self.load()
         check_called(spec.model, spec.example_inputs, spec.example_kwargs)

@@ -69,9 +69,9 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
 
     from autoshard.decide.options import Passing
     from autoshard.verification.check import DEFAULT_PLANS, verify
+    from autoshard.verification.models.small import Source, fitting
     from autoshard.verification.plans import check_names
     from autoshard.verification.processes import Processes
-    from autoshard.verification.small import Source, fitting
 
     mesh, plan = request.given_mesh, None
     names = DEFAULT_PLANS if plans is None else check_names(p.strip() for p in plans.split(",") if p.strip())

@@ -67,7 +67,7 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
     """Seconds of one call on local logical shapes: one shape per tensor input and output (None for an
     absent output). Entries are ints, or int arrays [n_strategies], and then so is the result. `unread`, `unwritten`:
     inputs and outputs that stay in registers (fusion.py); a call that reads from registers starts no kernel. A call that
-    is made of others (program/opaque.py) costs what they cost, on whole tensors.
+    is made of others (program/opaque/opaque.py) costs what they cost, on whole tensors.
 
     Pricing one strategy gives bit for bit the element of pricing many: both take the same numpy path."""
     if inside := getattr(call.target, "inside", ()):

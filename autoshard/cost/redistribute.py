@@ -80,7 +80,7 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class StateGraph:
     """All states of an `ndim`-dim tensor on axes of `sizes`, and the moves between them as parallel arrays.
 
     cuts[s, d] = pieces of dim d in state s; groups: rows of the moves that share kind, axes and dims."""
@@ -101,7 +101,7 @@ def axis_sets(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> Layout:
+def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> StateGraph:
     """States over Replicate, Shard(0..ndim-1) and at most one kind of Partial out of `partials` (sum and max on
     two axes of one tensor do not commute, so such a state has no moves and is left out)."""
     states = tuple(s for s in product((R, *range(ndim), *partials), repeat=len(sizes))
@@ -117,7 +117,7 @@ def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> Layo
     for row, m in enumerate(moves):
         grouped.setdefault((m.kind, m.axes, m.src_dim, m.dst_dim), []).append(row)
     ends = np.array([(m.src, m.dst) for m in moves], np.int64).reshape(-1, 2)
-    return Layout(states, index, cuts, moves, ends[:, 0], ends[:, 1],
+    return StateGraph(states, index, cuts, moves, ends[:, 0], ends[:, 1],
                   tuple((*key, np.array(rows)) for key, rows in grouped.items()))
 
 
@@ -148,7 +148,7 @@ class _Solved:
     """All pairs of one shape. keys[s, t] = (seconds in units) << HOP_BITS | steps, exact integers, so that a path
     can be read back and fewer steps win among equal prices; UNREACHABLE where there is none."""
 
-    layout: Layout
+    layout: StateGraph
     keys: np.ndarray
     move_keys: np.ndarray
     nbytes: np.ndarray
@@ -228,7 +228,7 @@ class Redistribution:
             self._solved[key] = self._all_pairs(layout(len(shape), self.mesh.sizes, partials), shape, dtype)
         return self._solved[key]
 
-    def _all_pairs(self, lay: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> _Solved:
+    def _all_pairs(self, lay: StateGraph, shape: tuple[int, ...], dtype: torch.dtype) -> _Solved:
         full = np.array(shape, np.int64)
         valid = np.all((full % lay.cuts == 0) & ((full >= lay.cuts) | (lay.cuts == 1)), axis=1)  # a dim of size 0 is never cut
         nbytes, rearranged, seconds = self._price(lay, full // lay.cuts, dtype.itemsize)
@@ -244,7 +244,7 @@ class Redistribution:
             np.minimum(keys, keys[:, k, None] + keys[k], out=keys)
         return _Solved(lay, keys, move_keys, nbytes, rearranged, seconds, unit)
 
-    def _price(self, lay: Layout, local: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _price(self, lay: StateGraph, local: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """nbytes, rearranged bytes and seconds of every move, from the local shapes [state, dim]."""
         held = local.prod(axis=1) * itemsize
         before = np.cumprod(np.concatenate([np.ones((len(local), 1), np.int64), local], axis=1), axis=1)

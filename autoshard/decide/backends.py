@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.base.plan import Plan
-from autoshard.decide.attempts import search
 from autoshard.decide.how import How
-from autoshard.decide.leanest import Lean
 from autoshard.decide.make_plan import make_plan
-from autoshard.decide.microbatch_notes import microbatch_notes
-from autoshard.decide.opaque_notes import whole_notes
+from autoshard.decide.memory.attempts import search
+from autoshard.decide.memory.leanest import Lean
+from autoshard.decide.memory.why_nothing_fits import explain_infeasible
+from autoshard.decide.notes.microbatch_notes import microbatch_notes
+from autoshard.decide.notes.opaque_notes import whole_notes
+from autoshard.decide.notes.seed_notes import seed_notes
 from autoshard.decide.options import PROPAGATE
 from autoshard.decide.program import Program
-from autoshard.decide.seed_notes import seed_notes
 from autoshard.decide.variants import Variants
 from autoshard.decide.walks.propagate import NO_SEEDS, as_solution
-from autoshard.decide.why_nothing_fits import explain_infeasible
 from autoshard.errors import Interrupted, UsageError
 from autoshard.search.problem import Solution
 from autoshard.space.cost_table import CostTable

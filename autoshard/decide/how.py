@@ -24,8 +24,8 @@ class How:
         return replace(self, clock=self.clock.part(share))
 
     def solve(self, problem: Problem, starts: Sequence[np.ndarray] = (), near: Sequence[np.ndarray] = ()) -> Solution:
-        """Minimise `problem`. `starts`, `near`: as `incumbents` and `near` of `search.solve`."""
-        return solve(problem, backend=self.backend, clock=self.clock, progress=self.progress, incumbents=starts, near=near)
+        """Minimise `problem`. `starts`, `near`: as `starts` and `near` of `search.solve`."""
+        return solve(problem, backend=self.backend, clock=self.clock, progress=self.progress, starts=starts, near=near)
 
     def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool]) -> Solution:
         """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`."""
@@ -36,4 +36,4 @@ class How:
                 board.clock.stop = True
 
         board = Board(problem, self.clock.part(), watch)
-        return solve(problem, backend=self.backend, board=board, incumbents=starts)
+        return solve(problem, backend=self.backend, board=board, starts=starts)

@@ -11,8 +11,8 @@ from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, Plan, StagePlan, Window
 from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Overlap
-from autoshard.decide.kinds import kind_of
-from autoshard.decide.shown_tensors import layouts
+from autoshard.decide.notes.kinds import kind_of
+from autoshard.decide.notes.shown_tensors import layouts
 from autoshard.formulate.copies import State
 from autoshard.formulate.problem_of import Formulation
 from autoshard.lower.seconds import saved_by_buckets

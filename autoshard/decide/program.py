@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.base.plan import AGAIN
+from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.decide.make_plan import Timelines
 from autoshard.decide.walks.baselines import baselines
 from autoshard.decide.walks.greedy import greedy_plans
@@ -61,7 +61,7 @@ def with_starts(formulation: Formulation, settings: Mapping[str, Any]) -> Progra
 
 def starting_plans(formulation: Formulation) -> tuple[np.ndarray, ...]:
     """Greedy plans, and baselines where nothing is recomputed."""
-    recomputes = any(op.name.endswith(AGAIN) for op in formulation.table.graph.ops)
+    recomputes = any(op.name.endswith(RECOMPUTE_SUFFIX) for op in formulation.table.graph.ops)
     by_hand = () if recomputes else baselines(formulation)
     return tuple(choice for _, choice in (*greedy_plans(formulation), *by_hand))
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.decide.how import How
-from autoshard.decide.leanest import Lean, leanest
 from autoshard.decide.make_plan import Timelines
+from autoshard.decide.memory.leanest import Lean, leanest
 from autoshard.decide.program import Program, formulate_within, starting_plans
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import open_table, program_with

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.base.graph import Graph, Ref
-from autoshard.base.plan import AGAIN
+from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.roles import Role
 from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.cost.memory import stored_parts
@@ -60,8 +60,8 @@ def without_idle(formulation: Formulation, choice: np.ndarray) -> np.ndarray:
             same = np.flatnonzero(np.all(np.stack(unit.picked, axis=1) == wanted, axis=1))
             out[n] = same[0] if len(same) else choice[n]
     for i, copy in enumerate(formulation.copies, len(units.units)):
-        if copy.value.op + AGAIN in idle and copy.states[out[i]].name == OWN:
-            early = own(len(table.graph.windows), until=table.graph.window_of(copy.value.op + AGAIN))
+        if copy.value.op + RECOMPUTE_SUFFIX in idle and copy.states[out[i]].name == OWN:
+            early = own(len(table.graph.windows), until=table.graph.window_of(copy.value.op + RECOMPUTE_SUFFIX))
             out[i] = copy.states.index(early) if early in copy.states else out[i]
     return out if np.isfinite(evaluate(formulation.problem, out)) else choice
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.base.graph import Op, Ref
-from autoshard.base.plan import AGAIN
+from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.spec import NOWHERE, Spec
 from autoshard.base.windows import START, is_accumulator, is_hold
 from autoshard.cost.budget import Budget
@@ -37,7 +37,7 @@ from autoshard.recompute.undecided import open_units, source_state
 from autoshard.rules import registry
 from autoshard.search.problem import Edge, Items, Problem
 from autoshard.space.cost_table import CostTable
-from autoshard.space.decision_units import Unit, Units, find_units
+from autoshard.space.decision_units import DecisionUnit, DecisionUnits, find_units
 from autoshard.space.strategies import SpecIndex
 
 MEMORY, FIRST_WINDOW = 0, 1
@@ -50,7 +50,7 @@ class Formulation:
     their limits come from. `saved`: bytes per strategy of nodes that each of `in_flight` micro-batches keeps from forward to backward."""
 
     problem: Problem
-    units: Units
+    units: DecisionUnits
     copies: tuple[CopyNode, ...]
     table: CostTable
     memory_rows: Mapping[str, int] = field(default_factory=lambda: {"turn": MEMORY})
@@ -72,7 +72,7 @@ class _Builder:
     """Collects nodes, edges and items; `memo` shares arrays between equal edges."""
 
     table: CostTable
-    units: Units
+    units: DecisionUnits
     eta: float
     kappa: float
     in_flight: int = 1
@@ -119,7 +119,7 @@ class _Builder:
 
 
 def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Mapping[str, int] | None = None,
-              units: Units | None = None, in_flight: int = 1) -> Formulation:
+              units: DecisionUnits | None = None, in_flight: int = 1) -> Formulation:
     """Build the search problem: seconds of a step, in which every window runs `graph.runs` times. `memory_limit`: bytes per rank at any
     moment, None: unlimited. `in_flight`: micro-batches whose saved values are there at once (of the stages of a pipeline).
     `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
@@ -148,7 +148,7 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     return Formulation(problem, b.units, tuple(b.copies), table, rows, budget, in_flight, tuple(b.saved))
 
 
-def default_units(table: CostTable) -> Units:
+def default_units(table: CostTable) -> DecisionUnits:
     """Decision units: groups of ops, and, while recomputation is undecided, their recompute sources with them."""
     return find_units(table) if table.base is None else open_units(find_units(table.base), table)
 
@@ -168,7 +168,7 @@ def _items(b: _Builder) -> Items:
                  np.concatenate([a for *_, a in b.items]))
 
 
-def _add_unit(b: _Builder, unit: Unit, layers: Mapping[str, int]) -> None:
+def _add_unit(b: _Builder, unit: DecisionUnit, layers: Mapping[str, int]) -> None:
     node = len(b.costs)
     costs = [b.table.ops[m] for m in unit.members]
     b.costs.append(b.shared(("cost", *map(id, costs), *map(id, unit.picked)), lambda: sum(
@@ -260,7 +260,7 @@ def _by_spec(readers: Iterable[_Reader]) -> dict[Spec, list[_Reader]]:
 
 def _source(b: _Builder, ref: Ref) -> Ref | None:
     """The value's source, where backward reads it through one."""
-    op = b.table.graph.by_name.get(ref.op + AGAIN)
+    op = b.table.graph.by_name.get(ref.op + RECOMPUTE_SUFFIX)
     return Ref(op.name, ref.index) if op is not None and is_source(op) else None
 
 

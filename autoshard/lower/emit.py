@@ -24,8 +24,8 @@ from autoshard.base.random import seeded
 from autoshard.collectives import KIND_OF, RUN
 from autoshard.cost.redistribute import SLICE
 from autoshard.errors import LoweringError
-from autoshard.program.opaque import SeededWhole, Whole
-from autoshard.program.tape import is_random
+from autoshard.program.opaque.opaque import Opaque, SeededOpaque
+from autoshard.program.tracing.tape import is_random
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -83,7 +83,7 @@ class _Recording(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, (torch._ops.OpOverload, Whole)):
+        if isinstance(func, (torch._ops.OpOverload, Opaque)):
             return self.tracer.create_proxy("call_function", func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -147,7 +147,7 @@ class Emitter:
         if self.seeded and _is_random(target, args, kwargs):
             name, axes = self.random_key
             args = (self._number("seed", "").node, crc32(name.encode()), _node(self.index(axes)), *args)
-            target, args = (SeededWhole(target), args) if isinstance(target, Whole) else (seeded, (target, *args))
+            target, args = (SeededOpaque(target), args) if isinstance(target, Opaque) else (seeded, (target, *args))
         if target in VIEWS:
             args = (_viewed(args[0]), *args[1:])
         vals, named = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -350,7 +350,7 @@ def _changes_nothing(target: Any, args: Any) -> bool:
 
 def _is_random(target: Any, args: Any, kwargs: Any) -> bool:
     """Ops that draw numbers; attention draws only with dropout."""
-    if not is_random(target) or isinstance(target, Whole):
+    if not is_random(target) or isinstance(target, Opaque):
         return is_random(target)
     for i, arg in enumerate(target._schema.arguments):
         if arg.name == "dropout_p":

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from autoshard.base.graph import BACKWARD, Graph, Op, Ref
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import AT_THE_END, Plan, Window
+from autoshard.base.plan import LATE_REDUCTION, Plan, Window
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, format_spec
 from autoshard.base.windows import ONCE
@@ -129,7 +129,7 @@ def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int =
     missing = [op.name for op in graph.ops if op.name not in plan.ops]
     if missing:
         raise PlanError(f"the plan has no specs for op {missing[0]!r} ({len(missing)} in all); it was made for another graph")
-    gradients = frozenset() if reduces_at_the_end(plan.settings) else gradient_bound(graph)
+    gradients = frozenset() if reduces_late(plan.settings) else gradient_bound(graph)
     windows = [_Window(_Moves(graph, plan, mesh, route, param_derived(graph), gradients), w.name) for w in graph.windows]
     takes = [tuple(dict.fromkeys(h for h in w.from_earlier() if graph.op(h.ref.op).kind not in STORED or h.spec != made_as(plan, h.ref)))
              for w in windows]
@@ -143,9 +143,9 @@ def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int =
     return Schedule(tuple(done), outputs)
 
 
-def reduces_at_the_end(settings: Mapping[str, Any]) -> bool:
+def reduces_late(settings: Mapping[str, Any]) -> bool:
     """Whether a plan of these settings reduces gradients when backward is through: in nobody's shadow."""
-    return AT_THE_END.items() <= dict(settings).items()
+    return LATE_REDUCTION.items() <= dict(settings).items()
 
 
 def deferred(graph: Graph, plan: Plan) -> Plan:

@@ -6,22 +6,20 @@ from functools import cached_property
 
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import AGAIN, Plan
+from autoshard.base.plan import RECOMPUTE_SUFFIX, Plan
 from autoshard.base.roles import Role
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import MeshError, PlanError, UsageError
-from autoshard.pipeline.action_text import read_csv
-from autoshard.pipeline.actions import ActionTable
-from autoshard.pipeline.blocks import Blocks
-from autoshard.pipeline.check import check
-from autoshard.pipeline.cut import Cut, cut
-from autoshard.pipeline.cut_points import balanced, named
-from autoshard.pipeline.layout import starts_of
-from autoshard.pipeline.pinned import allowed, check_pinned
+from autoshard.pipeline.action_lists.action_text import read_csv
+from autoshard.pipeline.action_lists.actions import ActionTable
+from autoshard.pipeline.action_lists.check import check
+from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.cutting.cut import Cut, cut
+from autoshard.pipeline.cutting.cut_points import balanced, named
+from autoshard.pipeline.cutting.layout import starts_of
+from autoshard.pipeline.cutting.pinned import allowed, check_pinned
 from autoshard.pipeline.schedules import make_schedule
-from autoshard.pipeline.split import split_backward
-from autoshard.pipeline.transfers import with_transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +118,7 @@ def _check_loss(made: Cut) -> None:
 def stage_plan(plan: Plan, made: Pipelined, s: int) -> Plan:
     """The part of a plan that is about stage `s`, as a plan of the stage's own graph and mesh."""
     graph = made.cut.stages[s].graph
-    names = {*graph.by_name, *(name + AGAIN for name in graph.by_name)}
+    names = {*graph.by_name, *(name + RECOMPUTE_SUFFIX for name in graph.by_name)}
     copies = tuple(c for c in plan.copies if c.value in names or _maker(c.value) in names)
     own = {op.target for op in graph.of_kind("param", "buffer")}
     ops = {name: o for name, o in plan.ops.items() if name in names}

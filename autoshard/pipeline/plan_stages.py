@@ -15,11 +15,10 @@ from autoshard.base.windows import ONCE
 from autoshard.cost.cluster import AxisLink
 from autoshard.cost.memory import value_bytes
 from autoshard.errors import InfeasibleError
-from autoshard.pipeline.cut import Hop, Stage
-from autoshard.pipeline.layout import layout_of
-from autoshard.pipeline.network import network_of
+from autoshard.pipeline.action_lists.network import network_of
+from autoshard.pipeline.cutting.cut import Hop, Stage
+from autoshard.pipeline.cutting.layout import layout_of
 from autoshard.pipeline.pipelined import Pipelined
-from autoshard.pipeline.play import Playback, Seconds, held, play
 
 PlanStage = Callable[[Graph, Mapping[str, Spec], int], Plan]
 """(graph of a stage, placements by name that are fixed, micro-batches in flight) -> its plan."""

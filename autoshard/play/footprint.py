@@ -2,7 +2,7 @@
 
 Nothing is estimated. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
 followed through views. Equal ops on tensors of equal strides are written once, so a model of equal layers costs
-little more than one layer. Only of a submodule that runs whole (program/opaque.py) the inside is an estimate.
+little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py) the inside is an estimate.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autoshard.lower.lifetimes import Lifetimes, storages, tensors
 from autoshard.lower.lower import emit_op, local_tensor_shape
 from autoshard.lower.overwrite_table import swaps, takers
 from autoshard.lower.schedule import Instruction
-from autoshard.program.opaque import whole_of
+from autoshard.program.opaque.opaque import opaque_of
 
 Strides = tuple[int, ...]
 
@@ -128,7 +128,7 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
         if _is_swap(node, emit.mesh, apart):
             last[first + 1] = lives.position[next(iter(node.users))]
             made.append(made[0])
-        if (whole := whole_of(node)) is not None:
+        if (whole := opaque_of(node)) is not None:
             last[first + len(made)] = lives.position[node]
             made.append(whole.workspace)
         makes.append(tuple(made))

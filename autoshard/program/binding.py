@@ -16,7 +16,7 @@ from torch import nn
 
 from autoshard._torch import pytree
 from autoshard.errors import UsageError
-from autoshard.program.tape import describe
+from autoshard.program.tracing.tape import describe
 
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

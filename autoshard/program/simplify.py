@@ -13,7 +13,7 @@ import torch
 
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta, map_args
 from autoshard.program.flow import gradients_at_once
-from autoshard.program.tape import is_random
+from autoshard.program.tracing.tape import is_random
 
 aten = torch.ops.aten
 

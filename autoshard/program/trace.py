@@ -12,10 +12,10 @@ from autoshard._torch import pytree
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
 from autoshard.program.calling import Traced
-from autoshard.program.one_trace import OneTrace
-from autoshard.program.opaque_probe import CannotRunWhole
+from autoshard.program.opaque.opaque_probe import CannotRunWhole
 from autoshard.program.simplify import simplify
-from autoshard.program.survey import ReadsData, Survey
+from autoshard.program.tracing.one_trace import OneTrace
+from autoshard.program.tracing.survey import ReadsData, Survey
 from autoshard.rules.factors import factor_graph
 
 MODES = ("eager", "compiling", "exporting")
@@ -35,7 +35,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     for the forward. `marks` (glob over module paths -> seed text) hold what leaves these modules as
     `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
     `hooks_run`: gradient hooks of parameters run outside of the graph, as those of a compiled module do; else they are refused.
-    `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see program/opaque.py).
+    `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see program/opaque/opaque.py).
 
     Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for
     data-dependent control flow and what else cannot be one graph: all places at once, as far as they can be found.

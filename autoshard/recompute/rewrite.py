@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autoshard.base.graph import KEPT, Graph, Op, Ref, map_args
-from autoshard.base.plan import AGAIN
-from autoshard.program.tape import is_random
+from autoshard.base.plan import RECOMPUTE_SUFFIX
+from autoshard.program.tracing.tape import is_random
 from autoshard.rules import registry
 from autoshard.rules.family import Family
 
@@ -48,7 +48,7 @@ def with_recompute(graph: Graph, names: Collection[str]) -> Graph:
 def with_sources(graph: Graph) -> Graph:
     """The graph in which backward reads every value that forward computes through a recompute source.
 
-    A source has the op's name with the suffix `AGAIN`. Its arguments are those of the op, read through sources too, to recompute
+    A source has the op's name with the suffix `RECOMPUTE_SUFFIX`. Its arguments are those of the op, read through sources too, to recompute
     it; a source of an op that is never recomputed has none. The keyword `KEPT` holds the op's values, to keep them; a view
     has none, since the value it views is kept."""
     forward = frozenset(op.name for op in graph.of_kind("call") if op.phase == "forward")
@@ -98,10 +98,10 @@ class _Rewrite:
             todo.pop()
             if op.name not in self.again:
                 self.ops.append(self._second(op))
-                self.again[op.name] = op.name + AGAIN
+                self.again[op.name] = op.name + RECOMPUTE_SUFFIX
 
     def _second(self, op: Op) -> Op:
-        return replace(self._renamed(op), name=op.name + AGAIN, phase="backward")
+        return replace(self._renamed(op), name=op.name + RECOMPUTE_SUFFIX, phase="backward")
 
 
 class _Sources(_Rewrite):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.base.graph import Op, Ref
-from autoshard.base.plan import AGAIN
+from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.spec import NOWHERE
 from autoshard.recompute.rewrite import candidates, is_source, is_view, with_recompute, with_sources
 from autoshard.space.cost_table import CostTable, OpCost, build_cost_table
-from autoshard.space.decision_units import Unit, Units
+from autoshard.space.decision_units import DecisionUnit, DecisionUnits
 from autoshard.space.strategies import StrategySet
 
 
@@ -36,7 +36,7 @@ def open_table(table: CostTable) -> CostTable:
 
 def first_run(source: str) -> str:
     """The name of the op that a source, or a recomputed op, belongs to."""
-    return source.removesuffix(AGAIN)
+    return source.removesuffix(RECOMPUTE_SUFFIX)
 
 
 def _choices(source: Op, may_run: bool, found: StrategySet, cost: OpCost) -> tuple[StrategySet, OpCost]:
@@ -65,10 +65,10 @@ def kept_layouts(found: StrategySet) -> np.ndarray:
 
 # --- units ---
 
-def open_units(units: Units, table: CostTable) -> Units:
+def open_units(units: DecisionUnits, table: CostTable) -> DecisionUnits:
     """`units` of the base program. Units of forward ops get the sources of their values: a recomputed op has the placements of the first."""
     joined = _Joined(table)
-    return Units(tuple(joined.of(unit) for unit in units.units), table)
+    return DecisionUnits(tuple(joined.of(unit) for unit in units.units), table)
 
 
 @dataclass
@@ -83,10 +83,10 @@ class _Joined:
         self.again = frozenset(candidates(self.table.base.graph))
         self.wanted = {r.op for op in graph.ops if op.phase == "backward" and not is_source(op) for r in op.refs}
 
-    def of(self, unit: Unit) -> Unit:
+    def of(self, unit: DecisionUnit) -> DecisionUnit:
         """The unit with its sources; the same unit where backward reads none of its values."""
-        graph, there = self.table.graph, [m for m in unit.members if m + AGAIN in self.table.graph.by_name]
-        sources = [graph.op(m + AGAIN) for m in there]
+        graph, there = self.table.graph, [m for m in unit.members if m + RECOMPUTE_SUFFIX in self.table.graph.by_name]
+        sources = [graph.op(m + RECOMPUTE_SUFFIX) for m in there]
         if not sources or graph.op(unit.name).phase != "forward":
             return unit
         kept = {s.name for s in sources if s.kept}
@@ -95,7 +95,7 @@ class _Joined:
                *(tuple(s.name in mode for s in sources) for mode in modes), self._wires(sources))
         if key not in self.memo:
             self.memo[key] = self._picked(unit, there, sources, modes)
-        return Unit(unit.name, (*unit.members, *(s.name for s in sources)), self.memo[key])
+        return DecisionUnit(unit.name, (*unit.members, *(s.name for s in sources)), self.memo[key])
 
     def _wires(self, sources: list[Op]) -> tuple:
         place = {s.name: i for i, s in enumerate(sources)}
@@ -111,7 +111,7 @@ class _Joined:
                     needed |= {r.op for r in source.refs}
         return frozenset(s.name for s in sources if s.name in needed)
 
-    def _picked(self, unit: Unit, there: list[str], sources: list[Op], modes: list[frozenset[str]]) -> tuple[np.ndarray, ...]:
+    def _picked(self, unit: DecisionUnit, there: list[str], sources: list[Op], modes: list[frozenset[str]]) -> tuple[np.ndarray, ...]:
         """Strategies: all sources run; sources keep their values (all; those that are surely read; those without views, since
         backward may have kept copies of views); all sources off."""
         rows = [[self._runs(m, s, unit.of(m)) for m, s in zip(there, sources, strict=True)]]
@@ -160,7 +160,7 @@ def program_with(base: CostTable, again: frozenset[str]) -> CostTable:
     return base.programs[again]
 
 
-def source_state(units: Units, source: Ref) -> np.ndarray:
+def source_state(units: DecisionUnits, source: Ref) -> np.ndarray:
     """Per strategy of its unit: 0 where the source is off, 1 where it keeps forward's value, 2 where it recomputes the value. A view
     of a value kept in the same unit counts as kept."""
     op, unit = units.table.graph.op(source.op), units.index(source.op)
@@ -181,7 +181,7 @@ def source_runs(table: CostTable, source: str) -> np.ndarray:
 def _still_views(table: CostTable, picked: dict[str, int], again: set[str]) -> set[str]:
     """Views of kept values, laid out as forward has them: backward reads those of forward."""
     still: set[str] = set()
-    for source in (table.graph.op(name + AGAIN) for name in table.base.graph.by_name if name in again):
+    for source in (table.graph.op(name + RECOMPUTE_SUFFIX) for name in table.base.graph.by_name if name in again):
         name = first_run(source.name)
         if not is_view(table.base.graph.op(name)):
             continue

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.base import quantities
-from autoshard.base.plan import Collective, Layout, Plan, StagePlan
+from autoshard.base.plan import Collective, PlacedTensor, Plan, StagePlan
 from autoshard.base.roles import Output
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.base.windows import ONCE
@@ -180,7 +180,7 @@ def whole_buffers(plan: Plan) -> int:
     return sum(x.kind == "buffer" and all(p == R for p in x.spec) for x in plan.layouts)
 
 
-def _row_name(layout: Layout) -> str:
+def _row_name(layout: PlacedTensor) -> str:
     """A part more for activations, so that the output of a layer itself stays within its group."""
     if layout.kind == "output":
         return Output.parse(layout.name).shown

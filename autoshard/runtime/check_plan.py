@@ -12,31 +12,37 @@ from autoshard.errors import PlanError
 from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.rules import registry
 
-AGAIN = "plan the model again"
+REPLAN = "plan the model again"
 
 
 def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     """Raises PlanError for a plan of another mesh or program, or with a strategy that its op does not have: that
     would compute something else."""
-    if plan.mesh != mesh:
-        raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {mesh}; plan the model for this mesh")
-    if plan.graph_hash != graph.hash:
-        raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
-                        "shapes or dtypes of its inputs, the loss or the precision differ; plan again")
+    check_subject(plan, graph, mesh)
     known: dict[object, str] = {}
     of_parts = casts_of_parts(graph)
     for op in graph.ops:
         if op.name not in plan.ops:
-            raise PlanError(f"the plan has nothing about {op.where}; {AGAIN}")
+            raise PlanError(f"the plan has nothing about {op.where}; {REPLAN}")
         chosen = plan.ops[op.name]
         key = (graph.calls[op.name] if op.kind == "call" else op.name, chosen, op.name in of_parts)
         if key not in known:
             known[key] = _wrong(op, chosen, graph, mesh, of_parts)
         if known[key]:
-            raise PlanError(f"the plan's strategy for {op.where} {known[key]}; {AGAIN}")
+            raise PlanError(f"the plan's strategy for {op.where} {known[key]}; {REPLAN}")
     _check_storage(plan, graph)
     if unknown := sorted(set(plan.offload) - {op.target for op in graph.of_kind("param")}):
-        raise PlanError(f"the plan keeps the optimizer state of {unknown[0]} on the host, which is no parameter; {AGAIN}")
+        raise PlanError(f"the plan keeps the optimizer state of {unknown[0]} on the host, which is no parameter; {REPLAN}")
+
+
+def check_subject(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    """Raises PlanError for a plan of another mesh or program."""
+    if plan.mesh != mesh:
+        raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {mesh}; plan the model for this mesh")
+    if plan.graph_hash != graph.hash:
+        micro = ", the number of micro-batches" if plan.pipeline or graph.microbatches > 1 else ""
+        raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
+                        f"shapes or dtypes of its inputs, the loss{micro} or the precision differ; plan again")
 
 
 def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset[str]) -> str:
@@ -68,13 +74,13 @@ def _check_storage(plan: Plan, graph: Graph) -> None:
     for name, spec in stored.items():
         if plan.placements.get(name) != spec:
             raise PlanError(f"the plan stores {name} as {format_spec(plan.placements.get(name, ()))}, and its ops read "
-                            f"{format_spec(spec)}; {AGAIN}")
+                            f"{format_spec(spec)}; {REPLAN}")
     stored |= {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("input")}
     for op in graph.of_kind("output"):
         name = op.target.name
         if op.target.role is not Role.USER and name in stored and plan.ops[op.name].inputs[0] != stored[name]:
             raise PlanError(f"the plan hands out {op.target} as {format_spec(plan.ops[op.name].inputs[0])}, and {name} is stored as "
-                            f"{format_spec(stored[name])}; {AGAIN}")
+                            f"{format_spec(stored[name])}; {REPLAN}")
 
 
 def _column(specs: Sequence[Spec], axis: int) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard.base.graph import BACKWARD, FORWARD, Graph
@@ -18,12 +17,13 @@ from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
-from autoshard.base.windows import CAT, END, START, WEIGHTS, batch_dim_of
+from autoshard.base.windows import END, START, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.lower.lower import Lowered, Port, local_tensor_shape
 from autoshard.lower.schedule import Held
-from autoshard.pipeline.results import Results, piece
+from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.program.calling import Calling
+from autoshard.runtime.hand_out import hand_out, multiply
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.place import Place
@@ -112,7 +112,7 @@ class MicroStep(Step):
         ways = Results(graph).ways
         self.shown = tuple(i for i, (how, _) in enumerate(ways) if how != WEIGHTS)
         self.user_specs = tuple(self.user_specs[i] for i in self.shown)
-        self.user_metas = tuple(_joined_meta(self.user_metas[i], *ways[i], graph.microbatches) for i in self.shown)
+        self.user_metas = tuple(joined_meta(self.user_metas[i], *ways[i], graph.microbatches) for i in self.shown)
 
     @property
     def issues(self) -> tuple[Any, ...]:
@@ -128,8 +128,15 @@ class MicroStep(Step):
         with torch.no_grad():
             outs, grads = self._step(tensors, given, seed)
         apart = model.keeps_apart()
-        result = _Gradients.apply(self, model, outs, grads, apart, *self.leaves(tensors, apart))
-        return result if isinstance(result, tuple) else (result,)
+        return hand_out(outs, self.shown.index(self.loss), grads, self.leaves(tensors, apart), lambda grads: self._finished(grads, model, apart))
+
+    def _finished(self, grads: list[torch.Tensor], model: Any, apart: bool) -> list[torch.Tensor | None]:
+        try:
+            done = model.finish_gradients(self, grads, apart)
+        except (AutoshardError, RuntimeError) as e:
+            model.name_who_left(e)
+            raise
+        return [None if g is None else self.as_gradient(name, g) for name, g in zip(self.grad_names, done, strict=True)]
 
     def _step(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Results of the batch, and local gradients in the order of `grad_names`."""
@@ -149,7 +156,7 @@ class MicroStep(Step):
         finally:
             windows.shared.clear()
         if (factor := results.factor) is not None:
-            _multiply(grads.values(), factor)
+            multiply(grads.values(), factor)
         return results.finished(), [grads[name] for name in self.grad_names]
 
     def _piece(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], m: int) -> dict[str, torch.Tensor]:
@@ -162,33 +169,6 @@ class MicroStep(Step):
         return out
 
 
-class _Gradients(torch.autograd.Function):
-    """Hands out gradients that are there already."""
-
-    @staticmethod
-    def forward(ctx: Any, step: MicroStep, model: Any, outs: list[torch.Tensor], grads: list[torch.Tensor], apart: bool,
-                *leaves: torch.Tensor) -> Any:
-        ctx.step, ctx.model, ctx.grads, ctx.apart = step, model, grads, apart
-        ctx.mark_non_differentiable(*(t for i, t in zip(step.shown, outs, strict=True) if i != step.loss))
-        return tuple(outs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
-        step, grads, ctx.grads = ctx.step, ctx.grads, None
-        if grads is None:
-            raise UsageError("backward() of this loss ran before; with micro-batches it hands out gradients once, so add losses up before backward()")
-        tangent = tangents[step.shown.index(step.loss)]
-        if tangent.device.type != "cpu" or tangent.item() != 1.0:
-            _multiply(grads, tangent)
-        try:
-            grads = ctx.model.finish_gradients(step, grads, ctx.apart)
-        except (AutoshardError, RuntimeError) as e:
-            ctx.model.name_who_left(e)
-            raise
-        return (None,) * 5 + tuple(None if g is None else step.as_gradient(name, g) for name, g in zip(step.grad_names, grads, strict=True))
-
-
 def check_pieces(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
     """Raises UsageError where what a rank passes of an input does not divide into the micro-batches."""
     for op, t in zip(graph.of_kind("input"), tensors, strict=True):
@@ -196,15 +176,3 @@ def check_pieces(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
         if dim is not None and local.shape[dim] % graph.microbatches:
             raise UsageError(f"a rank passes {local.shape[dim]} rows of {op.target}, which do not divide into {graph.microbatches} micro-batches; "
                              "every rank cuts its own piece of the batch")
-
-
-def _multiply(grads: Any, factor: torch.Tensor) -> None:
-    """In place, a tensor that stands for two gradients once."""
-    for g in {id(g): g for g in grads}.values():
-        g.mul_(factor)
-
-
-def _joined_meta(meta: Any, how: str, dim: int, count: int) -> Any:
-    if how != CAT:
-        return meta
-    return type(meta)((*meta.shape[:dim], count * meta.shape[dim], *meta.shape[dim + 1:]), meta.dtype)

@@ -15,7 +15,7 @@ from autoshard._torch import pytree
 from autoshard.base.plan import Plan
 from autoshard.base.random import mix
 from autoshard.errors import AutoshardError, UsageError
-from autoshard.pipeline import batch
+from autoshard.pipeline.microbatches import batch
 from autoshard.program.binding import Binding, leaf_key
 from autoshard.program.calling import Traced
 from autoshard.runtime.compile import Settings, Variant

@@ -47,6 +47,13 @@ class Function:
         return Function(takes, local.gives, backend(module, name), issues)
 
 
+def locals_of(calling: Calling, plan: Plan, place: Place, stored: Stored) -> Callable[[str], torch.Tensor]:
+    """By name, a parameter, a buffer, or a constant of the graph, as this rank holds it."""
+    own = {name: as_stored(place.slice(value.to(place.device), plan.placements[name]))
+           for name, value in calling.constants.items() if name in plan.placements}
+    return lambda name: own[name] if name in own else stored.local(name)
+
+
 class Border(NamedTuple):
     """How an input that gets a gradient comes in: as a DTensor, as this rank's piece, else whole; and from where."""
 
@@ -92,17 +99,12 @@ class Step:
             self.kept_at = {p: i for i, p in enumerate(self.kept)}
             self.saved_at = {p: i for i, p in enumerate(p for p in self.forward.gives if p.kind == "saved")}
 
-        self.own = {name: as_stored(place.slice(value.to(place.device), plan.placements[name]))
-                    for name, value in calling.constants.items() if name in plan.placements}
+        self.local = locals_of(calling, plan, place, stored)
 
     @property
     def issues(self) -> tuple[CollectiveCall, ...]:
         """The collectives of one step."""
         return self.forward.issues + (self.backward.issues if self.backward else ())
-
-    def local(self, name: str) -> torch.Tensor:
-        """A parameter, a buffer, or a constant of the graph, as this rank holds it."""
-        return self.own[name] if name in self.own else self.stored.local(name)
 
     # --- forward ---
 

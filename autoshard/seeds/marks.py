@@ -67,6 +67,6 @@ def given_group(op: Op) -> str:
     return op.args[2] if len(op.args) > 2 else ""
 
 
-def was_given(op: Op) -> bool:
+def is_user_collective(op: Op) -> bool:
     """Whether the op is such a mark."""
     return op.kind == "call" and str(op.target) == MARKER and bool(given_group(op))

@@ -1,4 +1,4 @@
-"""Placements that user collectives fix (see program/user_collectives.py): the specs that a mark such as ("P", "tp") allows.
+"""Placements that user collectives fix (see program/tracing/user_collectives.py): the specs that a mark such as ("P", "tp") allows.
 
 A group is written as the mesh axis's name, or as `"4@2"`: 4 ranks, each 2 after the one before. That is the same text on
 every rank of the mesh, so all ranks trace one graph."""

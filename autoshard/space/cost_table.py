@@ -34,7 +34,7 @@ class Training:
 
     optimizer: str = "adamw"
     training: bool = True
-    reduces_at_the_end: bool = False
+    reduces_late: bool = False
     offload: bool = False
     wire: AxisLink | None = None
     in_flight: int = 1
@@ -100,7 +100,7 @@ class CostTable:
 
     @cached_property
     def _hideable(self) -> frozenset[Ref]:
-        return flow.param_derived(self.graph) | (frozenset() if self.training.reduces_at_the_end else flow.gradient_bound(self.graph))
+        return flow.param_derived(self.graph) | (frozenset() if self.training.reduces_late else flow.gradient_bound(self.graph))
 
     @cached_property
     def _still(self) -> frozenset[Ref]:

@@ -33,7 +33,7 @@ from autoshard.base.windows import START, is_accumulator
 from autoshard.program import flow
 from autoshard.rules import registry
 from autoshard.rules.family import Family
-from autoshard.seeds.marks import was_given
+from autoshard.seeds.marks import is_user_collective
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet
 from autoshard.space.views_of_readers import views_of_contractions
@@ -42,7 +42,7 @@ MAX_ROWS = 48  # joint rows per mesh axis above which a unit is not worth its si
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class DecisionUnit:
     """`members` in execution order; unit strategy s runs member m with its own strategy `picked[m][s]`. `name`: the first of them, or
     the contraction that the others are views for."""
 
@@ -58,10 +58,10 @@ class Unit:
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
+class DecisionUnits:
     """All units in execution order of their first member, and where every op is."""
 
-    units: tuple[Unit, ...]
+    units: tuple[DecisionUnit, ...]
     table: CostTable
     _shared: dict = field(default_factory=dict)
 
@@ -92,22 +92,22 @@ class Units:
         return self._shared[key]
 
 
-def singletons(table: CostTable) -> Units:
+def singletons(table: CostTable) -> DecisionUnits:
     """Every op a unit of its own, with all its strategies."""
     memo: dict = {}
-    return Units(tuple(_single(op.name, table.strategies[op.name], True, memo) for op in table.graph.ops), table)
+    return DecisionUnits(tuple(_single(op.name, table.strategies[op.name], True, memo) for op in table.graph.ops), table)
 
 
-def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> Unit:
+def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> DecisionUnit:
     """An op for itself; one that must not read Partial loses those strategies."""
     key = (id(found), passing)
     if key not in memo:
         keep = np.ones(len(found), bool) if passing else ~np.any(found.inputs <= PSUM, axis=(1, 2))
         memo[key] = np.flatnonzero(keep)
-    return Unit(name, (name,), (memo[key],))
+    return DecisionUnit(name, (name,), (memo[key],))
 
 
-def find_units(table: CostTable) -> Units:
+def find_units(table: CostTable) -> DecisionUnits:
     """Group the ops as described above and enumerate every unit's strategies; equal units share their arrays."""
     graph, memo = table.graph, {}
     one_axis = sum(size > 1 for size in table.mesh.sizes) == 1
@@ -115,15 +115,15 @@ def find_units(table: CostTable) -> Units:
     walk = _Walk(graph, flow.casts_after_sums(graph), flow.casts_of_parts(graph), views, one_axis)
     for op in graph.ops:
         walk.visit(op)
-    units: list[Unit] = []
+    units: list[DecisionUnit] = []
     for group in walk.members:
         members = tuple(sorted(group, key=graph.order.__getitem__))
         picked = _joint(graph, table.strategies, members, walk.passing, memo) if len(members) > 1 else None
         if picked is None:
             units += [_single(m, table.strategies[m], m in walk.passing, memo) for m in members]
         else:
-            units.append(Unit(walk.views.get(members[0], members[0]), members, picked))
-    return Units(tuple(units), table)
+            units.append(DecisionUnit(walk.views.get(members[0], members[0]), members, picked))
+    return DecisionUnits(tuple(units), table)
 
 
 @dataclass
@@ -156,7 +156,7 @@ class _Walk:
 
     def visit(self, op: Op) -> None:
         main = [r for r in op.refs if not self._is_side(op, r)]
-        cheap = _is_cheap(op) and not was_given(op) and not is_accumulator(op)
+        cheap = _is_cheap(op) and not is_user_collective(op) and not is_accumulator(op)
         if op.kind == "call" and not main and self._is_constant(op):
             self.constant.add(op.name)
         if op.name in self.views and main:

@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.spec import PSUM
 from autoshard.errors import SeedError
-from autoshard.seeds.marks import marks, was_given
+from autoshard.seeds.marks import is_user_collective, marks
 from autoshard.space.strategies import StrategySet
 
 
@@ -20,7 +20,7 @@ def reachable(graph: Graph, strategies: Mapping[str, StrategySet]) -> dict[str, 
     """`strategies` without those that some neighbour cannot meet, spread from the user collectives. Raises SeedError where an op
     has none left."""
     found = dict(strategies)
-    todo = deque(op for op in marks(graph) if was_given(op))
+    todo = deque(op for op in marks(graph) if is_user_collective(op))
     while todo:
         op = todo.popleft()
         for ref, reader, index in _edges(graph, op):

@@ -11,9 +11,9 @@ import numpy as np
 
 from autoshard import api
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import AT_THE_END, Plan
+from autoshard.base.plan import LATE_REDUCTION, Plan
 from autoshard.decide.make_plan import Timelines, make_plan
-from autoshard.decide.memory_problems import possible
+from autoshard.decide.memory.memory_problems import possible
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import formulate_within
@@ -165,14 +165,14 @@ class _Writer:
         solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
         table, timelines = formulation.table, self._timelines(formulation, late)
         if late:
-            training = replace(table.training, reduces_at_the_end=True)
+            training = replace(table.training, reduces_late=True)
             formulation = replace(formulation, table=replace(table, training=training))
         plan = make_plan(formulation, solution, model=self.model, settings=timelines.settings, seeds={}, timelines=timelines)
         return replace(plan, status=f"by hand: {status}")
 
     def _timelines(self, formulation: Formulation, late: bool) -> Timelines:
         settings = self.options.settings(formulation.table.graph.training, self.has_loss)
-        return self.timelines.setdefault((id(formulation), late), Timelines(formulation, {**settings, **(AT_THE_END if late else {})}))
+        return self.timelines.setdefault((id(formulation), late), Timelines(formulation, {**settings, **(LATE_REDUCTION if late else {})}))
 
 
 def _fits(plan: Plan) -> bool:

@@ -13,8 +13,8 @@ from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.pipeline.batch import Batch
-from autoshard.pipeline.blocks import Blocks
+from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.study.compare import CHOSEN, Comparison, Contender
 
@@ -49,8 +49,8 @@ def _others(asked: Batch, mesh: Mesh, given: Pipeline, chosen: Plan) -> Iterator
     yield "no pipeline", without_stages(mesh, given.axis), Pipeline(batch_dims=given.batch_dims, inexact=given.inexact)
     yield "equal layers", mesh, replace(free, schedule=chosen.pipeline["schedule"], chunks=(len(cuts) + 1) // ranks,
                                         cuts=equal_cuts(asked, free, len(cuts) + 1))
-    one = cuts if len(cuts) + 1 == ranks else AUTO
-    yield "naive model parallelism", mesh, replace(free, microbatches=1, schedule="gpipe", cuts=one if one != AUTO else equal_cuts(asked, free, ranks))
+    one_each = cuts if len(cuts) + 1 == ranks else equal_cuts(asked, free, ranks)
+    yield "naive model parallelism", mesh, replace(free, microbatches=1, schedule="gpipe", cuts=one_each)
     for name, schedule in SCHEDULED.items():
         same = (len(cuts) + 1) // ranks in SCHEDULES[schedule].chunks
         yield name, mesh, replace(free, schedule=schedule, cuts=cuts if same else AUTO, chunks=(len(cuts) + 1) // ranks if same else AUTO)
@@ -75,7 +75,8 @@ def _words(plan: Plan) -> str:
     """How it runs, in the column of axes."""
     if plan.pipeline is None:
         return str(plan.mesh)
-    return f"{plan.pipeline['schedule']}, {plan.pipeline['microbatches']} x, {plan.pipeline.get('layout') or ', '.join(plan.pipeline['options']['cuts'])}"
+    cuts = plan.pipeline.get("layout") or ", ".join(plan.pipeline["options"]["cuts"])
+    return f"{plan.pipeline['schedule']}, {plan.pipeline['microbatches']} x, {cuts}"
 
 
 def _fits(plan: Plan) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Layout, Plan
+from autoshard.base.plan import PlacedTensor, Plan
 from autoshard.base.spec import ShardingSpec, Spec
 
 SAME = 1e-12  # relative difference of predicted numbers below which they are one number written twice
@@ -91,7 +91,7 @@ def _placements(a: Plan, b: Plan):
 
 
 def _layouts(plan: Plan) -> Mapping[tuple[str, str], str]:
-    found = {(x.kind, x.name): placement(x.spec, len(x.shape), plan.mesh) for x in plan.layouts if isinstance(x, Layout)}
+    found = {(x.kind, x.name): placement(x.spec, len(x.shape), plan.mesh) for x in plan.layouts if isinstance(x, PlacedTensor)}
     known = {name for _, name in found}
     return found | {("weight", n): placement(s, max(s, default=0) + 1, plan.mesh)
                     for n, s in plan.placements.items() if n not in known}

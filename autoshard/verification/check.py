@@ -19,12 +19,12 @@ from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
-from autoshard.verification.copies import default_dtype
+from autoshard.verification.models.copies import default_dtype
+from autoshard.verification.models.subject import Call, Subject, subject_of
 from autoshard.verification.optimizers import optimizer_of
 from autoshard.verification.plans import Plans, check_names
 from autoshard.verification.report import VerifyReport
 from autoshard.verification.run import Elsewhere, PlanRun
-from autoshard.verification.subject import Call, Subject, subject_of
 
 DEFAULT_PLANS = ("searched", "split", "data_parallel", "fully_sharded", "tensor_parallel", "random:0")
 

@@ -8,7 +8,7 @@ import torch
 
 from autoshard.cost.optimizers import verified
 from autoshard.errors import UsageError
-from autoshard.verification.program import MakeOptimizer
+from autoshard.verification.one_process.program import MakeOptimizer
 
 
 def optimizer_of(optimizer: Any) -> MakeOptimizer:

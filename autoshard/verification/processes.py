@@ -21,12 +21,12 @@ from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.errors import AutoshardError
 from autoshard.runtime.params.update import local_update
-from autoshard.verification.copies import cast, default_dtype, own_copy
+from autoshard.verification.models.copies import cast, default_dtype, own_copy
+from autoshard.verification.models.small import Source
+from autoshard.verification.one_process.pieces import Joined
+from autoshard.verification.one_process.program import Outcome
 from autoshard.verification.optimizers import optimizer_of
-from autoshard.verification.pieces import Joined
-from autoshard.verification.program import Outcome
 from autoshard.verification.run import SEED, Ran
-from autoshard.verification.small import Source
 
 
 @dataclass(frozen=True)

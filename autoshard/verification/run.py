@@ -22,15 +22,15 @@ from autoshard.base.plan import Plan
 from autoshard.base.random import mix
 from autoshard.errors import LoweringError
 from autoshard.space.cost_table import trained_params
-from autoshard.verification.bisect import Found, comparing, norm
-from autoshard.verification.forms import Form
-from autoshard.verification.microbatches import key_of, op_of
-from autoshard.verification.pieces import Joined, distance, joined
-from autoshard.verification.program import MakeOptimizer, Outcome, Program
-from autoshard.verification.ranks import Watch
-from autoshard.verification.reference import Expected, Interpreted, Numbers, Reference, random_ops
+from autoshard.verification.models.forms import Form
+from autoshard.verification.models.subject import TOLERANCE, Subject
+from autoshard.verification.one_process.bisect import Found, comparing, norm
+from autoshard.verification.one_process.pieces import Joined, distance, joined
+from autoshard.verification.one_process.program import MakeOptimizer, Outcome, Program
+from autoshard.verification.one_process.ranks import Watch
+from autoshard.verification.references.microbatches import key_of, op_of
+from autoshard.verification.references.reference import Expected, Interpreted, Numbers, Reference, random_ops
 from autoshard.verification.report import Check, FirstWrong, Kind, PlanCheck, Run
-from autoshard.verification.subject import TOLERANCE, Subject
 
 TINY = 1e-6
 """A gradient is measured against at least this part of the norm of all gradients: some are zero but for rounding."""

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from steering import formulation_of, traced
 
-from autoshard.decide.attempts import Attempt, Outcome, try_in_order
 from autoshard.decide.how import How
 from autoshard.decide.make_plan import Timelines
+from autoshard.decide.memory.attempts import Attempt, Outcome, try_in_order
 from autoshard.decide.program import NOTHING, Program, starting_plans
 from autoshard.decide.variants import Variants
 from autoshard.search import Clock

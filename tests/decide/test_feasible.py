@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from steering import formulation_of, traced
 
-from autoshard.decide.fit import search_within
 from autoshard.decide.how import How
 from autoshard.decide.make_plan import Timelines
+from autoshard.decide.memory.fit import search_within
 from autoshard.decide.program import Program
 from autoshard.decide.walks.baselines import baselines
 from autoshard.formulate.memory_rows import limited

@@ -18,7 +18,7 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.cost.compute import host_seconds, optimizer_seconds
 from autoshard.cost.memory import scalar_bytes, state_bytes, update_workspace
 from autoshard.decide.make_plan import Timelines, chosen_by, price
-from autoshard.decide.offload import move_to_fit, on_device
+from autoshard.decide.memory.offload import move_to_fit, on_device
 from autoshard.decide.options import Options
 from autoshard.decide.program import Program, formulate_within
 from autoshard.decide.walks.greedy import greedy_plans

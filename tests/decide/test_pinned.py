@@ -7,8 +7,8 @@ import pytest
 
 from autoshard.api import decide, prices
 from autoshard.base.mesh import parse_mesh
+from autoshard.decide.notes.seed_bytes import pinned, without_seeds
 from autoshard.decide.options import Options
-from autoshard.decide.seed_bytes import pinned, without_seeds
 from autoshard.errors import InfeasibleError
 from autoshard.program.trace import trace
 from autoshard.space.cost_table import CostTable

@@ -20,7 +20,7 @@ import autoshard  # noqa: E402
 from autoshard.base.mesh import parse_mesh  # noqa: E402
 from autoshard.decide.options import Options  # noqa: E402
 from autoshard.program.trace import trace  # noqa: E402
-from autoshard.program.user_collectives import alone  # noqa: E402
+from autoshard.program.tracing.user_collectives import alone  # noqa: E402
 from autoshard.study.compare import comparison, save  # noqa: E402
 from models import gpt, mlp  # noqa: E402
 

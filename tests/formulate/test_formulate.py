@@ -197,9 +197,9 @@ def test_units_lose_no_classic_plan():
 
 def test_a_plan_is_found_under_tight_memory():
     """Memory priced by secants: from the least-memory plan to one that fits and is as cheap as the exact search's."""
-    from autoshard.decide.fit import fit_memory
     from autoshard.decide.how import How
-    from autoshard.decide.memory_problems import least_memory
+    from autoshard.decide.memory.fit import fit_memory
+    from autoshard.decide.memory.memory_problems import least_memory
     from autoshard.decide.program import NOTHING
     from autoshard.search.problem import evaluate, row_loads
 

@@ -15,13 +15,13 @@ from autoshard.base.spec import is_partial
 from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.make_plan import make_plan
-from autoshard.decide.microbatch_notes import microbatch_notes
+from autoshard.decide.notes.microbatch_notes import microbatch_notes
 from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.formulate.problem_of import formulate
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
-from autoshard.pipeline.batch import traced
+from autoshard.pipeline.microbatches.batch import traced
 from autoshard.runtime.route import route_of
 from autoshard.search import solve
 from autoshard.search.problem import row_loads

@@ -12,7 +12,7 @@ from autoshard.api import decide, prices
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.decide.make_plan import Timelines
-from autoshard.decide.memory_problems import least_memory, least_possible
+from autoshard.decide.memory.memory_problems import least_memory, least_possible
 from autoshard.decide.options import Options, parse_bytes
 from autoshard.decide.program import formulate_within
 from autoshard.decide.walks.baselines import baselines

@@ -13,7 +13,7 @@ from autoshard.cost.redistribute import Redistribution
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lower import LocalGraph, Port, local_tensor_shape
 from autoshard.lower.passes.in_place import overwrite
-from autoshard.verification.ranks import run_ranks
+from autoshard.verification.one_process.ranks import run_ranks
 
 CASES = {
     "all_reduce": ("d=2", [((3,), (PSUM,), (R,)), ((5, 7), (PSUM,), (R,)), ((), (PSUM,), (R,))]),

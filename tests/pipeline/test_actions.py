@@ -2,11 +2,11 @@ import pytest
 from torch_schedules import torch_schedule
 
 from autoshard.errors import ScheduleError
-from autoshard.pipeline.action_text import action_of, read_csv, table_of, text_of, write_csv
-from autoshard.pipeline.actions import Action
-from autoshard.pipeline.check import check
+from autoshard.pipeline.action_lists.action_text import action_of, read_csv, table_of, text_of, write_csv
+from autoshard.pipeline.action_lists.actions import Action
+from autoshard.pipeline.action_lists.check import check
+from autoshard.pipeline.action_lists.transfers import with_transfers
 from autoshard.pipeline.schedules import make_schedule
-from autoshard.pipeline.transfers import with_transfers
 
 
 @pytest.mark.parametrize("text, action", [

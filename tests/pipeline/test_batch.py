@@ -13,7 +13,7 @@ import autoshard
 from autoshard import Pipeline
 from autoshard.base.roles import Role
 from autoshard.errors import UsageError
-from autoshard.pipeline.batch import traced
+from autoshard.pipeline.microbatches.batch import traced
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
 
 ROWS = 12

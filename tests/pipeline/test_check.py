@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 
 from autoshard.errors import ScheduleError
-from autoshard.pipeline.action_text import action_of, table_of, text_of
-from autoshard.pipeline.check import check
-from autoshard.pipeline.network import network_of
+from autoshard.pipeline.action_lists.action_text import action_of, table_of, text_of
+from autoshard.pipeline.action_lists.check import check
+from autoshard.pipeline.action_lists.network import network_of
+from autoshard.pipeline.action_lists.transfers import with_transfers
 from autoshard.pipeline.schedules import make_schedule
-from autoshard.pipeline.transfers import with_transfers
 
 
 def texts(table):

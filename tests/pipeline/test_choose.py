@@ -15,10 +15,10 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import ClusterError, MeshError, UsageError
-from autoshard.pipeline.batch import Batch
-from autoshard.pipeline.choose import Asked
-from autoshard.pipeline.mesh_prices import MeshPricer, Sizes
-from autoshard.pipeline.meshes import Slot
+from autoshard.pipeline.microbatches.batch import Batch
+from autoshard.pipeline.shapes.choose import Asked
+from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes
+from autoshard.pipeline.shapes.meshes import Slot
 from models import llama
 
 OPTIONS = Options(cluster="cpu-gloo", pipeline=Pipeline(microbatches="auto"))

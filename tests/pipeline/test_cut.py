@@ -8,11 +8,11 @@ from cut_models import MODELS, subject
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.windows import END
 from autoshard.decide.pipeline_options import Pipeline
-from autoshard.pipeline import batch
-from autoshard.pipeline.blocks import Blocks
-from autoshard.pipeline.cut import cut
-from autoshard.pipeline.interpret import StagePlayer
-from autoshard.pipeline.split import split_backward
+from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.cutting.cut import cut
+from autoshard.pipeline.cutting.interpret import StagePlayer
+from autoshard.pipeline.cutting.split import split_backward
+from autoshard.pipeline.microbatches import batch
 
 TOLERANCE = 1e-12
 

@@ -11,13 +11,13 @@ from autoshard import Pipeline
 from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.pipeline_options import AUTO
-from autoshard.pipeline.action_text import write_csv
-from autoshard.pipeline.blocks import Blocks
-from autoshard.pipeline.cut_search import TRIED, choices, searched
-from autoshard.pipeline.price import StagePrice, chain_from
+from autoshard.pipeline.action_lists.action_text import write_csv
+from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.schedules import make_schedule
-from autoshard.pipeline.stage_prices import GraphPricer
-from autoshard.pipeline.stretches import Stretches
+from autoshard.pipeline.shapes.cut_search import TRIED, choices, search_cuts
+from autoshard.pipeline.shapes.price import StagePrice, chain_from
+from autoshard.pipeline.shapes.stage_prices import GraphPricer
 from models import llama
 
 CLUSTER = load_cluster("cpu-gloo")
@@ -121,6 +121,6 @@ def test_the_cheapest_plan_that_fits_is_taken():
         return replace(made, objective_s=costs[choice.schedule])
 
     options = [Pipeline(microbatches=4, schedule=name) for name in ("zbv", "1f1b", "zb1p")]
-    assert searched(options, plan_with).objective_s == 2.0
+    assert search_cuts(options, plan_with).objective_s == 2.0
     with pytest.raises(autoshard.errors.InfeasibleError, match="zbv does not fit"):
-        searched(options[:1], plan_with)
+        search_cuts(options[:1], plan_with)

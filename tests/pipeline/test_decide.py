@@ -4,10 +4,10 @@ from random_chains import all_cuts
 from synthetic_pricer import Synthetic
 
 from autoshard.errors import InfeasibleError
-from autoshard.pipeline.decide import TOLERANCE, ranked, try_shapes
-from autoshard.pipeline.meshes import Room, shapes
-from autoshard.pipeline.partitions import course_of, price_by_play
-from autoshard.pipeline.price import chain_from
+from autoshard.pipeline.shapes.decide import TOLERANCE, ranked, try_shapes
+from autoshard.pipeline.shapes.meshes import Room, shapes
+from autoshard.pipeline.shapes.partitions import course_of, price_by_play
+from autoshard.pipeline.shapes.price import chain_from
 from autoshard.search.partition import rank_bytes
 
 

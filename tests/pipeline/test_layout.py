@@ -3,9 +3,9 @@ from cut_models import subject
 
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
-from autoshard.pipeline.blocks import Blocks
-from autoshard.pipeline.layout import layout_of, starts_of
-from autoshard.pipeline.pinned import allowed, check_pinned
+from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.cutting.layout import layout_of, starts_of
+from autoshard.pipeline.cutting.pinned import allowed, check_pinned
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 
 from autoshard.errors import ScheduleError
-from autoshard.pipeline.actions import folded, looped
-from autoshard.pipeline.check import check
-from autoshard.pipeline.list_schedule import Task, list_schedule
-from autoshard.pipeline.network import network_of
-from autoshard.pipeline.play import Seconds, held, play
+from autoshard.pipeline.action_lists.actions import folded, looped
+from autoshard.pipeline.action_lists.check import check
+from autoshard.pipeline.action_lists.list_schedule import Task, list_schedule
+from autoshard.pipeline.action_lists.network import network_of
+from autoshard.pipeline.action_lists.play import Seconds, held, play
+from autoshard.pipeline.action_lists.transfers import with_transfers
 from autoshard.pipeline.schedules import make_schedule
-from autoshard.pipeline.transfers import with_transfers
 
 
 def task(rank_of, microbatches, limit, split=True, hop=0.0, **seconds):

@@ -1,7 +1,7 @@
 import pytest
 
 from autoshard.errors import MeshError
-from autoshard.pipeline.meshes import MOST_ROUNDS, Room, shapes
+from autoshard.pipeline.shapes.meshes import MOST_ROUNDS, Room, shapes
 
 
 def test_every_factoring_divides_devices_and_batch():

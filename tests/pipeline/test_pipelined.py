@@ -10,7 +10,7 @@ import autoshard
 from autoshard import Pipeline
 from autoshard.base.plan import Plan
 from autoshard.errors import InfeasibleError, MeshError, UsageError
-from autoshard.pipeline import batch
+from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import pipelined_as, stage_plan
 from autoshard.runtime.check_plan import check_fits
 

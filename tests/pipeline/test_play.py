@@ -3,8 +3,8 @@ import random
 import numpy as np
 import pytest
 
-from autoshard.pipeline.network import network_of
-from autoshard.pipeline.play import Seconds, makespans, play
+from autoshard.pipeline.action_lists.network import network_of
+from autoshard.pipeline.action_lists.play import Seconds, makespans, play
 from autoshard.pipeline.schedules import SCHEDULES, make_schedule
 
 

@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from autoshard.pipeline.price import StagePrice, chain_from, chain_of_stages
+from autoshard.pipeline.shapes.price import StagePrice, chain_from, chain_of_stages
 
 LABELS = ("embedding", "layer", "layer", "layer", "layer", "head")
 OF_LABEL = {"embedding": 1.0, "layer": 2.0, "head": 5.0}

@@ -4,9 +4,8 @@ from cut_models import MODELS, SEQ
 from torch import nn
 
 from autoshard.decide.pipeline_options import Pipeline
-from autoshard.pipeline.batch import Batch
-from autoshard.pipeline.resize import Between, Unlike
-
+from autoshard.pipeline.microbatches.batch import Batch
+from autoshard.pipeline.microbatches.resize import Between, Unlike
 
 
 def batch_of(name, rows, **sizes):

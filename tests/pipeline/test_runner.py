@@ -96,7 +96,7 @@ def test_a_wrong_wire_order_is_seen():
 
 def test_a_wrong_loss_weight_is_seen(monkeypatch):
     """Without weights micro-batches count alike, and losses of equal counts cannot tell."""
-    from autoshard.pipeline.results import Results
+    from autoshard.pipeline.microbatches.results import Results
 
     real = Results.tangent
     monkeypatch.setattr(Results, "tangent", lambda self, loss: real(self, loss) * (1.0 if self.total is None or self.total < 20 else 0.5))

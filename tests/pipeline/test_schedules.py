@@ -3,11 +3,11 @@ from torch_schedules import torch_rows
 
 from autoshard.decide import pipeline_options
 from autoshard.errors import ScheduleError
-from autoshard.pipeline.action_text import text_of
-from autoshard.pipeline.check import check
-from autoshard.pipeline.play import held
+from autoshard.pipeline.action_lists.action_text import text_of
+from autoshard.pipeline.action_lists.check import check
+from autoshard.pipeline.action_lists.play import held
+from autoshard.pipeline.action_lists.transfers import with_transfers
 from autoshard.pipeline.schedules import SCHEDULES, make_schedule
-from autoshard.pipeline.transfers import with_transfers
 
 CASES = [("interleaved", v) for v in (2, 3, 4)] + [("zb1p", v) for v in (1, 2, 3, 4)] + [("zbv", 2)]
 

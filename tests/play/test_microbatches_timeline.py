@@ -21,7 +21,7 @@ from autoshard.cost.redistribute import Redistribution
 from autoshard.lower.lower import Lowered, Port, bind, local_tensor_shape, lower
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.lower.schedule import schedule
-from autoshard.pipeline.results import Results, piece
+from autoshard.pipeline.microbatches.results import Results, piece
 from autoshard.play.footprint import Footprints
 from autoshard.play.play import play
 from autoshard.program.accumulate import accumulating

@@ -11,7 +11,7 @@ import autoshard
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError, UsageError
 from autoshard.program.interpret import run
-from autoshard.program.opaque import Whole
+from autoshard.program.opaque.opaque import Opaque
 from autoshard.program.trace import trace
 
 
@@ -59,7 +59,7 @@ def model_and_input(gate=None, dtype=torch.float64):
 
 
 def wholes(traced):
-    return [op for op in traced.graph.of_kind("call") if isinstance(op.target, Whole)]
+    return [op for op in traced.graph.of_kind("call") if isinstance(op.target, Opaque)]
 
 
 @pytest.mark.parametrize("gate", [Gate, Numpy, lambda: Gate(0.5)], ids=["branch", "numpy", "random"])

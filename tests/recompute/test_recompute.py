@@ -7,7 +7,7 @@ import torch
 from autoshard.api import plan_traced
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
-from autoshard.base.plan import AGAIN, Plan
+from autoshard.base.plan import RECOMPUTE_SUFFIX, Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
@@ -36,7 +36,7 @@ def traced_of(module, **sizes) -> tuple[Traced, torch.nn.Module, tuple]:
 def test_gradients_are_bit_for_bit_the_same(module, families) -> None:
     traced, model, batch = traced_of(module)
     graph = with_recompute(traced.graph, candidates(traced.graph, families))
-    again = [op for op in graph.ops if op.name.endswith(AGAIN)]
+    again = [op for op in graph.ops if op.name.endswith(RECOMPUTE_SUFFIX)]
     assert again and all(op.phase == "backward" for op in again)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     one, two = run(traced, state, batch), run(Traced(graph, traced.calling), state, batch)
@@ -48,10 +48,10 @@ def test_only_what_backward_needs_is_run_again_and_once(families) -> None:
     graph = traced_of(gpt)[0].graph
     names = candidates(graph, families)
     again = with_recompute(graph, names)
-    made = [op.name for op in again.ops if op.name.endswith(AGAIN)]
+    made = [op.name for op in again.ops if op.name.endswith(RECOMPUTE_SUFFIX)]
     assert len(made) == len(set(made))
     assert all(any(again.users.get(Ref(n, k)) for k in range(len(again.op(n).outputs))) for n in made)
-    used = [n.removesuffix(AGAIN) for n in made]
+    used = [n.removesuffix(RECOMPUTE_SUFFIX) for n in made]
     assert with_recompute(graph, used).hash == again.hash
     assert with_recompute(graph, ()) is graph
 

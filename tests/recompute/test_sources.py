@@ -10,7 +10,7 @@ from torch import nn
 
 from autoshard.api import prices
 from autoshard.base.mesh import parse_mesh
-from autoshard.base.plan import AGAIN
+from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.decide.make_plan import chosen_by, price
 from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import MEMORY, formulate
@@ -37,7 +37,7 @@ def subsets(table):
     for n in range(len(names) + 1):
         for again in combinations(names, n):
             graph = with_recompute(table.graph, again)
-            ops, strategies = ({op.name: of[op.name.removesuffix(AGAIN)] for op in graph.ops} for of in (table.ops, table.strategies))
+            ops, strategies = ({op.name: of[op.name.removesuffix(RECOMPUTE_SUFFIX)] for op in graph.ops} for of in (table.ops, table.strategies))
             program = replace(table, graph=graph, ops=ops, strategies=strategies, _tables={})
             problem = formulate(program, units=singletons(program)).problem
             choice = solve(problem).choice
@@ -53,7 +53,7 @@ def test_the_choice_is_the_best_of_all_subsets() -> None:
         formulation = formulate(opened, memory_limit=max(limit, update), units=units)
         found = solve(formulation.problem)
         chosen = chosen_by(formulation, found.choice)
-        again.add(sum(name.endswith(AGAIN) for name in chosen.strategies))
+        again.add(sum(name.endswith(RECOMPUTE_SUFFIX) for name in chosen.strategies))
         assert found.cost == pytest.approx(min(s for s, nbytes in every if nbytes <= limit), rel=1e-9)
         assert price(chosen)["step_s"] == pytest.approx(found.cost, rel=1e-9)
     assert len(again) > 2 and 0 in again

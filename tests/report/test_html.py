@@ -18,7 +18,7 @@ from sample_plan import LAYERS, sample_plan
 
 from autoshard import cli
 from autoshard.base import quantities
-from autoshard.base.plan import Alive, Fallback, Layout, Moment, Plan
+from autoshard.base.plan import Alive, Fallback, Moment, PlacedTensor, Plan
 from autoshard.report.html import document, embedded, page, write
 from autoshard.report.tree import tree
 from autoshard.study.explain import EdgeRow, EdgeTable, OpRow, OpTable
@@ -45,7 +45,7 @@ def nasty_plan() -> Plan:
     return replace(
         plan, model={"reference": NASTY}, notes=(NASTY,), seeds={NASTY: NASTY}, cluster={"name": NASTY},
         collectives=tuple(replace(c, module=NASTY, source=NASTY, value=NASTY, op=NASTY) for c in plan.collectives),
-        fallbacks=(Fallback(NASTY, NASTY, 1e-6, NASTY, NASTY),), layouts=(Layout("weight", f"a.{NASTY}", "a", (4, 4), "float32", (0, 1)),),
+        fallbacks=(Fallback(NASTY, NASTY, 1e-6, NASTY, NASTY),), layouts=(PlacedTensor("weight", f"a.{NASTY}", "a", (4, 4), "float32", (0, 1)),),
         ops={NASTY: plan.ops["wq"]}, copies=tuple(replace(c, value=NASTY) for c in plan.copies),
         stages=tuple(replace(
             s, timeline=tuple(replace(m, op=NASTY, module=NASTY, source=NASTY) for m in s.timeline),

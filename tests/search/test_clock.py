@@ -86,6 +86,6 @@ def test_a_stopped_clock_gives_the_incumbent_as_interrupted(backend):
     edges = tuple(Edge(i, i + 1, rng.random((4, 4)), np.arange(4), np.arange(4)) for i in range(39))
     problem, clock = Problem(costs, edges), Clock(60.0)
     clock.stop = True
-    found = solve(problem, backend=backend, clock=clock.part(), incumbents=[np.zeros(40, dtype=np.int64)])
+    found = solve(problem, backend=backend, clock=clock.part(), starts=[np.zeros(40, dtype=np.int64)])
     assert found.choice is not None and found.status in (Status.INTERRUPTED, Status.OPTIMAL)
     assert Board(problem, clock.part()).done

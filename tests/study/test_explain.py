@@ -13,7 +13,7 @@ from torch import nn
 from autoshard import api
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
-from autoshard.base.plan import AGAIN
+from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.decide.make_plan import price
 from autoshard.decide.options import Options
 from autoshard.errors import PlanError, SeedError, UsageError
@@ -163,7 +163,7 @@ def test_a_plan_that_runs_ops_again_is_explained_too():
     plan = api.decide(program, options).recomputing(table.graph.hash)
     chosen = chosen_by(plan, table)
     assert plan.recompute and price(chosen)["step_s"] == pytest.approx(plan.objective_s, rel=1e-9)
-    again, reader = next((ref.op, users[0][0]) for ref, users in chosen.table.graph.users.items() if ref.op.endswith(AGAIN))
+    again, reader = next((ref.op, users[0][0]) for ref, users in chosen.table.graph.users.items() if ref.op.endswith(RECOMPUTE_SUFFIX))
     assert op_table(chosen, again).rows[0].chosen and again in op_table(chosen, again).where
     assert any(row.chosen for row in edge_table(chosen.table, find_edge(chosen.table.graph, f"{again}->{reader}"), chosen).rows)
 

@@ -17,7 +17,7 @@ from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
-from autoshard.pipeline import batch
+from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.execute.backends import backend_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.pipeline.actions import ActionTable
-from autoshard.pipeline.partitions import course_of, price_by_play
+from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.schedules import SCHEDULES, make_schedule
+from autoshard.pipeline.shapes.partitions import course_of, price_by_play
 from autoshard.search.partition import Chain, Course, bounds, chain_of_blocks, rank_bytes
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Collective, Copy, Fallback, Layout, OpPlan, Plan, StagePlan
+from autoshard.base.plan import Collective, Copy, Fallback, OpPlan, PlacedTensor, Plan, StagePlan
 from autoshard.base.spec import PSUM, R
 
 LAYERS = 4
@@ -38,22 +38,22 @@ def sample_plan(stage: Mapping[str, object] | None = None, **changes: object) ->
     return replace(plan, stages=(replace(plan.stages[0], **stage),)) if stage else plan
 
 
-def _weights() -> list[Layout]:
-    rows = [Layout("weight", "embed.weight", "embed", (512, 64), "bfloat16", (R, 0))]
+def _weights() -> list[PlacedTensor]:
+    rows = [PlacedTensor("weight", "embed.weight", "embed", (512, 64), "bfloat16", (R, 0))]
     for i in range(LAYERS):
         down = (R, R) if i == LAYERS - 1 else (R, 1)
-        rows += [Layout("weight", f"layers.{i}.attn.wq.weight", f"layers.{i}.attn.wq", (64, 64), "bfloat16", (R, 0)),
-                 Layout("weight", f"layers.{i}.mlp.down.weight", f"layers.{i}.mlp.down", (64, 256), "bfloat16", down)]
+        rows += [PlacedTensor("weight", f"layers.{i}.attn.wq.weight", f"layers.{i}.attn.wq", (64, 64), "bfloat16", (R, 0)),
+                 PlacedTensor("weight", f"layers.{i}.mlp.down.weight", f"layers.{i}.mlp.down", (64, 256), "bfloat16", down)]
     return rows
 
 
-def _others() -> list[Layout]:
-    rows = [Layout("buffer", "rope", "", (64, 16), "float32", (R, R)),
-            Layout("input", "input:0", "", (8, 64), "int64", (0, R))]
+def _others() -> list[PlacedTensor]:
+    rows = [PlacedTensor("buffer", "rope", "", (64, 16), "float32", (R, R)),
+            PlacedTensor("input", "input:0", "", (8, 64), "int64", (0, R))]
     for i in range(LAYERS):
-        rows += [Layout("activation", f"layers.{i}.attn.wq", f"layers.{i}.attn.wq", (8, 64, 64), "bfloat16", (0, 2)),
-                 Layout("activation", f"layers.{i}", f"layers.{i}", (8, 64, 64), "bfloat16", (0, PSUM))]
-    return rows + [Layout("output", "user:0", "", (), "float32", (R, R))]
+        rows += [PlacedTensor("activation", f"layers.{i}.attn.wq", f"layers.{i}.attn.wq", (8, 64, 64), "bfloat16", (0, 2)),
+                 PlacedTensor("activation", f"layers.{i}", f"layers.{i}", (8, 64, 64), "bfloat16", (0, PSUM))]
+    return rows + [PlacedTensor("output", "user:0", "", (), "float32", (R, R))]
 
 
 def _collectives() -> list[Collective]:

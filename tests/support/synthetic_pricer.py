@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.pipeline.decide import Floor
-from autoshard.pipeline.meshes import Slot
-from autoshard.pipeline.price import StagePrice
+from autoshard.pipeline.shapes.decide import Floor
+from autoshard.pipeline.shapes.meshes import Slot
+from autoshard.pipeline.shapes.price import StagePrice
 
 LEAN_SECONDS, LEAN_BYTES = 4 / 3, 0.2
 

@@ -9,8 +9,8 @@ from autoshard.base.spec import R
 from autoshard.cli import app
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.rules.types import Row
-from autoshard.verification.shrink import shrunk
-from autoshard.verification.small import Source, fitting
+from autoshard.verification.models.shrink import shrunk
+from autoshard.verification.models.small import Source, fitting
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,

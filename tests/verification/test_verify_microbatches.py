@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Pipeline
-from autoshard.pipeline.results import Results
+from autoshard.pipeline.microbatches.results import Results
 from autoshard.runtime.microbatches import MicroStep
 from models import moe
 

@@ -15,7 +15,7 @@ from autoshard.decide.walks.reads import Wiring
 from autoshard.decide.walks.walk import Placed, Score, Steps, ranked, walk
 from autoshard.formulate.copies import KEPT, OWN, CopyNode, State
 from autoshard.formulate.problem_of import Formulation
-from autoshard.space.decision_units import Unit
+from autoshard.space.decision_units import DecisionUnit
 from autoshard.space.strategies import SpecIndex
 
 
@@ -41,7 +41,7 @@ def greedy_plans(formulation: Formulation) -> Iterator[tuple[str, np.ndarray]]:
         yield name, complete(wiring, greedy(wiring, rank))
 
 
-def _shards(formulation: Formulation, unit: Unit) -> np.ndarray:
+def _shards(formulation: Formulation, unit: DecisionUnit) -> np.ndarray:
     """Per strategy of a unit, how many placements are not Replicate."""
     sets = formulation.table.strategies
     return sum(np.sum(sets[m].inputs[p] != R, axis=(1, 2)) + np.sum(sets[m].outputs[p] != R, axis=(1, 2))

@@ -10,7 +10,7 @@ from autoshard.base.graph import Op, Ref
 from autoshard.base.spec import Spec
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
-from autoshard.space.decision_units import Unit
+from autoshard.space.decision_units import DecisionUnit
 from autoshard.space.strategies import SpecIndex
 
 
@@ -65,7 +65,7 @@ class Wiring:
         """Parameters, and what views and casts make of them alone."""
         return flow.param_derived(self.formulation.table.graph)
 
-    def unit(self, n: int) -> Unit:
+    def unit(self, n: int) -> DecisionUnit:
         return self.formulation.units.units[n]
 
     def op(self, n: int) -> Op:

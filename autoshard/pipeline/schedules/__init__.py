@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoshard.errors import ScheduleError
-from autoshard.pipeline.actions import ActionTable
+from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.schedules.gpipe import gpipe
 from autoshard.pipeline.schedules.interleaved import interleaved
 from autoshard.pipeline.schedules.one_f_one_b import one_f_one_b

@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards. The ranks hold every micro-batch at once."""
 from __future__ import annotations
 
-from autoshard.pipeline.actions import Action, ActionTable, looped
+from autoshard.pipeline.action_lists.actions import Action, ActionTable, looped
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1, warmup: int = 0) -> ActionTable:

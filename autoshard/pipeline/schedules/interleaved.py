@@ -4,7 +4,7 @@ Any number of micro-batches will do: they go in rounds of at least p, as equal a
 """
 from __future__ import annotations
 
-from autoshard.pipeline.actions import Action, ActionTable, looped
+from autoshard.pipeline.action_lists.actions import Action, ActionTable, looped
 from autoshard.pipeline.schedules.orders import alternate, by_rounds, rounds
 
 

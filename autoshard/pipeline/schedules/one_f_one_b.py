@@ -5,7 +5,7 @@ transfers: without them a transfer of c per hop delays every backward by 2 c, ho
 """
 from __future__ import annotations
 
-from autoshard.pipeline.actions import Action, ActionTable, looped
+from autoshard.pipeline.action_lists.actions import Action, ActionTable, looped
 from autoshard.pipeline.schedules.orders import alternate
 
 

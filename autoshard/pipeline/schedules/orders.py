@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autoshard.pipeline.actions import Action, Kind
+from autoshard.pipeline.action_lists.actions import Action, Kind
 
 Pair = tuple[int, int]  # stage, micro-batch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from autoshard.pipeline.actions import Action, ActionTable, Kind, folded
+from autoshard.pipeline.action_lists.actions import Action, ActionTable, Kind, folded
 
 
 def zbv(ranks: int, microbatches: int, chunks: int = 2, warmup: int = 0) -> ActionTable:

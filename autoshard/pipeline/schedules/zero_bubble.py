@@ -5,7 +5,7 @@ its first action and its last one.
 """
 from __future__ import annotations
 
-from autoshard.pipeline.actions import Action, ActionTable, looped
+from autoshard.pipeline.action_lists.actions import Action, ActionTable, looped
 from autoshard.pipeline.schedules.orders import alternate, by_rounds, delay_weights, rounds
 
 

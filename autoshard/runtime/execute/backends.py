@@ -11,7 +11,7 @@ from autoshard.base.random import seeded, seeded_op
 from autoshard.errors import UsageError
 from autoshard.lower.lifetimes import Lifetimes
 from autoshard.lower.passes.in_place import overwrite
-from autoshard.program.opaque import whole_of
+from autoshard.program.opaque.opaque import opaque_of
 from autoshard.runtime.carriers.choose import carry
 from autoshard.runtime.execute.compiler_ops import enclose
 from autoshard.runtime.execute.eager import straight
@@ -41,7 +41,7 @@ def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], S
 
     Random ops on several ranks stay as they are in the eager backend, with the same numbers."""
     for node in module.graph.nodes:
-        if whole := whole_of(node):
+        if whole := opaque_of(node):
             raise UsageError(f"{whole.shared.label} runs whole, as the Python it is, which backend='inductor' cannot compile; use "
                              "backend='eager'")
     enclose(module.graph, module.meta.get("carriers", {}))

@@ -15,8 +15,8 @@ import torch
 
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.lower.lower import Port
-from autoshard.pipeline.actions import COMPUTE, Action, ActionTable
-from autoshard.pipeline.cut import Hop
+from autoshard.pipeline.action_lists.actions import COMPUTE, Action, ActionTable
+from autoshard.pipeline.cutting.cut import Hop
 from autoshard.runtime.microbatches import Micro
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.pipeline.stage_program import StageProgram

@@ -10,12 +10,12 @@ from autoshard.base.graph import BACKWARD, WEIGHT
 from autoshard.base.plan import Plan
 from autoshard.base.windows import END, START
 from autoshard.lower.lower import Lowered, local_tensor_shape
-from autoshard.pipeline.cut import Hop, Stage
-from autoshard.program.calling import Calling, as_stored
+from autoshard.pipeline.cutting.cut import Hop, Stage
+from autoshard.program.calling import Calling
 from autoshard.runtime.microbatches import Windows
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.place import Place
-from autoshard.runtime.step import Backend, Function
+from autoshard.runtime.step import Backend, Function, locals_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +29,8 @@ class StageProgram:
 
     @staticmethod
     def of(stage: Stage, plan: Plan, lowered: Lowered, place: Place, stored: Stored, calling: Calling, backend: Backend) -> StageProgram:
-        own = {name: as_stored(place.slice(value.to(place.device), plan.placements[name]))
-               for name, value in calling.constants.items() if name in plan.placements}
-
-        def local(name: str) -> torch.Tensor:
-            return own[name] if name in own else stored.local(name)
-
         functions = {w.window: Function.of(w, place, backend, f"stage{stage.index}_{w.window}") for w in lowered.windows}
-        return StageProgram(stage, plan, place, Windows(stage.graph, place, local, functions))
+        return StageProgram(stage, plan, place, Windows(stage.graph, place, locals_of(calling, plan, place, stored), functions))
 
     def begin(self) -> None:
         if START in self.windows.functions:

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autoshard import _torch
 from autoshard.base.graph import TensorMeta
@@ -15,19 +14,20 @@ from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
-from autoshard.base.windows import CAT, WEIGHTS, batch_dim_of
-from autoshard.errors import AutoshardError, UsageError
+from autoshard.base.windows import WEIGHTS, batch_dim_of
+from autoshard.errors import AutoshardError
 from autoshard.lower.lower import local_tensor_shape
+from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.pipeline.pipelined import Pipelined
-from autoshard.pipeline.results import Results, piece
 from autoshard.program.calling import Calling
+from autoshard.runtime.hand_out import hand_out, multiply
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.microbatches import Micro
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.pipeline.runner import Run, Runner
 from autoshard.runtime.pipeline.stage_place import stage_spec
-from autoshard.runtime.pipeline.tied import ONCE, STEP, Tied
-from autoshard.runtime.pipeline.wires import Message
+from autoshard.runtime.pipeline.tied import Tied
+from autoshard.runtime.pipeline.wires import ONCE, STEP, Message
 from autoshard.runtime.ranks.place import Place
 
 
@@ -50,7 +50,7 @@ class PipelineStep:
         outputs = list(self.graph.outputs(Role.USER).values())
         many = self.graph.microbatches > 1
         self.ways = Results(self.graph).ways if many else [("", 0)] * len(outputs)
-        self.shown = tuple(Shown(i, _joined(self.graph.meta(op.refs[0]), *way, self.graph.microbatches), plan.ops[op.name].inputs[0])
+        self.shown = tuple(Shown(i, joined_meta(self.graph.meta(op.refs[0]), *way, self.graph.microbatches), plan.ops[op.name].inputs[0])
                            for i, (op, way) in enumerate(zip(outputs, self.ways, strict=True)) if way[0] != WEIGHTS)
         self.user_specs, self.user_metas = tuple(s.spec for s in self.shown), tuple(s.meta for s in self.shown)
         self.loss = next((op.target for op in self.graph.of_kind("tangent")), None)
@@ -83,8 +83,11 @@ class PipelineStep:
         if not training:
             return tuple(outs)
         leaves = [self.stored.params[n] for n in self.grad_names] or [torch.zeros((), requires_grad=True)]
-        result = _Gradients.apply(self, model, outs, grads, *leaves)
-        return result if isinstance(result, tuple) else (result,)
+        at = next(i for i, s in enumerate(self.shown) if s.index == self.loss)
+        return hand_out(outs, at, grads, leaves, self._finished)
+
+    def _finished(self, grads: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        return [self.as_gradient(n, g) for n, g in zip(self.grad_names, grads, strict=True)] or [None]
 
     def _step(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int,
               training: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -95,8 +98,7 @@ class PipelineStep:
         outs, factor = self._shared(found)
         grads = self.tied.summed(run.grads) if training else {}
         if factor is not None:
-            for g in {id(g): g for g in grads.values()}.values():
-                g.mul_(factor)
+            multiply(grads.values(), factor)
         return outs, [grads[name] for name in self.grad_names] if training else []
 
     def _micro(self, stage: int, m: int, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> Micro:
@@ -168,31 +170,3 @@ class _Found:
         if self.joined is None:
             return self.outs, None
         return self.joined.finished(), self.joined.factor
-
-
-class _Gradients(torch.autograd.Function):
-    """Hands out gradients that are there already."""
-
-    @staticmethod
-    def forward(ctx: Any, step: PipelineStep, model: Any, outs: list[torch.Tensor], grads: list[torch.Tensor], *leaves: torch.Tensor) -> Any:
-        ctx.step, ctx.model, ctx.grads = step, model, grads
-        ctx.mark_non_differentiable(*(t for s, t in zip(step.shown, outs, strict=True) if s.index != step.loss))
-        return tuple(outs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
-        step, grads, ctx.grads = ctx.step, ctx.grads, None
-        if grads is None:
-            raise UsageError("backward() of this loss ran before; a pipeline hands out gradients once, so add losses up before backward()")
-        tangent = next(t for s, t in zip(step.shown, tangents, strict=True) if s.index == step.loss)
-        if tangent.device.type != "cpu" or tangent.item() != 1.0:
-            for g in {id(g): g for g in grads}.values():
-                g.mul_(tangent)
-        return (None,) * 4 + tuple(step.as_gradient(n, g) for n, g in zip(step.grad_names, grads, strict=True)) + (None,) * (not grads)
-
-
-def _joined(meta: TensorMeta, how: str, dim: int, count: int) -> TensorMeta:
-    if how != CAT:
-        return meta
-    return TensorMeta((*meta.shape[:dim], count * meta.shape[dim], *meta.shape[dim + 1:]), meta.dtype)

@@ -8,12 +8,7 @@ import torch
 
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.runtime.params.stored import Stored
-from autoshard.runtime.pipeline.wires import Message, Wires
-
-ONCE = -1
-"""In place of a micro-batch, for what is sent once a step."""
-STEP = "step"
-"""The channel of it."""
+from autoshard.runtime.pipeline.wires import ONCE, STEP, Message, Wires
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,14 +13,14 @@ from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
 from autoshard.recompute.rewrite import with_recompute
-from autoshard.runtime.check_plan import check_fits
+from autoshard.runtime.check_plan import check_fits, check_subject
 from autoshard.runtime.compile import Variant
 from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.params.host_state import keep_on_host
 from autoshard.runtime.pipeline.runner import Runner
 from autoshard.runtime.pipeline.stage_program import StageProgram
 from autoshard.runtime.pipeline.step import PipelineStep
-from autoshard.runtime.pipeline.wires import Wires, directed_pairs
+from autoshard.runtime.pipeline.wires import STEP, Wires, directed_pairs
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
@@ -51,11 +51,7 @@ class PipelineVariant(Variant):
 
     def check(self, plan: Plan) -> None:
         """Of every stage, and that both ends of a wire agree."""
-        if plan.mesh != self.place.mesh:
-            raise PlanError(f"the plan is for mesh {plan.mesh}, this run has mesh {self.place.mesh}; plan the model for this mesh")
-        if plan.graph_hash != self.traced.graph.hash:
-            raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {self.traced.graph.hash}): the model, the "
-                            "shapes or dtypes of its inputs, the loss, the precision or the number of micro-batches differ; plan again")
+        check_subject(plan, self.traced.graph, self.place.mesh)
         made = pipelined_as(self.traced.graph, plan)
         for stage in made.cut.stages:
             own = stage_plan(plan, made, stage.index)
@@ -108,7 +104,7 @@ class PipelineVariant(Variant):
     def _wires(self, made: Pipelined) -> Wires:
         rank_of, place, ranks = made.table.rank_of, self.place, self._ranks
         wanted = {(rank_of[h.source], rank_of[h.target], h.window) for h in made.cut.hops if rank_of[h.source] != rank_of[h.target]}
-        wanted |= {(a, b, "step") for a in range(len(ranks)) for b in range(len(ranks)) if a != b}
+        wanted |= {(a, b, STEP) for a in range(len(ranks)) for b in range(len(ranks)) if a != b}
         pairs = directed_pairs(ranks, wanted, place.device)
         group = place.device_mesh.get_group(place.mesh.names[0])
 

@@ -20,13 +20,18 @@ from autoshard.errors import AutoshardError
 TAG = 7927
 """Of the first channel; keeps these messages apart from a program's own and from those of collectives."""
 
+ONCE = -1
+"""In place of a micro-batch, for what is sent once a step."""
+STEP = "step"
+"""The channel of it."""
+
 UNDER_WAY = 2
 """Sends of one channel that may be under way at once."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What passes a wire: `value` of micro-batch m (-1: once a step) between two ranks of the pipeline's axis."""
+    """What passes a wire: `value` of micro-batch m (or `ONCE`) between two ranks of the pipeline's axis."""
 
     value: str
     microbatch: int
@@ -51,7 +56,7 @@ class Wires:
     me: int
     device: torch.device
     trouble: Callable[[int], str] = lambda coordinate: ""
-    channels: tuple[str, ...] = ("forward", "backward", "step")
+    channels: tuple[str, ...] = ("forward", "backward", STEP)
     pairs: Mapping[tuple[int, int, str], dist.ProcessGroup] = field(default_factory=dict)
     _arriving: dict[tuple[str, int], tuple[Any, torch.Tensor, Message]] = field(default_factory=dict)
     _sent: list[tuple[Any, torch.Tensor, Message]] = field(default_factory=list)
@@ -90,7 +95,7 @@ class Wires:
 
     def _let_go(self, message: Message) -> None:
         """Wait for the oldest sends of a channel before there are too many: every one holds a tensor. The order of sends and receives allows
-        for sends that block (pipeline/check.py), so this ends."""
+        for sends that block (pipeline/action_lists/check.py), so this ends."""
         there = [entry for entry in self._sent if (entry[2].target, entry[2].channel) == (message.target, message.channel)]
         for entry in there[:max(0, len(there) - UNDER_WAY + 1)]:
             with self._named(entry[2], entry[2].target):

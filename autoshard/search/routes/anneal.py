@@ -30,7 +30,7 @@ REPAIR = 0.1  # of the cost: how much the prices of overloaded rows grow between
 PATIENCE = 30  # chunks
 CLIMBING = 1e-3  # of the bound in five rounds of sweeps
 LONGEST = 3.0
-AGAIN = 0.3  # of the steps, where prices are known
+REPEAT_SHARE = 0.3  # of the steps, where prices are known
 TRIALS = 10  # chunks before starts are compared
 
 
@@ -96,7 +96,7 @@ def best_dual(board: Board, core: Core, prices: np.ndarray | None, threads: int,
 def _best_climb(board: Board, core: Core, prices: np.ndarray | None, threads: int, share: float, before: Dual | None) -> Dual:
     """The highest of one climb per thread, from the messages of `before`, and of `before` itself."""
     target = board.cost if math.isfinite(board.cost) else None
-    factor = 1.0 if prices is None else AGAIN
+    factor = 1.0 if prices is None else REPEAT_SHARE
     duals = [Dual(core, prices) for _ in range(threads)]
     for dual in duals:
         if before is not None:

@@ -65,7 +65,7 @@ class Quotient:
 
 
 def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Core] | None = None) -> None:
-    """`layers`: the problem with its layers tied (`tied_core`), which goes first: its choices are incumbents, its planes a start.
+    """`layers`: the problem with its layers tied (`tied_core`), which goes first: its choices are starts, its planes a start.
     Then the problem itself. Where the tied one is solved at its best prices, layers only have to share a row: then the problem
     itself is likely to be proven without the best tied choice, and at one price. A core of which one price is asked, or a few of
     one that is small, need not be reduced before: without rows it reduces further."""

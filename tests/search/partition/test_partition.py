@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from random_chains import all_cuts, by_trying_all, random_case
 
-from autoshard.pipeline.partitions import course_of, price_by_play
 from autoshard.pipeline.schedules import make_schedule
+from autoshard.pipeline.shapes.partitions import course_of, price_by_play
 from autoshard.search.partition import bounds, chain_of_blocks, partition, rank_bytes
 from autoshard.search.partition.enumerate import within
 from autoshard.search.partition.feasible import Stages

@@ -1,0 +1,161 @@
+"""Search for a plan that fits in memory: a list of attempts, tried in order.
+
+Training: with ample memory, whose plan is the answer where it fits. Then with the budget: recomputation chosen by the search; if that
+finds nothing, though some plan fits, nothing recomputed, then all of it: fewer options are easier to search. Inference: with
+the budget. What no search finds, a starting plan may be, or the plan of least memory.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.decide.how import How
+from autoshard.decide.memory.fit import search_ample, search_within
+from autoshard.decide.memory.memory_problems import rows_of, stored_is_too_much
+from autoshard.decide.memory.offload import move_to_fit, search_offloading
+from autoshard.decide.program import NOTHING, Program, settled
+from autoshard.decide.variants import Variants
+from autoshard.search.problem import Solution, Status, row_loads
+
+AMPLE = 0.5  # share of the time left for the search with ample memory, where memory may matter
+ROOMY = 0.7  # of the limit; below it there is room
+UNSURE = 0.5  # share of the time left for a search that may find nothing; the rest is for explaining why nothing fits
+PLAIN = 0.5  # share of the time left for the search without recomputation, after the one that chooses it
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What the attempts so far found: `solution` of `program`'s problem, the cheapest plan that fits, or without a choice. `bound` is
+    one of every plan. `starts`: more plans of the plain program to start from. `final`: no other attempt can do better."""
+
+    program: Program
+    solution: Solution = NOTHING
+    bound: float = -np.inf
+    starts: tuple[np.ndarray, ...] = ()
+    final: bool = False
+
+    @property
+    def found(self) -> bool:
+        return self.solution.choice is not None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A search of one variant of the program (`of`), in a `share` of the time left, where it is `due`. `covers`: the variant has every
+    plan, so its bound holds for all of them, and no plan exists where it is infeasible. `enough`: its plan is the answer
+    where it fits."""
+
+    of: Callable[[Variants], Program]
+    search: Callable[[Program, How], Solution]
+    share: Callable[[Program], float] = lambda program: 1.0
+    due: Callable[[Variants, Outcome], bool] = lambda variants, so_far: True
+    covers: bool = False
+    enough: bool = False
+
+
+def search(variants: Variants) -> Outcome:
+    """Try what there is to try. Where stored tensors alone are too much, nothing is."""
+    if stored_is_too_much(variants.plain.formulation):
+        return Outcome(variants.plain, replace(NOTHING, status=Status.INFEASIBLE), final=True)
+    return try_in_order(variants, TRAINING if variants.training else INFERENCE)
+
+
+def try_in_order(variants: Variants, attempts: Iterable[Attempt]) -> Outcome:
+    """Try the attempts until one is final. Its solution has the status that its search gave; another one is proven by the bound of
+    all attempts, or not."""
+    so_far = Outcome(variants.plain)
+    for attempt in attempts:
+        if attempt.due(variants, so_far):
+            so_far = _tried(attempt, variants, so_far)
+        if so_far.final:
+            break
+    return replace(so_far, solution=_with_status(so_far, variants.how.clock.stopped))
+
+
+def _tried(attempt: Attempt, variants: Variants, so_far: Outcome) -> Outcome:
+    """What is known after one more attempt."""
+    program = attempt.of(variants)
+    if program is variants.plain:
+        program = replace(program, starts=(*program.starts, *so_far.starts))
+    solution = attempt.search(program, variants.how.part(attempt.share(variants.plain)))
+    fits = solution.choice is not None and program.fits(solution.choice)
+    if attempt.covers:
+        final = fits and attempt.enough or solution.status is Status.INFEASIBLE
+        so_far = replace(so_far, bound=max(so_far.bound, solution.bound), final=final)
+    if solution.choice is not None and not fits:
+        return replace(so_far, starts=(*so_far.starts, *_moved(program, solution.choice)))
+    if fits and solution.cost < so_far.solution.cost or attempt.covers and not so_far.found:
+        return replace(so_far, program=program, solution=solution)
+    return so_far
+
+
+def _moved(program: Program, choice: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A choice that does not fit, with optimizer state moved to the host until it does, where that is allowed and enough."""
+    moved = move_to_fit(program, choice) if program.formulation.table.training.offload else None
+    return () if moved is None else (moved,)
+
+
+def _with_status(so_far: Outcome, stopped: bool) -> Solution:
+    found = so_far.solution
+    if not so_far.final:
+        found = replace(found, bound=so_far.bound)
+        found = settled(found, found.choice, found.cost) if found.choice is not None else found
+    interrupted = stopped and so_far.found and found.status is not Status.OPTIMAL
+    return replace(found, status=Status.INTERRUPTED) if interrupted else found
+
+
+# --- searches ---
+
+def _search_tight(program: Program, how: How) -> Solution:
+    offload = program.formulation.table.training.offload
+    return search_offloading(program, how) if offload else search_within(program, how)
+
+
+def _cheapest_start(program: Program, how: How) -> Solution:
+    best = program.cheapest_fitting(program.starts)
+    return settled(NOTHING, *best) if best else NOTHING
+
+
+# --- shares of the time left ---
+
+def _ample_share(plain: Program) -> float:
+    """All of it where every starting plan, fully replicated ones included, leaves room on every memory row: memory hardly matters."""
+    problem, rows = plain.formulation.problem, rows_of(plain.formulation)
+    roomy = all(bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows])) for choice in plain.starts)
+    return 1.0 if roomy else AMPLE
+
+
+def _sure_share(plain: Program) -> float:
+    """All of it where a starting plan fits; else some is kept to find one, or to explain why none exists."""
+    return 1.0 if plain.cheapest_fitting(plain.starts) else UNSURE
+
+
+# --- when they are due ---
+
+def _time_is_left(variants: Variants, so_far: Outcome) -> bool:
+    return not variants.how.clock.expired()
+
+
+def _missed(variants: Variants, so_far: Outcome) -> bool:
+    """Nothing was found, though a plan fits."""
+    return not so_far.found and _time_is_left(variants, so_far) and variants.leanest_fits
+
+
+def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
+    """After Ctrl-C the plan of least memory is not searched for."""
+    return not variants.how.clock.stopped and not variants.plain.cheapest_fitting((*variants.plain.starts, *so_far.starts))
+
+
+START = Attempt(lambda v: v.plain, _cheapest_start)
+LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
+TRAINING = (
+    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True),
+    Attempt(lambda v: v.open, _search_tight, _sure_share, due=_time_is_left, covers=True),
+    Attempt(lambda v: v.plain, _search_tight, lambda plain: PLAIN, due=_missed),
+    Attempt(lambda v: v.lean, _search_tight, due=_missed),
+    START,
+    LEANEST,
+)
+INFERENCE = (Attempt(lambda v: v.plain, search_within, _sure_share, covers=True, enough=True), START, LEANEST)

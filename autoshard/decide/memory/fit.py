@@ -1,0 +1,143 @@
+"""Plans that fit in memory: first by the search's memory rows, then by the timeline of the plan found.
+
+The rows of the formulation count only bytes that every plan holds, so their bound is valid for every plan. A plan found under them
+is played. If it exceeds the budget, the limits of the rows are lowered by the excess, and the search is repeated. If that does not
+help, the moment gets its own row. The plan returned fits exactly. Every search runs on a share of one clock, so all of them
+together keep its time limit, and Ctrl-C stops each.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.decide.how import How
+from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, memory_priced, possible, rows_of
+from autoshard.decide.program import Program, settled
+from autoshard.formulate.memory_rows import limited, with_row, without_idle
+from autoshard.formulate.problem_of import Formulation
+from autoshard.play.timeline import Timeline
+from autoshard.search.board import Event
+from autoshard.search.problem import Problem, Solution, Status, evaluate, row_loads
+
+ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
+FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
+MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
+STEP = 0.01  # of the limit, taken off per round
+
+
+def search_within(program: Program, how: How) -> Solution:
+    """The cheapest plan found whose timeline stays within the budget."""
+    problem = program.formulation.problem
+    program = replace(program, starts=tuple(possible(problem, program.starts)))
+    answer = how.part(FIRST).solve(problem, program.starts)
+    if answer.choice is None and answer.status is not Status.INFEASIBLE:
+        answer = fit_memory(program.formulation, answer, how.part(FIRST))
+    return answer if answer.choice is None else _corrected(program, answer, how)
+
+
+def search_ample(program: Program, how: How) -> Solution:
+    """The cheapest plan with ample memory. Where layers repeat and the cheapest tied plan certainly does not fit, that one is
+    returned. The bound holds for any memory limit, and for programs with recomputation."""
+    formulation = program.formulation
+    return how.solve_until_tied(ample(formulation.problem), program.starts, lambda choice: not fits_rows(formulation, choice))
+
+
+def _corrected(program: Program, first: Solution, how: How) -> Solution:
+    """`first` if its timeline fits; else the best of further rounds and of the starting plans. The bound stays that of `first`:
+    later limits are corrected by one plan and prove nothing."""
+    aim, timelines = program.formulation.budget.peak, program.timelines
+    last, met, near, lowered, by_rows = first, list(program.starts), first.near, program.formulation, program.formulation
+    found, over = first, timelines(first.choice).peak - aim
+    for n in range(ROUNDS):
+        if over <= 0 or how.clock.expired():
+            break
+        if n < LOWERED and found.choice is None:
+            continue
+        if n < LOWERED:
+            grown = lowered = _lowered(lowered, timelines(last.choice), last.choice, aim)
+        else:
+            grown = by_rows = _grown(by_rows, timelines(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
+        share = min(1.0, 2 / (ROUNDS - n))  # a search that is cut short is worth little: most end long before, and few rounds are needed
+        found = how.part(share).solve(grown.problem, program.starts, near)
+        if found.choice is not None:
+            last, over, near = found, timelines(found.choice).peak - aim, found.near or near
+            met.append(found.choice)
+        elif n >= LOWERED:
+            break
+    if last is first and over <= 0:
+        return first
+    best = program.cheapest_fitting(met)  # a row corrected by one plan may forbid another one that fits
+    return settled(first, *best) if best else replace(first, choice=None, cost=np.inf, status=Status.UNKNOWN)
+
+
+def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
+    """Lower limits of the rows there are, by what the plan's timeline is over where they count: most moments are fuller than the
+    turn by as much in all plans near this one."""
+    total, loads = timeline.live.sum(axis=1), row_loads(formulation.problem, without_idle(formulation, choice))
+    for moment, row in formulation.memory_rows.items():
+        there = total[-1:] if moment == "update" else total[:-1] if len(total) > 1 else total
+        over = float(there.max()) - aim
+        if over > 0:
+            formulation = limited(formulation, moment, loads[row] - over)
+    return formulation
+
+
+def _grown(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
+    """A row, or a lower limit of the row there is, for the fullest moment of every stretch of the step that is too full;
+    the row's limit makes up for what the row miscounts of this plan."""
+    total, choice = timeline.live.sum(axis=1), without_idle(formulation, choice)
+    for stretch in np.array_split(np.arange(len(total)), min(MOMENTS, len(total))):
+        t = int(stretch[np.argmax(total[stretch])])
+        if total[t] > aim:
+            moment = timeline.moment_of(t)
+            formulation = with_row(formulation, moment)
+            load = row_loads(formulation.problem, choice)[formulation.memory_rows[moment]]
+            formulation = limited(formulation, moment, aim - (total[t] - load))
+    return formulation
+
+
+def fit_memory(formulation: Formulation, first: Solution, how: How) -> Solution:
+    """Where the search found nothing that fits: price the memory rows, and close in on the price at which plans fit.
+
+    At price m per byte the problem has no memory rows, and its bound minus m x the limits is a bound of the whole. The next
+    price makes the cheapest plan known that fits and the best that does not equally dear (secant). Returns `first`
+    when nothing fits."""
+    problem, rows = formulation.problem, rows_of(formulation)
+    least = how.part(1 / (ROUNDS + 2)).solve(least_memory(problem, rows))
+    if least.choice is None or not fits_rows(formulation, least.choice):
+        return first
+    best = _Point.of(problem, rows, least.choice)
+    price, over, bound = 0.0, None, first.bound
+    for n in range(ROUNDS + 1):
+        if how.clock.expired():
+            break
+        answer = how.part(1 / (ROUNDS + 1 - n)).solve(memory_priced(problem, rows, price), (best.choice,))
+        bound = max(bound, answer.bound - price * float(problem.row_limit[rows].sum()))
+        point = _Point.of(problem, rows, answer.choice)
+        if point.excess <= 0 and point.seconds < best.seconds:
+            best = point
+        elif point.excess > 0:
+            over = point
+        else:
+            break
+        if how.progress:
+            how.progress(Event(best.seconds, bound, (best.seconds - bound) / max(abs(best.seconds), 1e-300), answer.seconds, "memory priced"))
+        if over is None:
+            break
+        price = max(0.0, (best.seconds - over.seconds) / (over.excess - best.excess))
+    return settled(replace(first, bound=bound), best.choice, best.seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """A choice with the bytes it is over on its worst memory row (negative: room), and its cost when memory is ample."""
+
+    choice: np.ndarray
+    excess: float
+    seconds: float
+
+    @staticmethod
+    def of(problem: Problem, rows: np.ndarray, choice: np.ndarray) -> _Point:
+        excess = row_loads(problem, choice)[rows] - problem.row_limit[rows]
+        return _Point(choice, float(excess.max()), evaluate(ample(problem), choice))

@@ -1,0 +1,1 @@
+"""What a plan says about itself: its kind, its tensors, its seeds and its micro-batches."""

@@ -1,0 +1,1 @@
+"""The joint graph of forward and backward, cut into stages."""

@@ -1,0 +1,211 @@
+"""A step's batch in micro-batches: inputs are cut, the program is traced at one micro-batch, and proved to compute what the batch would.
+
+`traced` is what planning, compiling and verifying trace with. For one micro-batch, and without gradients, it is the trace itself."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard._torch import pytree
+from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.roles import Output, Role
+from autoshard.base.windows import CAT, JOIN, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of
+from autoshard.decide.pipeline_options import Pipeline
+from autoshard.errors import UsageError
+from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same, by_shape, partners, walk
+from autoshard.program.accumulate import accumulating
+from autoshard.program.calling import Calling, Traced
+from autoshard.program.trace import trace
+
+
+def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pipeline: Pipeline, **how: Any) -> Traced:
+    """`program.trace.trace` of a step whose batch is cut as `pipeline` says; `args` and `kwargs` are of the whole batch. Raises UsageError
+    for a batch that does not divide, for a loss that is not in the graph, and for a model that computes something else on micro-batches."""
+    return Batch(model, args, kwargs, how).cut(pipeline)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A model with the batch of a step, which may be cut in several ways; `how`: the rest of what `program.trace.trace` takes."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    how: Mapping[str, Any]
+    _known: dict[Pipeline, Traced] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> Traced:
+        """The program of the batch."""
+        return trace(self.model, self.args, self.kwargs, **self.how)
+
+    def rows(self, pipeline: Pipeline) -> int:
+        """The length of the batch dim. Raises UsageError."""
+        tensors = [t for t in self._flat[0] if isinstance(t, torch.Tensor)]
+        dims = _batch_dims(self.whole, tensors, replace(pipeline, microbatches=1))
+        return next(t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None)
+
+    def cut(self, pipeline: Pipeline) -> Traced:
+        """See `traced`; traced once for equal parts."""
+        key = Pipeline(pipeline.count, batch_dims=pipeline.batch_dims, inexact=pipeline.inexact)
+        if key not in self._known:
+            self._known[key] = self._cut(key)
+        return self._known[key]
+
+    def _cut(self, pipeline: Pipeline) -> Traced:
+        whole, count = self.whole, pipeline.count
+        if count == 1 or not whole.graph.training:
+            return whole
+        loss = _loss(whole.graph, count)
+        flat, tree = self._flat
+        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+        dims = _batch_dims(whole, tensors, pipeline)
+        pieces = iter([t if d is None else t.detach().narrow(d, 0, t.shape[d] // count) for t, d in zip(tensors, dims, strict=True)])
+        some, named = pytree.tree_unflatten([next(pieces) if isinstance(v, torch.Tensor) else v for v in flat], tree)
+        part = trace(self.model, some, named, **self.how)
+        return replace(whole, graph=_microbatched(whole, part, dims, pipeline, loss), calling=_calling(whole.calling, part.calling))
+
+    @cached_property
+    def _flat(self) -> tuple[Any, Any]:
+        return self.whole.calling.binding.flatten(self.args, self.kwargs)
+
+
+def rows_of(traced: Traced) -> int:
+    """Rows of one micro-batch: the length of the batch dim of the first input that has one."""
+    return next((op.outputs[0].shape[d] for op in traced.graph.of_kind("input") if (d := batch_dim_of(op)) is not None), 0)
+
+
+def _loss(graph: Graph, count: int) -> Op:
+    """The output that is differentiated. Raises UsageError where it is not one number."""
+    tangents = [op.target for op in graph.of_kind("tangent")]
+    losses = [op for i, op in graph.outputs(Role.USER).items() if i in tangents]
+    if len(losses) != 1 or graph.meta(losses[0].refs[0]).shape:
+        found = ", ".join(f"output {op.target.name} of shape {graph.meta(op.refs[0]).shape}" for op in losses)
+        raise UsageError(f"{count} micro-batches need the loss in the graph: one differentiable number, and the model gives {found or 'none'}; pass "
+                         'loss_fn=, or return {"loss": loss, ...} with the rest of the outputs beside it')
+    wanted = [name for name in graph.outputs(Role.GRADIENT) if str(name).startswith("input:")]
+    if wanted:
+        raise UsageError(f"{wanted[0]} requires a gradient, which micro-batches do not give; detach it")
+    return losses[0]
+
+
+def _batch_dims(whole: Traced, tensors: Sequence[torch.Tensor], pipeline: Pipeline) -> list[int | None]:
+    """The batch dim of every input. Raises UsageError for names there are not, and for dims that do not divide."""
+    names, count, given = whole.calling.names, pipeline.count, dict(pipeline.batch_dims)
+    known = {f"input:{i}": i for i in range(len(tensors))} | {name: i for i, name in enumerate(names)}
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise UsageError(f"batch_dims names {unknown[0]!r}, and the inputs are {', '.join(f'{n} (input:{i})' for i, n in enumerate(names))}")
+    chosen = {known[name]: dim for name, dim in given.items()}
+    dims = [chosen.get(i, 0 if t.ndim else None) for i, t in enumerate(tensors)]
+    batch = next((t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None and -t.ndim <= d < t.ndim), 0)
+    for i, (name, t, d) in enumerate(zip(names, tensors, dims, strict=True)):
+        if d is None:
+            continue
+        if not -t.ndim <= d < t.ndim:
+            raise UsageError(f"batch_dims gives {name} (input:{i}) the batch dim {d}, and its shape is {tuple(t.shape)}")
+        if t.shape[d] != batch:
+            raise UsageError(f"{name} (input:{i}) of shape {tuple(t.shape)} has {t.shape[d]} rows, and the batch {batch}; where micro-batches read "
+                             f"it whole, say so: Pipeline(microbatches={count}, batch_dims={{'input:{i}': None}})")
+        dims[i] = d % t.ndim
+    if not batch or batch % count:
+        raise UsageError(f"a batch of {batch} rows does not divide into {count} micro-batches; choose a divisor of {batch}" if batch
+                         else f"no input has a batch dim, so there is nothing to cut into {count} micro-batches")
+    return dims
+
+
+@dataclass
+class _Found:
+    """What is not exact, if it is accepted."""
+
+    accepts: bool
+    count: int
+    notes: list[str]
+
+    def __call__(self, inexact: Inexact) -> None:
+        if not self.accepts:
+            raise UsageError(_message(inexact.op, inexact.why, self.count))
+        self.notes.append(f"{inexact.op.where}: {inexact.why}")
+
+
+def _message(op: Op, why: str, count: int) -> str:
+    return (f"{count} micro-batches compute something else than the batch: {op.where}: {why}. Change the model there, or accept it with "
+            f'Pipeline(microbatches={count}, inexact="accept")')
+
+
+def _microbatched(whole: Traced, part: Traced, dims: Sequence[int | None], pipeline: Pipeline, loss: Op) -> Graph:
+    """The graph of the step. Raises UsageError."""
+    told = _Found(pipeline.inexact == "accept", pipeline.count, [])
+    others = partners(whole.graph, part.graph, told)
+    relations = {} if others is None else walk(whole.graph, others, dims, pipeline.count, told)
+    _check_mutations(whole.graph, told)
+    joins, weights = [], None
+    for a, b in zip(*(g.outputs(Role.USER).values() for g in (whole.graph, part.graph)), strict=True):
+        metas = whole.graph.meta(a.refs[0]), part.graph.meta(b.refs[0])
+        found = relations.get(a.refs[0]) or by_shape(*metas, pipeline.count)
+        joins.append(_join(a, found, metas[0], pipeline.count, told))
+        if joins[-1][0] == WEIGHTED:
+            if weights not in (None, found.weights):
+                told(Inexact(a, "two outputs are means by different weights"))
+            weights = found.weights
+    if (how := joins[loss.target.name][0]) in (CAT, SAME):
+        told(Inexact(loss, f"the loss is no sum or mean over samples ({how})"))
+    graph = accumulating(part.graph, pipeline.count, dims, joins)
+    if weights is not None and others is not None:
+        weights = Ref(others[weights.op].name, weights.index)
+    return replace(_with_weights(graph, weights, len(joins)), notes=tuple(told.notes))
+
+
+def _check_mutations(graph: Graph, told: _Found) -> None:
+    for name, op in graph.outputs(Role.MUTATION).items():
+        told(Inexact(graph.op(op.refs[0].op), f"it updates the buffer {name!r} in every micro-batch, each with what the one before wrote"))
+
+
+def _join(op: Op, found: Relation, meta: Any, count: int, told: _Found) -> tuple[str, int]:
+    """How a user output is put together, and along which tensor dim."""
+    if isinstance(found, Same):
+        return SAME, 0
+    if isinstance(found, Cut):
+        dim = next(d for d in range(len(meta.shape)) if found.dim in meta.logical_dims(d))
+        if meta.logical_dims(dim)[0] != found.dim:
+            told(Inexact(op, f"samples are not the major part of dim {dim} of the output"))
+        return CAT, dim
+    if isinstance(found, Rows):
+        told(Inexact(op, "the output holds the numbers of the samples"))
+        return CAT, 0
+    if found.weights is not None and found.factor == 1:
+        return WEIGHTED, 0
+    if found.weights is None and found.factor in (1, Fraction(1, count)):
+        return (SUM if found.factor == 1 else MEAN), 0
+    told(Inexact(op, f"the output is {float(found.factor)} times the sum of those of the micro-batches"))
+    return MEAN, 0
+
+
+def _with_weights(graph: Graph, weights: Ref | None, users: int) -> Graph:
+    """The graph with the weight of a micro-batch as one more user output."""
+    if weights is None:
+        return graph
+    target = Output(Role.USER, users)
+    op = Op(str(target), "output", target, (weights,),
+            ((JOIN, WEIGHTS), (JOIN_DIM, 0), (WEIGHTS, _about(graph, weights))), phase=graph.op(weights.op).phase)
+    last = max(i for i, o in enumerate(graph.ops) if o.phase == op.phase)
+    return replace(graph, ops=(*graph.ops[:last + 1], op, *graph.ops[last + 1:]))
+
+
+def _about(graph: Graph, weights: Ref) -> int:
+    """The number of terms that make a weight."""
+    op = graph.op(weights.op)
+    terms = op.refs[1] if weights.index == 1 and len(op.refs) > 1 else op.refs[0] if op.refs else weights
+    return max(1, prod(graph.meta(terms).shape))
+
+
+def _calling(whole: Calling, part: Calling) -> Calling:
+    """How the batch is passed, and the constants of the program that runs."""
+    return replace(whole, constants=part.constants)

@@ -1,0 +1,371 @@
+"""How a value of the batch's program is made of the same value in the programs of the micro-batches, op by op.
+
+A virtual mesh axis whose ranks are the micro-batches: every input lies on it split along its batch dim, parameters whole. The sharding rules
+say what an op makes of that where each micro-batch runs it by itself. Where only a collective would help, or where the op of a micro-batch
+is another one than that of the batch, micro-batches compute something else than the batch."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta
+from autoshard.base.spec import PSUM, R, is_partial
+from autoshard.program.tracing.tape import is_random
+from autoshard.rules import registry
+
+aten = torch.ops.aten
+MEAN, NONE = 1, 0
+
+
+@dataclass(frozen=True)
+class Same:
+    """The value does not depend on the batch."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The pieces of the micro-batches lie one after another along logical dim `dim`."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Added:
+    """`factor` times the sum over micro-batches; with `weights`, times their mean by these."""
+
+    factor: Fraction
+    weights: Ref | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The numbers of the samples along logical dim `dim`; every micro-batch counts its own from 0."""
+
+    dim: int
+
+
+Relation = Same | Cut | Added | Rows
+
+
+class Inexact(Exception):
+    """Why an op computes something else on micro-batches. `op`: of the batch's graph."""
+
+    def __init__(self, op: Op, why: str) -> None:
+        super().__init__(why)
+        self.op, self.why = op, why
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An op in the program of the batch (`whole`) and of a micro-batch (`part`), and what its inputs are."""
+
+    whole: Op
+    part: Op
+    graph: Graph
+    pieces: int
+    inputs: tuple[Relation, ...]
+
+    def refuse(self, why: str) -> Inexact:
+        return Inexact(self.whole, why)
+
+    @property
+    def placements(self) -> tuple[int, ...]:
+        return tuple(i.dim if isinstance(i, (Cut, Rows)) else PSUM if isinstance(i, Added) else R for i in self.inputs)
+
+    @property
+    def added(self) -> list[Added]:
+        return [i for i in self.inputs if isinstance(i, Added)]
+
+
+def relations_of(pair: Pair) -> tuple[Relation, ...]:
+    """The outputs of the op. Raises Inexact."""
+    for op, handle in SPECIAL.items():
+        if pair.whole.target is op and (found := handle(pair)) is not None:
+            return found
+    if all(isinstance(i, Same) for i in pair.inputs):
+        return _without_batch(pair)
+    if any(isinstance(i, Rows) for i in pair.inputs):
+        return _of_rows(pair)
+    _check_arguments(pair)
+    return _by_rule(pair, _common(pair))
+
+
+# --- by the sharding rule ---
+
+def _by_rule(pair: Pair, added: Added) -> tuple[Relation, ...]:
+    call, rule = _of_floats(pair.graph.calls[pair.whole.name]), registry.rule_of(pair.whole.target)
+    found = next((row for row in registry.rows(call) if row.inputs == pair.placements), None)
+    if found is None:
+        raise pair.refuse("it mixes samples" if not pair.added else "it is not linear in a sum over samples")
+    if found.inner:
+        raise pair.refuse("it needs numbers of the whole batch")
+    if rule.local is not None and PSUM in found.outputs and not pair.added and pair.whole.target not in AS_THEY_ARE:
+        raise pair.refuse("it adds samples up with other factors than one micro-batch does")
+    if any(is_partial(p) and p != PSUM for p in found.outputs):
+        raise pair.refuse("it takes the largest or smallest of the whole batch")
+    return tuple(Same() if p == R else added if p == PSUM else Cut(p) for p in found.outputs)
+
+
+def _of_floats(call: Call) -> Call:
+    """A sum of whole numbers (how many are right) as one of floats: Partial sums are of floats alone, for they are what ranks reduce."""
+    if call.target not in SUMS or call.inputs[0].dtype.is_floating_point:
+        return call
+    return replace(call, inputs=(replace(call.inputs[0], dtype=torch.float64),), outputs=(replace(call.output(), dtype=torch.float64),))
+
+
+def _common(pair: Pair) -> Added:
+    """What a linear op makes of its sums; 1 where it makes one itself."""
+    kinds = set(pair.added)
+    if len(kinds) > 1:
+        raise pair.refuse("it adds sums over samples that are weighted differently")
+    return next(iter(kinds), Added(Fraction(1)))
+
+
+def _check_arguments(pair: Pair) -> None:
+    """What is no tensor must be the same, but for shapes."""
+    sizes = {name for name, _ in registry.rule_of(pair.whole.target).sizes}
+    for name, (a, b) in _arguments(pair).items():
+        if a != b and name not in sizes and name not in SHAPES:
+            raise pair.refuse(f"its argument {name} is {a} for the batch and {b} for a micro-batch")
+
+
+def _arguments(pair: Pair) -> dict[str, tuple[Any, Any]]:
+    """What is no tensor, by name, of both programs."""
+    names = [a.name for a in pair.whole.target._schema.arguments] if hasattr(pair.whole.target, "_schema") else []
+    names += [f"number {i}" for i in range(len(names), max(len(pair.whole.args), len(pair.part.args)))]
+    of: list[dict[str, Any]] = [dict(zip(names, map(_numbers, op.args), strict=False)) | {k: _numbers(v) for k, v in op.kwargs}
+                                for op in (pair.whole, pair.part)]
+    return {name: (of[0].get(name), of[1].get(name)) for name in of[0] | of[1]}
+
+
+def _numbers(value: Any) -> Any:
+    """Arguments without the names of the values among them."""
+    if isinstance(value, Ref):
+        return "tensor"
+    return tuple(map(_numbers, value)) if isinstance(value, tuple) else value
+
+
+# --- values that no sample goes into ---
+
+def _without_batch(pair: Pair) -> tuple[Relation, ...]:
+    outputs = list(zip(pair.whole.outputs, pair.part.outputs, strict=True))
+    if all(a is None or b is not None and a.shape == b.shape for a, b in outputs):
+        for name, (a, b) in _arguments(pair).items():
+            if a != b:
+                raise pair.refuse(f"its argument {name} is {a} for the batch and {b} for a micro-batch")
+        return (Same(),) * len(outputs)
+    if not (is_random(pair.whole.target) or any(word in str(pair.whole.target) for word in REPEATED)):
+        raise pair.refuse("it makes numbers that depend on the size of the batch")
+    _check_arguments(pair)
+    return tuple(Same() if a is None or b is None or a.shape == b.shape else Cut(cut_dim(a, b, pair)) for a, b in outputs)
+
+
+def cut_dim(whole: TensorMeta, part: TensorMeta, pair: Pair) -> int:
+    """The one logical dim that is so many times as long in the batch."""
+    a, b = whole.logical_shape, part.logical_shape
+    longer = [d for d, (m, n) in enumerate(zip(a, b, strict=False)) if m != n]
+    if len(a) != len(b) or len(longer) != 1 or a[longer[0]] != pair.pieces * b[longer[0]]:
+        raise pair.refuse(f"its result is {whole.shape} for the batch and {part.shape} for a micro-batch")
+    return longer[0]
+
+
+SHAPES = ("size", "sizes", "shape", "repeats")
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
+REPEATED = ("zeros", "ones", "full", "empty", "expand", "fill", "scalar_tensor", "repeat")
+"""Ops that make the same numbers everywhere along a new dim."""
+
+
+# --- the numbers of the samples ---
+
+def _numbers_of_rows(pair: Pair) -> tuple[Relation, ...] | None:
+    """A count from 0 to the size of the batch."""
+    (a, b), start = (op.outputs[0].shape[0] for op in (pair.whole, pair.part)), pair.whole.args[:-1]
+    return (Rows(0),) if a == pair.pieces * b and start in ((), (0,)) and a != b else None
+
+
+def _of_rows(pair: Pair) -> tuple[Relation, ...]:
+    """Numbers of samples may be viewed otherwise, and pick the samples themselves."""
+    if registry.is_view(pair.whole) or registry.is_cast(pair.whole):
+        _check_arguments(pair)
+        return tuple(Rows(r.dim) if isinstance(r, Cut) else r for r in _by_rule(pair, Added(Fraction(1))))
+    if pair.whole.target is aten.index.Tensor and isinstance(pair.inputs[0], Cut) and not pair.graph.meta(pair.whole.refs[0]).is_flat:
+        given = iter(pair.inputs[1:])
+        by = [None if index is None else next(given) for index in pair.whole.args[1]]
+        others = by[:pair.inputs[0].dim] + by[pair.inputs[0].dim + 1:]
+        if pair.inputs[0].dim < len(by) and isinstance(by[pair.inputs[0].dim], Rows) and all(i is None or isinstance(i, Same) for i in others):
+            whole, part = pair.whole.outputs[0], pair.part.outputs[0]
+            assert whole is not None and part is not None, "indexing makes a tensor"
+            return (Cut(cut_dim(whole, part, pair)),)
+    raise pair.refuse("it reads the numbers of the samples in the batch")
+
+
+# --- ops with their own ways ---
+
+def _mean(pair: Pair) -> tuple[Relation, ...] | None:
+    """A mean over samples is the mean of the micro-batches' means: they are equally large."""
+    if not isinstance(pair.inputs[0], Cut):
+        return None
+    (found,) = _by_rule(pair, Added(Fraction(1, pair.pieces)))
+    return (found,)
+
+
+def _loss(pair: Pair) -> tuple[Relation, ...] | None:
+    if not any(isinstance(i, Cut) for i in pair.inputs):
+        return None
+    averages = pair.graph.calls[pair.whole.name].argument("reduction") == MEAN
+    return _by_rule(pair, Added(Fraction(1, pair.pieces) if averages else Fraction(1)))
+
+
+def _nll(pair: Pair) -> tuple[Relation, ...] | None:
+    """The mean of a micro-batch is over the targets that count there, and the second output says how much they weigh."""
+    call = pair.graph.calls[pair.whole.name]
+    if call.argument("reduction") == NONE or not isinstance(pair.inputs[1], Cut):
+        return None
+    row = next((r for r in registry.rows(call) if r.inputs == pair.placements), None)
+    if row is None:
+        raise pair.refuse("it mixes samples")
+    weights = Ref(pair.whole.name, 1) if call.argument("reduction") == MEAN else None
+    return Added(Fraction(1), weights), Added(Fraction(1))
+
+
+def _quotient(pair: Pair) -> tuple[Relation, ...] | None:
+    """A sum over a sum is a mean by weights. A number that depends on the size of the batch changes the factor."""
+    over, under = (*pair.inputs, Same())[:2]
+    if isinstance(over, Added) and isinstance(under, Added):
+        below = pair.whole.refs[1]
+        if over.weights or under.weights or not _of_data_alone(pair.graph, below):
+            raise pair.refuse("it divides sums over samples, and what it divides by depends on parameters")
+        return (Added(over.factor / under.factor, below),)
+    return _scaled(pair, lambda a, b: Fraction(b) / Fraction(a))
+
+
+def _product(pair: Pair) -> tuple[Relation, ...] | None:
+    return _scaled(pair, lambda a, b: Fraction(a) / Fraction(b))
+
+
+def _scaled(pair: Pair, change: Callable[[Any, Any], Fraction]) -> tuple[Relation, ...] | None:
+    numbers = [(a, b) for a, b in zip(pair.whole.args, pair.part.args, strict=True) if not isinstance(a, Ref) and a != b]
+    if len(pair.added) != 1 or len(numbers) != 1:
+        return None
+    (a, b), (sums,) = numbers[0], pair.added
+    if not all(isinstance(n, (int, float)) and n for n in (a, b)):
+        return None
+    return (replace(sums, factor=sums.factor * change(a, b).limit_denominator(1 << 40)),)
+
+
+def _sum(pair: Pair) -> tuple[Relation, ...] | None:
+    """To a mean a number that is the same for all may be added."""
+    added, others = pair.added, [i for i in pair.inputs if not isinstance(i, Added)]
+    if len(added) == 1 and others and all(isinstance(i, Same) for i in others) and _averages(added[0], pair.pieces):
+        _check_arguments(pair)
+        return (added[0],)
+    return None
+
+
+def _averages(a: Added, pieces: int) -> bool:
+    return a.factor == (1 if a.weights else Fraction(1, pieces))
+
+
+def _of_data_alone(graph: Graph, ref: Ref) -> bool:
+    """Whether no parameter goes into the value."""
+    todo, seen = [ref.op], {ref.op}
+    while todo:
+        op = graph.op(todo.pop())
+        if op.kind == "param":
+            return False
+        new = {r.op for r in op.refs} - seen
+        seen |= new
+        todo += new
+    return True
+
+
+AS_THEY_ARE: frozenset[Any] = frozenset({
+    aten.mean.default, aten.mean.dim, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.soft_margin_loss.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default})
+"""Ops with local implementations whose factors are known here."""
+
+SPECIAL: Mapping[Any, Callable[[Pair], tuple[Relation, ...] | None]] = {
+    **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
+    **dict.fromkeys(AS_THEY_ARE - {aten.mean.default, aten.mean.dim}, _loss),
+    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _quotient), **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _product),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), _sum),
+    **dict.fromkeys((aten.arange.default, aten.arange.start), _numbers_of_rows)}
+"""Ops that need more than their rule says."""
+
+
+def partners(whole: Graph, part: Graph, accept: Callable[[Inexact], None]) -> dict[str, Op] | None:
+    """The op of a micro-batch's program by the name of the same one of the batch's. Copies are left out: where a dim has size 1, some
+    are views. None where the programs differ and that is accepted."""
+    a, b = ([op for op in g.ops if op.phase == "forward" and not _is_copy(op)] for g in (whole, part))
+    same: dict[Ref, Ref] = {}
+    for one, other in zip(a, b, strict=False):
+        read = tuple(same.get(_original(whole, r)) for r in one.refs)
+        if (one.kind, _kind(one)) != (other.kind, _kind(other)) or read != tuple(_original(part, r) for r in other.refs):
+            return accept(Inexact(one, f"there the program of a micro-batch goes on with {other.where}"))
+        same.update((Ref(one.name, i), Ref(other.name, i)) for i in range(len(one.outputs)))
+    if len(a) != len(b):
+        longer = max(a, b, key=len)
+        return accept(Inexact(longer[min(len(a), len(b))], "the batch and a micro-batch run programs of different lengths"))
+    return {one.name: other for one, other in zip(a, b, strict=True)}
+
+
+def _is_copy(op: Op) -> bool:
+    return op.kind == "call" and op.target is aten.clone.default
+
+
+def _original(graph: Graph, ref: Ref) -> Ref:
+    while _is_copy(op := graph.op(ref.op)):
+        (ref,) = op.refs
+    return ref
+
+
+def _kind(op: Op) -> str:
+    return "reshape" if op.kind == "call" and op.target in RESHAPES else str(op.target)
+
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def walk(whole: Graph, others: Mapping[str, Op], batch_dims: Sequence[int | None], pieces: int,
+         accept: Callable[[Inexact], None]) -> dict[Ref, Relation]:
+    """The relation of every value of forward; `others`: the ops of a micro-batch. `accept` is told of what is not exact, and may raise
+    it; then the walk goes on with what shapes say."""
+    found: dict[Ref, Relation] = {}
+    dims = iter(batch_dims)
+    for op in whole.ops:
+        if op.phase != "forward" or op.kind in ("output", "tangent"):
+            continue
+        if op.kind == "input":
+            dim = next(dims)
+            outputs: tuple[Relation, ...] = (Same() if dim is None else Cut(dim),)
+        elif op.kind != "call":
+            outputs = (Same(),)
+        elif _is_copy(op):
+            outputs = (found[op.refs[0]],)
+        else:
+            outputs = _of_call(Pair(op, others[op.name], whole, pieces, tuple(found[r] for r in op.refs)), accept)
+        found.update((Ref(op.name, i), r) for i, r in enumerate(outputs))
+    return found
+
+
+def _of_call(pair: Pair, accept: Callable[[Inexact], None]) -> tuple[Relation, ...]:
+    try:
+        return relations_of(pair)
+    except Inexact as e:
+        accept(e)
+    return tuple(by_shape(m, n, pair.pieces) for m, n in zip(pair.whole.outputs, pair.part.outputs, strict=True))
+
+
+def by_shape(whole: TensorMeta | None, part: TensorMeta | None, pieces: int) -> Relation:
+    """A guess: what is longer is cut, numbers are means, the rest is the same."""
+    if whole is None or part is None:
+        return Same()
+    longer = [d for d, (m, n) in enumerate(zip(whole.logical_shape, part.logical_shape, strict=False)) if m == pieces * n]
+    if longer and whole.shape != part.shape:
+        return Cut(longer[0])
+    return Added(Fraction(1, pieces)) if whole.dtype.is_floating_point and not whole.shape else Same()

@@ -1,0 +1,1 @@
+"""Submodules that cannot be traced, as one op each."""

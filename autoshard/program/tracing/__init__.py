@@ -1,0 +1,1 @@
+"""One trace of a model, and what hinders it."""

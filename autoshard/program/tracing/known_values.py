@@ -1,0 +1,67 @@
+"""Values of a trace that depend on shapes and constants only. Code may read them: they are computed while tracing.
+
+Example: a model that makes a mask of ones and calls `mask.all()` takes the same branch at every call, so the graph is valid.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoshard import _torch
+from autoshard.base.graph import Op, Ref, map_args
+from autoshard.program.tracing.tape import Tape, is_random
+
+ASKED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+LARGEST = 1 << 26
+"""Largest number of elements of a value that is computed while tracing."""
+
+
+@dataclass(eq=False)
+class Constants:
+    """Answers reads of data during a trace. `otherwise` is called where the data depends on parameters, inputs or random numbers."""
+
+    tape: Tape
+    otherwise: Callable[[Any, Any], Any] | None = None
+    _read: int = 0
+    _makers: dict[str, Op] = field(default_factory=dict)
+    _values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
+        """The number or truth value that `op` reads, or NotImplemented."""
+        refs = [self.tape.find(a) for a in args]
+        self._look_at_new_ops()
+        if op in ASKED and all(ref is not None and ref.op in self._makers for ref in refs):
+            with _torch.no_modes(), torch.no_grad():
+                self._compute({r.op for r in refs})
+                return op(*(self._values[r.op][r.index] for r in refs))
+        return NotImplemented if self.otherwise is None else self.otherwise(op, args)
+
+    def _look_at_new_ops(self) -> None:
+        """Find the constant ops among those recorded since the last call."""
+        for op in self.tape.ops[self._read:]:
+            if self._is_constant(op):
+                self._makers[op.name] = op
+        self._read = len(self.tape.ops)
+
+    def _is_constant(self, op: Op) -> bool:
+        if op.kind == "buffer":
+            return op.target in self.tape.constants and not self.tape.constants[op.target].is_meta
+        small = all(m is not None and m.numel <= LARGEST for m in op.outputs)
+        plain = isinstance(op.target, torch._ops.OpOverload) and not is_random(op.target) and "empty" not in str(op.target)
+        return op.kind == "call" and small and plain and all(r.op in self._makers for r in op.refs)
+
+    def _compute(self, wanted: set[str]) -> None:
+        """Compute the wanted values and the values they depend on, in program order."""
+        for op in reversed(tuple(self._makers.values())):
+            if op.name in wanted and op.name not in self._values:
+                wanted |= {r.op for r in op.refs}
+        for op in [op for op in self._makers.values() if op.name in wanted and op.name not in self._values]:
+            made = self.tape.constants[op.target] if op.kind == "buffer" else op.target(
+                *map_args(self._value, op.args), **{k: map_args(self._value, v) for k, v in op.kwargs})
+            self._values[op.name] = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+    def _value(self, leaf: Any) -> Any:
+        return self._values[leaf.op][leaf.index] if isinstance(leaf, Ref) else leaf

@@ -1,0 +1,46 @@
+"""Gradients that are there before `backward()` is called: a call ran forward and backward of its micro-batches, since the loss is in the graph."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from autoshard.errors import UsageError
+
+Finish = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
+
+
+def hand_out(outs: list[torch.Tensor], loss: int, grads: list[torch.Tensor], leaves: Sequence[torch.Tensor],
+             finish: Finish) -> tuple[torch.Tensor, ...]:
+    """`outs` as results of autograd's `leaves`. `backward()` multiplies the local gradients `grads` by what arrives at `outs[loss]`;
+    `finish` makes of them a gradient for each leaf. The other results have no gradient. A second `backward()` raises UsageError."""
+    result = _HandOut.apply(outs, loss, grads, finish, *leaves)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def multiply(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """In place, a tensor that stands for two gradients once."""
+    for g in {id(g): g for g in grads}.values():
+        g.mul_(factor)
+
+
+class _HandOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outs: list[torch.Tensor], loss: int, grads: list[torch.Tensor], finish: Finish, *leaves: torch.Tensor) -> Any:
+        ctx.loss, ctx.grads, ctx.finish = loss, grads, finish
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(outs) if i != loss))
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise UsageError("backward() of this loss ran before; a step of micro-batches hands out gradients once, so add losses up "
+                             "before backward()")
+        tangent = tangents[ctx.loss]
+        if tangent.device.type != "cpu" or tangent.item() != 1.0:
+            multiply(grads, tangent)
+        return (None,) * 4 + tuple(ctx.finish(grads))

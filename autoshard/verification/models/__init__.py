@@ -1,0 +1,1 @@
+"""The models that a verification runs: copies, smaller ones, other dtypes."""

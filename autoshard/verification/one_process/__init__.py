@@ -1,0 +1,1 @@
+"""All ranks of a lowered program in one process."""

@@ -1,0 +1,1 @@
+"""What the unsharded model computes."""
