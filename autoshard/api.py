@@ -40,7 +40,7 @@ from autoshard.runtime.pipeline.module import pipeline_module
 from autoshard.runtime.pipeline.variant import PipelineVariant
 from autoshard.runtime.ranks.agree import share
 from autoshard.runtime.ranks.heartbeat import JOIN
-from autoshard.runtime.ranks.place import Place, locate
+from autoshard.runtime.ranks.place import locate
 from autoshard.runtime.step import Step
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
@@ -132,11 +132,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
     if is_open(wanted, options):
-        if chosen is None:
-            place = locate(Mesh(("devices",), (wanted.size,)) if isinstance(wanted, AnyMesh) else mesh, device, join_timeout)
-            chosen = _agreed_choice(place, model, wanted, options, profile, example_inputs, example_kwargs, loss_fn, training, progress)
-        mesh = chosen.mesh if isinstance(wanted, AnyMesh) else mesh
-        options = replace(options, pipeline=planned_under(chosen)["pipeline"])
+        chosen = chosen or _agreed_choice(wanted, options, profile, given)
+        mesh, options = chosen.mesh if isinstance(wanted, AnyMesh) else mesh, replace(options, pipeline=planned_under(chosen)["pipeline"])
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec], pipeline: Pipeline | None = None) -> Plan:
         asked = replace(options, pipeline=pipeline or options.pipeline)
@@ -163,26 +160,25 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     return compiled
 
 
-def _agreed_choice(place: Place, model: nn.Module, mesh: Mesh | AnyMesh, options: Options, profile: Cluster, inputs: Sequence[Any] | None,
-                   kwargs: Mapping[str, Any] | None, loss_fn: Callable | None, training: bool | None, progress: Progress | None) -> Plan:
-    """The plan that one rank chooses for all, where mesh or micro-batches are open; from the cache where it is there."""
-    if inputs is None:
-        raise UsageError(f"{_open_words(mesh)} is chosen for a batch: pass example_inputs to compile")
+def _agreed_choice(mesh: Mesh | AnyMesh, options: Options, profile: Cluster, given: Mapping[str, Any]) -> Plan:
+    """The plan that one rank chooses for all, where mesh or micro-batches are open; from the cache where it is there. `given`: the arguments
+    of `compile`."""
+    model, loss_fn, training = given["model"], given["loss_fn"], given["training"]
+    if given["example_inputs"] is None:
+        what = f"the mesh {mesh}" if isinstance(mesh, AnyMesh) else "microbatches='auto'"
+        raise UsageError(f"{what} is chosen for a batch: pass example_inputs to compile")
+    place = locate(Mesh(("devices",), (mesh.size,)) if isinstance(mesh, AnyMesh) else given["mesh"], given["device"], given["join_timeout"])
+    asked = batch.Batch(model, tuple(given["example_inputs"]), dict(given["example_kwargs"] or {}), options.tracing(loss_fn, training))
+
+    def search() -> Plan:
+        return plan_batch(asked, mesh, options, clock=PhaseTimer(given["progress"]), has_loss=loss_fn is not None, interruptible=False)
+
+    def text() -> str:
+        key = key_of(asked.whole.graph.hash, str(mesh), planner_key(options, profile))
+        return cached(options.running.cache, key, search).to_json()
+
     with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):
-        asked = batch.Batch(model, tuple(inputs), dict(kwargs or {}), options.tracing(loss_fn, training))
-
-        def searched() -> Plan:
-            return plan_batch(asked, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, interruptible=False)
-
-        def text() -> str:
-            key = key_of(asked.whole.graph.hash, str(mesh), planner_key(options, profile))
-            return cached(options.running.cache, key, searched, lambda plan: None).to_json()
-
-        return Plan.from_json(share(place, {"mesh": str(mesh)}, text, options.running.timeout))
-
-
-def _open_words(mesh: Mesh | AnyMesh) -> str:
-    return f"the mesh {mesh}" if isinstance(mesh, AnyMesh) else "microbatches='auto'"
+        return Plan.from_json(share(place, {"mesh": str(mesh), "options": options.text}, text, options.running.timeout))
 
 
 def is_open(mesh: Mesh | AnyMesh, options: Options) -> bool:

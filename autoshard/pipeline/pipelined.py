@@ -14,11 +14,13 @@ from autoshard.errors import MeshError, PlanError, UsageError
 from autoshard.pipeline.action_lists.action_text import read_csv
 from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.action_lists.check import check
+from autoshard.pipeline.action_lists.transfers import with_transfers
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.cut import Cut, cut
 from autoshard.pipeline.cutting.cut_points import balanced, named
 from autoshard.pipeline.cutting.layout import starts_of
 from autoshard.pipeline.cutting.pinned import allowed, check_pinned
+from autoshard.pipeline.cutting.split import split_backward
 from autoshard.pipeline.schedules import make_schedule
 
 

@@ -16,6 +16,7 @@ from autoshard.cost.cluster import AxisLink
 from autoshard.cost.memory import value_bytes
 from autoshard.errors import InfeasibleError
 from autoshard.pipeline.action_lists.network import network_of
+from autoshard.pipeline.action_lists.play import Playback, Seconds, held, play
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.pipeline.cutting.layout import layout_of
 from autoshard.pipeline.pipelined import Pipelined
@@ -75,7 +76,8 @@ def merged(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> Plan:
                                    "bound and gap are for these cuts, this schedule and these layouts of what crosses stages"))),
         settings={**first.settings, "pipeline": made.options.as_data()}, search=dict(first.search),
         pipeline={"options": made.options.as_data(), "schedule": made.options.schedule, "microbatches": made.cut.graph.microbatches,
-                  "layout": layout_of(made.cut.blocks, made.cut.starts), "makespan_s": played.makespan, "bubble": played.bubble, "idle": [float(x) for x in played.idle],
+                  "layout": layout_of(made.cut.blocks, made.cut.starts), "makespan_s": played.makespan, "bubble": played.bubble,
+                  "idle": [float(x) for x in played.idle],
                   "transfers": _transfers(made, plans, wire)})
 
 

@@ -32,7 +32,7 @@ def small(batch=6, **sizes):
 
 def plan(mesh, batch=6, pipeline=None, **options):
     model, inputs = small(batch)
-    return autoshard.plan(model, mesh, inputs, loss_fn=llama.loss, cluster="cpu-gloo", pipeline=pipeline, **options)
+    return autoshard.plan(model, mesh, inputs, loss_fn=llama.loss, pipeline=pipeline, **{"cluster": "cpu-gloo", **options})
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_bounds_hold_for_plans():
     cluster = load_cluster("cpu-gloo")
     found = api.searches(batch.whole, OPTIONS, clock, cluster)
     asked = Asked(2, None, OPTIONS.pipeline, cluster, 1e15)
-    pricer = MeshPricer(Sizes(batch, OPTIONS.pipeline, 6, (2, 3)), 2, asked.mesh_of, cluster, 1e15, found)
+    pricer = MeshPricer(Sizes(batch, OPTIONS.pipeline, 6, 2), 2, asked.mesh_of, cluster, 1e15, found)
     for mesh, slot in (("dp=2", Slot(2, 1, 2)), ("tp=2", Slot(1, 2, 2))):
         floor = pricer.floor(slot)
         made = plan(mesh, pipeline=Pipeline(microbatches=3))
@@ -107,7 +107,7 @@ def test_inference_gets_a_mesh():
     ("auto:4", Pipeline(microbatches="auto", cuts=["layers.1"]), UsageError, "cuts belong to a mesh"),
     ("auto:4", Pipeline(microbatches="auto", layout="Et|tL"), UsageError, "layout belong to a mesh"),
     ("auto:4", Pipeline(microbatches="auto", schedule="mine.csv"), UsageError, "mine.csv' belong to a mesh"),
-    ("auto:5", Pipeline(microbatches=4), UsageError, "does not divide")])
+    ("auto:5", Pipeline(microbatches=4), UsageError, "divides a batch of 6 rows")])
 def test_bad_calls_are_named(mesh, pipeline, error, says):
     with pytest.raises(error, match=says):
         plan(mesh, pipeline=pipeline)

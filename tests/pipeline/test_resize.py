@@ -17,13 +17,14 @@ def batch_of(name, rows, **sizes):
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "vit", "t5"])
 def test_two_sizes_of_a_batch_give_every_other(name):
-    """Also the batch as one micro-batch, which is outside of the two; its own program has no accumulators."""
+    """Also the batch as one micro-batch, which is outside of the two."""
     batch = batch_of(name, 24)
     a, b, third, few = (batch.cut(Pipeline(microbatches=n)).graph for n in (2, 3, 4, 12))
     for graph, count in ((third, 4), (few, 12)):
         assert Between.of(24 // count, 12, 8).graph(a, b, count).hash == graph.hash
-    whole = Between.of(24, 12, 8).graph(a, b, 1)
-    assert [op.outputs for op in whole.of_kind("input")] == [op.outputs for op in batch.whole.graph.of_kind("input")]
+    one = batch.as_one(Pipeline(microbatches=2))
+    assert Between.of(24, 12, 8).graph(a, b, 1).hash == one.hash
+    assert Between.of(6, 24, 12).graph(one, a, 4).hash == third.hash
 
 
 def test_programs_that_differ_by_more_than_numbers_are_refused():

@@ -34,6 +34,10 @@ class Synthetic:
     def work(self, block: int) -> float:
         return {"embedding": 0.1, "layer": 1.0, "head": self.head}[self.labels[block]]
 
+    @property
+    def weights(self) -> list[float]:
+        return [self.work(k) for k in range(len(self.labels))]
+
     def ideal(self, slot: Slot) -> float:
         return 3 * sum(self.work(k) for k in range(len(self.labels))) * slot.rows / (slot.dp * slot.tp)
 

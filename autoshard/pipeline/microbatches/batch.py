@@ -59,6 +59,16 @@ class Batch:
             self._known[key] = self._cut(key)
         return self._known[key]
 
+    def as_one(self, pipeline: Pipeline) -> Graph:
+        """The batch as a micro-batch by itself: the program of the batch with what `cut` adds to that of a part. For prices."""
+        part = self.cut(pipeline).graph
+        dims = [batch_dim_of(op) for op in part.of_kind("input")]
+        results = [(dict(op.kwargs), op) for op in part.outputs(Role.USER).values()]
+        joins = [(said[JOIN], said[JOIN_DIM]) for said, _ in results if said[JOIN] != WEIGHTS]
+        graph = replace(accumulating(self.whole.graph, pipeline.count, dims, joins), microbatches=1)
+        weights = [op.refs[0] for said, op in results if said[JOIN] == WEIGHTS]
+        return _with_weights(graph, weights[0], len(joins)) if weights and weights[0].op in graph.by_name else graph
+
     def _cut(self, pipeline: Pipeline) -> Traced:
         whole, count = self.whole, pipeline.count
         if count == 1 or not whole.graph.training:

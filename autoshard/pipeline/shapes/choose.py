@@ -15,7 +15,7 @@ from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.pipelined import submesh
 from autoshard.pipeline.shapes.cut_search import TRIED
 from autoshard.pipeline.shapes.decide import Tried, ranked, try_shapes
-from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Searches, Sizes, traced_counts
+from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Searches, Sizes, traced_count
 from autoshard.pipeline.shapes.meshes import CHUNKS, Room, Shape, Slot, shapes
 
 PLANNED, FINALISTS = 2, 6
@@ -104,18 +104,18 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
 
 
 def _pricer(batch: Batch, asked: Asked, searches: Searches, rows: int) -> tuple[MeshPricer, str]:
-    """With two programs of micro-batches; where there can be none, with that of the batch, and why."""
-    def made(counts: tuple[int, ...]) -> MeshPricer:
-        return MeshPricer(Sizes(batch, asked.options, rows, counts), asked.devices, asked.mesh_of, asked.cluster, asked.limit, searches)
+    """Of micro-batches; where there can be none, of the batch, and why."""
+    def made(count: int) -> MeshPricer:
+        return MeshPricer(Sizes(batch, asked.options, rows, count), asked.devices, asked.mesh_of, asked.cluster, asked.limit, searches)
 
     if not batch.whole.graph.training:
-        return made((1,)), "inference has no micro-batches"
+        return made(1), "inference has no micro-batches"
     try:
-        return made(traced_counts(rows)), ""
+        return made(traced_count(rows)), ""
     except UsageError as e:
         if asked.options.microbatches not in (1, AUTO) or asked.mesh is not None and asked.options.stages(asked.mesh) > 1:
             raise
-        return made((1,)), str(e)
+        return made(1), str(e)
 
 
 def _chosen(asked: Asked, tried: Sequence[Tried], plans: dict[Tried, Plan], why: str) -> Plan:

@@ -21,7 +21,7 @@ from autoshard.pipeline.action_lists.network import Network, network_of
 from autoshard.pipeline.action_lists.step_end import with_step_end
 from autoshard.pipeline.shapes.meshes import Shape, Slot
 from autoshard.pipeline.shapes.partitions import course_of, price_on
-from autoshard.pipeline.shapes.price import StagePrice, chain_from
+from autoshard.pipeline.shapes.price import StagePrice, chain_from, with_ends
 from autoshard.search.partition import Chain, Course, chain_of_blocks, partition, rank_bytes
 from autoshard.search.partition.feasible import Stages
 
@@ -47,6 +47,8 @@ class Pricer(Protocol):
 
     labels: Sequence[Hashable]
     """Of each block; those with equal labels cost the same."""
+    weights: Sequence[float]
+    """Of each block, about as its seconds."""
     leanest: int
 
     def ideal(self, slot: Slot) -> float:
@@ -99,13 +101,18 @@ def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf) -
     return tuple(search.tried(shape) for shape in sorted(shapes, key=search.promise))
 
 
+def chain_of(pricer: Pricer, slot: Slot, lean: int) -> Chain:
+    """Every stage that can be on a slot. Raises InfeasibleError."""
+    return chain_from(pricer.labels, with_ends(pricer.labels, lambda first, end: pricer.price(first, end, slot, lean), pricer.weights))
+
+
 class _Search:
     """What is known while shapes are tried: chains per slot and lean level, runs per schedule, the best price so far."""
 
     def __init__(self, pricer: Pricer, limit: float) -> None:
         self.pricer, self.limit, self.best = pricer, limit, np.inf
         self.levels = range(1 + pricer.leanest if np.isfinite(limit) else 1)
-        self.chain = cache(lambda slot, lean: chain_from(pricer.labels, lambda first, end: pricer.price(first, end, slot, lean)))
+        self.chain = cache(lambda slot, lean: chain_of(pricer, slot, lean))
         self.floor = cache(pricer.floor)
         self._run = cache(make_run)
 

@@ -38,39 +38,40 @@ class Searches:
 
 
 class Sizes:
-    """Stretches of the model for micro-batches of any number of rows. `counts`: the numbers of micro-batches that are traced first; from
-    the programs of two others are made where they can be, else traced too. Raises UsageError for a model that is not exact."""
+    """Stretches of the model for micro-batches of any number of rows. `count`: a number of micro-batches that is traced; from that program
+    and the one of the batch others are made where they can be, else traced too. Raises UsageError for a model that is not exact."""
 
-    def __init__(self, batch: Batch, options: Pipeline, rows: int, counts: tuple[int, ...]) -> None:
-        self.batch, self.options, self.rows, self.counts = batch, options, rows, counts
+    def __init__(self, batch: Batch, options: Pipeline, rows: int, count: int) -> None:
+        self.batch, self.options, self.rows, self.count = batch, options, rows, count
         self.of = cache(self._of)
         self.stage = cache(self._stage)
         self._cut = cache(lambda first, end, count: self.of(count).stage(first, end))
 
     def _of(self, count: int) -> Stretches:
-        graph = self.batch.cut(replace(self.options, microbatches=count)).graph
+        options = replace(self.options, microbatches=max(count, self.count))
+        graph = self.batch.as_one(options) if count < self.count else self.batch.cut(options).graph
         return Stretches(graph, Blocks.of(graph), split=graph.training)
 
     @property
     def first(self) -> Stretches:
-        return self.of(self.counts[0])
+        return self.of(self.count)
 
     def _stage(self, first: int, end: int, count: int) -> Stage:
         """Blocks first..end-1, of which a step runs `count` micro-batches."""
-        if count in self.counts or len(self.counts) < 2:
+        if count in (1, self.count):
             return self._cut(first, end, count)
-        a, b = (self._cut(first, end, n) for n in self.counts)
+        a, b = (self._cut(first, end, n) for n in (self.count, 1))
         try:
-            between = Between.of(self.rows // count, *(self.rows // n for n in self.counts))
+            between = Between.of(self.rows // count, self.rows // self.count, self.rows)
             return _resized(a, between.graph(a.graph, b.graph, count))
         except Unlike:
             return self._cut(first, end, count)
 
 
-def traced_counts(rows: int) -> tuple[int, ...]:
-    """The two smallest numbers of micro-batches, with two rows or more: a dim of 1 may be traced in another way."""
+def traced_count(rows: int) -> int:
+    """The smallest number of micro-batches, if possible with two rows or more: a dim of 1 may be traced in another way."""
     divisors = [n for n in range(2, rows + 1) if rows % n == 0]
-    return tuple(([n for n in divisors if rows // n > 1] or divisors or [1])[:2])
+    return next((n for n in divisors if rows // n > 1), min(divisors, default=1))
 
 
 def _resized(stage: Stage, graph: Graph) -> Stage:
@@ -90,7 +91,8 @@ class MeshPricer:
 
     def __init__(self, sizes: Sizes, devices: int, mesh_of: Callable[[Slot], Mesh], cluster: Cluster, limit: float, searches: Searches) -> None:
         self.sizes, self.devices, self.mesh_of, self.cluster, self.limit, self.searches = sizes, devices, mesh_of, cluster, limit, searches
-        self.labels: tuple[Hashable, ...] = sizes.first.labels
+        known: dict[Hashable, int] = {}
+        self.labels: tuple[Hashable, ...] = tuple(label and known.setdefault(label, len(known)) for label in sizes.first.labels)
         self.price = cache(self._price)
         self._least = cache(self._least_of)
 
@@ -98,6 +100,10 @@ class MeshPricer:
     def kinds(self) -> dict[Hashable, int]:
         """The first block of every kind."""
         return {label: self.labels.index(label) for label in dict.fromkeys(self.labels)}
+
+    @property
+    def weights(self) -> list[float]:
+        return self._seconds[0]
 
     def ideal(self, slot: Slot) -> float:
         return float(sum(self._seconds[0])) * slot.rows / self.sizes.rows / (slot.dp * slot.tp)

@@ -62,6 +62,31 @@ def chain_from(labels: Sequence[Hashable], price: Range) -> Chain:
         hop_forward=np.array([0.0, *(s.wire_out for s in singles[:-1]), 0.0]), hop_backward=np.array([0.0, *(s.wire_in for s in singles[1:]), 0.0]))
 
 
+def with_ends(labels: Sequence[Hashable], price: Range, weights: Sequence[float]) -> Range:
+    """The same with fewer questions: what stands in front of the blocks that repeat, and what is behind them, is priced in one stretch with its
+    neighbour, whose own price is taken off; inside of such an end blocks cost in proportion to `weights`."""
+    count = len(labels)
+    often = [k for k in range(count) if labels.count(labels[k]) > 1]
+    if not often:
+        return price
+    first, last = often[0], often[-1]
+
+    def end_price(block: int) -> StagePrice:
+        own, near, whole = (range(first), first, (0, first + 1)) if block < first else (range(last + 1, count), last, (last, count))
+        alone, all_of_it = price(near, near + 1), price(*whole)
+        share = weights[block] / (sum(weights[k] for k in own) or 1.0)
+        parts = {name: max(0.0, share * (getattr(all_of_it, name) - getattr(alone, name))) for name in SUMS}
+        return StagePrice(**parts, peak=all_of_it.peak, wire_out=alone.wire_out, wire_in=alone.wire_in)
+
+    def answer(a: int, b: int) -> StagePrice:
+        inner = [price(max(a, first), min(b, last + 1))] if max(a, first) < min(b, last + 1) else []
+        parts = [*(end_price(k) for k in range(a, min(b, first))), *inner, *(end_price(k) for k in range(max(a, last + 1), b))]
+        sums = {name: sum(getattr(p, name) for p in parts) for name in SUMS}
+        return StagePrice(**sums, peak=max(p.peak for p in parts), wire_out=parts[-1].wire_out, wire_in=parts[0].wire_in)
+
+    return answer
+
+
 def _distinct(kinds: list[tuple[Hashable, ...]], price: Range) -> list[StagePrice]:
     """The price of each place, that of the first place of its kind."""
     known: dict[tuple[Hashable, ...], StagePrice] = {}
