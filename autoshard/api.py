@@ -15,10 +15,12 @@ from autoshard.base.mesh import AnyMesh, Mesh, mesh_of, mesh_or_any
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.base.spec import Spec
+from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster, load_cluster
 from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.backends import find
 from autoshard.decide.how import How
+from autoshard.decide.kept import Known, kept
 from autoshard.decide.least_seconds import least_seconds
 from autoshard.decide.options import Options, Progress, default_cluster, default_pipeline, planned_under
 from autoshard.decide.phase_timer import PhaseTimer
@@ -26,10 +28,16 @@ from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.decide.program import formulate_within, with_starts
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
+from autoshard.pipeline.merge import merged
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import pipelined, submesh
-from autoshard.pipeline.plan_stages import merged, plan_stages
+from autoshard.pipeline.merge import merged
+from autoshard.pipeline.microbatches import batch
+from autoshard.pipeline.pipelined import pipelined, submesh
+from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
 from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
+from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
+from autoshard.pipeline.shapes.mesh_prices import Searches
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
 from autoshard.pipeline.shapes.mesh_prices import Searches
 from autoshard.program.calling import Traced
@@ -95,15 +103,14 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     return plan_batch(asked, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, model_info=model_info)
 
 
-def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None,
-            example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable | None = None,
-            training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
+def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None,
+            *, loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
             time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None,
             plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
             cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
-            check_inputs: str = "first", progress: Progress | None = None) -> CompiledModule:
+            check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1, progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -115,10 +122,10 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     cache          keep plans on disk; True for the default folder, or a folder
     checkpoint     folder of a torch.distributed.checkpoint to fill a meta model from
     join_timeout   seconds to wait for ranks that have not called this; then an AutoshardError names them
-    inputs         "global": every rank passes the same whole batch; "local": every rank passes its own piece of it, which is what a
-                   DataLoader with DistributedSampler gives
-    check_inputs   when ranks compare the numbers of their inputs: "first": at the calls 1, 2, 3, 5, 9, ... of every variant; "always";
-                   "never"
+    inputs         "global": every rank passes the same whole batch; "local": its own piece of it, as a loader with DistributedSampler gives
+    check_inputs   when ranks compare the numbers of their inputs: "first" (calls 1, 2, 3, 5, 9, ... of a variant), "always", "never"
+    variants       how many variants of the call (shapes, modes) are kept, those used last
+    keep_within    new shapes keep a plan estimated at most this share dearer than a search would find (docs/new-shapes.md); 0: search
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
@@ -148,7 +155,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         return variant.bind(plan, variant.lower(plan, order))
 
     check_compilable(model, mesh_of(mesh), options)
-    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile))
+    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile),
+                        partial(keep_plan, options, profile) if keep_within > 0 else None)
     compiled: CompiledModule
     if options.pipeline.stages(mesh_of(mesh)) > 1:
         compiled = pipeline_module(model, locate(mesh, device, join_timeout), settings, example_inputs is not None)
@@ -239,6 +247,12 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
     return Searches(plan_short, least)
 
 
+def keep_plan(options: Options, profile: Cluster, plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
+    """Of `plans`, made for other shapes, the one to run `graph` with, priced anew; None: search. See decide/kept.py."""
+    budget = Budget.of(graph, profile.device, options.memory_limit(profile))
+    return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, options.running.keep_within)
+
+
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
                 model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None,
                 profile: Cluster | None = None, interruptible: bool = True) -> Plan:
@@ -259,8 +273,9 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
     stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
 
-    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, within: Options = options) -> Plan:
-        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight)
+    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, room: Room = ALL, within: Options = options) -> Plan:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight, duty=room.duty)
+        within = within if room.share == 1.0 else replace(within, memory_budget=room.share * within.memory_limit(profile))
         table = prices(replace(traced, graph=graph), stages, within, clock=clock, fixed=fixed, profile=profile, step=step)
         return decide(table, within, clock=clock, **how)
 
@@ -277,7 +292,10 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
            profile: Cluster | None = None, step: Training | None = None) -> CostTable:
     """What every strategy and every change of layout costs; explaining and comparing plans start from here too. `step`: of a stage of a
-    pipeline, what a step does besides the graph."""
+    pipeline, what a step does besides the graph. Raises UsageError for a mesh with an axis of stages: each of them has prices of its own."""
+    if step is None and options.pipeline.stages(mesh) > 1:
+        raise UsageError(f"this looks at the program of one stage, and axis {options.pipeline.axis!r} of mesh {mesh} cuts the model into several; "
+                         "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
     graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
     with clock("strategies"):
         seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, fixed or {})

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
 
 from autoshard.api import prices
 from autoshard.base.mesh import parse_mesh

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from autoshard.base import quantities
+from autoshard.base.notebook import facts
 from autoshard.base.typed_data import MeshText, Number, SpecText
 from autoshard.errors import PlanError, UsageError
 
@@ -151,6 +153,8 @@ class StagePlan:
                 `offload` host: bytes of it in the host's memory
     timeline    live bytes over one step: every local peak that matters, thinned out where the step is long
     largest     the largest tensors alive at the peak
+    ops         how many ops of forward and backward it has; 0 where that is not said
+    parameters  elements of the parameters that it reads, on all its ranks together; 0 likewise
     """
 
     index: int = 0
@@ -164,6 +168,8 @@ class StagePlan:
     memory: Mapping[str, Number | None] = field(default_factory=dict)
     timeline: tuple[Moment, ...] = ()
     largest: tuple[Alive, ...] = ()
+    ops: int = 0
+    parameters: int = 0
 
     @property
     def peak(self) -> Moment | None:
@@ -203,7 +209,8 @@ class Plan:
 
     predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
                 optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it; bucketed_s: step_s as
-                it runs, where reductions of small gradients share calls (step_s prices each by itself)
+                it runs, where reductions of small gradients share calls (step_s prices each by itself). Of a pipeline all this is
+                of its busiest rank, without bucketed_s, and with idle_s: the seconds that this rank waits
     stages      what belongs to a pipeline stage: one without a pipeline. Names of ops are unique in the program, so `ops`, `copies` and
                 `placements` are about all stages
     pipeline    how the stages work together; None: one stage
@@ -279,6 +286,17 @@ class Plan:
         import hashlib
 
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows; the whole report is `autoshard report plan.json --html report.html`."""
+        moved = sum(c.nbytes for c in self.collectives)
+        total, limit = self.memory.get("total"), self.memory.get("limit")
+        return facts(f"Plan for {self.model.get('reference') or 'a model'} on {self.mesh}", (
+            ("kind", self.kind), ("cluster", self.cluster.get("name")), ("step, predicted", quantities.seconds(self.objective_s)),
+            ("status", f"{self.status}, gap {self.gap:.2%}" if self.bound_s else self.status),
+            ("memory of a rank", total and quantities.size(total) + (f" of {quantities.size(limit)}" if limit else "")),
+            ("collectives", f"{len(self.collectives)}, {quantities.size(moved)} a rank and step"),
+            ("run whole, no rule", ", ".join(sorted({f.target for f in self.fallbacks})))), self.notes)
 
     def to_json(self) -> str:
         """Sorted-key JSON text. Run times are left out, so equal inputs give equal bytes."""

@@ -51,6 +51,16 @@ def dtype(name: str) -> str:
     return "bf16" if name == "bfloat16" else name.replace("float", "fp") if name.startswith("float") else name
 
 
+def amount(count: int | None) -> str:
+    """A number of things with a decimal prefix: `124_000_000` -> `"124 M"`; "-" for none."""
+    if not count:
+        return "-"
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= scale:
+            return f"{_three(count / scale)} {unit}"
+    return str(count)
+
+
 def times(count: int) -> str:
     return f"x {count}" if count > 1 else ""
 

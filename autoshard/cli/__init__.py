@@ -8,9 +8,11 @@ import typer
 from autoshard.cli import calibrate as calibrate_command
 from autoshard.cli import compare as compare_command
 from autoshard.cli import diff as diff_command
+from autoshard.cli import doctor as doctor_command
 from autoshard.cli import explain as explain_command
 from autoshard.cli import memory as memory_command
 from autoshard.cli import plan as plan_command
+from autoshard.cli import simulate as simulate_command
 from autoshard.cli import solve as solve_command
 from autoshard.cli import verify as verify_command
 from autoshard.cli.clusters import clusters_app
@@ -38,9 +40,11 @@ app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command(epilog=compare_command.EXAMPLES)(takes_request(compare_command.compare))
 app.command(epilog=memory_command.EXAMPLES)(takes_request(memory_command.memory))
 app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify, optimizer="momentum"))
+app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")
 app.command(epilog=calibrate_command.EXAMPLES)(calibrate_command.calibrate)
+app.command(epilog=doctor_command.EXAMPLES)(doctor_command.doctor)
 
 
 @app.callback()

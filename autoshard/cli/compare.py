@@ -63,7 +63,8 @@ def _of_layouts(request: Request, progress: Callable[[str, str], None]) -> Any:
     from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.study.compare import comparison
 
-    return comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=PhaseTimer(progress))
+    return comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=PhaseTimer(progress),
+                      own=asked.own)
 
 
 def _of_pipelines(request: Request, progress: Callable[[str, str], None]) -> Any:

@@ -47,3 +47,20 @@ def parse_count(option: str, text: str) -> Any:
     if not (text.isdecimal() and int(text) >= 1):
         raise UsageError(f"{option} {text!r}: give a positive whole number, or auto")
     return int(text)
+
+
+def parse_amounts(option: str, texts: list[str], example: str, whole: bool = False) -> dict[str, float]:
+    """`["nvlink=0.5"]` -> `{"nvlink": 0.5}`; `whole`: names are whole numbers. Raises UsageError, also for a name that is given twice."""
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            value = float(amount)
+        except ValueError:
+            raise UsageError(f"{option} {text!r}: write for example {option} {example}") from None
+        if not name or whole and not name.isdecimal():
+            raise UsageError(f"{option} {text!r}: write for example {option} {example}")
+        if name in found:
+            raise UsageError(f"{option} names {name} twice; keep one")
+        found[name] = value
+    return found

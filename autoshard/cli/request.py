@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autoshard.pipeline.microbatches.batch import Batch
     from autoshard.program.calling import Traced
     from autoshard.program.load import ModelSpec
+    from autoshard.seeds.from_transformers import HandPlan
 
 
 def listed(names: Iterable[str]) -> str:
@@ -34,13 +35,14 @@ def listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TracedRequest:
-    """A traced model with what was asked about it."""
+    """A traced model with what was asked about it. `own`: the plans that the model brings along, by name."""
 
     traced: Traced
     mesh: Mesh
     options: Options
     has_loss: bool
     model: Mapping[str, Any]
+    own: Mapping[str, HandPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,12 +165,14 @@ class Request:
         progress("load", self.what)
         self.check(options)
         from autoshard.decide.phase_timer import PhaseTimer
+        from autoshard.seeds.from_transformers import hand_plan, has_plan
 
         mesh = self.given_mesh
         spec, batch = self._batch(options)
         with (clock or PhaseTimer(progress))("trace"):
             traced = batch.cut(options.pipeline)
-        return TracedRequest(traced, mesh, options, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings})
+        return TracedRequest(traced, mesh, options, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings},
+                             {"its own tp_plan": hand_plan(spec.model, mesh, others_whole=True)} if has_plan(spec.model) else {})
 
     def batch_of(self, progress: Callable[[str, str], None]) -> tuple[ModelSpec, Batch]:
         """The model with its batch, which is not traced yet."""

@@ -252,7 +252,7 @@ def memory_of(table: CostTable, plan: Plan, footprints: Footprints) -> Timeline:
     """The plan's memory over one step of one rank."""
     trained = [op.name for op in table.graph.of_kind("param") if op.name in table.trained]
     return timeline(table.graph, plan, table.redistribution.steps, footprints, table.training.optimizer, trained,
-                    table.cluster.device.updates_together)
+                    table.cluster.device.updates_together, table.training.duty)
 
 
 def _search_facts(formulation: Formulation, solution: Solution) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from autoshard.base.roles import Role
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import MeshError, PlanError, UsageError
-from autoshard.pipeline.action_lists.action_text import read_csv
 from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.action_lists.check import check
 from autoshard.pipeline.action_lists.transfers import with_transfers
@@ -21,7 +20,7 @@ from autoshard.pipeline.cutting.cut_points import balanced, named
 from autoshard.pipeline.cutting.layout import starts_of
 from autoshard.pipeline.cutting.pinned import allowed, check_pinned
 from autoshard.pipeline.cutting.split import split_backward
-from autoshard.pipeline.schedules import make_schedule
+from autoshard.pipeline.playback import named_schedule, table_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,7 @@ def pipelined(graph: Graph, mesh: Mesh, options: Pipeline, cluster: Cluster | No
                          f"{', '.join(blocks.names)}; use a shorter pipeline")
     made = cut(graph, _starts(blocks, options, table.stages, cluster), blocks)
     _check_loss(made)
-    found = replace(options, cuts=made.names, layout="", schedule=_schedule(options), microbatches=graph.microbatches)
+    found = replace(options, cuts=made.names, layout="", schedule=named_schedule(options), microbatches=graph.microbatches)
     return Pipelined(split_backward(made) if table.split_backward else made, table, mesh, found)
 
 
@@ -79,27 +78,10 @@ def _starts(blocks: Blocks, options: Pipeline, stages: int, cluster: Cluster | N
     return starts
 
 
-def _schedule(options: Pipeline) -> str:
-    return "1f1b" if options.schedule == AUTO else options.schedule
-
-
 def _table(options: Pipeline, ranks: int, graph: Graph) -> ActionTable:
-    """Of a program without gradients the forwards alone are run, of the whole batch at once."""
-    m = graph.microbatches
-    name = _schedule(options)
-    if name.endswith(".csv"):
-        table = read_csv(name)
-        if graph.training and table.microbatches != m or len(table.ranks) != ranks:
-            raise UsageError(f"{name} is for {len(table.ranks)} ranks and {table.microbatches} micro-batches, the step has {ranks} and {m}")
-        table = table.only(("F", "B", "I", "W"))
-    else:
-        table = make_schedule(name, ranks, m, *([] if options.chunks == AUTO else [int(options.chunks)]))
-    check(table)
-    if not graph.training:
-        forwards = tuple(tuple(a for a in actions if a.kind == "F" and a.microbatch == 0) for actions in table.ranks)
-        return with_transfers(ActionTable(forwards, table.rank_of, 1))
-    made = with_transfers(table)
-    check(made)
+    made = with_transfers(table_of(options, ranks, graph.microbatches, graph.training))
+    if graph.training:
+        check(made)
     return made
 
 

@@ -6,19 +6,21 @@ what a collective sends stays until it is waited for.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Plan, Window
 from autoshard.base.roles import Role
-from autoshard.base.windows import CAT, START, batch_dim_of, is_accumulator, join_of
+from autoshard.base.windows import CAT, ONCE, START, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
+from autoshard.rules.states import states
 
 FOREVER = 2**62
-KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries", Role.SEND: "outputs"}
+KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries", Role.SEND: "temporaries"}
 """Category of memory in which a window's results are counted from its end on."""
 
 
@@ -26,7 +28,8 @@ KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "tem
 class Buffer:
     """A piece of memory. `held`: the value it was made for (a temporary inside an op: the op's first result);
     `category`: see `plan.CATEGORIES`; `holders`: values, and variables of instructions under way, that look at it now; `given`:
-    made before the window, so not to be written."""
+    made before the window, so not to be written; `lent`: that of a state, which its owner lets the program write; `micro`: every
+    micro-batch has one of its own."""
 
     nbytes: int
     born: int
@@ -35,14 +38,20 @@ class Buffer:
     died: int = FOREVER
     holders: int = 0
     given: bool = False
+    lent: bool = False
+    micro: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Playback:
-    """`buffers` of the whole step; `times[t]` is the (window, instruction) that makes the allocation of time t."""
+    """`buffers` of the whole step, with one micro-batch; `times[t]` is the (window, instruction) that makes the allocation of time t.
+    `arriving`: bytes of what the micro-batch receives of other stages; `leaving`: of what it sends, with the buffer that holds it (None: a
+    copy)."""
 
     buffers: tuple[Buffer, ...]
     times: tuple[tuple[Window, Instruction | None], ...]
+    arriving: Mapping[str, int]
+    leaving: Mapping[str, tuple[int, Buffer | None]]
 
 
 @dataclass(eq=False)
@@ -64,7 +73,7 @@ def play(graph: Graph, plan: Plan, schedule: Schedule, footprints: Footprints) -
         handed = player.turn(schedule, i) if i else []
         player.window(window, schedule)
         player.leave(handed)
-    return Playback(tuple(player.buffers), tuple(player.times))
+    return Playback(tuple(player.buffers), tuple(player.times), player.arriving, player.leaving)
 
 
 class _Player:
@@ -74,17 +83,45 @@ class _Player:
         self.times: list[tuple[Window, Instruction | None]] = []
         self.env: dict[Held, tuple[Buffer, Strides]] = {}
         self.started: dict[tuple[Held, ...], _Use] = {}
+        self.arriving: dict[str, int] = {}
+        self.leaving: dict[str, tuple[int, Buffer | None]] = {}
+        self.micro = False
 
     # --- borders ---
 
     def enter(self, first: Window) -> None:
-        """Time 0, before anything runs: parameters and buffers for good; inputs as the user holds them, and this rank's copy where
-        it needs one."""
+        """Time 0, before anything runs: parameters and buffers for good, and inputs as the user holds them."""
         self.times.append((first, None))
+        lent = states(self.graph)
         for op in self.graph.of_kind("param", "buffer"):
-            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), {"param": "parameters", "buffer": "buffers"}[op.kind])
+            held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
+            self._given(held, {"param": "parameters", "buffer": "buffers"}[op.kind]).lent = op.name in lent
         for op in self.graph.of_kind("input"):
-            self._input(op)
+            if not op.is_port:
+                self._whole_input(op)
+        if first != START:
+            self._arrive(first)
+
+    def _arrive(self, window: Window) -> list[Buffer]:
+        """What a micro-batch has at the begin of a window: this rank's copies of inputs, where it needs some, and tangents. Those that autograd
+        holds until the window ends are returned; what other stages send goes with its last reader."""
+        self.micro = window not in ONCE
+        held_by_autograd = []
+        for op in self.graph.of_kind("input", "tangent"):
+            if op.phase != window:
+                continue
+            held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
+            if op.kind == "input" and not op.is_port:
+                self._local_copy(op, held)
+                continue
+            buffer = self._given(held, "temporaries")
+            if op.is_port:
+                self.arriving[str(op.target).removeprefix("recv:")] = buffer.nbytes
+            if op.is_port or self.graph.microbatches > 1:
+                buffer.holders = 1
+            else:
+                held_by_autograd.append(buffer)
+        return held_by_autograd
 
     def _between(self) -> None:
         """What all micro-batches share: accumulators, and the results that are put together."""
@@ -97,18 +134,25 @@ class _Player:
                     pieces = self.graph.microbatches if join_of(op) == CAT else 1
                     self._make(pieces * value_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, "outputs").holders = 1
 
-    def _input(self, op: Op) -> None:
-        held, whole = Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), self.plan.settings.get("inputs", "global") == "global"
+    def _whole_input(self, op: Op) -> None:
+        """All micro-batches of it."""
+        held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
         buffer = self._given(held, "inputs")
-        if op.is_port:  # what another stage sends is local
-            return
-        local, dim = buffer.nbytes, batch_dim_of(op)
-        pieces = 1 if dim is None else self.graph.microbatches
-        buffer.nbytes = pieces * (self.graph.meta(held.ref).nbytes if whole else local)
-        apart = pieces > 1 and any(n != 1 for n in self.graph.meta(held.ref).shape[:dim])
-        if apart or whole and not self._is_prefix(held):
-            self.env[held] = self._make(local, held, "inputs"), self._contiguous(held)
-            self.env[held][0].holders = 1
+        pieces = 1 if batch_dim_of(op) is None else self.graph.microbatches
+        buffer.nbytes = pieces * (self.graph.meta(held.ref).nbytes if self._passes_whole else buffer.nbytes)
+
+    def _local_copy(self, op: Op, held: Held) -> None:
+        """Where the rank's part of a micro-batch does not lie in the input without gaps."""
+        dim, pieces = batch_dim_of(op), self.graph.microbatches
+        apart = dim is not None and pieces > 1 and any(n != 1 for n in self.graph.meta(held.ref).shape[:dim])
+        if apart or self._passes_whole and not self._is_prefix(held):
+            copy = self._make(value_bytes(self.graph.meta(held.ref), held.spec, self.mesh), held, "inputs")
+            copy.holders = 1
+            self.env[held] = copy, self._contiguous(held)
+
+    @property
+    def _passes_whole(self) -> bool:
+        return bool(self.plan.settings.get("inputs", "global") == "global")
 
     def _is_prefix(self, held: Held) -> bool:
         """Whether the local part of a whole input lies in it without gaps, so that it is no copy."""
@@ -129,8 +173,7 @@ class _Player:
         self.times.append((window, None))
         if schedule.windows[i - 1].name == START:
             self._between()
-        tangents = [Held(Ref(op.name), self.plan.ops[op.name].outputs[0]) for op in self.graph.of_kind("tangent") if op.phase == window]
-        return [self._given(held, "temporaries") for held in tangents]
+        return self._arrive(window)
 
     def leave(self, tangents: list[Buffer]) -> None:
         """After a window: until then autograd holds what it called it with."""
@@ -157,7 +200,7 @@ class _Player:
 
     def window(self, window: WindowSchedule, schedule: Schedule) -> None:
         for buffer, _ in self.env.values():
-            buffer.given = True
+            buffer.given = not buffer.lent
         run = {"compute": self._compute, "redistribute": self._issue, "wait": self._complete}
         for instruction in window.instructions:
             run[instruction.kind](window.name, instruction)
@@ -170,6 +213,18 @@ class _Player:
                 buffer.category = category
             if category == "outputs" and self.graph.microbatches > 1:  # put to those of the other micro-batches
                 self._let_go(buffer)
+        for op in self.graph.outputs(Role.SEND).values():
+            if op.phase == window.name:
+                self._send(op, schedule.outputs[op.name])
+
+    def _send(self, op: Op, held: Held) -> None:
+        """What is sent lies in its buffer, or, if that has gaps, in a copy; from here on only the wire holds it."""
+        buffer, strides = self.env[held]
+        shape = local_tensor_shape(self.graph.meta(held.ref), held.spec, self.mesh)
+        dense = all(n == 1 or a == b for n, a, b in zip(shape, strides, self._contiguous(held), strict=True))
+        own = value_bytes(self.graph.meta(held.ref), held.spec, self.mesh)
+        self.leaving[op.target.name] = (buffer.nbytes, buffer) if dense else (own, None)
+        self._let_go(buffer)
 
     def _leaving(self, window: WindowSchedule, schedule: Schedule) -> list[tuple[Held, str]]:
         """Values that outlive the window, with what they are kept for."""
@@ -233,10 +288,11 @@ class _Player:
                 self._let_go(use.inputs[~buffer] if buffer < 0 else use.own[buffer])
 
     def _overwritten(self, use: _Use, piece: Piece) -> Buffer | None:
-        """The buffer that a call writes its result to instead of a new one: this window has made it, and nobody else looks at it."""
+        """The buffer that a call writes its result to instead of a new one: this window has made it, or it is a state's, and nobody
+        else in the program looks at it."""
         for b in piece.over:
             buffer = use.inputs[~b] if b < 0 else use.own[b]
-            if not buffer.given and buffer.holders == 1:
+            if not buffer.given and buffer.holders == 1 + buffer.lent:
                 return buffer
         return None
 
@@ -265,5 +321,5 @@ class _Player:
             buffer.died = len(self.times)
 
     def _make(self, nbytes: int, held: Held, category: str = "temporaries") -> Buffer:
-        self.buffers.append(Buffer(nbytes, len(self.times) - 1, held, category))
+        self.buffers.append(Buffer(nbytes, len(self.times) - 1, held, category, micro=self.micro))
         return self.buffers[-1]

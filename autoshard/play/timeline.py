@@ -8,20 +8,23 @@
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
-from autoshard.base.graph import Graph, Op
+from autoshard.base.graph import FORWARD, Graph, Op
 from autoshard.base.plan import CATEGORIES, Alive, Moment, Plan, Window
 from autoshard.base.spec import format_spec
-from autoshard.base.windows import END, START
+from autoshard.base.turns import Duty
+from autoshard.base.windows import END, ONCE, START
 from autoshard.cost.budget import Budget
 from autoshard.cost.memory import host_workspace, scalar_bytes, stored_parts, update_workspace
 from autoshard.lower.schedule import Instruction, Route, Schedule, schedule
 from autoshard.play.footprint import Footprints
+from autoshard.play.in_flight import Keeping, beside
 from autoshard.play.play import Buffer, Playback, play
 
 MOST_MOMENTS = 400
@@ -31,7 +34,8 @@ MOST_TENSORS = 12
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """`live[t, c]`: bytes of category c at time t (see play/play.py), including what `constant` says is there always. `order`: what
-    was played; `update`: what the optimizer needs for a moment; `host`: bytes of its state in the host's memory."""
+    was played; `update`: what the optimizer needs for a moment; `host`: bytes of its state in the host's memory. In a pipeline `duty` says what
+    else the rank does: a window is then shown as its fullest run is. `others`: of other stages on the rank, by stage."""
 
     graph: Graph
     order: Schedule
@@ -39,9 +43,72 @@ class Timeline:
     constant: Mapping[str, int]
     update: int
     host: int = 0
+    duty: Duty | None = None
+    others: Mapping[int, Timeline] = field(default_factory=dict)
 
     @cached_property
     def live(self) -> np.ndarray:
+        """Of the rank."""
+        live = self.alone.copy()
+        if self.duty is None:
+            return live
+        held = beside(self.duty.turns, {self.duty.stage: self.keeping, **{s: t.keeping for s, t in self.others.items()}})
+        windows = np.array([window for window, _ in self.playback.times] + ["update"] * (len(live) - len(self.playback.times)))
+        for window in dict.fromkeys(windows.tolist()):
+            live[windows == window] += held.get((self.duty.stage, window), np.zeros(len(CATEGORIES))).astype(np.int64)
+        live[:, CATEGORIES.index("inputs")] += self.duty.inputs
+        for other in self.others.values():
+            live += np.where((windows == "update")[:, None], other.at_the_end, other.standing)
+        if self.graph.training:
+            live[-1, CATEGORIES.index("temporaries")] += max(0, self.duty.shared - self.update)
+        return live
+
+    @property
+    def standing(self) -> np.ndarray:
+        """Bytes of the stage that are there whatever micro-batch runs, but for inputs, which are not the stage's own."""
+        start = self._begin(FORWARD)
+        there = [b for b in self.playback.buffers if not b.micro and b.born <= start < b.died]
+        return self._without_inputs(_by_category(there) + self._constant)
+
+    @property
+    def at_the_end(self) -> np.ndarray:
+        """Bytes of the stage when the optimizer updates, without what that needs."""
+        last = len(self.playback.times)
+        return self._without_inputs(_by_category([b for b in self.playback.buffers if b.born <= last < b.died]) + self._constant)
+
+    def _without_inputs(self, amounts: np.ndarray) -> np.ndarray:
+        amounts[CATEGORIES.index("inputs")] = 0
+        return amounts
+
+    @property
+    def _constant(self) -> np.ndarray:
+        return np.array([self.constant.get(c, 0) for c in CATEGORIES], dtype=np.int64)
+
+    @cached_property
+    def keeping(self) -> Keeping:
+        """What one micro-batch of the stage keeps between its windows, and sends and receives."""
+        names = [w.name for w in self.order.windows if w.name not in ONCE]
+        after = {w.name: self._begin(later.name) for w, later in pairwise(self.order.windows)}
+        ends = {name: after.get(name, len(self.playback.times)) for name in names}
+
+        def is_kept(b: Buffer, name: str) -> bool:
+            return b.born < ends[name] < b.died
+
+        behind = {name: _by_category([b for b in self.playback.buffers if b.micro and is_kept(b, name)]) for name in names}
+        for op in self.graph.of_kind("tangent"):
+            if not op.is_port:  # it is there as soon as forward has made the loss
+                for name in names[:names.index(op.phase)]:
+                    behind[name][CATEGORIES.index("temporaries")] += op.outputs[0].nbytes
+        leaving = {value: {name: 0 if b is not None and is_kept(b, name) else nbytes for name in names} | {"": nbytes}
+                   for value, (nbytes, b) in self.playback.leaving.items()}
+        return Keeping(behind, self.playback.arriving, leaving)
+
+    def _begin(self, window: Window) -> int:
+        return next(t for t, (name, _) in enumerate(self.playback.times) if name == window)
+
+    @cached_property
+    def alone(self) -> np.ndarray:
+        """Of one micro-batch of the stage, and what the whole step has."""
         n = len(self.playback.times)
         last = n if self.graph.training else n - 1  # time n: the optimizer's update
         change = np.zeros((n + 2, len(CATEGORIES)), dtype=np.int64)
@@ -50,7 +117,7 @@ class Timeline:
             change[b.born, c] += b.nbytes
             change[min(b.died, n + 1), c] -= b.nbytes
         live = np.cumsum(change, axis=0)[:last + 1]
-        live += np.array([self.constant.get(c, 0) for c in CATEGORIES])
+        live += self._constant
         if self.graph.training:
             live[n, CATEGORIES.index("temporaries")] += self.update
         return live
@@ -127,10 +194,17 @@ def _what(graph: Graph, instruction: Instruction | None, window: Window) -> tupl
     return "redistribute", str(instruction.writes[0]), graph.op(instruction.writes[0].ref.op)
 
 
+def _by_category(buffers: Iterable[Buffer]) -> np.ndarray:
+    out = np.zeros(len(CATEGORIES), dtype=np.int64)
+    for b in buffers:
+        out[CATEGORIES.index(b.category)] += b.nbytes
+    return out
+
+
 def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, optimizer: str, trained: Sequence[str],
-             together: bool) -> Timeline:
+             together: bool, duty: Duty | None = None) -> Timeline:
     """Play one step of `plan`. `trained`: names of the parameter ops with a gradient; `together`: whether the optimizer
-    updates all parameters in one call. Raises PlanError for a plan that does not fit the graph."""
+    updates all parameters in one call; `duty`: of a stage of a pipeline. Raises PlanError for a plan that does not fit the graph."""
     order = schedule(graph, plan, plan.mesh, route)
     playback = play(graph, plan, order, footprints)
     parts = {n: stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained}
@@ -139,4 +213,4 @@ def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, opt
     here = [p for n, p in parts.items() if graph.op(n).target not in away]
     update = max(host_workspace(optimizer, host, together), update_workspace(optimizer, [p["parameters"] for p in here], together))
     state = sum(p["optimizer"] for p in here) + scalar_bytes(optimizer, len(trained))  # scalars stay where they are
-    return Timeline(graph, order, playback, {"optimizer": state}, update, sum(p["optimizer"] for p in host))
+    return Timeline(graph, order, playback, {"optimizer": state}, update, sum(p["optimizer"] for p in host), duty)

@@ -18,11 +18,11 @@ from string import Template
 from typing import Any
 
 from autoshard.base.plan import CATEGORIES, Plan, write_atomically
-from autoshard.report import text, what
+from autoshard.report import stages, text, what
 from autoshard.report.page_tables import price_tables, tables
 from autoshard.report.tree import tree
 
-SCRIPTS = ("elements.js", "table.js", "placements.js", "memory.js", "script.js")  # in this order, as one
+SCRIPTS = ("elements.js", "table.js", "placements.js", "memory.js", "schedule.js", "script.js")  # in this order, as one
 ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
@@ -48,13 +48,15 @@ def embedded(data: Any) -> str:
 
 def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = ()) -> dict[str, Any]:
     """Everything the page shows, as plain data in seconds and bytes."""
+    mesh, played = stages.spec_mesh(plan), stages.playback(plan)
     return {
         "title": f"{plan.model.get('reference') or 'model'} on {plan.mesh}",
         "facts": [*what.header(plan), ("status", text.status(plan))],
-        "axes": [list(pair) for pair in zip(plan.mesh.names, plan.mesh.sizes, strict=True)],
+        "axes": [list(pair) for pair in zip(mesh.names, mesh.sizes, strict=True)],
         "objective": plan.objective_s, "bound": plan.bound_s, "gap": plan.gap, "tied": plan.tied,
         "step": [{"label": a.label, "seconds": a.value, "counts": a.counts} for a in what.step_time(plan)],
         "memory": _memory(plan),
+        "schedule": None if played is None else stages.drawing(plan, played),
         "comparison": _comparison(comparison),
         "tree": tree(plan), "whole_buffers": what.whole_buffers(plan),
         "tables": {**tables(plan, prices), **price_tables(prices)},
@@ -69,6 +71,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
                for m in stage.timeline]
     return {"rows": [(a.label, a.value) for a in what.memory(plan)], "total": stage.memory.get("total"),
             "limit": stage.memory.get("limit"), "categories": [what.MEMORY_LABELS[c] for c in CATEGORIES],
+            "stage": stage.index if stages.is_pipeline(plan) else None,
             "moments": moments, "peak": None if peak is None else stage.timeline.index(peak)}
 
 

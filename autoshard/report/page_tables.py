@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from typing import Any
 
-from autoshard.base.graph import Ref
+from autoshard.base import quantities
+from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Ref
 from autoshard.base.plan import Copy, Plan
 from autoshard.base.spec import Spec, format_spec
-from autoshard.report import what
+from autoshard.report import stages, what
 from autoshard.report.collapse import collapse
 from autoshard.study.explain import EdgeTable, OpTable
 
@@ -24,7 +25,8 @@ WINDOWS = ("start", "forward", "backward", "end")
 def tables(plan: Plan, prices: Sequence[Any] = ()) -> dict[str, Table]:
     """All tables of a plan by name. Cells are text, or plain numbers whose kind the column says."""
     return {"collectives": _collectives(plan), CALLS: _calls(plan), CHANGES: _changes(plan), COPIES: _copies(plan),
-            "ops": _ops(plan, prices), "fallbacks": _fallbacks(plan), "largest": _largest(plan), "stages": _stages(plan)}
+            "ops": _ops(plan, prices), "fallbacks": _fallbacks(plan), "largest": _largest(plan), "stages": _stages(plan),
+            "ranks": _ranks(plan)}
 
 
 def price_tables(prices: Sequence[Any]) -> dict[str, Table]:
@@ -109,8 +111,17 @@ def _fallbacks(plan: Plan) -> Table:
 
 
 def _stages(plan: Plan) -> Table:
-    return _table("stage:count blocks:name mesh:word on:word a_micro-batch:text once_a_step:seconds in_flight:count memory:bytes",
-                  [(i, *row) for i, row in enumerate(what.stages(plan))])
+    return _table("stage:count rank:count blocks:name ops:count parameters:count forward:seconds backward:seconds weights:seconds "
+                  "once_a_step:seconds in_flight:count memory:bytes sends:text",
+                  [(r.index, r.rank, r.blocks, r.ops or None, r.parameters or None, *(r.windows.get(w) for w in (FORWARD, BACKWARD, WEIGHT)),
+                    r.once_s, r.in_flight, r.nbytes, r.sent) for r in stages.stage_rows(plan)])
+
+
+def _ranks(plan: Plan) -> Table:
+    played = stages.playback(plan)
+    rows = () if played is None else stages.rank_rows(plan, played)
+    return _table("rank:count stages:text computes:seconds waits:seconds of_the_step:text end_of_the_step:seconds",
+                  [(r.rank, ", ".join(map(str, r.stages)), r.busy_s, r.idle_s, quantities.share(r.idle_s, plan.objective_s), r.end_s) for r in rows])
 
 
 def _largest(plan: Plan) -> Table:

@@ -11,13 +11,14 @@ from rich.text import Text
 
 from autoshard.base import quantities
 from autoshard.base.plan import Plan
-from autoshard.report import what
+from autoshard.report import stages, what
 from autoshard.report.tables import report_console, section, table
 
 MOST_COLLECTIVES = 24
+SCHEDULE_WIDTH = 44
 PROVEN = 1e-9  # a relative gap below this is rounding
 KIND_WORDS = {"weight": "weight", "buffer": "buffer", "input": "input", "activation": "output", "output": "result"}
-PASS_WORDS = {"start": "start", "forward": "fwd", "backward": "bwd", "end": "end"}
+PASS_WORDS = {"start": "start", "forward": "fwd", "backward": "bwd", "weight": "wgt", "end": "end"}
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
@@ -31,8 +32,9 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
     """The report from top to bottom; sections without content are left out."""
     yield _header(plan)
     yield Columns((_step_time(plan), _memory(plan)), padding=(0, 4))
-    if len(plan.stages) > 1:
+    if stages.is_pipeline(plan):
         yield _stages(plan)
+        yield from _schedule(plan)
     if plan.layouts:
         yield _layers(plan)
     yield _collectives(plan)
@@ -73,7 +75,7 @@ def status(plan: Plan) -> str:
 
 
 def _step_time(plan: Plan) -> RenderableType:
-    grid = table("per step", ">time", ">share")
+    grid = table("of the busiest rank" if stages.is_pipeline(plan) else "per step", ">time", ">share")
     rows, total = what.step_time(plan), plan.predicted.get("step_s", plan.objective_s)
     for row in (r for r in rows if r.counts):
         grid.add_row(row.label, quantities.seconds(row.value), quantities.share(row.value, total))
@@ -92,7 +94,7 @@ def _synchronisation(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> RenderableType:
-    grid = table("per rank", ">memory", ">share")
+    grid = table(f"rank of stage {plan.fullest.index}" if stages.is_pipeline(plan) else "per rank", ">memory", ">share")
     total, limit = plan.memory.get("total") or 0.0, plan.memory.get("limit")
     for row in (r for r in what.memory(plan) if r.value):
         grid.add_row(escape(row.label), quantities.size(row.value), quantities.share(row.value, total))
@@ -104,10 +106,29 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _stages(plan: Plan) -> RenderableType:
-    grid = table(">stage", "blocks", "!mesh", "!a micro-batch", ">a step", ">in flight", ">memory")
-    for i, (blocks, mesh, _, windows, once, flying, nbytes) in enumerate(what.stages(plan)):
-        grid.add_row(str(i), escape(blocks), mesh, windows.replace(", ", "\n"), quantities.seconds(once), str(flying), quantities.size(nbytes))
-    return section("Stages of the pipeline", grid)
+    grid = table(">stage", "blocks", ">parameters", "!of a micro-batch", ">once", ">flying", ">memory", "sends")
+    for row in stages.stage_rows(plan):
+        windows = "\n".join(f"{PASS_WORDS.get(name, name)} {quantities.seconds(s)}" for name, s in row.ordered)
+        sends = "\n".join(row.sent.split(", "))
+        grid.add_row(str(row.index), escape(row.blocks) + (f"\n{row.ops} ops" if row.ops else ""), quantities.amount(row.parameters), windows,
+                     quantities.seconds(row.once_s), str(row.in_flight), quantities.size(row.nbytes), sends)
+    line = Text("flying: micro-batches of which values are kept at once. What is sent is of one micro-batch and rank.", style="dim")
+    return section("Stages of the pipeline", Group(grid, line))
+
+
+def _schedule(plan: Plan) -> Iterator[RenderableType]:
+    """Nothing where the schedule was a file that is gone."""
+    played = stages.playback(plan)
+    if played is None:
+        return
+    grid = table(">rank", "stages", ">computes", ">waits", ">", "!one step")
+    rows = stages.rank_rows(plan, played)
+    for row, line in zip(rows, stages.lines(plan, played, SCHEDULE_WIDTH), strict=True):
+        grid.add_row(str(row.rank), ", ".join(map(str, row.stages)), quantities.seconds(row.busy_s), quantities.seconds(row.idle_s),
+                     quantities.share(row.idle_s, plan.objective_s), Text(line))
+    split = "; W its part for the weights" if any(a.kind == "W" for a in played.network.events) else ""
+    end = "; = the end of the step (reductions, update)" if any(row.end_s for row in rows) else ""
+    yield section("Schedule", Group(grid, Text(f"F forward; B backward{split}{end}; . waits.", style="dim")))
 
 
 def _layers(plan: Plan) -> RenderableType:
@@ -120,7 +141,7 @@ def _layers(plan: Plan) -> RenderableType:
         for row in group.rows:
             grid.add_row(escape(indent + row.name), KIND_WORDS[row.kind], quantities.shape(row.shape), quantities.dtype(row.dtype),
                           Text(row.placement, style="cyan"), quantities.times(row.copies))
-    whole, axis = what.whole_buffers(plan), plan.mesh.names[-1]
+    whole, axis = what.whole_buffers(plan), stages.spec_mesh(plan).names[-1]
     lines = [Text(f"[{axis}, -] reads: dim 0 is split over mesh axis {axis}, dim 1 is whole.", style="dim")]
     if whole:
         lines.append(Text(f"{whole} buffer{'s' if whole > 1 else ''} held whole by every rank.", style="dim"))
@@ -144,7 +165,8 @@ def _collectives(plan: Plan) -> RenderableType:
     lines = []
     if any(row.hideable for row in rows):
         lines.append(Text("* may run beside compute (a parameter gather or a gradient reduction).", style="dim"))
-    return section("Collectives, per rank and step", Group(grid, *lines))
+    of = "of one rank of every stage, per step" if stages.is_pipeline(plan) else "per rank and step"
+    return section(f"Collectives, {of}", Group(grid, *lines))
 
 
 def _totals_row(label: str, rows: tuple[what.CollectiveRow, ...]) -> tuple[str, ...]:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.base import quantities
-from autoshard.base.plan import Collective, PlacedTensor, Plan, StagePlan
+from autoshard.base.plan import Collective, PlacedTensor, Plan
 from autoshard.base.roles import Output
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.base.windows import ONCE
 from autoshard.report.collapse import Folded, collapse
+from autoshard.report.stages import spec_mesh
 
 MEMORY_LABELS = {
     "parameters": "parameters",
@@ -90,13 +91,14 @@ def step_time(plan: Plan) -> tuple[Amount, ...]:
 
     Hidden communication is not added, but what it takes from the compute it runs beside is (the cluster's
     `interference`): the rest of the step after all other parts. The step as it runs, with small gradients reduced
-    together, is not a part either."""
+    together, is not a part either. Of a pipeline: the parts of its busiest rank, with what it waits for other ranks."""
     p = plan.predicted
     parts = [
         Amount("compute", p.get("compute_s", 0.0)),
         Amount("blocking communication", p.get("blocking_s", 0.0)),
         Amount("exposed communication", p.get("exposed_s", 0.0)),
         Amount("optimizer update", p.get("optimizer_s", 0.0)),
+        *([Amount("waiting in the pipeline", p["idle_s"])] if "idle_s" in p else []),
     ]
     slowdown = p.get("step_s", plan.objective_s) - sum(part.value for part in parts)
     if slowdown > 1e-9 * plan.objective_s:
@@ -108,10 +110,10 @@ def step_time(plan: Plan) -> tuple[Amount, ...]:
 
 def synchronisation(plan: Plan) -> tuple[float, float]:
     """Parts of a step that are communication between ranks: what the step waits for, and what that would be if nothing were hidden
-    behind compute (hidden seconds added to both)."""
+    behind compute (hidden seconds added to both). In a pipeline waiting for another stage is a part of it."""
     p = plan.predicted
     step, hidden = p.get("step_s", plan.objective_s), p.get("hidden_s", 0.0)
-    waited = p.get("blocking_s", 0.0) + p.get("exposed_s", 0.0)
+    waited = p.get("blocking_s", 0.0) + p.get("exposed_s", 0.0) + p.get("idle_s", 0.0)
     return (waited / step, (waited + hidden) / (step + hidden)) if step > 0 else (0.0, 0.0)
 
 
@@ -121,20 +123,6 @@ def memory(plan: Plan) -> tuple[Amount, ...]:
     other = [Amount(key, value or 0.0) for key, value in plan.memory.items()
              if key not in MEMORY_LABELS and key not in ("total", "limit", "host")]
     return tuple(known + other)
-
-
-def stages(plan: Plan) -> tuple[tuple[str, str, str, str, float, int, float], ...]:
-    """(blocks, mesh, devices, seconds of a micro-batch by window, seconds once a step, micro-batches in flight, bytes) of each stage of
-    a pipeline; nothing for a plan of one stage."""
-    return tuple((f"{s.first or 'inputs'} to {s.last or 'outputs'}", str(s.submesh or plan.mesh), f"rank {s.rank}", _windows(s), s.once_s,
-                  s.in_flight, s.total) for s in plan.stages) if len(plan.stages) > 1 else ()
-
-
-def _windows(stage: StagePlan) -> str:
-    """In the order in which they run, as far as the timeline says it: a file has them by name."""
-    order = list(dict.fromkeys(m.window for m in stage.timeline))
-    names = sorted(stage.windows, key=lambda w: (order.index(w) if w in order else len(order), w))
-    return ", ".join(f"{name} {quantities.seconds(stage.windows[name])}" for name in names)
 
 
 def peak(plan: Plan) -> tuple[str, ...]:
@@ -171,7 +159,7 @@ def tensors(plan: Plan) -> tuple[Folded, ...]:
 def tensor_row(plan: Plan, row: Folded, name: str) -> TensorRow:
     """A row of `tensors` under `name`."""
     kind, shape, dtype, spec = row.payload
-    placement = str(ShardingSpec.from_spec(spec, len(shape), plan.mesh))
+    placement = str(ShardingSpec.from_spec(spec, len(shape), spec_mesh(plan)))
     return TensorRow(kind, name.removesuffix(".(layer)"), shape, dtype, spec, placement, row.copies)
 
 

@@ -89,10 +89,10 @@ class Windows:
             return found.pop(port.name) if dies else found[port.name]
         if port.kind == "accumulator":
             return self.shared[port.name]
-        if port.kind == "input":
-            return micro.inputs.pop(port.name)  # one window alone takes it
+        if port.kind == "input":  # one window alone takes it, and a tangent too
+            return micro.inputs.pop(port.name)
         if port.kind == "tangent":
-            return micro.tangents[port.name]
+            return micro.tangents.pop(port.name)
         return micro.seed if port.kind == "seed" else self.local(port.name)
 
 

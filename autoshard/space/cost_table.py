@@ -16,9 +16,10 @@ from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
 from autoshard.base.spec import NOWHERE, Spec, local_shape
+from autoshard.base.turns import Duty
 from autoshard.cost import compute
 from autoshard.cost.cluster import AxisLink, Cluster
-from autoshard.cost.fusion import Fused, fused
+from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.cost.redistribute import Redistribution, Step
 from autoshard.program import flow
 from autoshard.rules.types import InnerCollective
@@ -30,7 +31,7 @@ from autoshard.space.strategies import SpecIndex, Strategies, StrategySet, local
 class Training:
     """What one step does besides the graph: its optimizer, whether gradients stay unreduced until backward is through, and whether
     optimizer state may lie on the host. `wire`: the links between the stages of a pipeline, over which ports send and receive;
-    `in_flight`: micro-batches of which a stage has saved values at once."""
+    `in_flight`: micro-batches of which a stage has saved values at once; `duty`: all that its rank does in a step, for the timeline."""
 
     optimizer: str = "adamw"
     training: bool = True
@@ -38,6 +39,7 @@ class Training:
     offload: bool = False
     wire: AxisLink | None = None
     in_flight: int = 1
+    duty: Duty | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +145,12 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
     trained = trained_params(graph)
     if training.offload:
         strategies = with_host(strategies, [n for n in trained if graph.op(n).outputs[0].shape])
-    chains = fused(graph) if cluster.device.fuses else {}
-    cache: dict[tuple[int, bool, Fused | None, int, bool], OpCost] = {}
+    kept = untouched(graph, cluster.device)
+    cache: dict[tuple[int, bool, Fused, int, bool], OpCost] = {}
     ops: dict[str, OpCost] = {}
     for op in graph.ops:
         found = strategies[op.name]
-        key = (id(found), op.name in trained, chains.get(op.name), graph.runs_of(op.phase), op.is_port)
+        key = (id(found), op.name in trained, kept.get(op.name, NOTHING), graph.runs_of(op.phase), op.is_port)
         if key not in cache:
             cache[key] = _op_cost(op, found, mesh, cluster, links, training, *key[1:3]).times(key[3])
         ops[op.name] = cache[key]
@@ -156,12 +158,11 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
 
 
 def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, training: Training, trained: bool,
-             chain: Fused | None) -> OpCost:
+             kept: Fused) -> OpCost:
     zero = np.zeros(len(found))
     if op.kind == "call":
         ins, outs = local_shapes(found, mesh)
-        kept = (chain.unread, chain.unwritten) if chain else ()
-        seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device, *kept), float), zero.shape)
+        seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device, kept), float), zero.shape)
         return OpCost(seconds, inner_seconds(found, ins, outs, mesh, links), zero)
     if op.kind == "param" and trained:
         meta = op.outputs[0]

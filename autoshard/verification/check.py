@@ -19,12 +19,14 @@ from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
+from autoshard.pipeline.pipelined import submesh
 from autoshard.verification.models.copies import default_dtype
 from autoshard.verification.models.subject import Call, Subject, subject_of
 from autoshard.verification.optimizers import optimizer_of
 from autoshard.verification.plans import Plans, check_names
 from autoshard.verification.report import VerifyReport
 from autoshard.verification.run import Elsewhere, PlanRun
+from autoshard.verification.stage_plans import pipeline_plans
 
 DEFAULT_PLANS = ("searched", "split", "data_parallel", "fully_sharded", "tensor_parallel", "random:0")
 
@@ -46,7 +48,9 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
                  gradient is zero but for rounding, weights may differ
     precision    a policy as for `autoshard.plan`; by default that of the given plan. Under a policy, or inside
                  torch.autocast, the model stays in its dtypes
-    pipeline     Pipeline(microbatches=4): the program runs micro-batches, the model itself the batch; by default as the given plan
+    pipeline     Pipeline(microbatches=4): the program runs micro-batches, the model itself the batch; by default as the given plan. With an axis
+                 of stages in the mesh the actions of all ranks are played, over wires that are first in, first out; a mismatch
+                 names the stage, the micro-batch and the op
     dtype        what to compute in: by default float64, else (ops without it, a plan that fits no float64 twin) float32
     tolerance    largest error of a tensor over its norm (or, for gradients, over 1e-6 of the norm of all of them); by default
                  1e-9 in float64, and where the program has less precise floats, the rounding measured (see verify/run.py)
@@ -66,6 +70,8 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     names, mesh, given = check_names(plans), mesh_of(mesh), loaded(plan)
     options = Options.of(arguments, optimizer=Options.optimizer, seeds=seeds or {}, cluster=cluster or "cpu-gloo")
     options = options.filled(given, "seeds", "fallback", "precision", "pipeline")
+    if elsewhere is not None and options.pipeline.stages(mesh) > 1:
+        raise UsageError(f"mesh {mesh} has a pipeline, which is verified with all ranks in one process: leave out --processes (elsewhere=)")
     call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training, options,
                 torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
     progress("trace", "")
@@ -89,6 +95,11 @@ def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Me
             progress: Callable[[str, str], None]) -> Iterator[tuple[str, Plan]]:
     if given is not None:
         yield "the given plan", replace(given, graph_hash=subject.traced.graph.hash)
+        return
+    if options.pipeline.stages(mesh) > 1:
+        progress("plan", ", ".join(names))
+        inputs = _as_passed(subject.traced.graph, submesh(mesh, options.pipeline.axis), options)
+        yield from pipeline_plans(subject.traced, mesh, options, names, inputs, subject.call.loss_fn is not None)
         return
     progress("costs", "")
     table = api.prices(subject.traced, mesh, options, fixed=_as_passed(subject.traced.graph, mesh, options))

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from autoshard.base.notebook import grid
 from autoshard.base.plan import Plan
 
 Kind = Literal["output", "gradient", "buffer", "weight"]
@@ -54,10 +55,13 @@ class FirstWrong:
     kind    "op": the op's inputs agree and its output does not; "redistribution": a value agrees and its copy in
             another placement does not; "trace": on one device already the traced graph is not the model; "rounding": every
             op is right within the tolerance of a single one, and the results are off by more than rounding
+            Of a pipeline, "wire": a stage receives another value than the one that was sent for this micro-batch; "weight": the backward of a
+            micro-batch begins with another part of the loss
+    stage, microbatch, matched   of a pipeline: where it is, and (stage, how many of its values were compared before, and right)
     rule    where the op's sharding rule comes from: own, dtensor (borrowed) or replicate (none)
     inputs, outputs   specs as text;  where  op, module path and the user's file:line"""
 
-    kind: Literal["op", "redistribution", "trace", "rounding"]
+    kind: Literal["op", "redistribution", "trace", "rounding", "wire", "weight"]
     step: int
     op: str = ""
     target: str = ""
@@ -66,8 +70,22 @@ class FirstWrong:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     error: float = 0.0
+    stage: int | None = None
+    microbatch: int | None = None
+    matched: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
+        if self.stage is None:
+            return self._said()
+        right = ", ".join(f"{count} of stage {stage}" for stage, count in self.matched) or "none"
+        return f"stage {self.stage}, micro-batch {self.microbatch}: {self._said()}\n  values that agree before it: {right}"
+
+    def _said(self) -> str:
+        if self.kind == "wire":
+            return (f"first wrong value: {self.op}, received from {self.target}, is not what {self.where} made for this micro-batch, off by "
+                    f"{self.error:.3g} in step {self.step}: messages are out of order, or another value was sent")
+        if self.kind == "weight":
+            return f"first wrong value: its backward begins with {self.target} as its part of the loss, in step {self.step}"
         if self.kind == "trace":
             return ("the traced graph disagrees with the model on one device already: either the model takes another path while it is "
                     "traced or compiled (torch.compiler.is_compiling(), as in the attention masks of some transformers models), and "
@@ -129,6 +147,13 @@ class VerifyReport:
         """Plain JSON-able data."""
         return {"ok": self.ok, "mesh": self.mesh, "dtype": self.dtype, "tolerance": self.tolerance, "steps": self.steps,
                 "notes": list(self.notes), "plans": [_plan_data(p) for p in self.plans]}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = [("pass" if p.ok else "MISMATCH", p.name, f"{p.split} of {len(p.plan.ops)}", f"{p.worst.kind} {p.worst.name}", f"{p.worst.error:.2g}",
+                 f"{p.worst.limit:.2g}") for p in self.plans]
+        columns = ("", "plan", "ops split", "worst", "error", "allowed")
+        return grid(f"Plans for {self.mesh} against one device, in {self.dtype}", columns, rows, self.notes)
 
     def __str__(self) -> str:
         lines = [f"{'pass' if p.ok else 'MISMATCH'}  {p.name}: {len(p.checks)} tensors, {p.split} of {len(p.plan.ops)} ops split, "

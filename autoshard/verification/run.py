@@ -24,10 +24,11 @@ from autoshard.errors import LoweringError
 from autoshard.space.cost_table import trained_params
 from autoshard.verification.models.forms import Form
 from autoshard.verification.models.subject import TOLERANCE, Subject
-from autoshard.verification.one_process.bisect import Found, comparing, norm
+from autoshard.verification.one_process.bisect import Comparing, Found, norm
 from autoshard.verification.one_process.pieces import Joined, distance, joined
 from autoshard.verification.one_process.program import MakeOptimizer, Outcome, Program
 from autoshard.verification.one_process.ranks import Watch
+from autoshard.verification.one_process.stage_programs import StagePrograms
 from autoshard.verification.references.microbatches import key_of, op_of
 from autoshard.verification.references.reference import Expected, Interpreted, Numbers, Reference, random_ops
 from autoshard.verification.report import Check, FirstWrong, Kind, PlanCheck, Run
@@ -180,10 +181,11 @@ class PlanRun:
         """What random ops drew, of all values of a run."""
         return {key: drawn for key, drawn in values.items() if op_of(key) in self.random}
 
-    def _program(self, form: Form) -> Program:
-        return Program(form.traced, self.plan, form.state, self.subject.device)
+    def _program(self, form: Form, state: Mapping[str, torch.Tensor] | None = None) -> Program | StagePrograms:
+        kind = Program if self.plan.pipeline is None else StagePrograms
+        return kind(form.traced, self.plan, form.state if state is None else state, self.subject.device)
 
-    def _step(self, form: Form, program: Program, step: int, watch: Watch = lambda node, value: None) -> tuple[Outcome, Numbers]:
+    def _step(self, form: Form, program: Program | StagePrograms, step: int, watch: Watch = lambda node, value: None) -> tuple[Outcome, Numbers]:
         """The step's results, and what its random ops drew."""
         drawn: dict[str, dict[int, torch.Tensor]] = {}
 
@@ -255,7 +257,7 @@ class PlanRun:
                 numbers = self._step(form, self._program_at(form, program), step)[1] if self.random else {}
                 expected = reference.step(form.args, form.kwargs, numbers)
                 try:
-                    self._step(form, program, step, comparing(program, expected.values, self.limit, step, self.random))
+                    self._step(form, program, step, Comparing(program, expected.values, self.limit, step, self.random))
                 except Found as found:
                     return found.wrong
                 if self.trains:
@@ -263,10 +265,10 @@ class PlanRun:
                     reference.update(self.make)
         return None
 
-    def _program_at(self, form: Form, program: Program) -> Program:
+    def _program_at(self, form: Form, program: Program | StagePrograms) -> Program | StagePrograms:
         """Another program with the same weights."""
         weights = {n: j.whole for n, j in program.weights().items()}
-        return Program(form.traced, self.plan, {**form.state, **weights}, self.subject.device)
+        return self._program(form, {**form.state, **weights})
 
 
 def _differences(kind: str, a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], float]:

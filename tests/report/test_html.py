@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from sample_pipeline import sample_pipeline
 from sample_plan import LAYERS, sample_plan
 
 from autoshard import cli
@@ -373,3 +374,24 @@ def test_numbers_read_as_in_the_terminal(full):
     values = [0, 1, 3e-9, 4.2e-5, 0.00123, 0.9999, 1.005, 2.675, 2.5, 1.125, 12.25, 120.0, 1023, 1536, 1152, 1.375 * GIB, 70 * GIB, 2**41, None]
     for name, same in (("seconds", quantities.seconds), ("size", quantities.size)):
         assert full.js(f"arguments[0].map({name})", values) == [same(v) for v in values]
+
+
+def test_the_schedule_of_a_pipeline_is_drawn(show):
+    shown = show(page(sample_pipeline())).open()
+    ids = shown.js("[...document.querySelectorAll('main > section')].map(s => s.id)")
+    assert ids[:2] == ["summary", "stages"]
+    boxes = "[...document.querySelectorAll('.schedule svg rect.work')]"
+    assert shown.js(f"{boxes}.length") == 2 * 4 * 2 + 2  # two ranks, forward and backward of four micro-batches, and the end of each rank's step
+    assert shown.js("[...document.querySelectorAll('.schedule svg text.number')].map(t => t.textContent).join('')").count("0") == 4
+    widths = shown.js(f"{boxes}.map(r => r.getBoundingClientRect().width)")
+    titles = shown.js(f"{boxes}.map(r => r.textContent)")
+    assert titles[0] == "stage 0, micro-batch 0: forward, 1.00 s from 0"
+    backward = next(w for w, t in zip(widths, titles, strict=True) if t.startswith("stage 1, micro-batch 0: backward"))
+    assert backward == pytest.approx(4 * widths[0], rel=0.05)
+    assert "[dp, -, -]" in shown.js("document.body.innerText") and shown.column("ranks", 1) is not None
+    assert shown.errors == []
+
+
+def test_the_schedule_of_a_pipeline_fits_a_phone(show):
+    shown = show(page(sample_pipeline("zb1p"))).open(390, 844)
+    assert shown.js("document.documentElement.scrollWidth") == 390 and shown.errors == []

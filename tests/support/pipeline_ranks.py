@@ -19,6 +19,7 @@ from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
+from autoshard.pipeline.turns import turns_of
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.params.stored import Stored
@@ -88,14 +89,14 @@ def _rank(model: nn.Module, traced: Any, plan: Plan, made: Pipelined, r: int, wi
     place = Place(made.submesh, None, (0,) * made.submesh.ndim, {}, torch.device("cpu"))
     stored, mine = Stored(model, place), made.stages_of(r)
     stored.keep_only(_names(made, mine))
-    stored.settle({n: p for n, p in plan.placements.items() if n in stored.params or n in stored.buffers}, 0)
+    stored.settle({n: p for n, p in plan.placements.items() if n in stored.params or n in stored.buffers}, 0, graph=traced.graph)
     programs = {}
     for s in mine:
         own = stage_plan(plan, made, s)
         graph = with_recompute(made.cut.stages[s].graph, own.recompute)
         lowered = lower(graph, own, made.submesh, schedule(graph, own, made.submesh, route_of(own)))
         programs[s] = StageProgram.of(made.cut.stages[s], own, lowered, place, stored, traced.calling, backend_of("eager"))
-    return PipelineStep(made, traced.calling, plan, Runner(programs, made.table, wires, stored), place, stored)
+    return PipelineStep(made, traced.calling, plan, Runner(programs, made.table, turns_of(made.table, made.cut.stages, r), wires, stored), place, stored)
 
 
 def train(steps: list[PipelineStep], inputs: tuple[torch.Tensor, ...]) -> list[float]:

@@ -62,9 +62,17 @@ class Stage:
         """What arrives at a port, "recv:..."."""
         return self._received[port]
 
+    def sent(self, port: str) -> Hop:
+        """What leaves at a port, "send:..."."""
+        return self._sent[port]
+
     @cached_property
     def _received(self) -> dict[str, Hop]:
         return {h.recv: h for h in self.receives}
+
+    @cached_property
+    def _sent(self) -> dict[str, Hop]:
+        return {h.send: h for h in self.sends}
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Of its parameters, buffers or inputs, as the model calls them."""

@@ -72,7 +72,7 @@ function memory() {
   drawn.out.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse" || event.buttons) at(event); });
   drawn.out.addEventListener("pointerdown", at);
   show(peak);
-  section("memory", "Memory over one step",
+  section("memory", `Memory over one step${data.memory.stage === null ? "" : `, stage ${data.memory.stage}, the fullest`}`,
     h("div", { class: "memory" }, drawn.area, range, h("div", { class: "tools" },
       h("button", { type: "button", onclick: () => show(peak) }, "Go to the peak"), h("span", { class: "quiet" }, "Move the slider, or point at the chart.")), detail),
     h("h3", {}, "At the peak"), amounts,

@@ -1,7 +1,8 @@
 // The report from top to bottom.
 
 const STEP_COLORS = { "compute": color(0), "blocking communication": color(5), "exposed communication": color(1),
-                      "slowdown by hidden": color(6), "optimizer update": color(2), "hidden communication": color(3) };
+                      "slowdown by hidden": color(6), "optimizer update": color(2), "hidden communication": color(3),
+                      "waiting in the pipeline": color(7) };
 
 function bar(parts, whole, label, thin = false) { // parts: [label, value]
   return h("div", { class: thin ? "bar thin" : "bar", role: "img", "aria-label": label }, ...parts.filter(([, value]) => value > 0).map(
@@ -50,13 +51,11 @@ function comparison() {
 }
 
 function tables() {
-  const { collectives, changes, ops, fallbacks, prices, stages } = data.tables;
+  const { collectives, changes, ops, fallbacks, prices } = data.tables;
   const sum = (column) => collectives.rows.reduce((total, row) => total + row[column], 0);
   const axes = data.axes.map(([name]) => name).join(", ");
-  if (stages.rows.length) section("stages", "Stages of the pipeline",
-    quiet("Seconds and memory of one rank. Memory above is that of the fullest stage."), table("stages"));
   section("collectives", "Collectives", ...(collectives.rows.length
-    ? [quiet(`${sum(4)} calls a step, ${size(sum(6))}, ${seconds(sum(7))}. Equal calls of repeated layers are one row; + shows each. `
+    ? [quiet(`${sum(4)} calls a step${data.tables.stages.rows.length ? ", of one rank of every stage" : ""}, ${size(sum(6))}, ${seconds(sum(7))}. Equal calls of repeated layers are one row; + shows each. `
              + "May overlap: a parameter gather or a gradient reduction, which can run beside compute."), table("collectives")]
     : [quiet("none: no rank talks to another")]));
   if (changes.rows.length)
@@ -100,6 +99,7 @@ function theme() {
 theme();
 summary();
 comparison();
+stages();
 tree();
 memory();
 tables();

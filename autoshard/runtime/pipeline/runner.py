@@ -1,9 +1,4 @@
-"""Runs this rank's actions of a schedule: computes windows, and sends and receives what crosses stages.
-
-An action of a schedule stands for all values that cross there: RECV_F of a stage for everything that it receives in forward, also of
-stages before the previous one, SEND_F for everything that it sends. Where the schedule has no such action (both stages are on one rank, or
-stages that are no neighbours), values go right behind the computation, and receives begin right before.
-"""
+"""Runs this rank's turns of a step (`pipeline/turns.py`): computes windows, and sends and receives what crosses stages."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -13,19 +8,16 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
+from autoshard.base.graph import BACKWARD, FORWARD
+from autoshard.base.turns import HERE, Turn
+from autoshard.base.windows import ONCE
 from autoshard.lower.lower import Port
-from autoshard.pipeline.action_lists.actions import COMPUTE, Action, ActionTable
+from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.cutting.cut import Hop
 from autoshard.runtime.microbatches import Micro
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.pipeline.stage_program import StageProgram
 from autoshard.runtime.pipeline.wires import Message, Wires
-
-WINDOWS = {"F": (FORWARD,), "B": (BACKWARD, WEIGHT), "I": (BACKWARD,), "W": (WEIGHT,)}
-SENDS = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
-RECEIVES = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
-FORWARDS = ("F", "SEND_F", "RECV_F")
 
 
 @dataclass(eq=False)
@@ -44,55 +36,42 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Runner:
-    """`programs`: of the stages on this rank."""
+    """`programs`: of the stages on this rank; `turns`: what it does in a step."""
 
     programs: Mapping[int, StageProgram]
     table: ActionTable
+    turns: tuple[Turn, ...]
     wires: Wires
     stored: Stored
 
     @cached_property
-    def _listed(self) -> frozenset[Action]:
-        return frozenset(self.table.ranks[self.wires.me])
+    def _last(self) -> dict[int, str]:
+        """The window behind which a stage needs nothing of a micro-batch any more."""
+        return {s: [w.name for w in program.stage.graph.windows if w.name not in ONCE][-1] for s, program in self.programs.items()}
 
     def run(self, run: Run, training: bool = True) -> None:
         """A whole step; without `training` its forwards alone."""
         for program in self.programs.values():
             program.begin()
-        for action in self.table.ranks[self.wires.me]:
-            if training or action.kind in FORWARDS:
-                self._act(run, action)
+        act = {"post": self._post, "run": self._compute, "send": self._send}
+        for turn in self.turns:
+            if training or turn.window == FORWARD:
+                act[turn.kind](run, turn)
         self.wires.flush()
         for stage, program in self.programs.items():
             run.grads.update(((stage, name), g) for name, g in program.finish().items())
 
-    def _act(self, run: Run, action: Action) -> None:
-        window = FORWARD if action.kind in FORWARDS else BACKWARD
-        if action.kind in COMPUTE:
-            self._compute(run, action, window)
-        elif action.kind.startswith("RECV"):
-            self._receive(action.stage, window, _number(action))
-        elif action.kind.startswith("SEND"):
-            self._send(run, action.stage, window, _number(action))
-
-    def _compute(self, run: Run, action: Action, crossing: str) -> None:
-        m, stage = _number(action), action.stage
-        if action.kind in RECEIVES:
-            self._receive(stage, crossing, m)  # what is posted already stays
-        if action.kind == "F":
-            run.micros[stage, m] = run.micro(stage, m)
-        for window in WINDOWS[action.kind]:
-            self._window(run, stage, window, m)
-        if action.kind in ("B", "W"):
-            del run.micros[stage, m]
-        if action.kind in SENDS and Action(SENDS[action.kind], stage, m) not in self._listed:  # type: ignore[arg-type]
-            self._send(run, stage, crossing, m)
+    def _compute(self, run: Run, turn: Turn) -> None:
+        key = turn.stage, turn.microbatch
+        if key not in run.micros:
+            run.micros[key] = run.micro(*key)
+        self._window(run, turn.stage, turn.window, turn.microbatch)
+        if turn.window == self._last[turn.stage]:
+            del run.micros[key]
 
     def _window(self, run: Run, stage: int, window: str, m: int) -> None:
         program, micro = self.programs[stage], run.micros[stage, m]
-        function = program.windows.functions.get(window)
-        if function is None:
-            return
+        function = program.windows.functions[window]
         self._arrive(run, program, micro, function.takes, m)
         if window != FORWARD and m in run.empty and stage == self.table.stages - 1:
             return self._nothing(run, program, window, m)
@@ -130,28 +109,20 @@ class Runner:
             if hop.window == window == BACKWARD:
                 run.outbox[hop.name, m] = torch.zeros(program.wire_shape(hop), dtype=hop.meta.dtype, device=self.wires.device)
 
-    def _receive(self, stage: int, window: str, m: int) -> None:
-        program = self.programs[stage]
-        for hop in program.stage.receives:
-            if hop.window == window and not self._is_here(hop):
-                self.wires.post(self._message(hop, m), program.wire_shape(hop), hop.meta.dtype)
+    def _post(self, run: Run, turn: Turn) -> None:
+        program = self.programs[turn.stage]
+        hop = program.stage.received(f"recv:{turn.value}")
+        self.wires.post(self._message(hop, turn.microbatch), program.wire_shape(hop), hop.meta.dtype)
 
-    def _send(self, run: Run, stage: int, window: str, m: int) -> None:
-        for hop in self.programs[stage].stage.sends:
-            if hop.window == window:
-                value = run.outbox.pop((hop.name, m))
-                if self._is_here(hop):
-                    run.local[hop.name, m] = value
-                else:
-                    self.wires.send(self._message(hop, m), value)
+    def _send(self, run: Run, turn: Turn) -> None:
+        value = run.outbox.pop((turn.value, turn.microbatch))
+        if turn.other == HERE:
+            run.local[turn.value, turn.microbatch] = value
+        else:
+            self.wires.send(self._message(self.programs[turn.stage].stage.sent(f"send:{turn.value}"), turn.microbatch), value)
 
     def _is_here(self, hop: Hop) -> bool:
         return self.table.rank_of[hop.source] == self.table.rank_of[hop.target]
 
     def _message(self, hop: Hop, m: int) -> Message:
         return Message(hop.name, m, self.table.rank_of[hop.source], self.table.rank_of[hop.target], hop.window)
-
-
-def _number(action: Action) -> int:
-    assert action.microbatch is not None, f"{action.kind} has a micro-batch"
-    return action.microbatch

@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoshard.base.plan import Plan
-from autoshard.base.spec import Spec, format_spec
+from autoshard.base.spec import Spec
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import PlanError
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
+from autoshard.pipeline.turns import turns_of
 from autoshard.recompute.rewrite import with_recompute
-from autoshard.runtime.check_plan import check_fits, check_subject
 from autoshard.runtime.compile import Variant
 from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.params.host_state import keep_on_host
+from autoshard.runtime.pipeline.check_stages import check_stages
 from autoshard.runtime.pipeline.runner import Runner
 from autoshard.runtime.pipeline.stage_program import StageProgram
 from autoshard.runtime.pipeline.step import PipelineStep
@@ -50,17 +51,8 @@ class PipelineVariant(Variant):
         return self.first.options
 
     def check(self, plan: Plan) -> None:
-        """Of every stage, and that both ends of a wire agree."""
-        check_subject(plan, self.traced.graph, self.place.mesh)
-        made = pipelined_as(self.traced.graph, plan)
-        for stage in made.cut.stages:
-            own = stage_plan(plan, made, stage.index)
-            check_fits(own, stage.graph, made.submesh)
-        for hop in made.cut.hops:
-            sent, received = plan.ops[hop.send].inputs[0], plan.ops[hop.recv].outputs[0]
-            if sent != received:
-                raise PlanError(f"the plan sends {hop.value} from stage {hop.source} as {format_spec(sent)}, and stage {hop.target} takes it as "
-                                f"{format_spec(received)}; plan the model again")
+        """Raises PlanError."""
+        check_stages(plan, self.traced.graph, self.place.mesh)
 
     def assemble(self, plan: Plan) -> PipelineStep:
         """Cut, lower and bind this rank's stages; the parameters of other stages are let go."""
@@ -76,7 +68,7 @@ class PipelineVariant(Variant):
         if not self.first.placements:
             self.stored.keep_only(_names(made, mine))
             self.stored.settle({n: p for n, p in plan.placements.items() if n in self.stored.params or n in self.stored.buffers}, self.seed,
-                               running.checkpoint)
+                               running.checkpoint, graph=self.traced.graph)
             self.first.placements, self.first.options = dict(plan.placements), made.options
         elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers}):
             raise PlanError(f"{lost[0]} is in another stage than where this rank's parameters are; plan this variant again")
@@ -85,7 +77,8 @@ class PipelineVariant(Variant):
             keep_on_host(self.stored.params, plan.offload, afresh=False)
         programs = {s: StageProgram.of(made.cut.stages[s], plans[s], lowered[s], place, self.stored, self.traced.calling, backend_of(running.backend))
                     for s in mine}
-        step = PipelineStep(made, self.traced.calling, plan, Runner(programs, made.table, wires, self.stored), place, self.stored)
+        turns = turns_of(made.table, made.cut.stages, wires.me)
+        step = PipelineStep(made, self.traced.calling, plan, Runner(programs, made.table, turns, wires, self.stored), place, self.stored)
         if self.traced.graph.training:
             step.tied.make_equal()
         return step

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
+from autoshard.base.turns import UNDER_WAY
 from autoshard.errors import AutoshardError
 
 TAG = 7927
@@ -24,9 +25,6 @@ ONCE = -1
 """In place of a micro-batch, for what is sent once a step."""
 STEP = "step"
 """The channel of it."""
-
-UNDER_WAY = 2
-"""Sends of one channel that may be under way at once."""
 
 
 @dataclass(frozen=True)

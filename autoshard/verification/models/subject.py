@@ -16,6 +16,7 @@ from autoshard.errors import TraceError
 from autoshard.pipeline.microbatches import batch
 from autoshard.program.calling import Traced
 from autoshard.runtime.check_plan import check_fits
+from autoshard.runtime.pipeline.check_stages import check_stages
 from autoshard.verification.models.copies import cast, default_dtype, own_copy
 from autoshard.verification.models.forms import Form, floats, in_float64
 from autoshard.verification.references.reference import Eager
@@ -84,7 +85,7 @@ def subject_of(call: Call, plan: Plan | None, mesh: Mesh, dtype: torch.dtype | N
     notes: list[str] = []
     original = call.traced().graph if plan is not None else None
     if plan is not None:
-        check_fits(plan, original, mesh)
+        (check_fits if plan.pipeline is None else check_stages)(plan, original, mesh)
     as_it_is = call.options.precision is not None or call.autocast is not None
     for choice in () if as_it_is else (dtype,) if dtype else (torch.float64, torch.float32):
         try:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.base.graph import BACKWARD, FORWARD
-from autoshard.base.plan import Plan
+from autoshard.base.plan import RECOMPUTE_SUFFIX, Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
 from autoshard.base.windows import END, START
@@ -45,7 +45,7 @@ class Program:
         self.traced, self.graph, self.plan, self.mesh, self.device = traced, with_recompute(traced.graph, plan.recompute), plan, plan.mesh, device
         lowered = lower(self.graph, plan, self.mesh, schedule(self.graph, plan, self.mesh, route_of(plan)))
         self.windows = {w.window: replace(w, graph=as_run(w.graph)) for w in lowered.windows}
-        self.microbatch = 0
+        self.stage = self.microbatch = 0
         self.local: dict[str, Ranked] = {}
         everything = {**traced.calling.constants, **state}
         for op in self.graph.of_kind("param", "buffer"):
@@ -79,6 +79,11 @@ class Program:
             for g in {id(g): g for pieces in self._grads.values() for g in pieces}.values():
                 g.mul_(factor)
         return self._outcome(outcome, results)
+
+    def whole_name(self, op: str) -> str | None:
+        """What an op of the program is called in the graph as it was traced, without ops that are run again."""
+        name = op if op in self.traced.graph.by_name else op.removesuffix(RECOMPUTE_SUFFIX)
+        return name if name in self.traced.graph.by_name else None
 
     def _weigh(self, results: Results, m: int, forward: Mapping[Port, Ranked], given: dict[Port, Ranked]) -> None:
         """Take the results of a micro-batch, and set its tangent."""

@@ -1,0 +1,96 @@
+"""Bytes of a rank beside the micro-batch that it computes: other micro-batches between their windows, receives that are posted, and what
+is held until it is sent. Counted from the turns of the rank, one after the other.
+
+One micro-batch of a stage is played to the byte (`play.py`); all are alike, and they share no buffer but those that the whole step has. So what
+a rank holds is a sum: what the step has, the micro-batch at work as it was played, and for every other one what it keeps behind the
+window that it ran last.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.base.plan import CATEGORIES, Window
+from autoshard.base.turns import HERE, UNDER_WAY, Turn
+
+TEMPORARIES = CATEGORIES.index("temporaries")
+Bytes = np.ndarray
+"""Per category of `CATEGORIES`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Keeping:
+    """What one micro-batch of a stage keeps. `behind`: bytes between a window and the next one of the same micro-batch; `arriving`: of a value
+    that it receives; `leaving`: of a value that it sends, by the window behind which the micro-batch is: 0 where it keeps that buffer anyway."""
+
+    behind: Mapping[Window, Bytes]
+    arriving: Mapping[str, int]
+    leaving: Mapping[str, Mapping[Window, int]]
+
+
+@dataclass(eq=False)
+class _Held:
+    """The state of a rank on its way through its turns."""
+
+    stages: Mapping[int, Keeping]
+    between: dict[tuple[int, int], Window] = field(default_factory=dict)
+    posted: dict[tuple[str, int], int] = field(default_factory=dict)
+    sent: dict[tuple[int, Window], deque[tuple[int, int, str]]] = field(default_factory=dict)
+    here: dict[tuple[str, int], tuple[int, int, str]] = field(default_factory=dict)
+    kept: Bytes = field(default_factory=lambda: np.zeros(len(CATEGORIES)))
+
+    def total(self) -> Bytes:
+        out = self.kept.copy()
+        out[TEMPORARIES] += sum(self.posted.values())
+        for entries in (*self.sent.values(), self.here.values()):
+            out[TEMPORARIES] += sum(self._leaving(*entry) for entry in entries)
+        return out
+
+    def _leaving(self, stage: int, m: int, value: str) -> int:
+        return self.stages[stage].leaving[value][self.between.get((stage, m), "")]
+
+    def pass_through(self, stage: int, m: int, window: Window | None) -> None:
+        """The micro-batch leaves the window that it was behind, and is behind `window` (None: it is at work)."""
+        before = self.between.pop((stage, m), None) if window is None else None
+        if before is not None:
+            self.kept -= self.stages[stage].behind[before]
+        if window is not None:
+            self.between[stage, m] = window
+            self.kept += self.stages[stage].behind[window]
+
+
+def beside(turns: Sequence[Turn], stages: Mapping[int, Keeping]) -> dict[tuple[int, Window], Bytes]:
+    """Per stage and window, the most bytes that the rank holds beside the micro-batch at work there. Stages that are not in `stages` hold nothing."""
+    held, found = _Held(stages), dict[tuple[int, Window], Bytes]()
+    for turn in turns:
+        own, m = turn.stage in stages, turn.microbatch
+        if turn.kind == "post" and own:
+            held.posted[turn.value, m] = stages[turn.stage].arriving[turn.value]
+        elif turn.kind == "send" and own:
+            _send(held, turn)
+        elif turn.kind == "run":
+            for value in turn.takes:
+                held.posted.pop((value, m), None)
+                held.here.pop((value, m), None)
+            if own and turn.window in stages[turn.stage].behind:
+                held.pass_through(turn.stage, m, None)
+                now = held.total()
+                key = turn.stage, turn.window
+                if key not in found or now.sum() > found[key].sum():
+                    found[key] = now
+                held.pass_through(turn.stage, m, turn.window)
+    return found
+
+
+def _send(held: _Held, turn: Turn) -> None:
+    entry = turn.stage, turn.microbatch, turn.value
+    if turn.other == HERE:
+        held.here[turn.value, turn.microbatch] = entry
+        return
+    channel = held.sent.setdefault((turn.other, turn.window), deque())
+    while len(channel) >= UNDER_WAY:
+        channel.popleft()
+    channel.append(entry)

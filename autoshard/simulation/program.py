@@ -1,0 +1,267 @@
+"""What one rank does in a step, as a list of events: all ranks have the same list.
+
+It is made of the schedule that is lowered and run. Ops are work on the compute stream. A redistribution issues its collectives: all but the
+last are waited for at once, the last one runs on the stream of its mesh axes until the schedule waits for it. Copies that rearrange buffers
+are work: of what is sent before the call, of what is received after the wait.
+
+Two questions can be asked. "planned": every gradient is reduced by itself, as the objective prices it; "executed": small gradients
+share calls (lower/buckets.py), as it runs.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Plan
+from autoshard.base.windows import END, START
+from autoshard.collectives.phases import Phases, alone, phases
+from autoshard.cost.cluster import Cluster
+from autoshard.cost.compute import host_seconds, optimizer_seconds
+from autoshard.cost.memory import value_bytes
+from autoshard.cost.redistribute import SLICE, Step
+from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule, parameter_gradients
+from autoshard.lower.seconds import Prices, priced
+from autoshard.rules import registry
+
+UPDATE = "update"
+"""The window of the optimizer's update."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something on the compute stream: an op, a copy that rearranges a buffer ("copy"), or the optimizer's update ("update"). `name`: of the
+    op, or the value that is copied; `seconds` with no other work beside it; `heavy`: whether it counts FLOP."""
+
+    kind: str
+    name: str
+    seconds: float
+    window: str
+    module: str = ""
+    source: str = ""
+    heavy: bool = False
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Work without communication in between."""
+
+    works: tuple[Work, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective is issued. `axis`: as plans write it, `axes`: indices of its mesh axes; `seconds`: alone; `stream`: calls of one stream run
+    one after the other; `inner`: inside an op."""
+
+    kind: str
+    axis: str
+    axes: tuple[int, ...]
+    nbytes: int
+    seconds: float
+    phases: Phases = field(repr=False)
+    stream: str
+    window: str
+    value: str
+    module: str = ""
+    source: str = ""
+    inner: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The compute stream stops until the call at position `call` of the events is through."""
+
+    call: int
+
+
+Event = Stretch | Call | Wait
+
+
+@dataclass(frozen=True)
+class Program:
+    """`interference`: share of a running collective's time that work beside it loses."""
+
+    events: tuple[Event, ...]
+    mesh: Mesh
+    interference: float = 0.0
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(e for e in self.events if isinstance(e, Call))
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        return tuple(w for e in self.events if isinstance(e, Stretch) for w in e.works)
+
+
+def program_of(graph: Graph, plan: Plan, order: Schedule, cluster: Cluster, *, executed: bool = False,
+               windows: Sequence[str] | None = None) -> Program:
+    """The program of `plan`, whose ranks do `order`. `graph`: with what backward recomputes. `windows`: those to run, in order; default: a
+    whole step, micro-batch by micro-batch, and the optimizer's update."""
+    maker = _Maker(graph, plan.mesh, cluster, executed)
+    order = priced(order, graph, plan, cluster)
+    names = [w.name for w in order.windows]
+    made: dict[str, tuple[_Event, ...]] = {w.name: tuple(maker.window(w.name, w.instructions)) for w in order.windows}
+    for name in windows or _step(names, graph.microbatches):
+        maker.put(made[name])
+    if windows is None:
+        maker.put(tuple(_updates(graph, plan, cluster)))
+    return Program(maker.finished(), plan.mesh, cluster.overlap.interference if maker.overlaps else 0.0)
+
+
+def update_program(graph: Graph, plan: Plan, cluster: Cluster) -> Program:
+    """The optimizer's update alone."""
+    works = tuple(_updates(graph, plan, cluster))
+    return Program((Stretch(works, sum(w.seconds for w in works)),) if works else (), plan.mesh)
+
+
+def _updates(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[Work]:
+    """The update of every parameter that has a gradient, as it is stored."""
+    optimizer = plan.settings.get("optimizer", "none")
+    for op in parameter_gradients(graph):
+        name, nbytes = str(op.target.name), value_bytes(graph.meta(op.refs[0]), plan.ops[op.name].inputs[0], plan.mesh)
+        seconds = (host_seconds if name in plan.offload else optimizer_seconds)(optimizer, nbytes, cluster.device)
+        if seconds:
+            yield Work("update", name, float(seconds), UPDATE, name.rpartition(".")[0])
+
+
+def _step(names: Sequence[str], microbatches: int) -> list[str]:
+    """The windows of a step in the order they run."""
+    each = [n for n in names if n not in (START, END)]
+    return [*(n for n in names if n == START), *each * microbatches, *(n for n in names if n == END)]
+
+
+@dataclass(frozen=True)
+class _Issue:
+    """A call of a window, and a number for its wait."""
+
+    call: Call
+    number: int
+
+
+@dataclass(frozen=True)
+class _WaitFor:
+    number: int
+
+
+_Event = Work | _Issue | _WaitFor
+
+
+class _Maker:
+    """Turns instructions into events, and puts those of windows one after the other."""
+
+    def __init__(self, graph: Graph, mesh: Mesh, cluster: Cluster, executed: bool) -> None:
+        self.graph, self.mesh, self.executed = graph, mesh, executed
+        self.prices = Prices(mesh, cluster)
+        self.overlaps = cluster.overlap.eta > 0
+        self._phases = lru_cache(maxsize=None)(
+            lambda kind, axis, nbytes: phases(kind, nbytes, cluster.link_of(mesh, mesh.axes(axis))))
+        self._events: list[Event] = []
+        self._pending: list[Work] = []
+        self._numbers = 0
+
+    # --- events of a window ---
+
+    def window(self, name: str, instructions: Sequence[Instruction]) -> Iterator[_Event]:
+        later: dict[int, tuple[_Event, ...]] = {}  # per redistribution: what its wait does
+        for at, i in enumerate(instructions):
+            if i.kind == "compute":
+                yield from self._compute(name, i)
+            elif i.kind == "redistribute":
+                *begun, last = self._redistribute(name, i)
+                yield from begun
+                later[at] = last
+            else:
+                for dep in i.deps:
+                    yield from later.pop(dep, ())
+
+    def _compute(self, window: str, i: Instruction) -> Iterator[_Event]:
+        op = self.graph.op(i.op)
+        if i.seconds:
+            yield Work("op", i.op, i.seconds, window, op.module, op.source, registry.is_heavy(op))
+        for call in i.calls:
+            yield from self._at_once(self._issue(window, call, i.op, op.module, op.source, inner=True))
+
+    def _redistribute(self, window: str, i: Instruction) -> Iterator[Any]:
+        """Events of a redistribution; the last item is the tuple of those of its wait."""
+        where = [self._where(i, k) for k in range(len(i.reads))]
+        last: list[tuple[Step, tuple[str, str, str]]] = []
+        for steps, shown in zip(i.steps, where, strict=True):
+            sent = [s for s in steps if s.kind != SLICE and s.nbytes]
+            for step in sent[:-1]:
+                yield from self._copies(window, step, shown, before=True)
+                yield from self._at_once(self._issue(window, self._call(step), *shown))
+                yield from self._copies(window, step, shown, before=False)
+            last += [(s, shown) for s in sent[-1:]]
+        for step, shown in last:
+            yield from self._copies(window, step, shown, before=True)
+        issued = list(self._last_calls(window, i, last))
+        for event in issued:
+            yield event
+            if isinstance(event, _Issue) and not self.overlaps:
+                yield _WaitFor(event.number)
+        after = [w for step, shown in last for w in self._copies(window, step, shown, before=False)]
+        yield (*(_WaitFor(e.number) for e in issued if isinstance(e, _Issue) and self.overlaps), *after)
+
+    def _last_calls(self, window: str, i: Instruction, last: Sequence[tuple[Step, tuple[str, str, str]]]) -> Iterator[_Event]:
+        shared = i.calls[-1] if i.calls and i.calls[-1].bucket else None
+        if shared is None or not self.executed:
+            for step, shown in last:
+                yield self._issue(window, self._call(step), *shown)
+            return
+        value, module, source = last[0][1]
+        yield Work("copy", value, self.prices.of_copy(shared.nbytes), window, module, source)
+        yield self._issue(window, shared, value, module, source)
+
+    def _where(self, i: Instruction, k: int) -> tuple[str, str, str]:
+        """Name, module and source line of a value that is redistributed."""
+        op = self.graph.op(i.writes[k].ref.op)
+        return str(i.writes[k]), op.module or (str(op.target) if op.kind == "param" else ""), op.source
+
+    def _call(self, step: Step) -> CollectiveCall:
+        return CollectiveCall(step.kind, self.mesh.label(step.axes), step.nbytes)
+
+    def _copies(self, window: str, step: Step, shown: tuple[str, str, str], before: bool) -> Iterator[_Event]:
+        """Scatters rearrange what they send, gathers what they receive; all_to_alls may do both, and all of it is put behind."""
+        if step.rearranged and before == (step.kind == "reduce_scatter"):
+            value, module, source = shown
+            yield Work("copy", value, self.prices.of_copy(step.rearranged), window, module, source)
+
+    def _issue(self, window: str, call: CollectiveCall, value: str, module: str, source: str, inner: bool = False) -> _Issue:
+        groups = self._phases(call.kind, call.axis, call.nbytes)
+        self._numbers += 1
+        return _Issue(Call(call.kind, call.axis, self.mesh.axes(call.axis), call.nbytes, alone(groups), groups,
+                           call.axis if self.overlaps else "compute", window, value, module, source, inner), self._numbers)
+
+    def _at_once(self, issue: _Issue) -> Iterator[_Event]:
+        yield issue
+        yield _WaitFor(issue.number)
+
+    # --- the step ---
+
+    def put(self, events: Sequence[_Event]) -> None:
+        at: dict[int, int] = {}
+        for event in events:
+            if isinstance(event, Work):
+                self._pending.append(event)
+                continue
+            self._flush()
+            if isinstance(event, _Issue):
+                at[event.number] = len(self._events)
+                self._events.append(event.call)
+            else:
+                self._events.append(Wait(at[event.number]))
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._events.append(Stretch(tuple(self._pending), sum(w.seconds for w in self._pending)))
+            self._pending = []
+
+    def finished(self) -> tuple[Event, ...]:
+        self._flush()
+        return tuple(self._events)

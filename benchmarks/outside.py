@@ -1,0 +1,185 @@
+"""Step times that others measured and published, beside those that are predicted for the same configuration.
+
+    python benchmarks/outside.py [ROW ...] [--json out.json] [--rows many-nodes.csv]
+
+A prediction is a plan by hand (a baseline of docs/plan.md, no search), simulated as it is executed, on a built-in profile. Nothing is fitted
+here. What a publication does and the configuration does not: see `note`. `--rows`: a CSV of measured steps in the format of
+github.com/VIA-Research/vTrain, data/ground_truth_*.csv; its rows without pipeline stages are predicted too.
+"""
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import process_time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autoshard import Pipeline, Precision, api
+from autoshard.base.mesh import parse_mesh
+from autoshard.cost.cluster import Cluster
+from autoshard.decide.make_plan import make_plan
+from autoshard.decide.options import Options
+from autoshard.decide.program import formulate_within
+from autoshard.decide.walks.baselines import baseline, schemes
+from autoshard.decide.walks.reads import Wiring
+from autoshard.pipeline.microbatches import batch as microbatched
+from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.simulation.replay import replay
+from autoshard.simulation.simulate import program_for
+from models import gpt, llama
+
+
+@dataclass(frozen=True)
+class Row:
+    """`published`: seconds a step; `model`: "llama" or "gpt" with `sizes` (layers, width, heads, ...); `scheme`: a baseline; `recompute`: blocks are
+    checkpointed; `batch`: of all ranks; `microbatches`: of it."""
+
+    name: str
+    published: float
+    source: str
+    cluster: str
+    mesh: str
+    batch: int
+    seq: int
+    scheme: str
+    model: str
+    sizes: tuple[tuple[str, int], ...] = ()
+    recompute: bool = False
+    half: str = "bf16"
+    microbatches: int = 1
+    note: str = ""
+
+
+def gpt_sizes(layers: int, width: int, heads: int, vocab: int = 51200) -> tuple[tuple[str, int], ...]:
+    return (("layers", layers), ("width", width), ("heads", heads), ("vocab", vocab))
+
+
+TITAN = "github.com/pytorch/torchtitan, benchmarks/: 5,762 (8 GPUs) and 5,605 (128) tokens/s per GPU"
+KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, table 5"
+MEGATRON = "Shoeybi et al., arXiv 1909.08053: 77 % of one GPU's FLOP/s per GPU on 8, 74 % on 512"
+VTRAIN = "github.com/VIA-Research/vTrain, data/ground_truth_multi.csv"
+H100S = "their boards have 2.4 TB/s and 500 W"
+ROWS = (
+    Row("llama 8B, 8 H100", 16384 / 5762, TITAN, "h100-dgx", "dp=8", 16, 8192, "FSDP (ZeRO-3)", "llama", note=f"selective checkpoints; {H100S}"),
+    Row("llama 8B, 128 H100", 16384 / 5605, TITAN, "h100-dgx", "dp=128", 256, 8192, "FSDP (ZeRO-3)", "llama", note=f"selective checkpoints; {H100S}"),
+    Row("GPT 22B, 8 A100", 1.42, KORTHIKANTI, "a100-dgx", "tp=8", 4, 2048, "Megatron TP", "gpt", gpt_sizes(48, 6144, 64), True, "fp16"),
+    Row("GPT 3.6B, 64 A100", 3.5665, VTRAIN, "a100-dgx", "dp=64", 512, 2048, "DDP", "gpt", gpt_sizes(30, 3072, 32), True, "fp16"),
+    Row("GPT 1.2B, 1 V100", 0.0, MEGATRON, "v100-dgx2", "tp=1", 8, 1024, "Megatron TP", "gpt", gpt_sizes(40, 1536, 16), True, "fp16"),
+    Row("GPT 8.3B, 8 V100", 0.0, MEGATRON, "v100-dgx2", "tp=8", 8, 1024, "Megatron TP", "gpt", gpt_sizes(72, 3072, 32), True, "fp16"),
+    Row("GPT 8.3B, 512 V100", 0.0, MEGATRON, "v100-dgx2", "dp=64,tp=8", 512, 1024, "Megatron TP", "gpt", gpt_sizes(72, 3072, 32), True, "fp16"),
+)
+
+
+def built(row: Row) -> tuple[nn.Module, tuple, object]:
+    """The model with a batch and its loss, on the meta device. Attention of gpt is three matrix products, as it was then."""
+    module = llama if row.model == "llama" else gpt
+    with torch.device("meta"):
+        made, inputs = module.build("8B" if row.model == "llama" else "tiny", batch=row.batch, seq=row.seq,
+                                    **{"context": row.seq, **dict(row.sizes)} if row.sizes else {})
+    if row.model == "gpt":
+        for block in made.h:
+            block.attn.__class__ = Unfused
+    if row.recompute:
+        for block in made.h:
+            block.__class__ = Checkpointed
+    return made, inputs, module.loss
+
+
+class Unfused(gpt.Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, d = x.shape
+        q, k, v = self.c_attn(x).view(b, s, self.heads, 3 * d // self.heads).transpose(1, 2).chunk(3, dim=-1)
+        scores = q @ k.transpose(-1, -2) * (d // self.heads) ** -0.5
+        hidden = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
+        weights = F.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        return self.c_proj((weights @ v).transpose(1, 2).reshape(b, s, d))
+
+
+class Checkpointed(gpt.Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def predicted(row: Row) -> dict:
+    model, inputs, loss = built(row)
+    mesh, precision, start = parse_mesh(row.mesh), Precision(param=row.half, master="fp32", reduce=row.half), process_time()
+    traced = microbatched.traced(model, inputs, {}, Pipeline(microbatches=row.microbatches), loss_fn=loss, training=True, precision=precision,
+                                 marks={}, fallback="error")
+    formulation = formulate_within(api.prices(traced, mesh, Options(cluster=row.cluster, precision=precision)), float("inf"))
+    scheme = next(s for s in schemes(mesh) if s.name == row.scheme)
+    choice = baseline(Wiring(formulation), scheme)
+    solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
+    plan = make_plan(formulation, solution, model={}, settings={"optimizer": "adamw"}, seeds={})
+    cluster = Cluster.from_snapshot(plan.cluster)
+    step = replay(program_for(traced.graph, plan, cluster, executed=True), cluster).step_s
+    return {"name": row.name, "published_s": row.published or None, "predicted_s": step, "objective_s": plan.objective_s,
+            "error": step / row.published - 1 if row.published else None, "scheme": row.scheme, "mesh": row.mesh, "source": row.source,
+            "note": row.note, "cpu_s": process_time() - start}
+
+
+def measured(path: Path) -> list[Row]:
+    """Rows of a vTrain table that have one pipeline stage."""
+    out = []
+    with path.open() as f:
+        for r in csv.reader(f):
+            if len(r) < 11 or not r[-1].replace(".", "", 1).isdigit() or int(r[-2]) != 1:
+                continue
+            gpus, total, micro, width, heads, layers, seq, tp, dp = (int(x) for x in r[-11:-2])
+            mesh = ",".join(f"{n}={k}" for n, k in (("dp", dp), ("tp", tp)) if k > 1) or "dp=1"
+            name, parts = f"gpt {layers}x{width}, {gpus} GPUs, {mesh}", total // dp // micro
+            out.append(Row(f"{name}, {parts} x {micro}", float(r[-1]) / 1e3, VTRAIN, "a100-dgx", mesh, total, seq,
+                           "Megatron TP" if tp > 1 else "DDP", "gpt", gpt_sizes(layers, width, heads), True, "fp16", parts))
+    return out
+
+
+def weak_scaling(rows: list[dict]) -> list[str]:
+    """Ratios, which do not depend on how fast one device is."""
+    by_name = {r["name"]: r["predicted_s"] for r in rows}
+    out = []
+    if {"llama 8B, 8 H100", "llama 8B, 128 H100"} <= by_name.keys():
+        out.append(f"llama 8B, 8 to 128 GPUs: tokens/s per GPU {100 * (by_name['llama 8B, 8 H100'] / by_name['llama 8B, 128 H100'] - 1):+.1f} % "
+                   f"(published {100 * (5605 / 5762 - 1):+.1f} %)")
+    one = by_name.get("GPT 1.2B, 1 V100")
+    for name, published in (("GPT 8.3B, 8 V100", 77), ("GPT 8.3B, 512 V100", 74)):
+        if one and name in by_name:
+            work = flops(ROWS[5]) / flops(ROWS[4]) / 8  # per GPU: 8 replicas' batch each on 512
+            out.append(f"{name}: {100 * work * one / by_name[name]:.0f} % of one GPU's FLOP/s (published {published} %)")
+    return out
+
+
+def flops(row: Row) -> float:
+    """Of one replica's step, up to a factor: layers and head of a GPT (Narayanan et al., arXiv 2104.04473, appendix)."""
+    layers, h, _, v = (n for _, n in row.sizes)
+    return layers * h * h * (1 + row.seq / (6 * h) + v / (16 * layers * h))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="rows to predict, by a part of their names; default: all")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", type=Path, help="measured steps in vTrain's format")
+    given = parser.parse_args()
+    rows = [r for r in (*ROWS, *(measured(given.rows) if given.rows else ())) if not given.names or any(n in r.name for n in given.names)]
+    found = []
+    for row in rows:
+        found.append(predicted(row))
+        r = found[-1]
+        said = f"{r['published_s']:.3f} s published, {100 * r['error']:+.0f} %" if r["error"] is not None else "a ratio is published"
+        print(f"{r['name']}: {r['predicted_s']:.3f} s predicted, {said}  [{r['scheme']} on {r['mesh']}, {r['cpu_s']:.0f} CPU s]", flush=True)
+    errors = [abs(r["error"]) for r in found if r["error"] is not None]
+    if errors:
+        print(f"median error {100 * median(errors):.0f} % of {len(errors)}")
+    print("\n".join(weak_scaling(found)))
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
