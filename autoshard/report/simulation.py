@@ -84,7 +84,7 @@ def _stages(found: Simulation) -> RenderableType:
 def _critical(found: Simulation) -> RenderableType:
     grid = table("what", "!axis", "module", ">times", ">time", ">share")
     for row in found.critical[:MOST_ROWS]:
-        grid.add_row(MOVES.get(row.what, _kind(row.what)), row.axis, escape(row.module), str(row.times), seconds(row.seconds),
+        grid.add_row(MOVES.get(row.what, _kind(row.what)), row.axis, escape(row.module or "(no module)"), str(row.times), seconds(row.seconds),
                      share(row.seconds, found.step_s))
     if rest := found.critical[MOST_ROWS:]:
         total = sum(row.seconds for row in rest)

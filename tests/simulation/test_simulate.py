@@ -105,6 +105,7 @@ def test_memory_over_time_has_the_plan_s_peak(file: Path) -> None:
     assert max(s.total for s in found.memory) == plan.stages[0].peak.total
     seconds = [s.seconds for s in found.memory]
     assert seconds == sorted(seconds) and 0 < seconds[-1] <= found.step_s
+    assert found.memory[-1].of == "optimizer" and seconds[-1] > seconds[-2]
     peak = next(s for s in found.memory if s.total == plan.stages[0].peak.total)
     assert 0 < peak.seconds < found.step_s
 
