@@ -17,6 +17,7 @@ _HOMES = {
     "check_rule": "autoshard.rules.outside",
     "clip_grad_norm_": "autoshard.runtime.params.clip",
     "compile": "autoshard.api",
+    "generator": "autoshard.serve.api",
     "pad_to_bucket": "autoshard.runtime.lengths",
     "plan": "autoshard.api",
     "register_rule": "autoshard.rules.outside",

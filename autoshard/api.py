@@ -25,6 +25,7 @@ from autoshard.decide.options import Options, Progress, default_cluster
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.program import formulate_within, with_starts
+from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline.merge import merged
 from autoshard.pipeline.microbatches import batch
@@ -202,7 +203,10 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
            profile: Cluster | None = None, step: Training | None = None) -> CostTable:
     """What every strategy and every change of layout costs; explaining and comparing plans start from here too. `step`: of a stage of a
-    pipeline, what a step does besides the graph."""
+    pipeline, what a step does besides the graph. Raises UsageError for a mesh with an axis of stages: each of them has prices of its own."""
+    if step is None and options.pipeline.stages(mesh) > 1:
+        raise UsageError(f"this looks at the program of one stage, and axis {options.pipeline.axis!r} of mesh {mesh} cuts the model into several; "
+                         "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
     graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
     with clock("strategies"):
         seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, fixed or {})

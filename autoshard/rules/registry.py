@@ -146,7 +146,7 @@ def _fits(p: Placement, meta: TensorMeta | None) -> bool:
         return p == R
     if is_partial(p):
         return is_number(meta.dtype) and (p == PSUM or not meta.dtype.is_complex)
-    return p < meta.ndim and meta.logical_shape[p] > 1
+    return p < meta.ndim and meta.logical_shape[p] > 1 and p not in meta.part_dims
 
 
 def factors(call: Call) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:

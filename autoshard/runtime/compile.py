@@ -12,6 +12,7 @@ from autoshard import _torch
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.decide.kept import Known, carried
 from autoshard.decide.options import Options
@@ -119,7 +120,7 @@ class Variant:
             alone(self.place, lambda: self.stored.check_checkpoint(running.checkpoint))
         share(self.place, "lowered", lambda: "", running.timeout)  # from here on ranks may meet in collectives
         if not self.stored.specs:
-            self.stored.settle(plan.placements, self.seed, running.checkpoint)
+            self.stored.settle(plan.placements, self.seed, running.checkpoint, graph=self.traced.graph)
         if self.traced.graph.training:
             keep_on_host(self.stored.params, plan.offload, afresh=self.replan)
         kind = MicroStep if self.traced.graph.microbatches > 1 else Step
@@ -143,7 +144,7 @@ class Variant:
                 return given
             stored = stored or given.placements
             log.info("the given plan is for another variant; planning this one with its placements")
-        names = {op.target for op in graph.of_kind("param", "buffer")}
+        names = {op.target for op in graph.of_kind("param", "buffer")} | set(graph.outputs(Role.MUTATION))
         stored = {name: spec for name, spec in stored.items() if name in names}
         if not self.replan and (kept := self._kept()) is not None:
             return kept

@@ -188,7 +188,7 @@ class CompiledModule(Guidance, nn.Module):
         begin = time.perf_counter()
         traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
                                                         precision=self.options.precision, marks=self.options.marks,
-                                                        fallback=self.options.fallback, hooks_run=True))
+                                                        fallback=self.options.fallback, hooks_run=True, stored={} if replan else self._stored.metas))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         there = time.perf_counter()
@@ -299,7 +299,7 @@ class CompiledModule(Guidance, nn.Module):
         flat = self._recipes[key]
         with torch.set_grad_enabled(key[0][0]):
             step = self._enter(key, flat, replan=True)
-        self._stored.move(step.plan.placements, optimizer)
+        self._stored.move(step.plan.placements, optimizer, step.graph)
         self._steps, self._recipes, self._searched = {key: step}, {key: flat}, (Known(step.plan, step.graph),)
         return step.plan
 

@@ -21,9 +21,11 @@ from autoshard.errors import AutoshardError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, call_of, lower_deferred
 from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.calling import Calling, as_stored
+from autoshard.rules.states import states
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
-from autoshard.runtime.ranks.place import Place, placements
+from autoshard.runtime.params.strided import placements
+from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
@@ -83,6 +85,7 @@ class Step:
         self.user_specs = tuple(plan.ops[op.name].inputs[0] for op in results)
         self.user_metas = tuple(graph.meta(op.refs[0]) for op in results)
         self.mutated = tuple(p.name for p in self.forward.gives if p.kind == Role.MUTATION)
+        self.states = frozenset(graph.op(name).target for name in states(graph))
         self.n_users = len(self.user_specs)
         self.shards = tuple(_pieces(spec, place) for spec in self.user_specs)
         tangents = {op.target for op in graph.of_kind("tangent")}
@@ -125,7 +128,8 @@ class Step:
 
     def write_back(self, values: Sequence[torch.Tensor]) -> None:
         for name, value in zip(self.mutated, values, strict=True):
-            self.stored.write(name, value)
+            write = self.stored.write_state if name in self.states else self.stored.write
+            write(name, value)
 
     def run(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
         """User outputs of one call, local."""
