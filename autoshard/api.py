@@ -160,7 +160,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
 def keep_plan(options: Options, profile: Cluster, plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
     """Of `plans`, made for other shapes, the one to run `graph` with, priced anew; None: search. See decide/kept.py."""
-    budget = Budget.of(graph, profile.device, options.memory_limit(profile))
+    budget = Budget.of(profile.device, options.memory_limit(profile))
     return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, options.running.keep_within)
 
 
