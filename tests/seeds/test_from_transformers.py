@@ -81,9 +81,9 @@ def test_what_has_no_words_or_does_not_divide_is_said_and_left_open(caplog):
     assert [line for line in halves.unsaid if "gate_up_proj" in line and "194 does not divide" in line], "194 divides by 2, its halves do not"
     uneven = hand_plan(llama(intermediate_size=90), parse_mesh("tp=4"))
     assert any("90 does not divide over 4 ranks" in line for line in uneven.unsaid)
-    odd = llama()
-    odd.tp_plan = {**odd.tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
-    assert "model.layers.*.mlp.up_proj.weight" not in autoshard.transformers_seeds(odd, "tp=2")
+    odd = Gated()
+    odd.tp_plan = {"gate_up": "diagonal", "down": "rowwise"}
+    assert list(autoshard.transformers_seeds(odd, "tp=2")) == ["down.weight"]
     assert "'diagonal': an unknown style" in caplog.text
 
 
