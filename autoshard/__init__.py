@@ -14,12 +14,18 @@ from typing import Any
 
 _HOMES = {
     "annotate": "autoshard.seeds.marks",
+    "check_rule": "autoshard.rules.outside",
     "clip_grad_norm_": "autoshard.runtime.params.clip",
     "compile": "autoshard.api",
     "generator": "autoshard.serve.api",
+    "pad_to_bucket": "autoshard.runtime.lengths",
     "plan": "autoshard.api",
+    "register_rule": "autoshard.rules.outside",
     "local_update": "autoshard.runtime.params.update",
     "shard_batch": "autoshard.runtime.inputs",
+    "transformers_cuts": "autoshard.seeds.from_transformers",
+    "transformers_plan": "autoshard.report.as_transformers",
+    "transformers_seeds": "autoshard.seeds.from_transformers",
     "simulate": "autoshard.simulation.simulate",
     "verify": "autoshard.verification.check",
     "AutoshardError": "autoshard.errors",

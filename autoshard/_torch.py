@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils import _pytree as pytree  # noqa: F401  (others take it from here)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -282,7 +283,8 @@ def dtensor(local: torch.Tensor, device_mesh: Any, placements: Any, shape: Any, 
 def dtensor_spec(device_mesh: Any, placements: Any, shape: Any, dtype: torch.dtype) -> Any:
     shape = torch.Size(shape)
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
-    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
+    strided = any(isinstance(p, StridedShard) for p in placements)  # they say how parts lie, and no order of mesh axes
+    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta, use_strided_shard_as_shard_order=False if strided else None)
 
 
 def dtensor_like(local: torch.Tensor, other: Any) -> torch.Tensor:

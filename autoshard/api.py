@@ -15,14 +15,17 @@ from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.base.spec import Spec
+from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.backends import find
 from autoshard.decide.how import How
+from autoshard.decide.kept import Known, kept
 from autoshard.decide.options import Options, Progress, default_cluster
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.program import formulate_within, with_starts
+from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline.merge import merged
 from autoshard.pipeline.microbatches import batch
@@ -93,15 +96,14 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
 
 
-def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None,
-            example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable | None = None,
-            training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
+def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None,
+            *, loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
             time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None,
             plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
             cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
-            check_inputs: str = "first", progress: Progress | None = None) -> CompiledModule:
+            check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1, progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -112,10 +114,10 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     cache          keep plans on disk; True for the default folder, or a folder
     checkpoint     folder of a torch.distributed.checkpoint to fill a meta model from
     join_timeout   seconds to wait for ranks that have not called this; then an AutoshardError names them
-    inputs         "global": every rank passes the same whole batch; "local": every rank passes its own piece of it, which is what a
-                   DataLoader with DistributedSampler gives
-    check_inputs   when ranks compare the numbers of their inputs: "first": at the calls 1, 2, 3, 5, 9, ... of every variant; "always";
-                   "never"
+    inputs         "global": every rank passes the same whole batch; "local": its own piece of it, as a loader with DistributedSampler gives
+    check_inputs   when ranks compare the numbers of their inputs: "first" (calls 1, 2, 3, 5, 9, ... of a variant), "always", "never"
+    variants       how many variants of the call (shapes, modes) are kept, those used last
+    keep_within    new shapes keep a plan estimated at most this share dearer than a search would find (docs/new-shapes.md); 0: search
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
@@ -143,7 +145,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     check_compilable(model, mesh_of(mesh), options)
     chosen = loaded(plan)
-    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile))
+    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile),
+                        partial(keep_plan, options, profile) if keep_within > 0 else None)
     compiled: CompiledModule
     if options.pipeline.stages(mesh_of(mesh)) > 1:
         compiled = pipeline_module(model, locate(mesh, device, join_timeout), settings, example_inputs is not None)
@@ -153,6 +156,12 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):
             compiled.prepare(*example_inputs, **dict(example_kwargs or {}))
     return compiled
+
+
+def keep_plan(options: Options, profile: Cluster, plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
+    """Of `plans`, made for other shapes, the one to run `graph` with, priced anew; None: search. See decide/kept.py."""
+    budget = Budget.of(graph, profile.device, options.memory_limit(profile))
+    return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, options.running.keep_within)
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
@@ -194,7 +203,10 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
            profile: Cluster | None = None, step: Training | None = None) -> CostTable:
     """What every strategy and every change of layout costs; explaining and comparing plans start from here too. `step`: of a stage of a
-    pipeline, what a step does besides the graph."""
+    pipeline, what a step does besides the graph. Raises UsageError for a mesh with an axis of stages: each of them has prices of its own."""
+    if step is None and options.pipeline.stages(mesh) > 1:
+        raise UsageError(f"this looks at the program of one stage, and axis {options.pipeline.axis!r} of mesh {mesh} cuts the model into several; "
+                         "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
     graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
     with clock("strategies"):
         seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, fixed or {})

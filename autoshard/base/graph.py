@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -37,11 +37,13 @@ WEIGHT = "weight"
 @dataclass(frozen=True)
 class TensorMeta:
     """Shape and dtype of a value. `factors[d]` are the logical dims that tensor dim d is made of,
-    major first; `(n,)` for an ordinary dim. Specs refer to logical dims, numbered across dims."""
+    major first; `(n,)` for an ordinary dim. Specs refer to logical dims, numbered across dims. `part_dims`: logical dims that
+    count the parts of a dim (q|k|v); they are never split, so a shard of such a dim takes its share of every part."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     factors: tuple[tuple[int, ...], ...] = ()
+    part_dims: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.factors and self.shape:
@@ -79,6 +81,18 @@ class TensorMeta:
         dim %= len(self.factors)
         start = sum(len(f) for f in self.factors[:dim])
         return range(start, start + len(self.factors[dim]))
+
+    def tensor_dim(self, logical: int) -> int:
+        """The tensor dim that a logical dim belongs to."""
+        return next(d for d in range(len(self.factors)) if logical in self.logical_dims(d))
+
+    def parts_of(self, dim: int) -> int:
+        """How many parts tensor dim `dim` consists of; 1 for one that is no row of parts."""
+        return next((self.logical_shape[i] for i in self.logical_dims(dim) if i in self.part_dims), 1)
+
+    def split_dim(self, dim: int) -> int:
+        """The logical dim that a shard of tensor dim `dim` splits: its major one, behind the number of its parts."""
+        return next(i for i in self.logical_dims(dim) if i not in self.part_dims)
 
     def unflatten(self, logical: tuple[int, ...]) -> tuple[int, ...]:
         """Tensor shape for a (local) logical shape with the same factor structure."""
@@ -336,6 +350,8 @@ class Graph:
         for op in self.ops:
             h.update(repr((op.name, op.kind, str(op.target), op.args, op.kwargs, op.outputs, op.phase)).encode())
         h.update(repr((self.training, self.in_tree, self.out_tree, self.tied)).encode())
+        if parts := [(op.name, m.part_dims) for op in self.ops for m in op.outputs if m is not None and m.part_dims]:
+            h.update(repr(parts).encode())
         if self.microbatches > 1:
             h.update(f"{self.microbatches} micro-batches".encode())
         return h.hexdigest()[:32]

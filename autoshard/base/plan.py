@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from autoshard.base import quantities
+from autoshard.base.notebook import facts
 from autoshard.base.typed_data import MeshText, Number, SpecText
 from autoshard.errors import PlanError, UsageError
 
@@ -261,6 +263,17 @@ class Plan:
         import hashlib
 
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows; the whole report is `autoshard report plan.json --html report.html`."""
+        moved = sum(c.nbytes for c in self.collectives)
+        total, limit = self.memory.get("total"), self.memory.get("limit")
+        return facts(f"Plan for {self.model.get('reference') or 'a model'} on {self.mesh}", (
+            ("kind", self.kind), ("cluster", self.cluster.get("name")), ("step, predicted", quantities.seconds(self.objective_s)),
+            ("status", f"{self.status}, gap {self.gap:.2%}" if self.bound_s else self.status),
+            ("memory of a rank", total and quantities.size(total) + (f" of {quantities.size(limit)}" if limit else "")),
+            ("collectives", f"{len(self.collectives)}, {quantities.size(moved)} a rank and step"),
+            ("run whole, no rule", ", ".join(sorted({f.target for f in self.fallbacks})))), self.notes)
 
     def to_json(self) -> str:
         """Sorted-key JSON text. Run times are left out, so equal inputs give equal bytes."""

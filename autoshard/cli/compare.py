@@ -40,7 +40,7 @@ def compare(request: Request,
         from autoshard.study.compare import comparison, save
 
         found = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss,
-                           clock=PhaseTimer(progress))
+                           clock=PhaseTimer(progress), own=asked.own)
     if save_dir is not None:
         save(found, save_dir)
     if html is not None:

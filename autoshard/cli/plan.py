@@ -98,15 +98,20 @@ def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress
 
     clock = PhaseTimer(progress)
     asked = request.traced(progress, clock)
-    table = api.prices(asked.traced, asked.mesh, asked.options, clock=clock)
-    beside = None
+    stages, beside, known = asked.options.pipeline.stages(asked.mesh), None, ()
     if with_baselines:
-        beside = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=clock)
+        beside = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=clock,
+                            own=asked.own)
         found = beside.chosen.plan
         if found is None:
             raise InfeasibleError(beside.chosen.note)
-    else:
-        found = api.decide(table, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
+    elif stages > 1:
+        found = api.plan_traced(asked.traced, asked.mesh, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
+    if stages == 1:
+        table = api.prices(asked.traced, asked.mesh, asked.options, clock=clock)
+        if beside is None:
+            found = api.decide(table, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
+        known = tuple(alternatives(chosen_by(found, table)))
     progress("report", "")
-    write(html, found, beside, alternatives(chosen_by(found, table)))
+    write(html, found, beside, known)
     return found

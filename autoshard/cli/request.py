@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoshard.decide.pipeline_options import Pipeline
     from autoshard.program.calling import Traced
     from autoshard.program.load import ModelSpec
+    from autoshard.seeds.from_transformers import HandPlan
 
 
 def listed(names: Iterable[str]) -> str:
@@ -32,13 +33,14 @@ def listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TracedRequest:
-    """A traced model with what was asked about it."""
+    """A traced model with what was asked about it. `own`: the plans that the model brings along, by name."""
 
     traced: Traced
     mesh: Mesh
     options: Options
     has_loss: bool
     model: Mapping[str, Any]
+    own: Mapping[str, HandPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Request:
         from autoshard.decide.arguments import check_called
         from autoshard.decide.phase_timer import PhaseTimer
         from autoshard.pipeline.microbatches import batch
+        from autoshard.seeds.from_transformers import hand_plan, has_plan
 
         spec = self.load()
         check_called(spec.model, spec.example_inputs, spec.example_kwargs)
@@ -142,8 +145,9 @@ class Request:
             traced = batch.traced(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), options.pipeline,
                                   loss_fn=spec.loss_fn, training=not self.inference, precision=options.precision, marks=options.marks,
                                   fallback=options.fallback)
-        return TracedRequest(traced, parse_mesh(self.mesh), options, spec.loss_fn is not None,
-                     {"reference": spec.reference, **spec.settings})
+        mesh = parse_mesh(self.mesh)
+        return TracedRequest(traced, mesh, options, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings},
+                             {"its own tp_plan": hand_plan(spec.model, mesh, others_whole=True)} if has_plan(spec.model) else {})
 
     def plan(self, progress: Callable[[str, str], None]) -> Plan:
         """Load the model and search its plan."""

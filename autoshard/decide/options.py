@@ -59,14 +59,25 @@ class Passing(_Checked):
 
 @dataclass(frozen=True)
 class Running(_Checked):
-    """How a compiled model runs; nothing here changes a plan. `cache`: folder of plans; `checkpoint`: folder to fill a meta model
-    from; `timeout`: seconds that ranks wait for the leading one; `check_inputs`: when ranks compare the numbers of their inputs."""
+    """How a compiled model runs; nothing here changes what a search finds. `cache`: folder of plans; `checkpoint`: folder to fill a meta model
+    from; `timeout`: seconds that ranks wait for the leading one; `check_inputs`: when ranks compare the numbers of their inputs;
+    `variants`: how many are kept; `keep_within`: share by which a plan kept for other shapes may be dearer than one searched, see
+    decide/kept.py."""
 
     backend: str = "eager"
     check_inputs: str = one_of("first", "always", "never")
     checkpoint: str | None = None
     cache: Path | None = None
     timeout: float = 3600.0
+    variants: int = 32
+    keep_within: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (type(self.variants) is int and self.variants >= 1):
+            raise UsageError(f"variants={self.variants!r}: give a number of variants to keep, at least 1")
+        if not (isinstance(self.keep_within, (int, float)) and self.keep_within >= 0):
+            raise UsageError(f"keep_within={self.keep_within!r}: give a share such as 0.1; 0 searches for every new shape")
 
 
 @dataclass(frozen=True)

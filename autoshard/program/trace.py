@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoshard._torch import pytree
+from autoshard.base.graph import TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
 from autoshard.program.calling import Traced
@@ -17,6 +18,8 @@ from autoshard.program.simplify import simplify
 from autoshard.program.tracing.one_trace import OneTrace
 from autoshard.program.tracing.survey import ReadsData, Survey
 from autoshard.rules.factors import factor_graph
+from autoshard.rules.outside import find_packages
+from autoshard.rules.part_dims import with_parts
 
 MODES = ("eager", "compiling", "exporting")
 
@@ -24,9 +27,9 @@ MODES = ("eager", "compiling", "exporting")
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
           precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False,
-          raw: bool = False) -> Traced:
-    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`, to its canonical graph: simplified, with the factors of
-    every dim; `raw`: as it was recorded. Arguments are bound as Python does; the
+          raw: bool = False, stored: Mapping[str, TensorMeta] | None = None) -> Traced:
+    """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`, to its canonical graph: simplified, with the factors and
+    parts of every dim (`stored`: parameters that have theirs already); `raw`: as it was recorded. Arguments are bound as Python does; the
     target may also be given by the name that only `loss_fn` has.
 
     Weights and inputs may be real, meta, fake or DTensors; only shapes and dtypes are read and the model is
@@ -40,6 +43,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for
     data-dependent control flow and what else cannot be one graph: all places at once, as far as they can be found.
     """
+    find_packages()
     if training is None:
         inputs = [t for t in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(t, torch.Tensor)]
         training = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *inputs))
@@ -50,7 +54,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
                             mode=mode, hooks_run=hooks_run).traced()
 
     found = _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
-    return found if raw else Traced(factor_graph(simplify(found.graph)), found.calling)
+    return found if raw else Traced(with_parts(factor_graph(simplify(found.graph)), stored), found.calling)
 
 
 def _surveyed(run: Callable[..., Traced], whole: Collection[str]) -> Traced:

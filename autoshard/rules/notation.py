@@ -6,10 +6,12 @@ part of the output, so the output is Partial. Marks:
     k!     the dim stays whole            ...    any number of dims, aligned from the right, broadcasting
     1      a dim of size 1                ,      next operand of a product
     ~x y   the op is not linear in x y    +      next operand of a sum
+    @k     a dim made of parts, or one of its parts: a shard takes its share of each part
 
 Operands are the schema's tensor arguments in order; an argument that is None is skipped, a tensor list
 repeats its term. A dim of size 1 broadcasts: it is replicated where its letter is sharded. A dim with several
-factors gives one row per factor; operands that disagree share the factors up to and with the first that differs.
+factors gives one row per factor; operands that disagree share the factors up to and with the first that differs. Where one operand's
+dim is made of parts and another's is not, the letter stays whole, unless it has the mark @.
 
 `partial` says whether Partial(sum) passes: "each" operand of a product alone (a sum needs one in every
 addend), "all" operands only together, or "none".
@@ -95,7 +97,11 @@ class Operand:
     def __post_init__(self) -> None:
         for d, letter in enumerate(self.letters):
             sizes = self.meta.logical_shape
-            self.places[letter] = tuple((i, sizes[i]) for i in self.meta.logical_dims(d) if sizes[i] != 1)
+            self.places[letter] = tuple((i, sizes[i]) for i in self.meta.logical_dims(d) if sizes[i] != 1 and i not in self.meta.part_dims)
+
+    def parts(self, letter: str) -> int:
+        """How many parts the letter's dim consists of."""
+        return self.meta.parts_of(self.letters.index(letter)) if self.meta.part_dims else 1
 
 
 @dataclass(frozen=True)
@@ -165,8 +171,10 @@ def _operand(term: Term, meta: TensorMeta, call: Call, notation: Notation) -> Op
 def letter_rows(b: Binding, reduce: Placement) -> Iterator[Row]:
     """One row per factor of every letter that is not whole."""
     for letter in b.letters:
-        holders = [o.places[letter] for o in (*b.inputs, *b.outputs) if o and o.places.get(letter)]
-        for j in range(_common(holders)):
+        holding = [o for o in (*b.inputs, *b.outputs) if o and o.places.get(letter)]
+        if not letter.startswith("@") and len({o.parts(letter) for o in holding}) > 1:
+            continue
+        for j in range(_common([o.places[letter] for o in holding])):
             def place(o: Operand | None) -> Placement | None:
                 return o.places[letter][j][0] if o and o.places.get(letter) else None
 
@@ -237,9 +245,9 @@ def contraction_flops(b: Binding, inputs: Sequence[Any], outputs: Sequence[Any])
     for o, local in zip((*b.inputs, *b.outputs), (*inputs, *outputs), strict=True):
         if o is None:
             continue
-        for letter, places in o.places.items():
-            if places and letter not in sizes:
-                sizes[letter] = prod(local[i] for i, _ in places)
+        for d, letter in enumerate(o.letters):
+            if o.places[letter] and letter not in sizes:
+                sizes[letter] = prod(local[i] for i in o.meta.logical_dims(d))
     return 2.0 * prod(sizes.values())
 
 

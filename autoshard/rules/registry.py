@@ -62,6 +62,19 @@ def table() -> dict[Any, Rule]:
     return out
 
 
+@lru_cache(maxsize=1)
+def outside() -> dict[Any, str]:
+    """Ops of other packages that were given a rule, with what tells that rule from another one."""
+    return {}
+
+
+def add(target: Any, found: Rule, says: str) -> None:
+    """Give an op of another package its rule (see outside.py). What was looked up before is forgotten."""
+    table()[target], outside()[target] = found, says
+    for looked_up in (rule_of, rows, _resolve):
+        looked_up.cache_clear()
+
+
 @cache
 def rule_of(target: Any) -> Rule:
     """The rule of an op overload: its own, by tag, borrowed, or all-Replicate. A target that is none brings its rule along."""
@@ -133,7 +146,7 @@ def _fits(p: Placement, meta: TensorMeta | None) -> bool:
         return p == R
     if is_partial(p):
         return is_number(meta.dtype) and (p == PSUM or not meta.dtype.is_complex)
-    return p < meta.ndim and meta.logical_shape[p] > 1
+    return p < meta.ndim and meta.logical_shape[p] > 1 and p not in meta.part_dims
 
 
 def factors(call: Call) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard._torch import pytree
 from autoshard.base.spec import R, Spec, format_spec
 from autoshard.decide.options import Passing
 from autoshard.errors import MeshError, UsageError
 from autoshard.program.calling import as_stored
-from autoshard.runtime.ranks.place import Place, placements
+from autoshard.runtime.params.strided import placements
+from autoshard.runtime.ranks.place import Place
 
 
 def spec_given(passing: Passing, t: torch.Tensor, place: Place) -> Spec | None:
@@ -35,6 +36,8 @@ def _spec_of(t: DTensor, place: Place) -> Spec:
         raise MeshError(f"an input is a DTensor on {t.device_mesh}, the model is compiled for mesh {place.mesh}; use one mesh")
     if any(p.is_partial() for p in t.placements):
         raise UsageError(f"an input is a DTensor with placements {t.placements}; redistribute Partial inputs first")
+    if not all(isinstance(p, (Shard, Replicate)) for p in t.placements):
+        raise UsageError(f"an input is a DTensor with placements {t.placements}; redistribute it to Shard and Replicate first")
     return tuple(p.dim if isinstance(p, Shard) else R for p in t.placements)
 
 

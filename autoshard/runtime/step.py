@@ -24,7 +24,8 @@ from autoshard.program.calling import Calling, as_stored
 from autoshard.rules.states import states
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
-from autoshard.runtime.ranks.place import Place, placements
+from autoshard.runtime.params.strided import placements
+from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
@@ -108,6 +109,10 @@ class Step:
         """The collectives of one step."""
         return self.forward.issues + (self.backward.issues if self.backward else ())
 
+    def on(self, stored: Stored) -> "Step":
+        """The same program with other tensors."""
+        return type(self)(self.graph, self.calling, self.plan, self.lowered, self.place, stored, self.backend, self.outputs, self.given)
+
     # --- forward ---
 
     def arguments(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> list[Any]:
@@ -181,7 +186,7 @@ class Step:
         if self.place.device_mesh is None:
             return local if border is None else local.to(border.device)
         if border is None:
-            return _torch.dtensor_like(local, self.stored.params[name])
+            return _torch.dtensor_like(as_stored(local), self.stored.params[name])  # autograd sees to strides of plain tensors alone
         spec = self.input_specs[name]
         if border.local:
             return (local * _pieces(spec, self.place)).to(border.device)

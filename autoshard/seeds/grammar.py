@@ -70,11 +70,17 @@ def _per_axis(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> Spec:
     spec = parse_spec(text)
     if len(spec) != mesh.ndim or max(spec) >= len(meta.shape):
         raise SeedError(f"seed {origin}: give one Shard or Replicate per mesh axis ({mesh}) on dims below {len(meta.shape)}")
-    spec = tuple(meta.logical_dims(p)[0] if p >= 0 else p for p in spec)
+    spec = tuple(meta.split_dim(p) if p >= 0 else p for p in spec)
     if not divides(meta.logical_shape, spec, mesh.sizes):
         raise SeedError(f"seed {origin} splits a tensor of shape {meta.shape} unevenly ({format_spec(spec)} on mesh {mesh}); "
-                        "shard a dim that the axis size divides")
+                        f"shard a dim that the axis size divides{in_parts(meta)}")
     return spec
+
+
+def in_parts(meta: TensorMeta) -> str:
+    """For messages: which dims consist of parts."""
+    found = [f"dim {d} consists of {meta.parts_of(d)} parts, each of which is split" for d in range(len(meta.shape)) if meta.parts_of(d) > 1]
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def _per_dim(text: str, ndim: int, mesh: Mesh, origin: str) -> list[tuple[str, ...] | None]:
@@ -99,16 +105,16 @@ def _per_dim(text: str, ndim: int, mesh: Mesh, origin: str) -> list[tuple[str, .
 
 def _expand(dims: list[tuple[str, ...] | None], meta: TensorMeta, mesh: Mesh) -> Iterable[Spec]:
     """All specs with the closed dims as given and the free axes on open dims or nowhere. A closed dim that is made of
-    several logical dims is split along the major one."""
+    several logical dims is split along the major one, one that is made of parts within each of them."""
     logical: list[tuple[str, ...]] = [()] * meta.ndim
     for d, axes in enumerate(dims):
         if axes:
-            logical[meta.logical_dims(d)[0]] = axes
+            logical[meta.split_dim(d)] = axes
     try:
         base = ShardingSpec(tuple(logical)).to_spec(mesh)
     except MeshError as e:
         raise SeedError(str(e)) from None
-    open_dims = [i for d, axes in enumerate(dims) if axes is None for i in meta.logical_dims(d)]
+    open_dims = [i for d, axes in enumerate(dims) if axes is None for i in meta.logical_dims(d) if i not in meta.part_dims]
     free = [a for a in range(mesh.ndim) if base[a] == R]
     for choice in product((R, *open_dims), repeat=len(free)):
         spec = list(base)

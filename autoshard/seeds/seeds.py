@@ -25,7 +25,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.errors import SeedError
-from autoshard.seeds.grammar import ROLE, Seed, seed_text, specs_of
+from autoshard.seeds.grammar import ROLE, Seed, in_parts, seed_text, specs_of
 from autoshard.seeds.marks import MARKER, given_group, marks
 from autoshard.seeds.names import names, nearest
 from autoshard.seeds.user_placements import axes_of, given_specs
@@ -103,9 +103,12 @@ class _Found:
             raise SeedError(f"seed {origin}: {role} names {len(others)} tensors, and one is needed{_nearest(self.graph, role)}")
         mine = [op for op in matching(self.graph, key) if op.name != others[0].name]
         for op in mine:
-            shape, other = (list(_held(self.graph, o).shape) for o in (op, others[0]))
-            if shape != other:
-                raise SeedError(f"seed {origin} ties {key} of shape {shape} to {role} of shape {other}; tie tensors of one shape")
+            one, two = (_held(self.graph, o) for o in (op, others[0]))
+            if one.shape != two.shape:
+                raise SeedError(f"seed {origin} ties {key} of shape {list(one.shape)} to {role} of shape {list(two.shape)}; tie tensors of one shape")
+            if one.logical_shape != two.logical_shape:
+                raise SeedError(f"seed {origin} ties {key} to {role}, and their dims consist of different parts ({list(one.logical_shape)} and "
+                                f"{list(two.logical_shape)}); give both the same layout instead")
             self.ties[op.name, others[0].name] = origin
         return len(mine)
 
@@ -167,7 +170,7 @@ class _Found:
     def allowed(self, text: str, meta: TensorMeta, name: str, origin: str) -> frozenset[Spec]:
         if not (allowed := specs_of(text, meta, self.mesh, origin)):
             raise SeedError(f"seed {origin} splits {name} of shape {meta.shape} unevenly on mesh {self.mesh}; "
-                            "shard a dim that the axis size divides")
+                            f"shard a dim that the axis size divides{in_parts(meta)}")
         return allowed
 
 

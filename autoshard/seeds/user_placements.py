@@ -46,11 +46,11 @@ def given_specs(placement: str, axes: tuple[int, ...], meta: TensorMeta, mesh: M
     """All specs that have `placement` ("P", "Pmax", "Pmin", "R", or "S1" of a tensor dim) on `axes`; the other axes are free.
     Raises SeedError, naming `origin`, where the value cannot lie so."""
     (given,) = parse_spec(placement)
-    given = meta.logical_dims(given)[0] if given >= 0 else given
+    given = meta.split_dim(given) if given >= 0 else given
     if is_partial(given) and not is_number(meta.dtype):
         raise SeedError(f"{origin} reduces numbers of dtype {str(meta.dtype).removeprefix('torch.')}, of which parts cannot be "
                         "planned; make them floating point before")
-    others = (R, *range(meta.ndim), *([given] if is_partial(given) else []))
+    others = (R, *(d for d in range(meta.ndim) if d not in meta.part_dims), *([given] if is_partial(given) else []))
     choices = [(R,) if size == 1 else (given,) if a in axes else others for a, size in enumerate(mesh.sizes)]
     found = frozenset(s for s in product(*choices) if divides(meta.logical_shape, s, mesh.sizes))
     if not found:

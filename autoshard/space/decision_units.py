@@ -268,8 +268,8 @@ def _accepts_all(graph: Graph, op: Op) -> bool:
     """Whether a view has a row for every shard of its input, onto a dim that divides as far."""
     rows = registry.rows(graph.calls[op.name])
     for i, ref in enumerate(op.refs):
-        shape = graph.meta(ref).logical_shape
-        if {d for d, n in enumerate(shape) if n > 1} - {r.inputs[i] for r in rows}:
+        shape, parts = graph.meta(ref).logical_shape, graph.meta(ref).part_dims
+        if {d for d, n in enumerate(shape) if n > 1 and d not in parts} - {r.inputs[i] for r in rows}:
             return False
         narrowed = (meta.logical_shape[p] < shape[row.inputs[i]] for row in rows if row.inputs[i] >= 0
                     for meta, p in zip(op.outputs, row.outputs, strict=True) if meta is not None and p >= 0)

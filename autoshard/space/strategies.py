@@ -150,7 +150,7 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
 
 def storage_specs(meta: TensorMeta, mesh: Mesh) -> list[Spec]:
     """Every way to store a tensor without Partial, evenly divided. All-Replicate first."""
-    choices = (R, *range(meta.ndim))
+    choices = (R, *(d for d in range(meta.ndim) if d not in meta.part_dims))
     return [s for s in product(choices, repeat=mesh.ndim) if divides(meta.logical_shape, s, mesh.sizes)]
 
 

@@ -89,7 +89,7 @@ def _read(text: str, table: CostTable, value: Ref, origin: str) -> Nested:
     if len(entries) == len(meta.shape) and not any(mesh.sizes[a] == 1 for a in range(mesh.ndim)):
         for d, axes in enumerate(known):
             if len(axes) > 1:
-                nested[meta.logical_dims(d)[0]] = [mesh.index(a) for a in axes]
+                nested[meta.split_dim(d)] = [mesh.index(a) for a in axes]
     return tuple(map(tuple, nested))
 
 

@@ -89,7 +89,7 @@ def _rank(model: nn.Module, traced: Any, plan: Plan, made: Pipelined, r: int, wi
     place = Place(made.submesh, None, (0,) * made.submesh.ndim, {}, torch.device("cpu"))
     stored, mine = Stored(model, place), made.stages_of(r)
     stored.keep_only(_names(made, mine))
-    stored.settle({n: p for n, p in plan.placements.items() if n in stored.params or n in stored.buffers}, 0)
+    stored.settle({n: p for n, p in plan.placements.items() if n in stored.params or n in stored.buffers}, 0, graph=traced.graph)
     programs = {}
     for s in mine:
         own = stage_plan(plan, made, s)

@@ -99,8 +99,8 @@ def _grouped(ctx: LocalContext, a: Any, b: Any, offs: Any = None, *rest: Any, **
 
 def grouped_flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """2 x rows x k x n, times the share of experts held: groups are taken to be equally large."""
-    a, b = inputs[:2]
-    if len(call.inputs[1].shape) == 3:
+    a, b = (m.unflatten(x) for m, x in zip(call.inputs[:2], inputs, strict=False))
+    if len(b) == 3:
         return 2.0 * prod(a) * b[2] * b[0] / max(call.inputs[1].shape[0], 1)
     return 2.0 * prod(a) * b[1] * outputs[0][0] / max(call.output().shape[0], 1)
 

@@ -159,15 +159,62 @@ def _select_backward(call: Call) -> str:
 
 
 def _slice(call: Call) -> str:
-    """A slice of everything passes its dim."""
+    """A slice of everything passes its dim, one part of a dim made of parts its share of the part. The gradient likewise."""
     d, at = dims(call.inputs[0]), _dim(call)
     if call.inputs[0].shape == call.output().shape:
         return _line(d, d)
+    whole, part = sorted((call.inputs[0], call.output()), key=lambda m: -m.shape[at])
+    whole_steps = (call.argument("step") or 1) == 1
+    if whole_steps and _are_parts(whole, [part], at, whole.shape[at] // max(part.shape[at], 1)) and _start(call, whole, at) % part.shape[at] == 0:
+        shared = d[:at] + [f"@{d[at]}"] + d[at + 1:]
+        return _line(shared, shared)
     return _line(d[:at] + ["old!"] + d[at + 1:], d[:at] + ["new!"] + d[at + 1:])
 
 
+def _are_parts(whole: TensorMeta, parts: Sequence[TensorMeta | None], at: int, count: int) -> bool:
+    """Whether dim `at` of a tensor consists of `count` parts, and `parts` are such ones."""
+    return whole.parts_of(at) == count > 1 and all(m is not None and m.shape[at] * count == whole.shape[at] for m in parts)
+
+
+def _start(call: Call, whole: TensorMeta, at: int) -> int:
+    start = call.argument("start") or 0
+    return max(start + whole.shape[at], 0) if start < 0 else start
+
+
+def _piece(ctx: LocalContext, whole: TensorMeta, local: int, at: int) -> tuple[int, int]:
+    """Where a slice begins and ends in a local dim of length `local`; a dim that is split is made of parts, or sliced whole."""
+    part = min(ctx.call.inputs[0].shape[at], ctx.call.output().shape[at])
+    start, n = _start(ctx.call, whole, at), whole.shape[at]
+    return start * local // n, (start + part) * local // n
+
+
+def _local_slice(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
+    whole, at = ctx.call.inputs[0], _dim(ctx.call)
+    if ctx.local_in(0)[at] == whole.shape[at]:
+        return ctx.call.target(x, *args, **kwargs)
+    return aten.slice.Tensor(x, at, *_piece(ctx, whole, ctx.local_in(0)[at], at), 1)
+
+
+def _local_slice_backward(ctx: LocalContext, x: Any, sizes: Any, *args: Any, **kwargs: Any) -> Any:
+    whole, at = ctx.call.output(), _dim(ctx.call)
+    if ctx.local_out(0)[at] == whole.shape[at]:
+        return ctx.call.target(x, list(ctx.local_out(0)), *args, **kwargs)
+    return aten.slice_backward.default(x, list(ctx.local_out(0)), at, *_piece(ctx, whole, ctx.local_out(0)[at], at), 1)
+
+
+def _local_split(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:
+    meta, at = ctx.call.inputs[0], _dim(ctx.call)
+    if ctx.local_in(0)[at] == meta.shape[at]:
+        return ctx.call.target(x, *args, **kwargs)
+    return aten.split_with_sizes.default(x, [ctx.local_in(0)[at] // len(ctx.call.outputs)] * len(ctx.call.outputs), at)
+
+
 def _split(call: Call) -> str:
+    """Pieces that are the parts of the dim have their share of it."""
     d, at = dims(call.inputs[0]), _dim(call)
+    if _are_parts(call.inputs[0], call.outputs, at, len(call.outputs)):
+        shared = " ".join(d[:at] + [f"@{d[at]}"] + d[at + 1:])
+        return f"{shared} -> {', '.join([shared] * len(call.outputs))}"
     part = " ".join(d[:at] + ["part!"] + d[at + 1:])
     return f"{' '.join(d[:at] + ['whole!'] + d[at + 1:])} -> {', '.join([part] * len(call.outputs))}"
 
@@ -181,6 +228,9 @@ def _unbind(call: Call) -> str:
 def _cat(call: Call) -> str:
     d = dims(call.output())
     at = _dim(call, ndim=len(d))
+    if _are_parts(call.output(), call.inputs, at, len(call.inputs)):
+        shared = d[:at] + [f"@{d[at]}"] + d[at + 1:]
+        return _line(shared, shared)
     return _line(d[:at] + ["part!"] + d[at + 1:], d[:at] + ["whole!"] + d[at + 1:])
 
 
@@ -290,12 +340,12 @@ RULES = {
     aten.squeeze.dim: _view(_squeeze, local=_reshape),
     aten.squeeze.dims: _view(_squeeze, local=_reshape),
     aten.select.int: _view(_select),
-    aten.slice.Tensor: _view(_slice),
-    aten.split.Tensor: _view(_split),
-    aten.split_with_sizes.default: _view(_split),
-    aten.unsafe_split.Tensor: _view(_split),
-    aten.unsafe_split_with_sizes.default: _view(_split),
-    aten.chunk.default: _view(_split),
+    aten.slice.Tensor: _view(_slice, local=_local_slice),
+    aten.split.Tensor: _view(_split, local=_local_split),
+    aten.split_with_sizes.default: _view(_split, local=_local_split),
+    aten.unsafe_split.Tensor: _view(_split, local=_local_split),
+    aten.unsafe_split_with_sizes.default: _view(_split, local=_local_split),
+    aten.chunk.default: _view(_split, local=_local_split),
     aten.unbind.int: _view(_unbind),
     aten.diagonal.default: _view(_diagonal),
     aten.unfold.default: _view(_unfold),
@@ -304,7 +354,7 @@ RULES = {
     aten.cat.default: rule(_cat, partial="all", family=Family.COPY),
     aten.stack.default: rule(_stack, partial="all", family=Family.COPY),
     aten.select_backward.default: _copy(_select_backward, sizes=_inputs_like_out),
-    aten.slice_backward.default: _copy(_slice, sizes=_inputs_like_out),
+    aten.slice_backward.default: _copy(_slice, local=_local_slice_backward),
     aten.diagonal_backward.default: _copy(_diagonal_backward, sizes=_inputs_like_out),
     aten.unfold_backward.default: _copy(_unfold_backward, sizes=(("input_sizes", "out0"),)),
     aten.slice_scatter.default: _writes(_slice_scatter, _write_slice),

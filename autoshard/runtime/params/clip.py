@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.errors import UsageError
 
@@ -51,4 +51,4 @@ def _own(g: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The local part, and how many ranks hold the same."""
     if not isinstance(g, DTensor):
         return g, 1
-    return g._local_tensor, prod(n for n, p in zip(g.device_mesh.shape, g.placements, strict=True) if not isinstance(p, Shard))
+    return g._local_tensor, prod(n for n, p in zip(g.device_mesh.shape, g.placements, strict=True) if isinstance(p, Replicate))

@@ -7,7 +7,7 @@ same seed on all ranks, sliced and freed, so that no rank ever holds the model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -15,31 +15,39 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import _torch
+from autoshard.base.graph import Graph, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.base.random import mix
-from autoshard.base.spec import R, Spec, format_spec, local_shape, replicated
-from autoshard.errors import ModelError, PlanError
+from autoshard.base.spec import Spec, format_spec, replicated
+from autoshard.errors import ModelError, PlanError, UsageError
+from autoshard.runtime.params.strided import cut, placements
 from autoshard.runtime.ranks.agree import alone, share
-from autoshard.runtime.ranks.place import Place, placements
+from autoshard.runtime.ranks.place import Place
 
 
 class Stored:
     """`module` is a copy of the user's module tree that holds these tensors; tied names share one.
 
     params / buffers   by name, the first of tied names
-    specs              placements by name, empty until `settle`"""
+    specs              placements by name, empty until `settle`
+    metas              of parameters by name: the dims that their specs are about"""
 
     def __init__(self, model: nn.Module, place: Place, precision: Precision | None = None) -> None:
         self.place, self.precision = place, precision
         self.specs: dict[str, Spec] = {}
+        self.metas: dict[str, TensorMeta] = {}
         self._meta: set[str] = set()
         memo: dict[int, Any] = {}
         for name, t in (*model.named_parameters(), *model.named_buffers()):
             memo[id(t)] = self._first(name, t)
-        self.module = copy.deepcopy(model, memo)
+        self._take(copy.deepcopy(model, memo))
+
+    def _take(self, module: nn.Module) -> None:
+        """Find the tensors of a module tree."""
+        self.module = module
         self.params = dict(self.module.named_parameters())
         self.buffers = dict(self.module.named_buffers())
         names = {id(t): name for name, t in self.buffers.items()}
@@ -64,6 +72,19 @@ class Stored:
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
         return nn.Parameter(value, requires_grad=t.requires_grad) if is_param else value
 
+    def copied(self) -> "Stored":
+        """The same with memory of its own. Raises UsageError where a tensor has none yet."""
+        if self._meta:
+            raise UsageError("a model built on the meta device has no memory to copy yet; call it once, or prepare(...), before")
+        out = copy.copy(self)
+        out.specs, out._meta = dict(self.specs), set()
+        memo: dict[int, Any] = {}
+        for _, t in self._named():
+            value = t.detach().clone()
+            memo[id(t)] = nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
+        out._take(copy.deepcopy(self.module, memo))
+        return out
+
     def keep_only(self, names: Collection[str]) -> None:
         """Forget all others: they are of other stages of a pipeline. Modules lose them too."""
         gone = {id(t) for name, t in self._named() if name not in names}
@@ -87,8 +108,7 @@ class Stored:
 
     def as_dtensor(self, like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """A whole tensor, cut as `like` lies on the ranks."""
-        spec = tuple(getattr(p, "dim", R) for p in like.placements)
-        return _torch.dtensor_like(self._own_copy(whole.to(self.place.device), spec), like)
+        return _torch.dtensor_like(self._piece(whole.to(self.place.device), like.placements), like)
 
     def check_checkpoint(self, folder: str | None) -> None:
         """Raises ModelError when the checkpoint cannot be read, or lacks a tensor of the model or has another shape for it."""
@@ -110,20 +130,21 @@ class Stored:
                 raise ModelError(f"checkpoint {folder} holds {name} as {tuple(size or ())}, the model has {tuple(t.shape)}; "
                                  "build the model with the checkpoint's configuration")
 
-    def settle(self, chosen: Mapping[str, Spec], seed: int, checkpoint: str | None = None) -> None:
-        """Give every tensor its placement for the first time; names that `chosen` lacks stay whole. Meta tensors
+    def settle(self, chosen: Mapping[str, Spec], seed: int, checkpoint: str | None = None, *, graph: Graph) -> None:
+        """Give every tensor its placement for the first time, as parameters of `graph`; names that `chosen` lacks stay whole. Meta tensors
         come from the checkpoint (which has passed `check_checkpoint`), or from their modules' initialisers under
         `seed`: without a checkpoint all, with one those that a state dict leaves out (non-persistent buffers).
         Raises ModelError for meta tensors that nothing initialises."""
         specs = {name: chosen.get(name, replicated(self.place.mesh)) for name, _ in self._named()}
+        self.metas = _metas(graph)
         loaded = set(self.module.state_dict()) if checkpoint is not None else set()
         alone(self.place, lambda: self._initialise_meta(seed, self._meta - loaded, specs))
         share(self.place, "initialised", lambda: "")  # what follows are collectives: no rank may be missing
         for name, t in self._named():
             if name not in self._meta:
-                self._put(name, self._own_copy(self._agreed(self.local(name)), specs[name]), specs[name])
+                self._put(name, self._own_copy(name, self._agreed(self.local(name)), specs[name]), specs[name])
             elif name in loaded:
-                self._put(name, self._empty(t, specs[name]), specs[name])
+                self._put(name, self._empty(name, t, specs[name]), specs[name])
         if checkpoint is not None:
             dcp.load(self.module.state_dict(), checkpoint_id=checkpoint)
         self.specs = specs  # last: a model that could not be filled stays unsettled
@@ -131,7 +152,7 @@ class Stored:
 
     def _initialise_meta(self, seed: int, wanted: set[str], specs: Mapping[str, Spec]) -> None:
         for name, whole in self._initialised(seed, wanted):
-            self._put(name, self._own_copy(whole, specs[name]), specs[name])
+            self._put(name, self._own_copy(name, whole, specs[name]), specs[name])
 
     def check(self, chosen: Mapping[str, Spec]) -> None:
         """Raises PlanError where a plan wants another placement than the stored one."""
@@ -140,17 +161,18 @@ class Stored:
                 raise PlanError(f"the plan stores {name} as {format_spec(spec)}, but it lies as {format_spec(self.specs[name])}; "
                                 "call replan() to move parameters")
 
-    def move(self, chosen: Mapping[str, Spec], optimizer: torch.optim.Optimizer | None) -> None:
-        """Redistribute to other placements, with the optimizer's state."""
+    def move(self, chosen: Mapping[str, Spec], optimizer: torch.optim.Optimizer | None, graph: Graph) -> None:
+        """Redistribute to other placements, those of parameters of `graph`, with the optimizer's state."""
+        before, self.metas = self.metas, self.metas | _metas(graph)
         for name, spec in chosen.items():
             t = self.params.get(name, self.buffers.get(name))
-            if t is None or self.specs[name] == spec:
+            if t is None or self.specs[name] == spec and before.get(name) == self.metas.get(name):
                 continue
             state = optimizer.state.get(t, {}) if optimizer is not None else {}
             for moved in (t, t.grad, *state.values()) if self.place.device_mesh is not None else ():
                 if isinstance(moved, type(t.data)) and hasattr(moved, "_spec") and moved.shape == t.shape:
                     here = _torch.dtensor_like(moved.to_local().detach().to(self.place.device), moved)  # it may lie on the host
-                    _torch.swap(moved, here.redistribute(placements=placements(spec)).to_local(), placements(spec))
+                    _torch.swap(moved, self._moved(here, placements(spec, self.metas.get(name))), placements(spec, self.metas.get(name)))
             self.specs[name] = spec
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
@@ -168,6 +190,12 @@ class Stored:
             module._buffers[key] = value
         self.buffers[name] = value
 
+    def _moved(self, here: DTensor, placed: Sequence[Any]) -> torch.Tensor:
+        """The local tensor under other placements; where one of them is strided, by way of the whole."""
+        if all(isinstance(p, (Shard, Replicate)) for p in (*here.placements, *placed)):
+            return here.redistribute(placements=placed).to_local()
+        return self._piece(here.full_tensor(), placed)
+
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.params.items()
         yield from self.buffers.items()
@@ -175,17 +203,22 @@ class Stored:
     def _put(self, name: str, local: torch.Tensor, spec: Spec) -> None:
         t = self.params[name] if name in self.params else self.buffers[name]
         if self.place.device_mesh is not None:
-            _torch.swap(t, local, placements(spec))
+            _torch.swap(t, local, placements(spec, self.metas.get(name)))
         elif name in self.params:
             t.data = local
         else:
             self.write(name, local)
 
-    def _empty(self, t: torch.Tensor, spec: Spec) -> torch.Tensor:
-        return torch.empty(local_shape(tuple(t.shape), spec, self.place.mesh.sizes), dtype=t.dtype, device=self.place.device)
+    def _empty(self, name: str, t: torch.Tensor, spec: Spec) -> torch.Tensor:
+        shape = cut(torch.empty(t.shape, device="meta"), placements(spec, self.metas.get(name)), self.place.mesh.sizes, self.place.coordinates).shape
+        return torch.empty(shape, dtype=t.dtype, device=self.place.device)
 
-    def _own_copy(self, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-        return self.place.slice(whole, spec).clone(memory_format=torch.contiguous_format)
+    def _own_copy(self, name: str, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+        return self._piece(whole, placements(spec, self.metas.get(name)))
+
+    def _piece(self, whole: torch.Tensor, placed: Sequence[Any]) -> torch.Tensor:
+        """A copy of this rank's piece."""
+        return cut(whole, placed, self.place.mesh.sizes, self.place.coordinates).clone(memory_format=torch.contiguous_format)
 
     def _agreed(self, whole: torch.Tensor) -> torch.Tensor:
         """The leader's values: ranks may have initialised the model differently."""
@@ -235,6 +268,10 @@ class Stored:
         """Memory of the global shape, NaN so that a tensor which is never filled is noticed."""
         out = torch.empty(t.shape, dtype=t.dtype, device=self.place.device)
         return out.fill_(float("nan")) if t.dtype.is_floating_point else out.zero_()
+
+
+def _metas(graph: Graph) -> dict[str, TensorMeta]:
+    return {op.target: meta for op in graph.of_kind("param") for meta in op.outputs if meta is not None}
 
 
 def _initialiser(root: nn.Module, module: nn.Module) -> Any:

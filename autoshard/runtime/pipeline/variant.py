@@ -68,7 +68,7 @@ class PipelineVariant(Variant):
         if not self.first.placements:
             self.stored.keep_only(_names(made, mine))
             self.stored.settle({n: p for n, p in plan.placements.items() if n in self.stored.params or n in self.stored.buffers}, self.seed,
-                               running.checkpoint)
+                               running.checkpoint, graph=self.traced.graph)
             self.first.placements, self.first.options = dict(plan.placements), made.options
         elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers}):
             raise PlanError(f"{lost[0]} is in another stage than where this rank's parameters are; plan this variant again")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import _torch
 from autoshard.base.mesh import Mesh, parse_mesh
@@ -117,11 +116,6 @@ def axes_of_ranks(device_mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     dims = [d for d, along in enumerate(zip(*at, strict=True)) if len(set(along)) > 1]
     whole = prod(device_mesh.shape[d] for d in dims) == len(ranks) and at == sorted(at)
     return "+".join(device_mesh.mesh_dim_names[d] for d in dims) if dims and whole else None
-
-
-def placements(spec: Spec) -> tuple[Any, ...]:
-    """DTensor placements of a spec without Partial."""
-    return tuple(Shard(p) if p >= 0 else Replicate() for p in spec)
 
 
 def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:

@@ -1,0 +1,99 @@
+"""DTensor placements of specs, and tensors whose pieces are not one block: dims made of parts (q|k|v), where a rank has a share of each part.
+
+torch's word for such a piece is a strided shard. `full_tensor`, `redistribute` and optimizers know it. Checkpoints of torch 2.13 do not: they
+take the piece for one block at the place of its first element, and write wrong numbers without a word. So once a tensor is stored this
+way, DTensor's three hooks for checkpoints list one block per part."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autoshard._torch import StridedShard
+from autoshard.base.graph import TensorMeta
+from autoshard.base.spec import Spec
+
+Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Offsets in the whole tensor, offsets in the local one, sizes."""
+
+
+def placements(spec: Spec, meta: TensorMeta | None = None) -> tuple[Any, ...]:
+    """DTensor placements of a spec without Partial; `meta`: of a tensor that may have dims made of parts."""
+    if meta is None or not meta.part_dims:
+        return tuple(Shard(p) if p >= 0 else Replicate() for p in spec)
+    _teach_checkpoints()
+    dims = [meta.tensor_dim(p) if p >= 0 else p for p in spec]
+    return tuple(Replicate() if d < 0 else Shard(d) if meta.parts_of(d) == 1 else StridedShard(d, split_factor=meta.parts_of(d)) for d in dims)
+
+
+def cut(whole: torch.Tensor, placed: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]) -> torch.Tensor:
+    """The piece of the rank at `coordinates` on a mesh of `sizes`; a view where it is one block. Axes in mesh order, major first."""
+    for p, size, c in zip(placed, sizes, coordinates, strict=True):
+        if isinstance(p, (Shard, StridedShard)):
+            parts = whole.unflatten(p.dim, (getattr(p, "split_factor", 1), -1))
+            length = parts.shape[p.dim + 1] // size
+            whole = parts.narrow(p.dim + 1, c * length, length).flatten(p.dim, p.dim + 1)
+    return whole
+
+
+def blocks(shape: Sequence[int], placed: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]) -> list[Block]:
+    """The blocks of a whole tensor of `shape` that a rank has. Dims divide evenly."""
+    runs = [_runs(n, [_along(p, d) for p in placed], sizes, coordinates) for d, n in enumerate(shape)]
+    return [tuple(zip(*block, strict=True)) if block else ((), (), ()) for block in product(*runs)]
+
+
+def _runs(length: int, placed: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(offset in the whole, offset here, length) of every run of positions along a dim."""
+    found = cut(torch.arange(length), placed, sizes, coordinates).tolist()
+    starts = [i for i, x in enumerate(found) if i == 0 or x != found[i - 1] + 1]
+    return [(found[i], i, end - i) for i, end in zip(starts, [*starts[1:], len(found)], strict=True)]
+
+
+def _along(p: Any, dim: int) -> Any:
+    """What a placement does to one dim by itself."""
+    if not isinstance(p, (Shard, StridedShard)) or p.dim != dim:
+        return Replicate()
+    return StridedShard(0, split_factor=p.split_factor) if isinstance(p, StridedShard) else Shard(0)
+
+
+@cache
+def _teach_checkpoints() -> None:
+    """Once per process: DTensor's hooks for torch.distributed.checkpoint, for tensors with a strided shard alone."""
+    for name, ours in (("__create_write_items__", _write_items), ("__create_chunk_list__", _chunk_list), ("__get_tensor_shard__", _shard)):
+        setattr(DTensor, name, _where_strided(ours, getattr(DTensor, name)))
+
+
+def _where_strided(ours: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: DTensor, *args: Any) -> Any:
+        return (ours if any(isinstance(p, StridedShard) for p in self.placements) else others)(self, *args)
+
+    return hook
+
+
+def _here(t: DTensor) -> list[Block]:
+    return blocks(t.shape, t.placements, t.device_mesh.shape, t.device_mesh.get_coordinate())
+
+
+def _write_items(t: DTensor, fqn: str, _: Any) -> list[WriteItem]:
+    properties = TensorProperties.create_from_tensor(t.to_local())
+    return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=t.size())) for chunk in _chunk_list(t)]
+
+
+def _chunk_list(t: DTensor) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(sizes)) for at, _, sizes in _here(t)]
+
+
+def _shard(t: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """The block at the offset of `index`, a view."""
+    local = t.to_local()
+    here, sizes = next((here, sizes) for at, here, sizes in _here(t) if torch.Size(at) == index.offset)
+    for dim, (start, length) in enumerate(zip(here, sizes, strict=True)):
+        local = local.narrow(dim, start, length)
+    return local
