@@ -98,14 +98,14 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     return plan_batch(asked, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, model_info=model_info)
 
 
-def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None,
-            *, loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
-            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
-            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
-            time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None,
-            plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
-            cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
-            check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1, progress: Progress | None = None) -> CompiledModule:
+def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, *,
+            loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
+            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate", batch_axes: Sequence[str] = (),
+            memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0, search: str = "auto",
+            fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
+            backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
+            join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,
+            progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
