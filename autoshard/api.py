@@ -31,13 +31,8 @@ from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline.merge import merged
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import pipelined, submesh
-from autoshard.pipeline.merge import merged
-from autoshard.pipeline.microbatches import batch
-from autoshard.pipeline.pipelined import pipelined, submesh
 from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
 from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
-from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
-from autoshard.pipeline.shapes.mesh_prices import Searches
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
 from autoshard.pipeline.shapes.mesh_prices import Searches
 from autoshard.program.calling import Traced
@@ -157,11 +152,9 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     check_compilable(model, mesh_of(mesh), options)
     settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile),
                         partial(keep_plan, options, profile) if keep_within > 0 else None)
-    compiled: CompiledModule
-    if options.pipeline.stages(mesh_of(mesh)) > 1:
-        compiled = pipeline_module(model, locate(mesh, device, join_timeout), settings, example_inputs is not None)
-    else:
-        compiled = CompiledModule(model, locate(mesh, device, join_timeout), settings)
+    many = options.pipeline.stages(mesh_of(mesh)) > 1
+    made = partial(pipeline_module, has_inputs=example_inputs is not None) if many else CompiledModule
+    compiled = made(model, locate(mesh, device, join_timeout), settings)
     if example_inputs is not None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):
             compiled.prepare(*example_inputs, **dict(example_kwargs or {}))
