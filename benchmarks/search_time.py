@@ -21,7 +21,7 @@ CASES = {
     # name: (model, mesh, batch, seq, peer: CPU s (trace, strategies + costs + model, solve) and peak RSS GiB)
     "llama-1b 8x8": ("llama:1b", "dp=8,tp=8", 16, 8192, {"trace": 10.0, "build": 50.7, "solve": 76.4, "rss": 2.84}),
     "llama-8b 8x8": ("llama:8b", "dp=8,tp=8", 16, 8192, {"trace": 17.8, "build": 58.3, "solve": 54.0, "rss": 4.20}),
-    "llama-1b 2x4x8": ("llama:1b", "pp=2,dp=4,tp=8", 16, 8192, {"note": "no plan after 900 s"}),
+    "llama-1b 2x4x8": ("llama:1b", "a=2,dp=4,tp=8", 16, 8192, {"note": "no plan after 900 s"}),
     "hf-gpt2 8": ("hf-gpt2", "dp=8", 16, 1024, {"total": 26.5, "rss": 0.62}),
 }
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768,

@@ -329,12 +329,6 @@ class Graph:
         return ties | {op.name: results[op.target].name for op in self.of_kind("tangent") if op.target in results}
 
     @cached_property
-    def chosen_ties(self) -> dict[str, str]:
-        """`ties` between placements that are chosen. Buffers have a given one, which what is written back to them shares."""
-        mutations = {op.name for op in self.outputs(Role.MUTATION).values()}
-        return {name: other for name, other in self.ties.items() if name not in mutations}
-
-    @cached_property
     def calls(self) -> dict[str, Call]:
         """The name-free view of every op of kind "call"."""
         return {op.name: self._call_of(op) for op in self.ops if op.kind == "call"}

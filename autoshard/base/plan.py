@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from autoshard.base import quantities
+from autoshard.base.notebook import facts
 from autoshard.base.typed_data import MeshText, Number, SpecText
 from autoshard.errors import PlanError, UsageError
 
@@ -181,6 +183,27 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class TriedShape:
+    """A mesh with a number of micro-batches and a schedule, where these were to be chosen. Seconds of a step, bytes of the fullest rank.
+
+    bound_s   no plan of it is faster; None: none fits
+    step_s    that of its plan, where it was planned
+    about_s   at prices of blocks, where it was searched; `why` says more, or why it was not
+    memory    of its plan, else at prices of blocks"""
+
+    mesh: str
+    microbatches: int
+    schedule: str = ""
+    chunks: int = 1
+    bound_s: Number | None = None
+    step_s: Number | None = None
+    about_s: Number | None = None
+    memory: Number | None = None
+    why: str = ""
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the field names; seconds and bytes are per rank and step.
 
@@ -191,6 +214,7 @@ class Plan:
     stages      what belongs to a pipeline stage: one without a pipeline. Names of ops are unique in the program, so `ops`, `copies` and
                 `placements` are about all stages
     pipeline    how the stages work together; None: one stage
+    shapes      where the mesh, or the number of micro-batches, was chosen: what was tried; bound and gap are for all of it
     recompute   forward ops that backward recomputes (see recompute/rewrite.py); `ops` and `copies` name the recomputed ops too
     offload     parameters whose optimizer state lies on the host (see runtime/params/host_state.py)
     model       reference, batch, seq, dtype ... as the user gave them
@@ -223,6 +247,7 @@ class Plan:
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     pipeline: Mapping[str, Any] | None = None
+    shapes: tuple[TriedShape, ...] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
     timings: Mapping[str, Number] = field(default_factory=dict, compare=False)
@@ -246,6 +271,11 @@ class Plan:
         return self.status == TIED
 
     @property
+    def spec_mesh(self) -> MeshText:
+        """The mesh whose axes the specs are about: that of the stages, which are all alike, where there are stages."""
+        return self.mesh if self.pipeline is None else self.stages[0].submesh or self.mesh
+
+    @property
     def fullest(self) -> StagePlan:
         """The stage whose ranks need the most memory."""
         return max(self.stages, key=lambda s: s.total)
@@ -261,6 +291,17 @@ class Plan:
         import hashlib
 
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows; the whole report is `autoshard report plan.json --html report.html`."""
+        moved = sum(c.nbytes for c in self.collectives)
+        total, limit = self.memory.get("total"), self.memory.get("limit")
+        return facts(f"Plan for {self.model.get('reference') or 'a model'} on {self.mesh}", (
+            ("kind", self.kind), ("cluster", self.cluster.get("name")), ("step, predicted", quantities.seconds(self.objective_s)),
+            ("status", f"{self.status}, gap {self.gap:.2%}" if self.bound_s else self.status),
+            ("memory of a rank", total and quantities.size(total) + (f" of {quantities.size(limit)}" if limit else "")),
+            ("collectives", f"{len(self.collectives)}, {quantities.size(moved)} a rank and step"),
+            ("run whole, no rule", ", ".join(sorted({f.target for f in self.fallbacks})))), self.notes)
 
     def to_json(self) -> str:
         """Sorted-key JSON text. Run times are left out, so equal inputs give equal bytes."""

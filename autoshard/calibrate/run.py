@@ -48,8 +48,8 @@ def calibrate(name: str, mesh: str | None, *, seconds: float, timeout: float, pr
     seconds  about how long to measure;  timeout  how long to wait for a peer
 
     Raises ClusterError when peers cannot be reached or one goes away, MeshError for a mesh that does not fit."""
-    wanted = _mesh(mesh)
-    with _peers(timeout):
+    wanted = launched_mesh(mesh)
+    with peers(timeout):
         place = locate(wanted)
         machine, link_of = _machine(name, place)
         samples = measure(place, link_of, DTYPES, seconds, progress)
@@ -61,7 +61,7 @@ def calibrate(name: str, mesh: str | None, *, seconds: float, timeout: float, pr
     return Calibration(cluster, tuple(samples), tuple(errors(cluster, samples)), timings), place.is_leader
 
 
-def _mesh(text: str | None) -> Mesh:
+def launched_mesh(text: str | None) -> Mesh:
     """The mesh asked for, or ranks by node."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if text is not None:
@@ -77,7 +77,7 @@ def _mesh(text: str | None) -> Mesh:
 
 
 @contextmanager
-def _peers(timeout: float) -> Iterator[None]:
+def peers(timeout: float) -> Iterator[None]:
     """The process group of the launcher, for the time of the block; what goes wrong with peers is a ClusterError."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         os.environ.pop("RANK", None)  # a launcher with one process: nobody to talk to
@@ -120,13 +120,13 @@ def _machine(name: str, place: Place) -> tuple[Machine, tuple[int, ...]]:
         link_of.append(1 if nodes and n > 1 and inner > local else 0)
     used = tuple(sorted(set(link_of)))
     link_of = [used.index(i) for i in reversed(link_of)]
-    device, memory = _device(place.device, local)
+    device, memory = device_of(place.device, local)
     backend = _torch.transport(dist.group.WORLD, place.device.type) if dist.is_initialized() else "one process"
     return Machine(name, device, backend, place.mesh.size, memory, tuple(links[i] for i in used),
                    tuple((local, place.mesh.size)[i] for i in used), date.today().isoformat()), tuple(link_of)
 
 
-def _device(device: torch.device, local: int) -> tuple[str, float]:
+def device_of(device: torch.device, local: int) -> tuple[str, float]:
     """(what it is, bytes of memory it has)."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

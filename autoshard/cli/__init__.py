@@ -8,6 +8,7 @@ import typer
 from autoshard.cli import calibrate as calibrate_command
 from autoshard.cli import compare as compare_command
 from autoshard.cli import diff as diff_command
+from autoshard.cli import doctor as doctor_command
 from autoshard.cli import explain as explain_command
 from autoshard.cli import memory as memory_command
 from autoshard.cli import plan as plan_command
@@ -43,6 +44,7 @@ app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")
 app.command(epilog=calibrate_command.EXAMPLES)(calibrate_command.calibrate)
+app.command(epilog=doctor_command.EXAMPLES)(doctor_command.doctor)
 
 
 @app.callback()

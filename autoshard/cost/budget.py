@@ -4,34 +4,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from autoshard.base.graph import Graph
 from autoshard.cost.cluster import Device
 
 
 @dataclass(frozen=True)
 class Budget:
     """Bytes a rank may use at any moment. `limit`: with what the allocator takes on top, a fraction `slack` of the live bytes
-    (inf: no limit). `buffers`: live bytes of buffers, which every rank holds whole under every plan."""
+    (inf: no limit)."""
 
     limit: float = math.inf
     slack: float = 0.0
-    buffers: int = 0
 
     @staticmethod
-    def of(graph: Graph, device: Device, limit: float | None) -> Budget:
-        """The budget of a program on a device. `limit` None: any memory."""
-        buffers = sum(op.outputs[0].nbytes for op in graph.of_kind("buffer"))
-        return Budget(math.inf if limit is None else limit, device.allocator_slack, buffers)
+    def of(device: Device, limit: float | None) -> Budget:
+        """The budget of a device. `limit` None: any memory."""
+        return Budget(math.inf if limit is None else limit, device.allocator_slack)
 
     @property
     def peak(self) -> float:
-        """The most live bytes that a timeline may reach."""
+        """The most live bytes that a timeline, or a memory row of the search, may reach."""
         return self.limit / (1.0 + self.slack)
-
-    @property
-    def rows(self) -> float:
-        """The limit of a memory row of the search: rows do not count buffers."""
-        return self.peak - self.buffers
 
     def taken(self, live: float) -> float:
         """What so many live bytes take from the limit."""

@@ -19,10 +19,12 @@ import torch
 
 from autoshard.base.graph import Call
 from autoshard.cost.cluster import OPTIMIZER, Device, HostLink
+from autoshard.cost.fusion import NOTHING, Fused
 from autoshard.cost.optimizers import OPTIMIZERS, optimizer_row
 from autoshard.errors import UsageError
 from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
+from autoshard.rules.states import ROW_WRITES
 
 # Ops that read only as much of one input as they write: op -> position of that tensor input.
 PICKS_FROM = {
@@ -63,11 +65,11 @@ def op_seconds(family: Family, flops: Any, nbytes: Any, dtype: torch.dtype, devi
 
 
 def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None],
-                 device: Device, unread: frozenset[int] = frozenset(), unwritten: frozenset[int] = frozenset()) -> Any:
+                 device: Device, kept: Fused = NOTHING) -> Any:
     """Seconds of one call on local logical shapes: one shape per tensor input and output (None for an
-    absent output). Entries are ints, or int arrays [n_strategies], and then so is the result. `unread`, `unwritten`:
-    inputs and outputs that stay in registers (fusion.py); a call that reads from registers starts no kernel. A call that
-    is made of others (program/opaque/opaque.py) costs what they cost, on whole tensors.
+    absent output). Entries are ints, or int arrays [n_strategies], and then so is the result. `kept`: what stays in
+    registers or in its place (fusion.py); a call that reads from registers starts no kernel. A call that is made of others
+    (program/opaque/opaque.py) costs what they cost, on whole tensors.
 
     Pricing one strategy gives bit for bit the element of pricing many: both take the same numpy path."""
     if inside := getattr(call.target, "inside", ()):
@@ -75,24 +77,31 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
     rule = rule_of(call.target)
     ins, outs = [_int64(s) for s in inputs], [None if s is None else _int64(s) for s in outputs]
     flops = rule.flops(call, ins, outs) if rule.flops is not None else 0
-    return op_seconds(rule.family, flops, call_bytes(call, ins, outs, unread, unwritten), compute_dtype(call), device,
-                      op_name(call.target), 0.0 if unread else None)
+    return op_seconds(rule.family, flops, call_bytes(call, ins, outs, kept), compute_dtype(call), device,
+                      op_name(call.target), 0.0 if kept.unread else None)
 
 
-def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None],
-               unread: frozenset[int] = frozenset(), unwritten: frozenset[int] = frozenset()) -> Any:
-    """Bytes a call reads and writes on local logical shapes (see `PICKS_FROM`, `NEVER_READS`), but for inputs and
-    outputs that stay in registers."""
+def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None], kept: Fused = NOTHING) -> Any:
+    """Bytes a call reads and writes on local logical shapes (see `PICKS_FROM`, `NEVER_READS`), but for what is `kept`: of a write
+    in place those of the new rows, read and written, and of what says where they go."""
+    if kept.in_place:
+        return _row_bytes(call, inputs)
     name = op_name(call.target)
     made = [_numel(s) * m.dtype.itemsize if s is not None and m is not None else 0
             for s, m in zip(outputs, call.outputs, strict=True)]
     written = sum(made)
-    total = sum(n for i, n in enumerate(made) if i not in unwritten)
+    total = sum(n for i, n in enumerate(made) if i not in kept.unwritten)
     for i, (shape, meta) in enumerate(zip(inputs, call.inputs, strict=True)):
-        if NEVER_READS.get(name) != i and i not in unread:
+        if NEVER_READS.get(name) != i and i not in kept.unread:
             size = _numel(shape) * meta.dtype.itemsize
             total = total + (np.minimum(size, written) if PICKS_FROM.get(name) == i else size)
     return total
+
+
+def _row_bytes(call: Call, inputs: Sequence[Sequence[Any]]) -> Any:
+    read = sum(_numel(s) * m.dtype.itemsize for s, m in zip(inputs[1:], call.inputs[1:], strict=True))
+    rows = call.argument(ROW_WRITES[call.target])
+    return read + _numel(inputs[rows.index]) * call.inputs[0].dtype.itemsize
 
 
 def compute_dtype(call: Call) -> torch.dtype:

@@ -1,9 +1,11 @@
-"""Which pointwise ops a fusing backend runs in one kernel, and so what they neither read nor write.
+"""What ops neither read nor write: pointwise ops that a fusing backend runs in one kernel, and writes of rows in place.
 
 Within one window (forward or backward), a value that a pointwise op makes and a pointwise op of the same shape reads
 stays in registers: the reader does not read it, and it is not written unless somebody else needs it. A chain is
 then charged for what goes in and what comes out, once. A change of layout inside a chain would break it in
 two; that is left out, as units of ops (space/decision_units.py) rarely change layout inside.
+
+A write that replaces rows of a state (rules/states.py) reads the new rows and writes them; the others stay as they are.
 """
 from __future__ import annotations
 
@@ -11,16 +13,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.cost.cluster import Device
 from autoshard.rules import registry
 from autoshard.rules.family import Family
+from autoshard.rules.states import written_in_place
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Positions of the tensor inputs an op does not read, and of the outputs it does not write."""
+    """Positions of the tensor inputs an op does not read, and of the outputs it does not write. `in_place`: rows of the first input are
+    replaced where they are."""
 
-    unread: frozenset[int]
-    unwritten: frozenset[int]
+    unread: frozenset[int] = frozenset()
+    unwritten: frozenset[int] = frozenset()
+    in_place: bool = False
+
+
+NOTHING, IN_PLACE = Fused(), Fused(in_place=True)
+
+
+def untouched(graph: Graph, device: Device) -> Mapping[str, Fused]:
+    """Per op on a device what it need not read or write; ops that touch all of their tensors are left out."""
+    return {**(fused(graph) if device.fuses else {}), **dict.fromkeys(written_in_place(graph), IN_PLACE)}
 
 
 def fused(graph: Graph) -> Mapping[str, Fused]:

@@ -22,6 +22,7 @@ from autoshard.formulate.values import local_bytes, storage_root
 from autoshard.program.flow import param_derived
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import decided, first_run
+from autoshard.rules.states import written_in_place
 from autoshard.search.problem import Items, evaluate
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex
@@ -89,7 +90,7 @@ def _amounts(formulation: Formulation, moment: str) -> Iterator[Amounts]:
 def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:
     table, units = formulation.table, formulation.units
     final = {name: table.graph.order[op.refs[0].op] for name, op in table.graph.outputs(Role.GRADIENT).items() if op.refs}
-    for op in table.graph.of_kind("param"):
+    for op in table.graph.of_kind("param", "buffer"):
         optimizer = table.training.optimizer if op.name in table.trained else None
         is_final = table.graph.microbatches == 1 and final.get(op.target, now + 1) <= now  # else they are in accumulators
         counted = ("parameters", *(["gradients"] if is_final else []))
@@ -104,14 +105,14 @@ def _values(formulation: Formulation, now: int) -> Iterator[Amounts]:
     """Buffers that exist at `now` and are read then or later, each for the first value that lies in it. A value that a recompute
     source keeps exists from forward on."""
     table, units = formulation.table, formulation.units
-    graph, last = table.graph, last_reads(table.graph)
+    graph, last, in_place = table.graph, last_reads(table.graph), written_in_place(table.graph)
     for op in graph.ops:
         if is_accumulator(op):
             yield units.index(op.name), _bytes(table, Ref(op.name), units.outputs(Ref(op.name)))
             continue
         for i, meta in enumerate(op.outputs):
             ref = Ref(op.name, i)
-            if op.kind != "call" or meta is None or storage_root(graph, ref) != ref or last.get(ref, -1) < now:
+            if op.kind != "call" or op.name in in_place or meta is None or storage_root(graph, ref) != ref or last.get(ref, -1) < now:
                 continue
             if graph.order[op.name] <= now:
                 yield units.index(op.name), _bytes(table, ref, units.outputs(ref))

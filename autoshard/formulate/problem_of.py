@@ -135,8 +135,8 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     _tie_gradients(b)
     items = _items(b)
     rows = {"turn": MEMORY, **({"update": b.update_row} if table.graph.training else {})}
-    budget = Budget.of(table.graph, table.cluster.device, memory_limit)
-    limits = {r: unreachable(items, r) if memory_limit is None else budget.rows for r in rows.values()}
+    budget = Budget.of(table.cluster.device, memory_limit)
+    limits = {r: unreachable(items, r) if memory_limit is None else budget.peak for r in rows.values()}
     row_limit, row_price = [limits.pop(MEMORY)], [np.inf]
     if b.overlaps:
         row_limit += [0.0] * len(table.graph.windows)
@@ -176,7 +176,7 @@ def _add_unit(b: _Builder, unit: DecisionUnit, layers: Mapping[str, int]) -> Non
     b.groups.append(layers.get(unit.name, -1) if all(m in layers for m in unit.members) else -1)
     for name, cost, picked in zip(unit.members, costs, unit.picked, strict=True):
         op = b.table.graph.op(name)
-        if op.kind == "param":
+        if op.kind in ("param", "buffer"):
             _add_stored(b, node, op, picked)
         if is_accumulator(op):  # all of them are there at the turn; at the update they are gradients, or gone
             specs = b.table.strategies[name].output_specs[0]
@@ -366,10 +366,10 @@ def _least_saved(b: _Builder, ref: Ref) -> float:
 
 
 def _tie_gradients(b: _Builder) -> None:
-    """A gradient leaves in its parameter's stored spec, or as its input comes in, a tangent enters as the dual of its output; seeds
-    tie what lies alike."""
+    """A gradient leaves in its parameter's stored spec, or as its input comes in, a state is written back as it lies, a tangent enters as
+    the dual of its output; seeds tie what lies alike."""
     graph = b.table.graph
-    for pair in graph.chosen_ties.items():
+    for pair in graph.ties.items():
         _add_equality(b, *sorted(map(graph.op, pair), key=lambda op: op.kind == "output"))
     for one, other in b.table.seeds.ties:
         _add_equality(b, graph.op(one), graph.op(other))

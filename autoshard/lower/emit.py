@@ -358,3 +358,11 @@ def _is_random(target: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in any order of dims."""
+    step = 1
+    for stride, size in sorted((st, n) for st, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True

@@ -24,7 +24,7 @@ from autoshard.base.windows import is_accumulator
 from autoshard.collectives import KIND_OF
 from autoshard.errors import LoweringError
 from autoshard.lower.attention_kernels import on_device
-from autoshard.lower.emit import Emitter, Part, Pending
+from autoshard.lower.emit import Emitter, Part, Pending, is_dense
 from autoshard.lower.schedule import (
     CollectiveCall,
     Held,
@@ -39,6 +39,7 @@ from autoshard.lower.schedule import (
     schedule,
 )
 from autoshard.rules import registry
+from autoshard.rules.states import states
 
 
 @dataclass(frozen=True)
@@ -183,23 +184,13 @@ def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, .
     return meta.unflatten(local_shape(meta.logical_shape, spec, mesh.sizes))
 
 
-def is_dense(t: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlap, in any order of dims."""
-    step = 1
-    for stride, size in sorted((st, n) for st, n in zip(t.stride(), t.shape, strict=True) if n != 1):
-        if stride != step:
-            return False
-        step *= size
-    return True
-
-
 class _Lowering:
     """Builds one window's graph. `env` holds the proxy of every held value that is alive, `pending` what is under way."""
 
     def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, work: WindowSchedule) -> None:
         self.graph, self.plan, self.mesh, self.work = graph, plan, mesh, work
         self.window = work.name
-        self.emit = Emitter(mesh, seeded=graph.microbatches > 1)
+        self.emit, self.lent = Emitter(mesh, seeded=graph.microbatches > 1), states(graph)
         self.env: dict[Held, Any] = {}
         self.pending: dict[Held, tuple[Pending, int]] = {}
         self.ports: dict[str, Port] = {}
@@ -223,6 +214,7 @@ class _Lowering:
     def _placeholder(self, port: Port, held: Held, strides: tuple[int, ...] | None) -> None:
         meta = self.graph.meta(held.ref)
         proxy = self.emit.placeholder(f"{port.kind}_{held.ref.op}", local_tensor_shape(meta, held.spec, self.mesh), meta.dtype, strides)
+        proxy.node.meta["lent"] = held.ref.op in self.lent
         self.ports[proxy.node.name] = port
         self.env[held] = proxy
 

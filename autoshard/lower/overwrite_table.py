@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from autoshard.collectives import RUN
-from autoshard.lower.lower import is_dense
+from autoshard.lower.emit import is_dense
+from autoshard.lower.slice_writes import WRITE_SELECT, WRITE_SLICE
 
 aten = torch.ops.aten
 OVERWRITE = {
@@ -17,6 +19,14 @@ OVERWRITE = {
     aten.sub.Tensor: (aten.sub_.Tensor, (0,)),
     aten.div.Tensor: (aten.div_.Tensor, (0,)),
     aten.relu.default: (aten.relu_.default, (0,)),
+    aten.index_copy.default: (aten.index_copy_.default, (0,)),
+    aten.index_put.default: (aten.index_put_.default, (0,)),
+    aten._unsafe_index_put.default: (aten.index_put_.default, (0,)),
+    aten.scatter.src: (aten.scatter_.src, (0,)),
+    aten.scatter.value: (aten.scatter_.value, (0,)),
+    aten.slice_scatter.default: (WRITE_SLICE, (0,)),
+    aten.select_scatter.default: (WRITE_SELECT, (0,)),
+    aten.copy.default: (aten.copy_.default, (0,)),
     **{kind.target: (kind.in_place, (0,)) for kind in RUN.values() if kind.in_place is not None},
 }
 """Functional op -> its in-place form, and the arguments whose memory may take the result."""
@@ -28,6 +38,13 @@ def takers(node: Node) -> Iterator[int]:
         x = node.args[k]
         if isinstance(x, Node) and not (k > 0 and (node.kwargs or len(node.args) > 2)) and _fits(x.meta["val"], node.meta["val"]):
             yield k
+
+
+def others(node: Node, k: int) -> list[Node]:
+    """The nodes that `node` reads beside its argument `k`."""
+    found: list[Node] = []
+    map_arg((node.args[:k] + node.args[k + 1:], node.kwargs), lambda n: found.append(n) or n)
+    return found
 
 
 def _fits(old: object, new: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from autoshard.cost.redistribute import SLICE, Step
 from autoshard.errors import PlanError
 from autoshard.lower.buckets import REDUCTIONS, Flight, shared_calls
 from autoshard.program.flow import gradient_bound, param_derived
+from autoshard.rules.states import states
 
 Route = Callable[[tuple[int, ...], Any, Spec, Spec], tuple[Step, ...]]
 """(logical shape, dtype, source spec, target spec) -> steps: `cost.redistribute.Redistribution.steps`."""
@@ -252,7 +253,8 @@ class _Window:
             out += wait.get(i, ())
             if op is not None:
                 out.append(self._compute(op, inside.get(op.name, ())))
-        stored = frozenset(Held(Ref(op.name), made_as(self.plan, Ref(op.name))) for op in self.graph.of_kind(*STORED))
+        lent = states(self.graph)
+        stored = frozenset(Held(Ref(op.name), made_as(self.plan, Ref(op.name))) for op in self.graph.of_kind(*STORED) if op.name not in lent)
         return _linked(out, self.handed_out | later | stored)
 
     def _compute(self, op: Op, inside: tuple[CollectiveCall, ...]) -> Instruction:

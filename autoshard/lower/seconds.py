@@ -19,7 +19,7 @@ from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec, local_shape
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, op_seconds
-from autoshard.cost.fusion import Fused, fused
+from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule
 from autoshard.rules.family import Family
 
@@ -60,17 +60,16 @@ class _Computes:
         self._known: dict[object, float] = {}
 
     @cached_property
-    def _chains(self) -> Mapping[str, Fused]:
-        return fused(self.graph) if self.cluster.device.fuses else {}
+    def _kept(self) -> Mapping[str, Fused]:
+        return untouched(self.graph, self.cluster.device)
 
     def __call__(self, name: str) -> float:
-        call, chosen, chain = self.graph.calls[name], self.plan.ops[name], self._chains.get(name)
-        key = (call, chosen, chain)
+        call, chosen, kept = self.graph.calls[name], self.plan.ops[name], self._kept.get(name, NOTHING)
+        key = (call, chosen, kept)
         if key not in self._known:
             inputs = [self._shape(m.logical_shape, s) for m, s in zip(call.inputs, chosen.inputs, strict=True)]
             outputs = [None if m is None else self._shape(m.logical_shape, s) for m, s in zip(call.outputs, chosen.outputs, strict=True)]
-            kept = (chain.unread, chain.unwritten) if chain else ()
-            self._known[key] = float(call_seconds(call, inputs, outputs, self.cluster.device, *kept))
+            self._known[key] = float(call_seconds(call, inputs, outputs, self.cluster.device, kept))
         return self._known[key]
 
     def _shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:

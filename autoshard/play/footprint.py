@@ -24,7 +24,7 @@ from autoshard.cost.cluster import Cluster
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lifetimes import Lifetimes, storages, tensors
 from autoshard.lower.lower import emit_op, local_tensor_shape
-from autoshard.lower.overwrite_table import swaps, takers
+from autoshard.lower.overwrite_table import others, swaps, takers
 from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque.opaque import opaque_of
 
@@ -146,8 +146,7 @@ def _over(node: torch.fx.Node, buffers: Mapping[int, int]) -> Iterator[int]:
     """Buffers that the eager backend may write the node's result to, as far as can be seen here."""
     for k in takers(node):
         mine = buffers[next(storages(node.args[k]))]
-        others = [buffers[key] for j, a in enumerate(node.args) if j != k and isinstance(a, torch.fx.Node) for key in storages(a)]
-        if mine not in others:
+        if mine not in (buffers[key] for other in others(node, k) for key in storages(other)):
             yield mine
 
 

@@ -17,6 +17,7 @@ from autoshard.cost.memory import value_bytes
 from autoshard.lower.lower import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
+from autoshard.rules.states import states
 
 FOREVER = 2**62
 KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "temporaries", Role.SEND: "temporaries"}
@@ -27,7 +28,8 @@ KEPT_AS = {Role.USER: "outputs", Role.GRADIENT: "gradients", Role.MUTATION: "tem
 class Buffer:
     """A piece of memory. `held`: the value it was made for (a temporary inside an op: the op's first result);
     `category`: see `plan.CATEGORIES`; `holders`: values, and variables of instructions under way, that look at it now; `given`:
-    made before the window, so not to be written; `micro`: every micro-batch has one of its own."""
+    made before the window, so not to be written; `lent`: that of a state, which its owner lets the program write; `micro`: every
+    micro-batch has one of its own."""
 
     nbytes: int
     born: int
@@ -36,6 +38,7 @@ class Buffer:
     died: int = FOREVER
     holders: int = 0
     given: bool = False
+    lent: bool = False
     micro: bool = False
 
 
@@ -89,8 +92,10 @@ class _Player:
     def enter(self, first: Window) -> None:
         """Time 0, before anything runs: parameters and buffers for good, and inputs as the user holds them."""
         self.times.append((first, None))
+        lent = states(self.graph)
         for op in self.graph.of_kind("param", "buffer"):
-            self._given(Held(Ref(op.name), self.plan.ops[op.name].outputs[0]), {"param": "parameters", "buffer": "buffers"}[op.kind])
+            held = Held(Ref(op.name), self.plan.ops[op.name].outputs[0])
+            self._given(held, {"param": "parameters", "buffer": "buffers"}[op.kind]).lent = op.name in lent
         for op in self.graph.of_kind("input"):
             if not op.is_port:
                 self._whole_input(op)
@@ -195,7 +200,7 @@ class _Player:
 
     def window(self, window: WindowSchedule, schedule: Schedule) -> None:
         for buffer, _ in self.env.values():
-            buffer.given = True
+            buffer.given = not buffer.lent
         run = {"compute": self._compute, "redistribute": self._issue, "wait": self._complete}
         for instruction in window.instructions:
             run[instruction.kind](window.name, instruction)
@@ -283,10 +288,11 @@ class _Player:
                 self._let_go(use.inputs[~buffer] if buffer < 0 else use.own[buffer])
 
     def _overwritten(self, use: _Use, piece: Piece) -> Buffer | None:
-        """The buffer that a call writes its result to instead of a new one: this window has made it, and nobody else looks at it."""
+        """The buffer that a call writes its result to instead of a new one: this window has made it, or it is a state's, and nobody
+        else in the program looks at it."""
         for b in piece.over:
             buffer = use.inputs[~b] if b < 0 else use.own[b]
-            if not buffer.given and buffer.holders == 1:
+            if not buffer.given and buffer.holders == 1 + buffer.lent:
                 return buffer
         return None
 

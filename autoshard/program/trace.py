@@ -18,6 +18,7 @@ from autoshard.program.simplify import simplify
 from autoshard.program.tracing.one_trace import OneTrace
 from autoshard.program.tracing.survey import ReadsData, Survey
 from autoshard.rules.factors import factor_graph
+from autoshard.rules.outside import find_packages
 from autoshard.rules.part_dims import with_parts
 
 MODES = ("eager", "compiling", "exporting")
@@ -42,6 +43,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for
     data-dependent control flow and what else cannot be one graph: all places at once, as far as they can be found.
     """
+    find_packages()
     if training is None:
         inputs = [t for t in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(t, torch.Tensor)]
         training = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *inputs))

@@ -62,6 +62,19 @@ def table() -> dict[Any, Rule]:
     return out
 
 
+@lru_cache(maxsize=1)
+def outside() -> dict[Any, str]:
+    """Ops of other packages that were given a rule, with what tells that rule from another one."""
+    return {}
+
+
+def add(target: Any, found: Rule, says: str) -> None:
+    """Give an op of another package its rule (see outside.py). What was looked up before is forgotten."""
+    table()[target], outside()[target] = found, says
+    for looked_up in (rule_of, rows, _resolve):
+        looked_up.cache_clear()
+
+
 @cache
 def rule_of(target: Any) -> Rule:
     """The rule of an op overload: its own, by tag, borrowed, or all-Replicate. A target that is none brings its rule along."""

@@ -17,6 +17,7 @@ from autoshard import errors
 from autoshard.base.plan import Plan, write_atomically
 from autoshard.cost.cluster import Cluster
 from autoshard.errors import AutoshardError, UsageError
+from autoshard.rules.outside import given_rules
 
 log = logging.getLogger("autoshard")
 
@@ -39,9 +40,10 @@ class HasText(Protocol):
 
 def planner_key(options: HasText, profile: Cluster) -> str:
     """Text of everything that decides a plan besides program and mesh, for `key_of` and for messages where ranks differ. Lines:
-    the options without the profile's path, the profile's numbers, the code."""
+    the options without the profile's path, the profile's numbers, the code, rules of other packages if there are any."""
     numbers = hashlib.sha256(json.dumps(profile.snapshot(), sort_keys=True).encode()).hexdigest()[:16]
-    return f"{options.text}\ncluster {profile.name} with numbers {numbers}\nautoshard {source_digest()} on torch {torch.__version__}"
+    own = f"{options.text}\ncluster {profile.name} with numbers {numbers}\nautoshard {source_digest()} on torch {torch.__version__}"
+    return "\nrules of other packages ".join(filter(None, (own, given_rules())))
 
 
 @cache

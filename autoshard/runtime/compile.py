@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,10 +12,12 @@ from autoshard import _torch
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
+from autoshard.decide.kept import Known, carried
 from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
-from autoshard.errors import UsageError
+from autoshard.errors import PlanError, UsageError
 from autoshard.lower.lower import Lowered, lower
 from autoshard.lower.schedule import Schedule, schedule
 from autoshard.program.calling import Traced
@@ -41,23 +43,30 @@ class Planner(Protocol):
                  pipeline: Pipeline | None = None) -> Plan: ...
 
 
+Keep = Callable[[Sequence[Plan], Sequence[Known], Graph, Mesh], Plan | None]
+"""Takes plans of other variants that can run a graph, all variants there are, the graph and the mesh; gives the plan to keep, at its new
+prices, or None: search."""
+
+
 @dataclass(frozen=True, eq=False)
 class Settings:
     """What the variants of a compiled model share. `build`: from a variant to its running form, as `api.compile` has it; `plan`: given, and
-    replayed for the variant it was made for; `key`: text of everything that decides a plan, for the cache."""
+    replayed for the variant it was made for; `key`: text of everything that decides a plan, for the cache; `keep`: None: every variant is
+    searched."""
 
     build: Callable[[Variant], Step]
     options: Options = field(default_factory=Options)
     loss_fn: Callable[..., Any] | None = None
     plan: Plan | None = None
     key: str = ""
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
     """One form of a model's call (training or not, shapes, dtypes), traced, and the phases that make it run. The first one settles the
-    parameters' placements; later ones keep them, unless `replan`. `inputs`: placements of those that come in split; `seed`: of parameters
-    that have no numbers yet. Ranks run the phases together; each raises what planning and lowering raise."""
+    parameters' placements; later ones keep them, unless `replan`. `known`: variants that were searched. `inputs`: placements of those that
+    come in split; `seed`: of parameters that have no numbers yet. Ranks run the phases together; each raises what planning and lowering raise."""
 
     traced: Traced
     place: Place
@@ -66,6 +75,7 @@ class Variant:
     inputs: Mapping[str, Spec]
     seed: int
     replan: bool = False
+    known: Sequence[Known] = ()
 
     def agreed_plan(self, planner: Planner) -> Plan:
         """The plan given, one from the cache, or one by the planner, which runs on the leading rank; the same on every rank."""
@@ -134,12 +144,33 @@ class Variant:
                 return given
             stored = stored or given.placements
             log.info("the given plan is for another variant; planning this one with its placements")
-        names = {op.target for op in graph.of_kind("param", "buffer")}
+        names = {op.target for op in graph.of_kind("param", "buffer")} | set(graph.outputs(Role.MUTATION))
         stored = {name: spec for name, spec in stored.items() if name in names}
+        if not self.replan and (kept := self._kept()) is not None:
+            return kept
         key = key_of(graph.hash, str(mesh), self.settings.key, sorted(stored.items()), sorted(self.inputs.items()), *filter(None, (self.pipeline,)))
         return cached(self.settings.options.running.cache, key,
                       lambda: planner(self.traced, mesh, stored=stored, inputs=self.inputs, pipeline=self.pipeline),
                       self.check)
+
+
+    def _kept(self) -> Plan | None:
+        """The plan of a variant with other shapes, where it can run this one and is good enough."""
+        if self.settings.keep is None or not self.known:
+            return None
+        plans: dict[Any, Plan] = {}
+        for known in reversed(self.known):
+            plan = carried(known, self.traced.graph)
+            if plan is not None and (key := (tuple(plan.ops.items()), plan.copies)) not in plans and self._runs(plan):
+                plans[key] = plan
+        return self.settings.keep(tuple(plans.values()), self.known, self.traced.graph, self.place.mesh)
+
+    def _runs(self, plan: Plan) -> bool:
+        try:
+            self.check(plan)
+        except PlanError:  # a dim of this size does not divide
+            return False
+        return True
 
 
 def check_compilable(model: nn.Module, mesh: Mesh, options: Options) -> None:

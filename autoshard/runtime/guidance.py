@@ -40,8 +40,8 @@ SAVE = ("keep the original model, gather the weights with torch.distributed.chec
 BEFORE = "call it on the original model, and before autoshard.compile where it changes the model"
 LIBRARIES = ("transformers", "diffusers", "huggingface_hub")
 METHODS = {
-    "generate": "generation runs another graph for every token; load the weights into the original model (docs/hugging-face.md) and "
-                "generate with that",
+    "generate": "it was compiled for calls without caches; use autoshard.generator (docs/inference.md), or load the weights into the "
+                "original model and generate with that",
     "save_pretrained": SAVE.format(""),
     "push_to_hub": SAVE.format(", push_to_hub=True"),
     "from_pretrained": "load the original model, then compile it",

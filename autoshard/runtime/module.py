@@ -1,7 +1,9 @@
 """`CompiledModule`: the user's model, planned and sharded, as an ordinary nn.Module."""
 from __future__ import annotations
 
+import copy
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -14,23 +16,27 @@ from autoshard import _torch
 from autoshard._torch import pytree
 from autoshard.base.plan import Plan
 from autoshard.base.random import mix
+from autoshard.decide.kept import KEPT, Known
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.pipeline.microbatches import batch
 from autoshard.program.binding import Binding, leaf_key
 from autoshard.program.calling import Traced
 from autoshard.runtime.compile import Settings, Variant
-from autoshard.runtime.guidance import Guidance, attribute, guard
+from autoshard.runtime.guidance import HOOKS, Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.microbatches import check_pieces
-from autoshard.runtime.params.module_shells import shell
+from autoshard.runtime.params.module_shells import hand_on, plain_attributes, shell
 from autoshard.runtime.params.stored import Stored
+from autoshard.runtime.params.update import watch_fused
 from autoshard.runtime.ranks.agree import alone, share
-from autoshard.runtime.ranks.agreement_facts import call_facts, in_words
+from autoshard.runtime.ranks.agreement_facts import call_facts, in_words, inputs_in_words
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.ranks.same_inputs import compare_inputs, is_due
 from autoshard.runtime.step import Function, Step
 
 log = logging.getLogger("autoshard")
+MOST_SEARCHED = 16
+"""Plans that new shapes may keep; more are only there where a model is called with very different ones."""
 
 
 class CompiledModule(Guidance, nn.Module):
@@ -43,22 +49,29 @@ class CompiledModule(Guidance, nn.Module):
     def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
         super().__init__()
         self.place, self.settings, self.options, self.passing = place, settings, settings.options, settings.options.passing
+        watch_fused()
         self._binding = Binding.of(model, settings.loss_fn)
-        self._stored = Stored(model, self._stores_at, settings.options.precision)
+        self._hold(Stored(model, self._stores_at, settings.options.precision), model.training)
+
+    def _hold(self, stored: Stored, training: bool) -> None:
+        """Begin with these tensors and no variant."""
+        self._stored = stored
         self._visible = {"root": shell(self._stored.module)}  # in a dict, so that it is no submodule
         root = self._visible["root"]
         guard(self, root)
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = root.__dict__[table]
-        self.training = model.training
+        self.training = training
         self._parts = tuple(self.modules())  # walking the tree at every call would cost as much as a small layer
+        self._plain = plain_attributes(self, root)
         self._trainable = tuple(self._stored.params.values())
         self._steps: dict[Any, Step] = {}
         self._latest: tuple[Any, Step] | None = None
         self._current: Step | None = None
-        self._told = place.pulse.told if place.mesh.size > 1 else [0]
+        self._told = self.place.pulse.told if self.place.mesh.size > 1 else [0]
         self._recipes: dict[Any, list[Any]] = {}
-        self._wraps = self.passing.outputs == "dtensor" and place.device_mesh is not None
+        self._searched: tuple[Known, ...] = ()
+        self._wraps = self.passing.outputs == "dtensor" and self.place.device_mesh is not None
         self._accumulating = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
         self._seed: int | None = None
@@ -81,7 +94,8 @@ class CompiledModule(Guidance, nn.Module):
         return True
 
     def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
-        return Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan)
+        known = tuple(k for k in self._searched if k.graph.training == traced.graph.training)
+        return Variant(traced, self.place, self._stored, self.settings, fixed, self._seed, replan, known)
 
     # --- calls ---
 
@@ -125,7 +139,8 @@ class CompiledModule(Guidance, nn.Module):
         device = self.place.device.type
         modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),
-                 tuple([p.requires_grad for p in self._trainable]))
+                 tuple([p.requires_grad for p in self._trainable]),
+                 tuple([values.get(name) for values, name, _ in self._plain]))
         return (modes, tree, shapes, given), flat, tensors
 
     def _enter(self, key: Any, flat: list[Any], replan: bool = False,
@@ -134,7 +149,7 @@ class CompiledModule(Guidance, nn.Module):
         inputs of the call that is to run in it."""
         if self.place.mesh.size == 1:
             self._seed = torch.initial_seed() if self._seed is None else self._seed
-            self._current = self._build(key, flat, replan) if replan or key not in self._steps else self._steps[key]
+            self._current = self._build(key, flat, replan) if replan or key not in self._steps else self._again(key)
             return self._current
         facts = self._facts(key)
         with self.place.pulse.together(in_words(facts)):
@@ -143,8 +158,23 @@ class CompiledModule(Guidance, nn.Module):
             known = None if replan else self._steps.get(key)
             if tensors is not None and is_due(known.calls if known else 0, self.options.running.check_inputs):
                 self._compare_inputs(key, tensors)
-            self._current = known or self._build(key, flat, replan)
+            self._current = self._again(key) if known else self._build(key, flat, replan)
         return self._current
+
+    def _again(self, key: Any) -> Step:
+        """A variant that is there, which is used last from now on."""
+        self._steps[key], self._recipes[key] = self._steps.pop(key), self._recipes.pop(key)
+        return self._steps[key]
+
+    def _remember(self, key: Any, step: Step, stand_ins: list[Any], took: tuple[float, float]) -> None:
+        """Keep a new variant, and forget those used longest ago where there are too many. `took`: seconds to trace, and for the rest."""
+        self._steps[key], self._recipes[key], self._latest = step, stand_ins, (key, step)
+        if step.plan.status != KEPT:
+            self._searched = (*self._searched, Known(step.plan, step.graph))[-MOST_SEARCHED:]
+        for oldest in list(self._steps)[:-self.options.running.variants]:
+            del self._steps[oldest], self._recipes[oldest]
+        log.info("variant %d of at most %d for inputs %s: traced in %.2f s; planned (%s), lowered and bound in %.2f s", len(self._steps),
+                 self.options.running.variants, inputs_in_words(key), took[0], step.plan.status, took[1])
 
     def _build(self, key: Any, flat: list[Any], replan: bool = False) -> Step:
         alone(self.place, lambda: self._refuse_autocast(key[0][1]))
@@ -155,15 +185,15 @@ class CompiledModule(Guidance, nn.Module):
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
         args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
+        begin = time.perf_counter()
         traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
                                                         precision=self.options.precision, marks=self.options.marks,
                                                         fallback=self.options.fallback, hooks_run=True, stored={} if replan else self._stored.metas))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
+        there = time.perf_counter()
         step = self.settings.build(self._variant(traced, fixed, replan))
-        self._steps[key] = step
-        self._recipes[key] = stand_ins
-        self._latest = (key, step)
+        self._remember(key, step, stand_ins, (there - begin, time.perf_counter() - there))
         return step
 
     def _facts(self, key: Any) -> dict[str, str]:
@@ -189,10 +219,11 @@ class CompiledModule(Guidance, nn.Module):
                              "compile with precision=autoshard.Precision(\"bf16\") instead")
 
     def _sync_modes(self) -> None:
-        """train() and eval() reach the modules the user sees; tracing runs their twins."""
+        """train(), eval() and plain attributes (a dropout's p) reach the modules the user sees; tracing runs their twins."""
         self._visible["root"].__dict__["training"] = self.training
         for twin, seen in zip(self._program.modules(), self._visible["root"].modules(), strict=True):
             twin.training = seen.training
+        hand_on(self._plain, self._program)
 
     def _without_autocast(self) -> Any:
         """Casts are part of the graph already."""
@@ -269,8 +300,23 @@ class CompiledModule(Guidance, nn.Module):
         with torch.set_grad_enabled(key[0][0]):
             step = self._enter(key, flat, replan=True)
         self._stored.move(step.plan.placements, optimizer, step.graph)
-        self._steps, self._recipes = {key: step}, {key: flat}
+        self._steps, self._recipes, self._searched = {key: step}, {key: flat}, (Known(step.plan, step.graph),)
         return step.plan
+
+    # --- random numbers ---
+
+    def get_rng_state(self) -> dict[str, int]:
+        """What the draws of the next call depend on (dropout): part of a checkpoint from which training goes on exactly. Equal on
+        every rank. Raises UsageError before the first call or `prepare`."""
+        if self._seed is None:
+            raise UsageError("a compiled model takes its seed at its first call; call it, or prepare(...), before get_rng_state()")
+        return {"seed": self._seed, "calls": self._calls}
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Go on drawing where `get_rng_state` was called. Raises UsageError for something else."""
+        if set(state) != {"seed", "calls"} or not all(type(n) is int for n in state.values()):
+            raise UsageError(f"set_rng_state takes what get_rng_state gave, {{'seed': int, 'calls': int}}, not {dict(state)!r:.100}")
+        self._seed, self._calls = state["seed"], state["calls"]
 
     # --- module protocol ---
 
@@ -298,8 +344,20 @@ class CompiledModule(Guidance, nn.Module):
                 raise
         return attribute(self, visible, name)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UsageError("a compiled model cannot be deep-copied; copy the original model and compile the copy, or use state_dict()")
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledModule":
+        """A compiled model with tensors of its own, and the variants and plans of this one, as `swa_utils.AveragedModel` makes it. Hooks on
+        parameters stay behind, as torch leaves them."""
+        twin = object.__new__(type(self))
+        nn.Module.__init__(twin)
+        for name in ("place", "settings", "options", "passing", "_binding"):
+            setattr(twin, name, getattr(self, name))
+        twin._hold(self._stored.copied(), self.training)
+        twin.__dict__.update({table: copy.copy(self.__dict__[table]) for table in HOOKS})
+        memo[id(self)] = twin
+        twin._seed, twin._calls, twin._searched = self._seed, self._calls, self._searched
+        twin._steps, twin._recipes = {key: step.on(twin._stored) for key, step in self._steps.items()}, dict(self._recipes)
+        twin._latest = self._latest and (self._latest[0], twin._steps[self._latest[0]])
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError("a compiled model cannot be pickled; save state_dict() with torch.distributed.checkpoint, and model.plan "

@@ -21,6 +21,7 @@ from autoshard.errors import AutoshardError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, call_of, lower_deferred
 from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.calling import Calling, as_stored
+from autoshard.rules.states import states
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.params.strided import placements
@@ -84,6 +85,7 @@ class Step:
         self.user_specs = tuple(plan.ops[op.name].inputs[0] for op in results)
         self.user_metas = tuple(graph.meta(op.refs[0]) for op in results)
         self.mutated = tuple(p.name for p in self.forward.gives if p.kind == Role.MUTATION)
+        self.states = frozenset(graph.op(name).target for name in states(graph))
         self.n_users = len(self.user_specs)
         self.shards = tuple(_pieces(spec, place) for spec in self.user_specs)
         tangents = {op.target for op in graph.of_kind("tangent")}
@@ -107,6 +109,10 @@ class Step:
         """The collectives of one step."""
         return self.forward.issues + (self.backward.issues if self.backward else ())
 
+    def on(self, stored: Stored) -> "Step":
+        """The same program with other tensors."""
+        return type(self)(self.graph, self.calling, self.plan, self.lowered, self.place, stored, self.backend, self.outputs, self.given)
+
     # --- forward ---
 
     def arguments(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> list[Any]:
@@ -122,7 +128,8 @@ class Step:
 
     def write_back(self, values: Sequence[torch.Tensor]) -> None:
         for name, value in zip(self.mutated, values, strict=True):
-            self.stored.write(name, value)
+            write = self.stored.write_state if name in self.states else self.stored.write
+            write(name, value)
 
     def run(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
         """User outputs of one call, local."""
@@ -179,7 +186,7 @@ class Step:
         if self.place.device_mesh is None:
             return local if border is None else local.to(border.device)
         if border is None:
-            return _torch.dtensor_like(local, self.stored.params[name])
+            return _torch.dtensor_like(as_stored(local), self.stored.params[name])  # autograd sees to strides of plain tensors alone
         spec = self.input_specs[name]
         if border.local:
             return (local * _pieces(spec, self.place)).to(border.device)

@@ -19,7 +19,7 @@ from autoshard.base.spec import NOWHERE, Spec, local_shape
 from autoshard.base.turns import Duty
 from autoshard.cost import compute
 from autoshard.cost.cluster import AxisLink, Cluster
-from autoshard.cost.fusion import Fused, fused
+from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.cost.redistribute import Redistribution, Step
 from autoshard.program import flow
 from autoshard.rules.types import InnerCollective
@@ -145,12 +145,12 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
     trained = trained_params(graph)
     if training.offload:
         strategies = with_host(strategies, [n for n in trained if graph.op(n).outputs[0].shape])
-    chains = fused(graph) if cluster.device.fuses else {}
-    cache: dict[tuple[int, bool, Fused | None, int, bool], OpCost] = {}
+    kept = untouched(graph, cluster.device)
+    cache: dict[tuple[int, bool, Fused, int, bool], OpCost] = {}
     ops: dict[str, OpCost] = {}
     for op in graph.ops:
         found = strategies[op.name]
-        key = (id(found), op.name in trained, chains.get(op.name), graph.runs_of(op.phase), op.is_port)
+        key = (id(found), op.name in trained, kept.get(op.name, NOTHING), graph.runs_of(op.phase), op.is_port)
         if key not in cache:
             cache[key] = _op_cost(op, found, mesh, cluster, links, training, *key[1:3]).times(key[3])
         ops[op.name] = cache[key]
@@ -158,12 +158,11 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
 
 
 def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, training: Training, trained: bool,
-             chain: Fused | None) -> OpCost:
+             kept: Fused) -> OpCost:
     zero = np.zeros(len(found))
     if op.kind == "call":
         ins, outs = local_shapes(found, mesh)
-        kept = (chain.unread, chain.unwritten) if chain else ()
-        seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device, *kept), float), zero.shape)
+        seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device, kept), float), zero.shape)
         return OpCost(seconds, inner_seconds(found, ins, outs, mesh, links), zero)
     if op.kind == "param" and trained:
         meta = op.outputs[0]

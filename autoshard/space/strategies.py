@@ -18,6 +18,7 @@ from autoshard.base.spec import PSUM, R, Spec, divides, format_spec
 from autoshard.errors import SeedError
 from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.rules import registry
+from autoshard.rules.states import free
 from autoshard.rules.types import Row
 from autoshard.seeds.seeds import Seeds
 
@@ -88,13 +89,14 @@ def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str
     Raises SeedError when a seed leaves an op without a strategy."""
     cache: dict[object, StrategySet] = {}
     result: dict[str, StrategySet] = {}
-    of_parts = casts_of_parts(graph)
+    of_parts, chosen = casts_of_parts(graph), free(graph)
     for op in graph.ops:
         seed = seeds.specs.get(op.name)
         reads = tuple((i, seeds.reads[op.name, i]) for i in range(len(op.refs)) if (op.name, i) in seeds.reads) if seeds.reads else ()
-        key = (graph.calls[op.name] if op.kind == "call" else _placeholder_key(op, graph, outputs), seed, reads, op.name in of_parts)
+        fixed = op.name not in chosen and _is_fixed(op, outputs)
+        key = (graph.calls[op.name] if op.kind == "call" else (op.kind, fixed, _placed(op, graph)), seed, reads, op.name in of_parts)
         if key not in cache:
-            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, outputs, of_parts), reads, seeds)
+            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, fixed, of_parts), reads, seeds)
         result[op.name] = cache[key]
     return result
 
@@ -110,14 +112,14 @@ def _reading(op: Op, found: StrategySet, reads: Sequence[tuple[int, frozenset[Sp
     return found
 
 
-def _placeholder_key(op: Op, graph: Graph, outputs: str) -> object:
-    meta = op.outputs[0] if op.kind != "output" else graph.meta(op.refs[0])
-    return (op.kind, _is_fixed(op, outputs), meta)
+def _placed(op: Op, graph: Graph) -> TensorMeta:
+    """The tensor of an op that is no call."""
+    return op.outputs[0] if op.kind != "output" else graph.meta(op.refs[0])
 
 
 def _is_fixed(op: Op, outputs: str) -> bool:
-    """Whether the op's only placement is Replicate: inputs, buffers and what is written back to them. Where a stage of a pipeline
-    receives or sends a value, its placement is free."""
+    """Whether the op's only placement is Replicate: inputs, buffers that are no state and what is written back to them. Where a stage of a
+    pipeline receives or sends a value, its placement is free."""
     if op.is_port:
         return False
     if op.kind in ("buffer", "input"):
@@ -126,18 +128,18 @@ def _is_fixed(op: Op, outputs: str) -> bool:
     return outputs == "replicate" if op.kind == "tangent" or role is Role.USER else role is Role.MUTATION
 
 
-def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, outputs: str, of_parts: frozenset[str]) -> StrategySet:
+def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, of_parts: frozenset[str]) -> StrategySet:
     seed = seeds.specs.get(op.name)
     if op.kind == "call":
         found = call_strategies(graph.calls[op.name], mesh, rows_of(graph, op, of_parts))
         if seed is not None:
             found = found.keep(np.array([tuple(row) in seed for row in found.outputs[:, 0].tolist()], dtype=bool))
     else:
-        meta = op.outputs[0] if op.kind != "output" else graph.meta(op.refs[0])
+        meta = _placed(op, graph)
         if seed is not None:
             specs: Sequence[Spec] = sorted(s for s in seed if divides(meta.logical_shape, s, mesh.sizes))
         else:
-            specs = [(R,) * mesh.ndim] if _is_fixed(op, outputs) else storage_specs(meta, mesh)
+            specs = [(R,) * mesh.ndim] if fixed else storage_specs(meta, mesh)
         found = _placeholder_set(op, meta, specs, mesh)
     if not len(found):
         wanted = " or ".join(format_spec(s) for s in sorted(seed or ()))

@@ -10,20 +10,23 @@ from typing import Any
 import numpy as np
 
 from autoshard import api
+from autoshard.base import quantities
 from autoshard.base.mesh import Mesh
+from autoshard.base.notebook import grid
 from autoshard.base.plan import LATE_REDUCTION, Plan
 from autoshard.decide.make_plan import Timelines, make_plan
 from autoshard.decide.memory.memory_problems import possible
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import formulate_within
-from autoshard.decide.walks.baselines import Scheme, baseline, schemes
+from autoshard.decide.walks.baselines import Scheme, baseline, batch_size, schemes
 from autoshard.decide.walks.propagate import propagate
 from autoshard.decide.walks.reads import Wiring
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, SeedError
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program.calling import Traced
 from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.seeds.from_transformers import HandPlan
 from autoshard.space.cost_table import CostTable
 
 CHOSEN = "chosen by the search"
@@ -85,15 +88,23 @@ class Comparison:
         fitting = [c for c in self.contenders[1:] if c.fits and c.plan is not None]
         return min(fitting, key=lambda c: c.plan.objective_s, default=None)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = [(c.name, c.axes, *(("-",) * 4 if c.plan is None else (
+            quantities.seconds(c.plan.objective_s), quantities.seconds(c.exposed_s), quantities.size(c.moved_bytes),
+            quantities.size(c.memory_bytes))), "yes" if c.fits else "no") for c in self.contenders]
+        return grid(f"Plans for {self.mesh} on {self.cluster}", ("plan", "axes", "step", "exposed", "moved", "memory", "fits"), rows, self.notes)
+
     def to_dict(self) -> dict[str, Any]:
         return {"model": dict(self.model), "mesh": str(self.mesh), "cluster": self.cluster, "limit_bytes": self.limit_bytes,
                 "rows": [c.to_dict() for c in self.contenders], "notes": list(self.notes)}
 
 
 def comparison(traced: Traced, mesh: Mesh, options: Options, *, model: Mapping[str, Any] | None = None,
-               has_loss: bool = False, clock: PhaseTimer | None = None) -> Comparison:
+               has_loss: bool = False, clock: PhaseTimer | None = None, own: Mapping[str, HandPlan] | None = None) -> Comparison:
     """Search a plan, make every baseline, and price them alike. Seeds hold for the chosen plan and for propagation
-    only: a baseline is what it is. Raises what `api.prices` raises; a model that fits nowhere is a row, not an error."""
+    only: a baseline is what it is. `own`: plans that the model brings along, by name; the last mesh axis is theirs, the others split the
+    batch. Raises what `api.prices` raises; a model that fits nowhere is a row, not an error."""
     clock = clock or PhaseTimer(None)
     table = api.prices(traced, mesh, options, clock=clock)
     free = table if not options.seeds else api.prices(traced, mesh, replace(options, seeds={}))
@@ -102,7 +113,8 @@ def comparison(traced: Traced, mesh: Mesh, options: Options, *, model: Mapping[s
     write = _Writer(options, has_loss, model or {})
     chosen = _chosen(table, formulation, write, clock)
     clock.say("baselines")
-    rows = (chosen, write.propagated(formulation), *write.baselines(theirs))
+    rows = (chosen, write.propagated(formulation), *write.baselines(theirs),
+            *(write.own_plan(name, plan, traced, mesh, formulation.budget.limit) for name, plan in (own or {}).items()))
     notes = ("the seeds hold for the chosen plan and for propagation, not for the baselines",) if options.seeds else ()
     return Comparison(model or {}, mesh, table.cluster.name, formulation.budget.limit, rows, notes)
 
@@ -154,6 +166,22 @@ class _Writer:
         spread = propagate(formulation, seeds)
         plan = replace(self.plan(formulation, spread.choice, ""), status=spread.status)
         return Contender(PROPAGATED, "", plan, _fits(plan), f"{len(spread.warnings)} edges communicate")
+
+    def own_plan(self, name: str, plan: HandPlan, traced: Traced, mesh: Mesh, limit: float) -> Contender:
+        """The plan that the model brings along: its placements of parameters, and the cheapest way to compute with them."""
+        data, inputs = mesh.names[:-1], traced.graph.of_kind("input")
+        ranks, rows = mesh.ranks(range(mesh.ndim - 1)), batch_size(inputs)
+        axes = f"data {'*'.join(data)}, tensor {mesh.names[-1]}" if data else f"tensor {mesh.names[-1]}"
+        if rows % ranks:
+            return Contender(name, axes, None, False, f"a batch of {rows} does not split over {ranks} ranks")
+        split = {f"input:{i}": (data, ...) for i, op in enumerate(inputs) if data and op.outputs[0].shape[:1] == (rows,)}
+        try:
+            table = api.prices(traced, mesh, replace(self.options, seeds={**plan.seeds, **split}))
+        except SeedError as e:
+            return Contender(name, axes, None, False, str(e))
+        formulation = formulate_within(table, limit)
+        made = self.plan(formulation, propagate(formulation, table.seeds).choice, f"{name} ({axes})")
+        return Contender(name, axes, made, _fits(made), "; ".join(plan.unsaid))
 
     def contender(self, formulation: Formulation, choice: np.ndarray, scheme: Scheme) -> Contender:
         axes = scheme.describe(formulation.table.mesh)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from autoshard.base.notebook import grid
 from autoshard.base.plan import Plan
 
 Kind = Literal["output", "gradient", "buffer", "weight"]
@@ -146,6 +147,13 @@ class VerifyReport:
         """Plain JSON-able data."""
         return {"ok": self.ok, "mesh": self.mesh, "dtype": self.dtype, "tolerance": self.tolerance, "steps": self.steps,
                 "notes": list(self.notes), "plans": [_plan_data(p) for p in self.plans]}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = [("pass" if p.ok else "MISMATCH", p.name, f"{p.split} of {len(p.plan.ops)}", f"{p.worst.kind} {p.worst.name}", f"{p.worst.error:.2g}",
+                 f"{p.worst.limit:.2g}") for p in self.plans]
+        columns = ("", "plan", "ops split", "worst", "error", "allowed")
+        return grid(f"Plans for {self.mesh} against one device, in {self.dtype}", columns, rows, self.notes)
 
     def __str__(self) -> str:
         lines = [f"{'pass' if p.ok else 'MISMATCH'}  {p.name}: {len(p.checks)} tensors, {p.split} of {len(p.plan.ops)} ops split, "

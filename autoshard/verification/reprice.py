@@ -18,7 +18,7 @@ from autoshard import collectives
 from autoshard.base.graph import Call, Graph, TensorMeta
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
-from autoshard.cost.fusion import Fused, fused
+from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.errors import LoweringError
 from autoshard.lower.emit import VIEWS, Part
 from autoshard.lower.lower import Called, LocalGraph, Lowered, call_of
@@ -64,13 +64,13 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
     `graph` only says what each op is (target, arguments) and which parameters are trained; `offload`: those whose optimizer state
     lies on the host."""
     compute = 0.0
-    chains = fused(graph) if cluster.device.fuses else {}
+    untouched_by = untouched(graph, cluster.device)
     overlap, update = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
     communication = [0.0, 0.0]
     for local in lowered.windows:
         heavy, runs = 0.0, graph.runs_of(local.window)
         for called in local.calls:
-            seconds = _op_seconds(graph, called, cluster, chains.get(called.op))
+            seconds = _op_seconds(graph, called, cluster, untouched_by.get(called.op, NOTHING))
             compute += runs * seconds
             heavy += runs * seconds if registry.is_heavy(graph.op(called.op)) else 0.0
         for i, executed in enumerate((False, True)):
@@ -80,12 +80,11 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
     return Repriced(*(update + compute + seconds for seconds in communication))
 
 
-def _op_seconds(graph: Graph, called: Called, cluster: Cluster, chain: Fused | None) -> float:
+def _op_seconds(graph: Graph, called: Called, cluster: Cluster, kept: Fused) -> float:
     call = graph.calls[called.op]
     inputs = [_logical(m, t, graph.calls[called.op]) for m, t in zip(call.inputs, called.inputs, strict=True)]
     outputs = [None if m is None else _logical(m, t, call) for m, t in zip(call.outputs, called.outputs, strict=True)]
-    kept = (chain.unread, chain.unwritten) if chain else ()
-    return float(call_seconds(call, inputs, outputs, cluster.device, *kept))
+    return float(call_seconds(call, inputs, outputs, cluster.device, kept))
 
 
 def _logical(meta: TensorMeta, local: torch.Tensor, call: Call) -> tuple[int, ...]:

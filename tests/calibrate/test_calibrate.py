@@ -10,7 +10,7 @@ import time
 import pytest
 
 from autoshard import cli
-from autoshard.calibrate.run import _mesh
+from autoshard.calibrate.run import launched_mesh
 from autoshard.collectives import KINDS
 from autoshard.cost.cluster import load_cluster
 
@@ -42,7 +42,7 @@ def test_a_mesh_of_another_size_is_refused_before_waiting_for_peers(monkeypatch,
 def test_axes_follow_the_launcher(monkeypatch, world, local, mesh):
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert str(_mesh(None)) == mesh
+    assert str(launched_mesh(None)) == mesh
 
 
 @pytest.mark.dist

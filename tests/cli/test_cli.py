@@ -57,6 +57,20 @@ def test_plan_json_is_only_json(run):
     assert "search" in data["timings"]
 
 
+STAGES = ["gpt:tiny", "--mesh", "pp=2,dp=2", "--batch", "4", "--microbatches", "2", "--schedule", "gpipe", "--cut", "h.1", "--cluster", "cpu-gloo"]
+
+
+def test_a_page_of_a_pipeline_is_of_the_plan_with_its_stages(run, tmp_path):
+    code, out, err = run("plan", *STAGES, "--html", tmp_path / "page.html", "--json")
+    assert code == 0, err
+    assert [s["index"] for s in json.loads(out)["stages"]] == [0, 1]
+
+
+@pytest.mark.parametrize("command", [["explain", "--op", "h.0.mlp.c_fc"], ["memory"]])
+def test_what_looks_at_one_program_refuses_stages(run, command):
+    assert_refused(run(command[0], *STAGES, *command[1:]), "pp", "leave that axis out of the mesh")
+
+
 def test_same_arguments_give_the_same_bytes(run, tmp_path):
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     assert run(*MLP, "-q", "-o", first)[0] == run(*MLP, "-q", "-o", second)[0] == 0

@@ -256,7 +256,7 @@ def disagreements() -> None:
     with pytest.raises(Exception, match="call different programs"):
         fast(data(n)[0])
 
-    def broken(traced, mesh, *, stored, inputs):
+    def broken(traced, mesh, *, stored, inputs, pipeline=None):
         raise PlanError("no plan today")
 
     bad = CompiledModule(net(), locate(MESH), by_planner(broken))
@@ -269,7 +269,7 @@ def replay(folder: str) -> None:
     first.prepare(data()[0])
     plan = first.plan
 
-    def never(traced, mesh, *, stored, inputs):
+    def never(traced, mesh, *, stored, inputs, pipeline=None):
         raise AssertionError("the planner ran although a plan was given")
 
     again = CompiledModule(net(), locate(MESH), by_planner(never, plan=plan))
@@ -299,8 +299,7 @@ def surface() -> None:
         fast.one(data()[0])
     with pytest.raises(UsageError, match="Register it on the compiled model"):
         fast.one.register_forward_hook(print)
-    with pytest.raises(UsageError, match="deep-copied"):
-        copy.deepcopy(fast)
+    assert copy.deepcopy(fast).plan.key == fast.plan.key
 
 
 def ranks_differ() -> None:

@@ -90,7 +90,25 @@ def test_training_example_agrees_with_one_process(tmp_path):
     assert json.loads(two.read_text())["losses"] == pytest.approx(json.loads(one.read_text())["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("path", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.name)
+def headings(path: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.name)
 def test_links_between_pages_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
-        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", path.read_text()):
+        page = path.parent / target if target else path
+        assert page.exists(), f"{path.name} links to {target}"
+        assert not anchor or anchor in headings(page), f"{path.name} links to {target}#{anchor}, and there is no such heading"
+
+
+def test_every_page_is_reached_from_the_readme():
+    seen, todo = set(), [ROOT / "README.md"]
+    while todo:
+        path = todo.pop().resolve()
+        if path not in seen and path.suffix == ".md":
+            seen.add(path)
+            todo += [path.parent / target for target in re.findall(r"\]\(([^)#:\s]+)", path.read_text())]
+    assert {p.resolve() for p in (ROOT / "docs").glob("*.md")} <= seen

@@ -99,6 +99,7 @@ def hugging_face(page: dict[str, Any]) -> None:
     with torch.no_grad():
         evaluated = sum(reference(**batch).loss.item() for batch in batches) / len(batches)
     torch.testing.assert_close(page["evaluated"], evaluated, **CLOSE)
+    assert page["original"].tp_plan.keys() <= page["theirs"].tp_plan.keys() and page["mine"].mesh.names == ("tp",)
     assert page["original"].config.use_cache is True and "past_key_values" not in page["out"]
     assert "DistributedDataParallel" in page["refusal"]
     if torch.distributed.get_rank() == 0:

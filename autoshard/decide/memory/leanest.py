@@ -67,7 +67,7 @@ def _within(program: Program, peak: float, how: How) -> Lean | None:
     """A choice of at most this peak, in bytes."""
     formulation = program.formulation
     budget, limits = formulation.budget.of_peak(peak), formulation.problem.row_limit.copy()
-    limits[rows_of(formulation)] = budget.rows
+    limits[rows_of(formulation)] = budget.peak
     lower = replace(formulation, problem=replace(formulation.problem, row_limit=limits), budget=budget)
     found = search_within(replace(program, formulation=lower, starts=()), how)
     return None if found.choice is None else (found.choice, program.timelines(found.choice))

@@ -35,7 +35,7 @@ def explain_infeasible(program: Program, solution: Solution, lean: Lean | None, 
         return InfeasibleError(f"no choice of strategies satisfies all seeds{given}, whatever the memory; "
                                "take seeds away until a plan exists, or leave dims open with ...", proven=True)
     counted = max(max(least.bound, least_possible(problem, row)) for least, row in zip(leasts, rows, strict=True))
-    bound = budget.taken(budget.buffers + counted)
+    bound = budget.taken(counted)
     proven = bound > budget.limit or solution.status is Status.INFEASIBLE
     if lean is None:
         return InfeasibleError(f"the time limit ended the search before any plan was found, for {_text(budget.limit)} per rank or more; "

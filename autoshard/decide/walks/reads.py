@@ -53,10 +53,10 @@ class Wiring:
 
     @cached_property
     def ties(self) -> dict[int, int]:
-        """Unit of a gradient output -> its parameter's (or input's) unit, unit of a tangent -> its output's unit, and what seeds tie:
-        equal specs."""
+        """Unit of a gradient output -> its parameter's (or input's) unit, of what is written back -> its buffer's, of a tangent -> its
+        output's, and what seeds tie: equal specs."""
         units, graph = self.formulation.units, self.formulation.table.graph
-        tied = dict(graph.chosen_ties)
+        tied = dict(graph.ties)
         tied |= {a: b for a, b in self.formulation.table.seeds.ties if a not in tied}
         return {units.index(a): units.index(b) for a, b in tied.items()}
 

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from autoshard import _torch
 from autoshard.lower.lifetimes import Lifetimes, storages
-from autoshard.lower.overwrite_table import OVERWRITE, takers
+from autoshard.lower.overwrite_table import OVERWRITE, others, takers
 
 aten = torch.ops.aten
 MAY_ALIAS = (aten.reshape.default, aten.contiguous.default, _torch.WAIT)
@@ -17,8 +17,8 @@ MAY_ALIAS = (aten.reshape.default, aten.contiguous.default, _torch.WAIT)
 
 
 def overwrite(graph: Graph, lifetimes: Lifetimes | None = None) -> int:
-    """Replace ops by their in-place forms where nobody can tell; returns how many. Arguments of the graph and
-    what it hands out stay untouched. Needs fake values in `meta["val"]`."""
+    """Replace ops by their in-place forms where nobody can tell; returns how many. Arguments of the graph, those
+    aside that hold a state, and what it hands out stay untouched. Needs fake values in `meta["val"]`."""
     lifetimes = lifetimes or Lifetimes.of(graph)
     memory = _Memory(graph, lifetimes)
     count = 0
@@ -39,7 +39,7 @@ class _Memory:
     def __init__(self, graph: Graph, lifetimes: Lifetimes) -> None:
         self._root: dict[int, int] = {}
         self._last = dict(lifetimes.last_read)
-        self._given = {key for node in graph.nodes if node.op == "placeholder" for key in storages(node)}
+        self._given = {key for node in graph.nodes if node.op == "placeholder" and not node.meta.get("lent") for key in storages(node)}
         for node in graph.nodes:
             if node.target in MAY_ALIAS:
                 self.join(node, node.args[0])
@@ -47,9 +47,8 @@ class _Memory:
     def may_take(self, node: Node, k: int, at: int) -> bool:
         """Whether `node` (at position `at`) may write its result over its argument `k`, which it fits."""
         mine = self._group(node.args[k])
-        others = [a for j, a in enumerate(node.args) if j != k and isinstance(a, Node)]
         return (not mine & self._given and all(self._last[root] <= at for root in mine)
-                and not any(self._group(o) & mine for o in others))
+                and not any(self._group(o) & mine for o in others(node, k)))
 
     def join(self, a: Node, b: Node) -> None:
         """They share memory from now on."""

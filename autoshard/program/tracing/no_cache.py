@@ -1,4 +1,4 @@
-"""Models of transformers are traced without their decoding cache.
+"""Models of transformers are traced without their decoding cache, and a cache that the call passes is refused.
 
 Most of their configs say `use_cache=True`, which is for `generate()`: the forward pass then returns the keys and values of all
 layers in an object of theirs. A captured graph does not generate, so a config's flag counts as False, in training and in inference, and
@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from autoshard.errors import UsageError
+
 
 @contextmanager
 def without_decoding_cache(model: nn.Module) -> Iterator[None]:
@@ -25,6 +27,15 @@ def without_decoding_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for config, value in before:
             config.use_cache = value
+
+
+def refuse_cache(value: Any, name: str) -> None:
+    """Raises UsageError for a cache object of transformers among the arguments of a call."""
+    library = sys.modules.get("transformers.cache_utils")
+    if library is not None and isinstance(value, library.Cache):
+        raise UsageError(f"{name} is a {type(value).__name__}: a captured program keeps its state in buffers, not in objects that are passed in; use "
+                         "autoshard.generator(model, mesh, batch=..., max_cache_len=...), or make keys and values buffers of the model "
+                         "(docs/inference.md)")
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -38,7 +38,7 @@ from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain
 from autoshard.program.tracing.known_values import Constants
 from autoshard.program.tracing.lru_caches import kept_clean
-from autoshard.program.tracing.no_cache import without_decoding_cache
+from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
 from autoshard.program.tracing.survey import Answers, Survey, short, user_errors
 from autoshard.program.tracing.tape import Tape, meta_of
 from autoshard.program.tracing.user_collectives import LOCAL_SHAPES, STAND_INS
@@ -124,6 +124,7 @@ class OneTrace:
                 if self.loss_fn is not None and _in_argument(path, len(bound[0]) - 1):
                     self.targets.add(len(out) - 1)
             else:
+                refuse_cache(value, name)
                 self.leaves.append(value)
         self.names = tuple(names)
         return out
@@ -214,7 +215,8 @@ class OneTrace:
         """Buffers that the model wrote in place or assigned anew, in their stored dtype."""
         for i, t in enumerate(inputs):
             if _torch.was_mutated(t):
-                self.tape.refuse(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone())")
+                self.tape.refuse(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone()), or make what is "
+                                 "carried from call to call, such as a cache, a buffer of the model")
         for name in self.params:
             if _torch.was_mutated(self.stored[name]):
                 self.tape.refuse(f"the model writes into its parameter {name!r} in place; make it a buffer")

@@ -115,8 +115,9 @@ LOSS = (sample(aten._safe_softmax.default, T(4, 2, 6), -1),
 
 
 def _attention(queries: int = 6, kv_heads: int = 4, mask: tuple[int, ...] | None = None,
-               causal: bool = False) -> tuple[Sample, Sample]:
-    """Forward and backward of CPU flash attention, the backward fed with the forward's own results."""
+               causal: bool = False, hidden: slice | None = None) -> tuple[Sample, Sample]:
+    """Forward and backward of CPU flash attention, the backward fed with the forward's own results. `hidden`: keys that the mask
+    hides from the first half of the batch."""
     rng = torch.Generator().manual_seed(5)
 
     def make(*shape: int) -> torch.Tensor:
@@ -124,6 +125,8 @@ def _attention(queries: int = 6, kv_heads: int = 4, mask: tuple[int, ...] | None
 
     q, k, v = make(4, 4, queries, 8), make(4, kv_heads, 6, 8), make(4, kv_heads, 6, 8)
     bias = None if mask is None else make(*mask)
+    if bias is not None and hidden is not None:
+        bias[:2, ..., hidden] = -torch.inf
     op = aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(q, k, v, 0.0, causal, attn_mask=bias)
     qkv, made = (Fixed(q), Fixed(k), Fixed(v)), (Fixed(out), Fixed(lse.contiguous()))
@@ -137,6 +140,9 @@ ATTENTION = (
     *_attention(), *_attention(causal=True), *_attention(queries=2), *_attention(kv_heads=2),
     *_attention(mask=(6, 6)), *_attention(mask=(4, 1, 6, 6)), *_attention(mask=(1, 4, 6, 6)),
     *_attention(queries=2, mask=(4, 1, 1, 6)),
+    _attention(queries=1, kv_heads=2)[0],
+    *(_attention(queries=q, mask=(4, 1, q, 6), hidden=keys)[0] for q in (1, 2) for keys in (slice(0, 3), slice(2, 6), slice(None))),
+    _attention(queries=2, mask=(4, 4, 2, 1))[0],
 )
 
 
@@ -231,6 +237,7 @@ INDEX = (
     sample(aten.index_add.default, T(4, 8), 1, _ids(6, high=8), T(4, 6), alpha=2),
     sample(aten.index_add.default, T(8, 6), 0, _ids(4, high=8), T(4, 6)),
     sample(aten.index_copy.default, T(4, 8), 1, _PERM, T(4, 6)),
+    *(sample(aten.index_copy.default, T(4, 8, 6), 1, Fixed(torch.tensor(rows)), T(4, len(rows), 6)) for rows in ([6], [0], [3, 4, 5], [1, 0])),
     sample(aten.index_fill.int_Scalar, T(4, 8), 1, _ids(2, high=8), 3.0),
     sample(aten.index.Tensor, T(8, 6), (_ids(4, high=8),)),
     sample(aten.index.Tensor, T(6, 8), (_rows,)),
@@ -248,6 +255,9 @@ INDEX = (
     sample(aten.index_put.default, T(6, 8), (_rows,), T(4, 1, 8), True),
     sample(aten.index_put.default, T(6, 8), (_rows,), T(), True),
     sample(aten.index_put.default, T(8, 6), (_PERM,), T(6, 6), False),
+    sample(aten.index_put.default, T(4, 8, 6), (None, Fixed(torch.tensor([3, -2])),), T(4, 2, 6)),
+    sample(aten.index_put.default, T(4, 2, 8, 6), (None, None, Fixed(torch.tensor([7]))), T(4, 2, 1, 6)),
+    sample(aten.index_put.default, T(8, 6), (_PERM,), T(6)),
     sample(aten.index_put.default, T(4, 6, 8), (None, _rows, _columns), T(4, 4, 2), True),
     sample(aten.index_put.default, T(6, 4, 8), (_rows, None, _columns), T(4, 2, 4), True),
     sample(aten._unsafe_index_put.default, T(6, 8), (_rows,), T(4, 2, 8), True),

@@ -1,5 +1,6 @@
 """Scaled dot-product attention in all its backends: batch, heads (grouped too) and, where nothing depends
-on absolute positions, the query's sequence.
+on absolute positions, the query's sequence; and the keys' where there are more of them than queries, as in a cache
+(split_keys.py).
 
 The letters of every tensor follow from its schema name, so one table serves all backends."""
 from __future__ import annotations
@@ -14,6 +15,7 @@ from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import PSUM, R
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
+from autoshard.rules.ops.split_keys import over_split_keys
 from autoshard.rules.parts import adjust
 from autoshard.rules.types import Row, Rule
 
@@ -92,11 +94,13 @@ def _side_outputs_whole(call: Call, row: Row) -> Row:
     return Row(row.inputs, tuple(R if p == PSUM else p for p in row.outputs))
 
 
+FORWARD_RULE = adjust(_attention(FORWARD, forward_flops), _side_outputs_whole)
+
 RULES = {
-    **{op.default: adjust(_attention(FORWARD, forward_flops), _side_outputs_whole)
+    **{op.default: FORWARD_RULE
        for op in (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
-                  aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
-                  aten._scaled_dot_product_fused_attention_overrideable)},
+                  aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_fused_attention_overrideable)},
+    aten._scaled_dot_product_flash_attention_for_cpu.default: over_split_keys(FORWARD_RULE),
     **{op.default: _attention(GRADS, backward_flops)
        for op in (aten._scaled_dot_product_flash_attention_backward,
                   aten._scaled_dot_product_efficient_attention_backward,

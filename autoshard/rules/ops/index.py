@@ -1,8 +1,8 @@
 """Gathers, scatters, sorts. Dims that are not indexed split; so do the indices; so does the indexed table:
 a rank then reads the entries it holds (Partial) or writes those that land in its part.
 
-A write that lands elsewhere goes to a spare row that is cut off afterwards. Indices into a split table may
-be negative only where torch allows it (index, index_put)."""
+A write that lands elsewhere repeats one that lands here (row_writes.py), or goes to a spare row that is cut off afterwards. Indices
+into a split table may be negative only where torch allows it (index, index_put)."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from autoshard.base.graph import Call
 from autoshard.rules.family import Family
 from autoshard.rules.notation import NotationMismatch, Passes, rule
+from autoshard.rules.ops.row_writes import write_elements, write_rows
 from autoshard.rules.parts import addressed, dims_but, input_axes, letters, local_ids, on_first, output_axes, partial_axes, zero_where_not
 from autoshard.rules.types import LocalContext, Rule
 
@@ -84,6 +85,10 @@ def _scatter(ctx: LocalContext, x: Any, dim: int, index: Any, *rest: Any, **kwar
     if not axes:
         return ctx.call.target(x, dim, index, *rest, **kwargs)
     dim %= len(shape)
+    if ctx.call.target is aten.index_copy.default:
+        return write_rows(ctx, x, dim, index, rest[0], axes)
+    if ctx.call.target is aten.scatter.src and ctx.call.tensor("index").shape == ctx.call.tensor("src").shape:
+        return write_elements(ctx, x, dim, index, rest[0], axes)
     index = _redirect(ctx, index, axes, shape[dim])
     return _cut(ctx.call.target(_spare(x, dim, shape), dim, index, *rest, **kwargs), dim, shape[dim])
 
@@ -178,8 +183,17 @@ def _index_put(ctx: LocalContext, x: Any, indices: Any, values: Any, accumulate:
         return ctx.call.target(x, indices, values, accumulate)
     dim = at[0]
     ids = aten.remainder.Scalar(indices[dim], ctx.call.inputs[0].shape[dim])
+    if not accumulate and len(ctx.call.inputs[1].shape) == 1 and len(ctx.call.tensor("values").shape) == len(shape) and _are_whole(ctx):
+        return write_rows(ctx, x, dim, ids, values, axes)
     ids = _redirect(ctx, ids, axes, shape[dim])
     return _cut(ctx.call.target(_spare(x, dim, shape), [*indices[:dim], ids], values, accumulate), dim, shape[dim])
+
+
+def _are_whole(ctx: LocalContext) -> bool:
+    """Whether the values of an index_put are there for every row and element: none is written twice."""
+    table, values = ctx.call.inputs[0].shape, ctx.call.tensor("values").shape
+    wanted = [ctx.call.inputs[1].shape[0] if d in _indexed(ctx.call) else n for d, n in enumerate(table)]
+    return list(values) == wanted
 
 
 # Order --------------------------------------------------------------------------------------------------

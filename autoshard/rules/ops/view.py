@@ -15,6 +15,8 @@ from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import PSUM, R
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
+from autoshard.rules.ops.row_writes import write_rows
+from autoshard.rules.parts import addressed, output_axes
 from autoshard.rules.types import LocalContext, Row, Rule
 
 aten = torch.ops.aten
@@ -97,6 +99,10 @@ def _view(text: Callable[[Call], str], **options: Any) -> Rule:
 
 def _copy(text: Callable[[Call], str] | str, **options: Any) -> Rule:
     return rule(text, **{"partial": "each", "family": Family.COPY, **options})
+
+
+def _writes(text: Callable[[Call], str], local: Callable[..., Any]) -> Rule:
+    return addressed(_copy(text, local=local), 0, lambda call: [_dim(call)])
 
 
 def _dim(call: Call, name: str = "dim", ndim: int | None = None) -> int:
@@ -236,13 +242,30 @@ def _stack(call: Call) -> str:
 
 def _slice_scatter(call: Call) -> str:
     d, at = dims(call.inputs[0]), _dim(call)
-    outer, inner = (" ".join(d[:at] + [x] + d[at + 1:]) for x in ("all!", "part!"))
+    outer, inner = (" ".join(d[:at] + [x] + d[at + 1:]) for x in ("all", "part!"))
     return f"{outer} + {inner} -> {outer}"
+
+
+def _write_slice(ctx: LocalContext, x: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    dim, axes = dim % len(ctx.local_in(0)), output_axes(ctx, 0, dim)
+    if not axes:
+        return ctx.call.target(x, src, dim, start, end, step)
+    size = ctx.call.inputs[0].shape[dim]
+    ids = aten.arange.start_step(*slice(start, end, step).indices(size), dtype=torch.int64)
+    return write_rows(ctx, x, dim, ids, src, axes)
+
+
+def _write_select(ctx: LocalContext, x: Any, src: Any, dim: int, index: int) -> Any:
+    dim, axes = dim % len(ctx.local_in(0)), output_axes(ctx, 0, dim)
+    if not axes:
+        return ctx.call.target(x, src, dim, index)
+    ids = aten.full.default([1], index % ctx.call.inputs[0].shape[dim], dtype=torch.int64)
+    return write_rows(ctx, x, dim, ids, aten.unsqueeze.default(src, dim), axes)
 
 
 def _select_scatter(call: Call) -> str:
     d, at = dims(call.inputs[0]), _dim(call)
-    outer = " ".join(d[:at] + ["all!"] + d[at + 1:])
+    outer = " ".join(d[:at] + ["all"] + d[at + 1:])
     return f"{outer} + {' '.join(d[:at] + d[at + 1:])} -> {outer}"
 
 
@@ -334,8 +357,8 @@ RULES = {
     aten.slice_backward.default: _copy(_slice, local=_local_slice_backward),
     aten.diagonal_backward.default: _copy(_diagonal_backward, sizes=_inputs_like_out),
     aten.unfold_backward.default: _copy(_unfold_backward, sizes=(("input_sizes", "out0"),)),
-    aten.slice_scatter.default: _copy(_slice_scatter),
-    aten.select_scatter.default: _copy(_select_scatter),
+    aten.slice_scatter.default: _writes(_slice_scatter, _write_slice),
+    aten.select_scatter.default: _writes(_select_scatter, _write_select),
     aten.repeat.default: _copy(_repeat),
     aten.flip.default: _copy(_keep_but("dims")),
     aten.roll.default: _copy(_keep_but("dims")),

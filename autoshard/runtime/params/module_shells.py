@@ -1,6 +1,8 @@
 """The module tree a user sees: same names, same tensors, but only the root can be called."""
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -39,3 +41,27 @@ def shell(module: nn.Module, path: str = "", seen: dict[int, nn.Module] | None =
         twin.__dict__[hook] = Refusal(f"{hook} on {path!r}: submodules of a compiled model are never called, so the hook would "
                                       "never run. Register it on the compiled model or before compile()")
     return twin
+
+
+Plain = tuple[tuple[Mapping[str, Any], str, int], ...]
+"""Attributes of the modules that a user sees: where each is, its name, and the module's place in `modules()`."""
+PLAIN = (bool, int, float, str, type(None))
+
+
+def plain_attributes(compiled: nn.Module, root: nn.Module) -> Plain:
+    """Every attribute of a module that is a number, a text or None, as a dropout's `p`: a trace may depend on it, and a user may change
+    it between two calls. Those of the root may be set on the compiled model, which has names of its own."""
+    own = {*vars(compiled), "training", "call_super_init"}
+    out: list[tuple[Mapping[str, Any], str, int]] = []
+    for i, module in enumerate(root.modules()):
+        values: Mapping[str, Any] = vars(module) if i else ChainMap(vars(compiled), vars(root))
+        out += [(values, name, i) for name, value in vars(module).items()
+                if isinstance(value, PLAIN) and not name.startswith("_") and not (name in own and i == 0) and name != "training"]
+    return tuple(out)
+
+
+def hand_on(plain: Plain, program: nn.Module) -> None:
+    """Give the modules of `program`, which is traced, the attributes that the user's have by now."""
+    modules = list(program.modules())
+    for values, name, i in plain:
+        modules[i].__dict__[name] = values.get(name)

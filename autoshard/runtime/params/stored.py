@@ -22,7 +22,7 @@ from autoshard.base.graph import Graph, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.base.random import mix
 from autoshard.base.spec import Spec, format_spec, replicated
-from autoshard.errors import ModelError, PlanError
+from autoshard.errors import ModelError, PlanError, UsageError
 from autoshard.runtime.params.strided import cut, placements
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
@@ -43,7 +43,11 @@ class Stored:
         memo: dict[int, Any] = {}
         for name, t in (*model.named_parameters(), *model.named_buffers()):
             memo[id(t)] = self._first(name, t)
-        self.module = copy.deepcopy(model, memo)
+        self._take(copy.deepcopy(model, memo))
+
+    def _take(self, module: nn.Module) -> None:
+        """Find the tensors of a module tree."""
+        self.module = module
         self.params = dict(self.module.named_parameters())
         self.buffers = dict(self.module.named_buffers())
         names = {id(t): name for name, t in self.buffers.items()}
@@ -67,6 +71,19 @@ class Stored:
             whole = placements(replicated(self.place.mesh))
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
         return nn.Parameter(value, requires_grad=t.requires_grad) if is_param else value
+
+    def copied(self) -> "Stored":
+        """The same with memory of its own. Raises UsageError where a tensor has none yet."""
+        if self._meta:
+            raise UsageError("a model built on the meta device has no memory to copy yet; call it once, or prepare(...), before")
+        out = copy.copy(self)
+        out.specs, out._meta = dict(self.specs), set()
+        memo: dict[int, Any] = {}
+        for _, t in self._named():
+            value = t.detach().clone()
+            memo[id(t)] = nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
+        out._take(copy.deepcopy(self.module, memo))
+        return out
 
     def keep_only(self, names: Collection[str]) -> None:
         """Forget all others: they are of other stages of a pipeline. Modules lose them too."""
@@ -157,6 +174,12 @@ class Stored:
                     here = _torch.dtensor_like(moved.to_local().detach().to(self.place.device), moved)  # it may lie on the host
                     _torch.swap(moved, self._moved(here, placements(spec, self.metas.get(name))), placements(spec, self.metas.get(name)))
             self.specs[name] = spec
+
+    def write_state(self, name: str, value: torch.Tensor) -> None:
+        """The new local value of a state, into the memory that it has: a program that writes in place has put it there already."""
+        held = self.local(name)
+        if held.data_ptr() != value.data_ptr():
+            held.copy_(value)
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """A buffer's new local value. The old tensor is left alone: backward may still read it."""

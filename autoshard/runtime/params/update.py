@@ -7,11 +7,13 @@ state a plan keeps on the host are updated before the others, one by one (host_s
 """
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import _torch
 from autoshard.cost.optimizers import elementwise_classes
@@ -19,6 +21,8 @@ from autoshard.errors import UsageError
 from autoshard.runtime.params import host_state
 
 ELEMENTWISE = tuple(getattr(optim, name) for name in elementwise_classes())
+FUSED = {optim.SGD: torch.ops.aten._fused_sgd_.default, optim.Adagrad: torch.ops.aten._fused_adagrad_.default}
+"""Fused updates that torch may not have for DTensors; it has those of Adam and AdamW."""
 
 
 def local_update(optimizer: optim.Optimizer) -> optim.Optimizer:
@@ -39,6 +43,22 @@ def local_update(optimizer: optim.Optimizer) -> optim.Optimizer:
     setattr(optimizer, host_state.LOCAL, True)
     host_state.rest(optimizer)
     return optimizer
+
+
+@cache
+def watch_fused() -> None:
+    """Once per process: a fused step that torch cannot do with DTensors says what to do instead."""
+    register_optimizer_step_pre_hook(_refuse_fused)
+
+
+def _refuse_fused(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    op = FUSED.get(type(optimizer))
+    if op is None or hasattr(optimizer, host_state.LOCAL) or _torch.has_sharding_rule(op):
+        return
+    if any(group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]) for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        raise UsageError(f"{name}(fused=True) updates all parameters by an op that torch has not for DTensors; use optimizer = "
+                         f"autoshard.local_update(optimizer), which runs it on every rank's own pieces, or {name} without fused")
 
 
 class _Swap:

@@ -5,7 +5,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class PipelineModule(CompiledModule):
 
     def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
         here = {name: stage_spec(spec, self._stage_place) for name, spec in fixed.items()}
-        return PipelineVariant(traced, self.place, self._stored, self.settings, here, self._seed, replan, self._stage_place, self._settled)
+        return PipelineVariant(traced, self.place, self._stored, self.settings, here, self._seed, replan, (), self._stage_place, self._settled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -59,6 +59,10 @@ class PipelineModule(CompiledModule):
 
     def replan(self, optimizer: torch.optim.Optimizer | None = None) -> Plan:
         raise UsageError("replan() would move parameters between the ranks of a pipeline; save a checkpoint, compile again and load it")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError("a pipeline cannot be deep-copied; keep a dict of averaged parameters (docs/training-loop.md), or compile another copy of "
+                         "the model and load this one's state_dict()")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As usual; tensors of other stages may be in it, and are left out."""

@@ -13,11 +13,12 @@ from autoshard.runtime.compile import Settings
 
 def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first: bool) -> dict[str, str]:
     """`key` is that of `CompiledModule._key`. Of the `first` call also the model and the options; later they cannot differ."""
-    (grad, autocast, training, trainable), tree, leaves, given = key
+    (grad, autocast, training, trainable, plain), tree, leaves, given = key
     mode = f"{'training' if any(training) else 'evaluation'} mode, gradients {'on' if grad else 'off'}"
     mode += f", autocast to {autocast}" if autocast else ""
     facts = {"mode": mode, "inputs": _inputs(leaves, given), "structure of the arguments": str(tree),
-             "modes of the modules": _digest(training), "trainable parameters": _digest(trainable), "number of calls": str(call)}
+             "modes of the modules": _digest(training), "trainable parameters": _digest(trainable), "attributes of the modules": _digest(plain),
+             "number of calls": str(call)}
     if not first:
         return facts
     return {"model": type(model).__name__, "parameters": _tensors(model.named_parameters()),
@@ -27,6 +28,11 @@ def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first:
 def in_words(facts: dict[str, str]) -> str:
     """What a call is, for messages."""
     return f"{facts['mode']} with inputs {facts['inputs']}"
+
+
+def inputs_in_words(key: Any) -> str:
+    """Shapes and dtypes of a call, for the log."""
+    return _inputs(key[2], key[3])
 
 
 def _inputs(leaves: Any, given: Any) -> str:
@@ -48,7 +54,8 @@ def _options(settings: Settings) -> str:
     given = None if settings.plan is None else f"plan {settings.plan.key}"
     loss = None if settings.loss_fn is None else getattr(settings.loss_fn, "__qualname__", type(settings.loss_fn).__qualname__)
     return "\n".join(map(str, (f"loss_fn {loss}", options.precision, options.passing, f"backend {running.backend}", given,
-                               settings.key, f"checkpoint {running.checkpoint}", f"check_inputs {running.check_inputs}")))
+                               settings.key, f"checkpoint {running.checkpoint}", f"check_inputs {running.check_inputs}",
+                               f"variants {running.variants}")))
 
 
 def _digest(values: Any) -> str:

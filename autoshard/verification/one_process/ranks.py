@@ -75,7 +75,7 @@ def _call(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mes
 
 def _writes(target: Any) -> bool:
     """Whether an op writes its result over its first argument."""
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable or getattr(target, "writes_first", False)
 
 
 def _apart(found: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:

@@ -1,0 +1,1 @@
+"""Generation with models of transformers: their own loop over caches that a plan has split."""

@@ -1,0 +1,49 @@
+"""`autoshard.generator`: a model of transformers that generates over a mesh."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import api
+from autoshard.errors import UsageError
+
+
+def generator(model: nn.Module, mesh: Any, *, batch: int, max_cache_len: int, prompt: int | None = None, **options: Any) -> Any:
+    """The model, sharded over `mesh`, with transformers' own `generate`.
+
+    model          a decoder of transformers (`AutoModelForCausalLM`)
+    batch          number of sequences
+    max_cache_len  tokens that the caches hold: prompt and new tokens, but for the last one
+    prompt         plan now for prompts of this length, too; else at the first call
+    options        those of `autoshard.compile`; none of them may be about training
+
+    Every rank calls `generate` with the same arguments. The step of one token is planned first and decides where weights and caches lie;
+    prompts keep that. Raises ModelError for a model without keys and values, UsageError, and what `autoshard.compile` raises."""
+    try:
+        from transformers import GenerationMixin
+
+        from autoshard.serve.cached_model import CachedModel
+        from autoshard.serve.generator import example_step, generator_of
+    except ImportError as e:
+        raise UsageError(f"autoshard.generator needs transformers ({e}); pip install 'autoshard[hf]'") from e
+    if not isinstance(model, GenerationMixin):
+        raise UsageError(f"{type(model).__name__} has no generate() of transformers; write a loop over autoshard.compile(model, mesh), with caches "
+                         "as buffers (docs/inference.md)")
+    for name, value in (("batch", batch), ("max_cache_len", max_cache_len), *((("prompt", prompt),) if prompt is not None else ())):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name}={value!r}: give a positive number")
+    if model.config.is_encoder_decoder:
+        raise UsageError(f"{type(model).__name__} has an encoder, whose results generation keeps beside the caches; only decoders are supported")
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        cached = CachedModel(model, batch, max_cache_len).eval()
+        compiled = api.compile(cached, mesh, example_step(cached, batch, 1), training=False, **options)
+    finally:
+        for module, training in modes:
+            module.training = training
+    if prompt is not None:
+        with torch.no_grad():
+            compiled.prepare(*example_step(cached, batch, prompt))
+    return generator_of(model, compiled, cached, batch)

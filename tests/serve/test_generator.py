@@ -1,0 +1,115 @@
+"""transformers' `generate` over a compiled model on one process: its tokens and logits, and calls that are refused."""
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from tests.support.tiny_decoders import prompt, tiny
+
+pytest.importorskip("transformers")
+LENGTH = 24
+
+
+@cache
+def pair(family="llama"):
+    model = tiny(family)
+    return model, autoshard.generator(model, "d=1", batch=2, max_cache_len=LENGTH, cluster="cpu-gloo", cache=False)
+
+
+def generated(model, ids, **how):
+    found = model.generate(ids, return_dict_in_generate=True, output_logits=True, **{"do_sample": False, "max_new_tokens": 8, **how})
+    return found.sequences, torch.stack(found.logits)
+
+
+def assert_same(family="llama", ids=None, **how):
+    model, served = pair(family)
+    ids = prompt() if ids is None else ids
+    torch.manual_seed(7)
+    tokens, logits = generated(model, ids, **how)
+    torch.manual_seed(7)
+    mine, own = generated(served, ids, **how)
+    assert torch.equal(tokens, mine)
+    torch.testing.assert_close(own, logits, rtol=1e-9, atol=1e-9)
+    assert len(set(tokens[:, ids.shape[1]:].flatten().tolist())) > 3, "the tokens say nothing"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "mistral"])
+def test_greedy_tokens_are_those_of_the_library(family):
+    assert_same(family)
+
+
+def test_a_second_prompt_of_the_same_length_starts_anew():
+    assert_same(ids=prompt().flip(0))
+
+
+def test_left_padding():
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[0, :2], ids[0, :2] = 0, 0
+    assert_same(ids=ids, attention_mask=mask)
+
+
+def test_sampling_draws_the_same_numbers():
+    assert_same(do_sample=True, top_k=20, temperature=1.5)
+
+
+def test_generation_stops_at_the_end_of_a_sequence():
+    model, served = pair()
+    stop = generated(model, prompt())[0][0, 7].item()
+    assert_same(eos_token_id=stop, pad_token_id=0)
+
+
+def test_a_streamer_sees_every_token():
+    class Keeps:
+        def __init__(self):
+            self.seen = []
+
+        def put(self, value):
+            self.seen.append(value.flatten().tolist())
+
+        def end(self):
+            self.seen.append("end")
+
+    model = tiny("llama")
+    served, keeps = autoshard.generator(model, "d=1", batch=1, max_cache_len=12, prompt=5, cluster="cpu-gloo", cache=False), Keeps()
+    tokens = served.generate(prompt(1), max_new_tokens=3, do_sample=False, streamer=keeps)
+    assert keeps.seen == [prompt(1)[0].tolist(), *([t] for t in tokens[0, 5:].tolist()), "end"]
+
+
+@pytest.mark.parametrize(("how", "words"), [
+    ({"num_beams": 2}, "beam search"),
+    ({"max_new_tokens": LENGTH}, "larger max_cache_len"),
+    ({"use_cache": False}, "use_cache"),
+    ({"num_return_sequences": 2, "do_sample": True}, "compiled for 2"),
+])
+def test_what_split_caches_cannot_do_is_refused(how, words):
+    with pytest.raises(autoshard.AutoshardError, match=words):
+        pair()[1].generate(prompt(), **{"max_new_tokens": 4, **how})
+
+
+def test_an_old_cache_is_refused():
+    served = pair()[1]
+    first = served.generate(prompt(), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    served.generate(prompt(), max_new_tokens=3, do_sample=False)
+    with pytest.raises(autoshard.AutoshardError, match="past_key_values"):
+        served.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=3)
+
+
+def test_models_that_cannot_generate_are_refused():
+    with pytest.raises(autoshard.AutoshardError, match="no generate"):
+        autoshard.generator(nn.Linear(2, 2), "d=1", batch=2, max_cache_len=8)
+    with pytest.raises(autoshard.AutoshardError, match="max_cache_len"):
+        autoshard.generator(tiny("llama"), "d=1", batch=2, max_cache_len=0)
+
+
+def test_a_cache_passed_to_a_captured_call_is_named():
+    from transformers import StaticCache
+
+    model = tiny("llama")
+    with pytest.raises(autoshard.AutoshardError, match="past_key_values is a StaticCache.*autoshard.generator"):
+        autoshard.plan(model, "tp=2", (prompt(),), {"past_key_values": StaticCache(config=model.config, max_cache_len=8), "use_cache": True},
+                       training=False)
