@@ -22,6 +22,7 @@ _HOMES = {
     "plan": "autoshard.api",
     "register_rule": "autoshard.rules.outside",
     "local_update": "autoshard.runtime.params.update",
+    "stage": "autoshard.seeds.grammar",
     "shard_batch": "autoshard.runtime.inputs",
     "transformers_cuts": "autoshard.seeds.from_transformers",
     "transformers_plan": "autoshard.report.as_transformers",

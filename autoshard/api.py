@@ -11,33 +11,42 @@ import torch
 from torch import nn
 
 from autoshard.base.graph import Graph
-from autoshard.base.mesh import Mesh, mesh_of
+from autoshard.base.mesh import AnyMesh, Mesh, mesh_of, mesh_or_any
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.base.spec import Spec
 from autoshard.cost.budget import Budget
-from autoshard.cost.cluster import Cluster, load_cluster
+from autoshard.cost.cluster import AxisLink, Cluster, load_cluster
 from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.backends import find
 from autoshard.decide.how import How
 from autoshard.decide.kept import Known, kept
-from autoshard.decide.options import Options, Progress, default_cluster
+from autoshard.decide.least_seconds import least_seconds
+from autoshard.decide.options import Options, Progress, default_cluster, default_pipeline, planned_under
 from autoshard.decide.phase_timer import PhaseTimer
-from autoshard.decide.pipeline_options import Pipeline
+from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.decide.program import formulate_within, with_starts
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline.merge import merged
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import pipelined, submesh
+from autoshard.pipeline.merge import merged
+from autoshard.pipeline.microbatches import batch
+from autoshard.pipeline.pipelined import pipelined, submesh
 from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
+from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
+from autoshard.pipeline.shapes.mesh_prices import Searches
+from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
+from autoshard.pipeline.shapes.mesh_prices import Searches
 from autoshard.program.calling import Traced
-from autoshard.runtime.cache import cache_folder, planner_key
+from autoshard.runtime.cache import cache_folder, cached, key_of, planner_key
 from autoshard.runtime.compile import Settings, Variant, check_compilable
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.pipeline.module import pipeline_module
 from autoshard.runtime.pipeline.variant import PipelineVariant
+from autoshard.runtime.ranks.agree import share
 from autoshard.runtime.ranks.heartbeat import JOIN
 from autoshard.runtime.ranks.place import locate
 from autoshard.runtime.step import Step
@@ -58,7 +67,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          pipeline: Pipeline | None = None, progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
-    mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh
+    mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh; "auto:64": any mesh of 64 devices, with or without pipeline stages and
+                   micro-batches (see docs/pipeline.md); `plan.mesh` is the one that was chosen
     example_inputs the positional inputs (real, fake or meta tensors); with `loss_fn` the last one is the
                    target and the graph computes loss_fn(model(*inputs[:-1]), target)
     training       None: with gradients when grad mode is on and some parameter is trainable
@@ -76,24 +86,21 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    "error": a TraceError lists all places that cannot be traced
     offload        "none"; "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
                    host_link; step with `autoshard.local_update(optimizer)` then
-    pipeline       Pipeline(microbatches=4): the batch in so many parts, see docs/pipeline.md; Pipeline(...) also names stages
+    pipeline       Pipeline(microbatches=4): the batch in so many parts, see docs/pipeline.md; Pipeline(...) also names stages. With
+                   Pipeline(microbatches="auto") their number is searched, as it is on a mesh "auto:64" without `pipeline`
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError; Interrupted (also a KeyboardInterrupt) on
     Ctrl-C before there is a plan."""
     given = dict(locals())
     check_arguments(given)
-    options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh))
-    mesh, profile, clock = mesh_of(mesh), load_cluster(options.cluster), PhaseTimer(progress)
-    profile.links_for(mesh)  # a bad cluster or mesh is reported before the long work
+    options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), pipeline=pipeline or default_pipeline(mesh))
+    mesh, profile = mesh_or_any(mesh), load_cluster(options.cluster)
+    check_mesh(mesh, options, profile)  # a bad cluster or mesh is reported before the long work
     options.check_offload(profile, training is not False)
-    options.pipeline.stages(mesh)
     check_called(model, example_inputs, example_kwargs)
-    with clock("trace"):
-        traced = batch.traced(model, tuple(example_inputs), dict(example_kwargs or {}), options.pipeline, loss_fn=loss_fn,
-                              training=training, precision=precision, marks=options.marks, fallback=fallback)
-    options.check_offload(profile, traced.graph.training)
-    return plan_traced(traced, mesh, options, clock=clock, has_loss=loss_fn is not None, model_info=model_info)
+    asked = batch.Batch(model, tuple(example_inputs), dict(example_kwargs or {}), options.tracing(loss_fn, training))
+    return plan_batch(asked, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, model_info=model_info)
 
 
 def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None,
@@ -107,6 +114,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
+    mesh           "auto:4": as many processes run, and the mesh is chosen for `example_inputs`; `compiled.plan.mesh` is it
     example_inputs plan now, for these; without them the model is planned at its first call
     batch_axes     with inputs="local": mesh axes that split dim 0 of every input (default: the first)
     backend        what runs the local graphs: "eager" or "inductor"
@@ -123,13 +131,16 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     (else at the first call) also what `plan` raises."""
     given = dict(locals())
     check_arguments(given)
-    options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), cache=cache_folder(cache))
-    profile = load_cluster(options.cluster)
-    profile.links_for(mesh_of(mesh))
-    options.pipeline.stages(mesh_of(mesh))
+    options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), cache=cache_folder(cache),
+                         pipeline=pipeline or default_pipeline(mesh))
+    profile, wanted, chosen = load_cluster(options.cluster), mesh_or_any(mesh), loaded(plan)
+    check_mesh(wanted, options, profile)
     if example_inputs is not None:
         check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
+    if is_open(wanted, options):
+        chosen = chosen or _agreed_choice(wanted, options, profile, given)
+        mesh, options = chosen.mesh if isinstance(wanted, AnyMesh) else mesh, replace(options, pipeline=planned_under(chosen)["pipeline"])
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec], pipeline: Pipeline | None = None) -> Plan:
         asked = replace(options, pipeline=pipeline or options.pipeline)
@@ -144,7 +155,6 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         return variant.bind(plan, variant.lower(plan, order))
 
     check_compilable(model, mesh_of(mesh), options)
-    chosen = loaded(plan)
     settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile),
                         partial(keep_plan, options, profile) if keep_within > 0 else None)
     compiled: CompiledModule
@@ -158,9 +168,88 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     return compiled
 
 
+def _agreed_choice(mesh: Mesh | AnyMesh, options: Options, profile: Cluster, given: Mapping[str, Any]) -> Plan:
+    """The plan that one rank chooses for all, where mesh or micro-batches are open; from the cache where it is there. `given`: the arguments
+    of `compile`."""
+    model, loss_fn, training = given["model"], given["loss_fn"], given["training"]
+    if given["example_inputs"] is None:
+        what = f"the mesh {mesh}" if isinstance(mesh, AnyMesh) else "microbatches='auto'"
+        raise UsageError(f"{what} is chosen for a batch: pass example_inputs to compile")
+    place = locate(Mesh(("devices",), (mesh.size,)) if isinstance(mesh, AnyMesh) else given["mesh"], given["device"], given["join_timeout"])
+    asked = batch.Batch(model, tuple(given["example_inputs"]), dict(given["example_kwargs"] or {}), options.tracing(loss_fn, training))
+
+    def search() -> Plan:
+        return plan_batch(asked, mesh, options, clock=PhaseTimer(given["progress"]), has_loss=loss_fn is not None, interruptible=False)
+
+    def text() -> str:
+        key = key_of(asked.whole.graph.hash, str(mesh), planner_key(options, profile))
+        return cached(options.running.cache, key, search).to_json()
+
+    with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):
+        return Plan.from_json(share(place, {"mesh": str(mesh), "options": options.text}, text, options.running.timeout))
+
+
+def is_open(mesh: Mesh | AnyMesh, options: Options) -> bool:
+    """Whether the mesh, or the number of micro-batches, is to be chosen."""
+    return isinstance(mesh, AnyMesh) or options.pipeline.microbatches == AUTO
+
+
+def check_mesh(mesh: Mesh | AnyMesh, options: Options, profile: Cluster) -> None:
+    """Raises ClusterError for more devices than the cluster has, and UsageError for stages that the mesh has not."""
+    profile.links_for(Mesh(("devices",), (mesh.size,)) if isinstance(mesh, AnyMesh) else mesh)
+    if isinstance(mesh, Mesh):
+        options.pipeline.stages(mesh)
+
+
+def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, clock: PhaseTimer, **how: Any) -> Plan:
+    """Trace, and plan; where mesh or micro-batches are open, choose them."""
+    profile = load_cluster(options.cluster)
+    if is_open(mesh, options):
+        return plan_open(asked, mesh, options, clock, profile, **how)
+    with clock("trace"):
+        traced = asked.cut(options.pipeline)
+    options.check_offload(profile, traced.graph.training)
+    return plan_traced(traced, mesh_of(mesh), options, clock=clock, profile=profile, **how)
+
+
+def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock: PhaseTimer, profile: Cluster, **how: Any) -> Plan:
+    """Choose what is open of mesh, micro-batches, schedule and cuts, and plan it."""
+    wanted = Asked(mesh.size, mesh if isinstance(mesh, Mesh) else None, options.pipeline, profile, options.memory_limit(profile))
+    with clock("trace"):
+        whole = asked.whole
+    options.check_offload(profile, whole.graph.training)
+
+    def plan_shape(on: Mesh, pipeline: Pipeline) -> Plan:
+        with clock("trace"):
+            traced = asked.cut(pipeline)
+        return plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, **how)
+
+    found = choose(asked, wanted, searches(whole, options, clock, profile), plan_shape)
+    return replace(found, timings=dict(clock.seconds))
+
+
+def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluster) -> Searches:
+    """Short searches, of which block prices are made (pipeline/mesh_prices.py)."""
+    short = replace(options, time_limit=options.time_limit / SHORT_STAGES)
+
+    def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1) -> CostTable:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying)
+        return prices(replace(whole, graph=graph), on, short, clock=clock, profile=profile, step=step)
+
+    def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, within: float) -> Plan:
+        return decide(table(graph, on, wire, flying), replace(short, memory_budget=min(within, AMPLE)), clock=clock, interruptible=False)
+
+    def least(graph: Graph, on: Mesh) -> tuple[float, float]:
+        priced = table(graph, on, None)
+        with clock("bounds"):
+            return least_seconds(priced, How(Clock(short.time_limit), options.search))
+
+    return Searches(plan_short, least)
+
+
 def keep_plan(options: Options, profile: Cluster, plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
     """Of `plans`, made for other shapes, the one to run `graph` with, priced anew; None: search. See decide/kept.py."""
-    budget = Budget.of(graph, profile.device, options.memory_limit(profile))
+    budget = Budget.of(profile.device, options.memory_limit(profile))
     return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, options.running.keep_within)
 
 

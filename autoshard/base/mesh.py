@@ -70,6 +70,35 @@ class Mesh:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
 
 
+AUTO = "auto:"
+
+
+@dataclass(frozen=True)
+class AnyMesh:
+    """A mesh that is to be chosen, of so many devices."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= MOST_RANKS:
+            raise MeshError(f"a mesh of {self.size} devices; there are 1 to {MOST_RANKS}")
+
+    def __str__(self) -> str:
+        return f"{AUTO}{self.size}"
+
+
+def mesh_or_any(value: Any) -> Mesh | AnyMesh:
+    """`mesh_of`, and "auto:64". Raises MeshError."""
+    if isinstance(value, AnyMesh):
+        return value
+    if not (isinstance(value, str) and value.strip().startswith(AUTO.rstrip(":"))):
+        return mesh_of(value)
+    number = value.strip().removeprefix(AUTO)
+    if not number.isdecimal():
+        raise MeshError(f"cannot read mesh {value!r}; write auto:64 for any mesh of 64 devices")
+    return AnyMesh(int(number))
+
+
 def mesh_of(value: Any) -> Mesh:
     """A Mesh from text, a Mesh, or a torch DeviceMesh. Raises MeshError."""
     if isinstance(value, Mesh):

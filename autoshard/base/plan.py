@@ -183,6 +183,27 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class TriedShape:
+    """A mesh with a number of micro-batches and a schedule, where these were to be chosen. Seconds of a step, bytes of the fullest rank.
+
+    bound_s   no plan of it is faster; None: none fits
+    step_s    that of its plan, where it was planned
+    about_s   at prices of blocks, where it was searched; `why` says more, or why it was not
+    memory    of its plan, else at prices of blocks"""
+
+    mesh: str
+    microbatches: int
+    schedule: str = ""
+    chunks: int = 1
+    bound_s: Number | None = None
+    step_s: Number | None = None
+    about_s: Number | None = None
+    memory: Number | None = None
+    why: str = ""
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the field names; seconds and bytes are per rank and step.
 
@@ -193,6 +214,7 @@ class Plan:
     stages      what belongs to a pipeline stage: one without a pipeline. Names of ops are unique in the program, so `ops`, `copies` and
                 `placements` are about all stages
     pipeline    how the stages work together; None: one stage
+    shapes      where the mesh, or the number of micro-batches, was chosen: what was tried; bound and gap are for all of it
     recompute   forward ops that backward recomputes (see recompute/rewrite.py); `ops` and `copies` name the recomputed ops too
     offload     parameters whose optimizer state lies on the host (see runtime/params/host_state.py)
     model       reference, batch, seq, dtype ... as the user gave them
@@ -225,6 +247,7 @@ class Plan:
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     pipeline: Mapping[str, Any] | None = None
+    shapes: tuple[TriedShape, ...] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
     timings: Mapping[str, Number] = field(default_factory=dict, compare=False)
@@ -246,6 +269,11 @@ class Plan:
     def tied(self) -> bool:
         """Whether it is proven optimal only among plans that treat repeated layers alike; its bound is one of all plans."""
         return self.status == TIED
+
+    @property
+    def spec_mesh(self) -> MeshText:
+        """The mesh whose axes the specs are about: that of the stages, which are all alike, where there are stages."""
+        return self.mesh if self.pipeline is None else self.stages[0].submesh or self.mesh
 
     @property
     def fullest(self) -> StagePlan:

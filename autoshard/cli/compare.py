@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +20,8 @@ EXAMPLES = """
   autoshard compare gpt:124m --mesh tp=4 --batch 8
 
   autoshard compare llama:8b --mesh dp=8,tp=8 --batch 16 --seq 8192 --dtype bf16
+
+  autoshard compare llama:8b --mesh pp=2,dp=4 --batch 32 --microbatches 8 --dtype bf16       ways to run a pipeline
 
   autoshard compare gpt:tiny --mesh d=2 --cluster cpu-gloo --save-dir plans        a plan file for each
 """
@@ -35,13 +38,10 @@ def compare(request: Request,
     if html is not None:
         check_writable(html)
     with progress_shown(not quiet) as progress:
-        asked = request.traced(progress)
-        from autoshard.decide.phase_timer import PhaseTimer
-        from autoshard.study.compare import comparison, save
-
-        found = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss,
-                           clock=PhaseTimer(progress), own=asked.own)
+        found = (_of_pipelines if request.has_stages else _of_layouts)(request, progress)
     if save_dir is not None:
+        from autoshard.study.compare import save
+
         save(found, save_dir)
     if html is not None:
         if found.chosen.plan is None:
@@ -56,3 +56,21 @@ def compare(request: Request,
 
         show(found)
     end_with([found.chosen.note], quiet)
+
+
+def _of_layouts(request: Request, progress: Callable[[str, str], None]) -> Any:
+    asked = request.traced(progress)
+    from autoshard.decide.phase_timer import PhaseTimer
+    from autoshard.study.compare import comparison
+
+    return comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=PhaseTimer(progress),
+                      own=asked.own)
+
+
+def _of_pipelines(request: Request, progress: Callable[[str, str], None]) -> Any:
+    spec, batch = request.batch_of(progress)
+    from autoshard.decide.phase_timer import PhaseTimer
+    from autoshard.study.compare_pipelines import pipeline_comparison
+
+    return pipeline_comparison(batch, request.given_mesh, request.options, model={"reference": spec.reference, **spec.settings},
+                               has_loss=spec.loss_fn is not None, clock=PhaseTimer(progress))

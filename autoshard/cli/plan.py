@@ -22,6 +22,8 @@ EXAMPLES = """
 
   autoshard plan gpt:124m --mesh dp=2,tp=2 --html report.html --with-baselines
 
+  autoshard plan llama:8b --devices 64 --batch 64 --seq 8192 --dtype bf16      the mesh is chosen, with or without pipeline stages
+
   autoshard plan mypackage.model:factory --mesh dp=8        factory() returns (model, example_inputs)
 
   autoshard plan --hf config.json --mesh dp=4 --inference   a Hugging Face config
@@ -41,10 +43,13 @@ def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
 
     if with_baselines and html is None:
         raise UsageError("--with-baselines is a part of the HTML report; give --html report.html too, or use `autoshard compare`")
+    if with_baselines and request.is_open:
+        raise UsageError("--with-baselines needs --mesh and a number of micro-batches; plan again with those that were chosen")
     for path in filter(None, (output, html)):
         check_writable(path)
     with progress_shown(not quiet) as progress:
-        found = request.plan(progress) if html is None else _plan_with_page(request, html, with_baselines, progress)
+        plain = html is None or request.is_open
+        found = _plan_and_page(request, html, progress) if plain else _plan_with_page(request, html, with_baselines, progress)
     if output is not None:
         found.save(output)
     if as_json or not quiet:
@@ -82,9 +87,20 @@ def print_plan(plan: Any, as_json: bool) -> None:
 
         sys.stdout.write(to_json(plan))
         return
+    from autoshard.cli.shapes import show_shapes
     from autoshard.report.text import show
 
     show(plan)
+    show_shapes(plan)
+
+
+def _plan_and_page(request: Request, html: Path | None, progress: Callable[[str, str], None]) -> Any:
+    found = request.plan(progress)
+    if html is not None:
+        from autoshard.report.html import write
+
+        write(html, found)
+    return found
 
 
 def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress: Callable[[str, str], None]) -> Any:

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from autoshard.base.mesh import AnyMesh, Mesh, mesh_or_any
 from autoshard.cli.common import INTERRUPTED
 from autoshard.cli.read import parse_count, parse_precision, parse_seeds
 from autoshard.cost.optimizers import OPTIMIZERS, optimizer_row, verified
+from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.base.mesh import Mesh
     from autoshard.base.plan import Plan
     from autoshard.decide.options import Options
     from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.decide.pipeline_options import Pipeline
+    from autoshard.pipeline.microbatches.batch import Batch
     from autoshard.program.calling import Traced
     from autoshard.program.load import ModelSpec
     from autoshard.seeds.from_transformers import HandPlan
@@ -47,7 +49,8 @@ class TracedRequest:
 class Request:
     """The options as given; nothing is loaded before `load` or `plan`."""
 
-    mesh: Annotated[str, typer.Option(help="Mesh axes with sizes, major first: dp=2,tp=4.")]
+    mesh: Annotated[str | None, typer.Option(
+        help="Mesh axes with sizes, major first: dp=2,tp=4; pp=2,dp=4 has two pipeline stages. For `plan` also auto:64, as --devices 64.")] = None
     model: Annotated[str | None, typer.Argument(
         help="name:size from models/ (llama:8b), or package.module:factory; left out with --hf.")] = None
     cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file.")] = "h100-dgx"
@@ -74,14 +77,19 @@ class Request:
         help="What to do with submodules that cannot be traced: error, or replicate (run them whole on every rank).")] = "error"
     offload: Annotated[str, typer.Option(
         help="none, or optimizer: its state may lie in the host's memory where that pays (the cluster needs a host_link).")] = "none"
-    microbatches: Annotated[str, typer.Option(
+    microbatches: Annotated[str | None, typer.Option(
         help="Parts of the batch, which run one after the other with gradients added up (gradient accumulation, or what fills a pipeline): "
-             "a number that divides the batch, or auto.")] = "1"
+             "a number that divides the batch, or auto. Default: 1; where the mesh is chosen, auto.")] = None
     schedule: Annotated[str, typer.Option(
         help="Schedule of the pipeline stages (mesh axis pp): auto, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, or a file in torch's CSV "
              "format.")] = "auto"
+    devices: Annotated[int | None, typer.Option(
+        help="Instead of --mesh, for `plan`: choose the mesh of so many devices, with or without pipeline stages and micro-batches.")] = None
     cut: Annotated[list[str] | None, typer.Option(
         help="Path of a module that begins a pipeline stage: layers.10. Once for every stage but the first. Default: searched.")] = None
+
+    layout: Annotated[str, typer.Option(
+        help="Instead of --cut, stages as Megatron-LM writes them: 'Et*2|(t*2|)*3t*2L'.")] = ""
 
     @property
     def what(self) -> str:
@@ -96,23 +104,46 @@ class Request:
         return Options.of(vars(self), seeds=seeds, precision=precision, memory_budget=self.memory, pipeline=self.pipeline)
 
     @cached_property
+    def wanted(self) -> Mesh | AnyMesh:
+        """Raises UsageError."""
+        if (self.mesh is None) == (self.devices is None):
+            raise UsageError("give a mesh, --mesh dp=2,tp=4" + (", or --devices alone" if self.mesh else ", or --devices 8 to choose one"))
+        return AnyMesh(self.devices) if self.devices is not None else mesh_or_any(self.mesh)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the mesh, or the number of micro-batches, is to be chosen. Raises UsageError."""
+        return isinstance(self.wanted, AnyMesh) or self.pipeline.microbatches == "auto"
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the mesh that is given has an axis of pipeline stages. Raises UsageError."""
+        return isinstance(self.wanted, Mesh) and self.pipeline.stages(self.wanted) > 1
+
+    @property
+    def given_mesh(self) -> Mesh:
+        """Raises UsageError where the mesh is to be chosen."""
+        if isinstance(self.wanted, AnyMesh):
+            raise UsageError(f"{self.wanted}: choosing a mesh is what `autoshard plan` does; give --mesh here, such as the one it chose")
+        return self.wanted
+
+    @cached_property
     def pipeline(self) -> Pipeline:
         """Raises UsageError."""
         from autoshard.decide.pipeline_options import Pipeline
 
-        return Pipeline(microbatches=parse_count("--microbatches", self.microbatches), schedule=self.schedule,
-                        cuts=tuple(self.cut) if self.cut else "auto")
+        count = self.microbatches or ("auto" if isinstance(self.wanted, AnyMesh) else "1")
+        return Pipeline(microbatches=parse_count("--microbatches", count), schedule=self.schedule,
+                        cuts=tuple(self.cut) if self.cut else "auto", layout=self.layout)
 
     def check(self, options: Options | None = None) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
-        from autoshard.base.mesh import parse_mesh
+        from autoshard.api import check_mesh
         from autoshard.cost.cluster import load_cluster
 
         cluster = load_cluster(self.cluster)
-        mesh = parse_mesh(self.mesh)
-        cluster.links_for(mesh)
         options = options or self.options
-        options.pipeline.stages(mesh)
+        check_mesh(self.wanted, options, cluster)
         options.check_offload(cluster, not self.inference)
         if not self.inference:
             optimizer_row(options.optimizer)  # an unknown one, before the work
@@ -133,30 +164,38 @@ class Request:
         options = replace(self.options, **planned)
         progress("load", self.what)
         self.check(options)
-        from autoshard.base.mesh import parse_mesh
-        from autoshard.decide.arguments import check_called
         from autoshard.decide.phase_timer import PhaseTimer
-        from autoshard.pipeline.microbatches import batch
         from autoshard.seeds.from_transformers import hand_plan, has_plan
+
+        mesh = self.given_mesh
+        spec, batch = self._batch(options)
+        with (clock or PhaseTimer(progress))("trace"):
+            traced = batch.cut(options.pipeline)
+        return TracedRequest(traced, mesh, options, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings},
+                             {"its own tp_plan": hand_plan(spec.model, mesh, others_whole=True)} if has_plan(spec.model) else {})
+
+    def batch_of(self, progress: Callable[[str, str], None]) -> tuple[ModelSpec, Batch]:
+        """The model with its batch, which is not traced yet."""
+        progress("load", self.what)
+        self.check(self.options)
+        return self._batch(self.options)
+
+    def _batch(self, options: Options) -> tuple[ModelSpec, Batch]:
+        from autoshard.decide.arguments import check_called
+        from autoshard.pipeline.microbatches.batch import Batch
 
         spec = self.load()
         check_called(spec.model, spec.example_inputs, spec.example_kwargs)
-        with (clock or PhaseTimer(progress))("trace"):
-            traced = batch.traced(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), options.pipeline,
-                                  loss_fn=spec.loss_fn, training=not self.inference, precision=options.precision, marks=options.marks,
-                                  fallback=options.fallback)
-        mesh = parse_mesh(self.mesh)
-        return TracedRequest(traced, mesh, options, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings},
-                             {"its own tp_plan": hand_plan(spec.model, mesh, others_whole=True)} if has_plan(spec.model) else {})
+        return spec, Batch(spec.model, tuple(spec.example_inputs), dict(spec.example_kwargs or {}), options.tracing(spec.loss_fn, not self.inference))
 
     def plan(self, progress: Callable[[str, str], None]) -> Plan:
         """Load the model and search its plan."""
         from autoshard import api
         from autoshard.decide.phase_timer import PhaseTimer
 
-        clock = PhaseTimer(progress)
-        asked = self.traced(progress, clock)
-        return api.plan_traced(asked.traced, asked.mesh, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
+        spec, batch = self.batch_of(progress)
+        return api.plan_batch(batch, self.wanted, self.options, clock=PhaseTimer(progress), has_loss=spec.loss_fn is not None,
+                              model_info={"reference": spec.reference, **spec.settings})
 
 
 def takes_request(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:

@@ -67,14 +67,13 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
     progress("load", request.what)
     from dataclasses import replace
 
-    from autoshard.base.mesh import parse_mesh
     from autoshard.decide.options import Passing
     from autoshard.verification.check import DEFAULT_PLANS, verify
     from autoshard.verification.models.small import Source, fitting
     from autoshard.verification.plans import check_names
     from autoshard.verification.processes import Processes
 
-    mesh, plan = parse_mesh(request.mesh), None
+    mesh, plan = request.given_mesh, None
     names = DEFAULT_PLANS if plans is None else check_names(p.strip() for p in plans.split(",") if p.strip())
     source = Source(request.model, None if request.hf is None else str(request.hf), request.batch, request.seq, request.dtype,
                     request.inference)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.base.mesh import AnyMesh, mesh_or_any
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.cost.optimizers import optimizer_name
-from autoshard.decide.pipeline_options import Pipeline
+from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Options(_Checked):
             named["optimizer"] = optimizer_name(named["optimizer"])
         named["memory_budget"] = parse_bytes(named.get("memory_budget"))
         named["batch_axes"] = tuple(named.get("batch_axes", ()))
-        named["pipeline"] = named.get("pipeline") or Pipeline()
+        named["seeds"], named["pipeline"] = _stages_apart(named.get("seeds") or {}, named.get("pipeline") or Pipeline())
 
         def part(kind: type) -> dict[str, Any]:
             return {f.name: named[f.name] for f in fields(kind) if f.name in named}
@@ -137,6 +138,10 @@ class Options(_Checked):
         process."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("cluster", "seeds", "running")}
         return f"{values}, seeds {sorted(self.marks.items())}"
+
+    def tracing(self, loss_fn: Callable | None, training: bool | None) -> dict[str, Any]:
+        """What `program.trace.trace` is told besides the call."""
+        return {"loss_fn": loss_fn, "training": training, "precision": self.precision, "marks": self.marks, "fallback": self.fallback}
 
     def memory_limit(self, cluster: Cluster) -> float:
         """Bytes a rank may use: the budget, else what the device has."""
@@ -169,6 +174,16 @@ class Options(_Checked):
         return replace(self, **{name: said[name] for name in names if getattr(self, name) == getattr(default, name)})
 
 
+def _stages_apart(seeds: Mapping[str, Any], pipeline: Pipeline) -> tuple[Mapping[str, Any], Pipeline]:
+    """Seeds that put modules into stages belong to the pipeline; the others are layouts."""
+    from autoshard.seeds.grammar import stage_of
+
+    stages = {key: stage for key, value in seeds.items() if (stage := stage_of(value)) is not None}
+    if not stages:
+        return seeds, pipeline
+    return {k: v for k, v in seeds.items() if k not in stages}, replace(pipeline, pinned={**dict(pipeline.pinned), **stages})
+
+
 def planned_under(plan: Plan) -> dict[str, Any]:
     """What a plan says about the options it was made under, by field. Raises PlanError for what is no precision policy or pipeline."""
     said, policy = plan.settings, plan.settings.get("precision")
@@ -186,6 +201,11 @@ def planned_under(plan: Plan) -> dict[str, Any]:
 def default_cluster(mesh: Any) -> str:
     """The profile to assume on a mesh when the user names none."""
     return "cpu-gloo" if getattr(mesh, "device_type", "") == "cpu" else "h100-dgx"
+
+
+def default_pipeline(mesh: Any) -> Pipeline:
+    """What a user who says nothing of micro-batches means: none, or, where the mesh is open, any number."""
+    return Pipeline(microbatches=AUTO) if isinstance(mesh_or_any(mesh), AnyMesh) else Pipeline()
 
 
 def parse_bytes(text: str | float | None) -> float | None:

@@ -22,6 +22,9 @@ class Pipeline:
     microbatches  parts of the batch, which run one after the other; gradients are added up. It must divide the batch
     schedule      "auto", "gpipe", "1f1b", "interleaved", "zb1p", "zb2p", "zbv", or a file in torch's CSV format
     cuts          paths of the modules that begin a stage (all but the first); "auto": searched
+    pinned        {glob over modules: stage that has them}; seeds say it too, {"layers.0*": autoshard.stage(0)}. The rest is searched
+    layout        in place of cuts, as Megatron-LM writes them: "Et*2|(t*2|)*3t*2L" (E: what is before the layers, t: a layer, L: what is
+                  behind them)
     chunks        stages per rank; "auto": what the schedule wants
     axis          the mesh axis that is the pipeline
     batch_dims    {name or "input:i" of an input: its batch dim, or None where all micro-batches read it whole}; dim 0 of the others
@@ -32,6 +35,8 @@ class Pipeline:
     schedule: str = AUTO
     cuts: Literal["auto"] | tuple[str, ...] = AUTO
     chunks: int | Literal["auto"] = AUTO
+    pinned: tuple[tuple[str, int], ...] = ()
+    layout: str = ""
     axis: str = "pp"
     batch_dims: tuple[tuple[str, int | None], ...] = ()
     inexact: str = "error"
@@ -46,20 +51,24 @@ class Pipeline:
         if not (isinstance(self.axis, str) and self.axis):
             raise UsageError(f"axis={self.axis!r}: give the name of the mesh axis that is the pipeline, such as 'pp'")
         object.__setattr__(self, "cuts", _cuts(self.cuts))
+        object.__setattr__(self, "pinned", _pinned(self.pinned))
+        if self.layout and self.cuts != AUTO:
+            raise UsageError(f"layout={self.layout!r} and cuts={list(self.cuts)} both say where stages begin; give one of them")
         object.__setattr__(self, "batch_dims", _dims(self.batch_dims))
 
     @property
     def count(self) -> int:
         """The number of micro-batches. Raises UsageError where it is not given."""
         if self.microbatches == AUTO:
-            raise UsageError("microbatches='auto' needs the search over pipelines; give a number")
+            raise UsageError("microbatches='auto' is chosen by `plan` and `compile`; give a number here")
         return int(self.microbatches)
 
     def stages(self, mesh: Mesh) -> int:
         """Ranks along the pipeline's axis; 1 without one. Raises UsageError for options of a pipeline that is not there."""
         if self.axis in mesh.names:
             return mesh.sizes[mesh.index(self.axis)]
-        given = [f"{name}={value!r}" for name, value in asdict(self).items() if name in ("schedule", "cuts", "chunks") and value != AUTO]
+        given = [f"{name}={value!r}" for name, value in asdict(self).items()
+                 if name in ("schedule", "cuts", "chunks") and value != AUTO or name in ("pinned", "layout") and value]
         if given:
             raise UsageError(f"{', '.join(given)}: the mesh {mesh} has no axis {self.axis!r}, so there are no stages; "
                              f"give a mesh such as '{self.axis}=2,{mesh}', or leave it out")
@@ -70,7 +79,7 @@ class Pipeline:
         default = asdict(Pipeline())
         said = {name: value for name, value in asdict(self).items() if value != default[name]}
         return {**said, **({"batch_dims": dict(self.batch_dims)} if self.batch_dims else {}),
-                **({"cuts": list(self.cuts)} if self.cuts != AUTO else {})}
+                **({"cuts": list(self.cuts)} if self.cuts != AUTO else {}), **({"pinned": dict(self.pinned)} if self.pinned else {})}
 
     @staticmethod
     def from_data(data: Any) -> Pipeline:
@@ -94,6 +103,14 @@ def _cuts(value: Any) -> Any:
     if twice:
         raise UsageError(f"cuts name {twice[0]!r} twice; every stage begins at another module")
     return tuple(value)
+
+
+def _pinned(value: Any) -> tuple[tuple[str, int], ...]:
+    pairs = tuple(value.items() if isinstance(value, Mapping) else value)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int and pair[1] >= 0):
+            raise UsageError(f"pinned={value!r:.80}: give a mapping from globs over modules to numbers of stages, {{'layers.0*': 0}}")
+    return pairs
 
 
 def _dims(value: Any) -> tuple[tuple[str, int | None], ...]:

@@ -12,6 +12,7 @@ from autoshard.base.windows import ONCE
 from autoshard.cost.cluster import AxisLink
 from autoshard.pipeline.action_lists.play import Playback
 from autoshard.pipeline.cutting.cut import Stage
+from autoshard.pipeline.cutting.layout import layout_of
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.pipeline.plan_stages import in_flight, wire_bytes, wire_seconds
 from autoshard.pipeline.playback import played
@@ -43,8 +44,8 @@ def merged(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> Plan:
         notes=(*by_stage(p.notes for p in plans), "bound and gap are for these cuts, this schedule and these layouts of what crosses stages"),
         settings={**first.settings, "pipeline": made.options.as_data()}, search=_sums(p.search for p in plans),
         pipeline={"options": made.options.as_data(), "schedule": made.options.schedule, "microbatches": made.cut.graph.microbatches,
-                  "makespan_s": playback.makespan, "bubble": playback.bubble, "busy": [float(x) for x in playback.busy],
-                  "idle": [float(x) for x in playback.idle], "transfers": transfers})
+                  "layout": layout_of(made.cut.blocks, made.cut.starts), "makespan_s": playback.makespan, "bubble": playback.bubble,
+                  "busy": [float(x) for x in playback.busy], "idle": [float(x) for x in playback.idle], "transfers": transfers})
 
 
 def by_stage(texts: Iterable[Iterable[str]]) -> tuple[str, ...]:

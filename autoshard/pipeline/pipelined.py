@@ -1,7 +1,6 @@
 """A program with pipeline options -> its stages on the mesh: cut, schedule, and the mesh that each stage has."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,6 +17,8 @@ from autoshard.pipeline.action_lists.transfers import with_transfers
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.cut import Cut, cut
 from autoshard.pipeline.cutting.cut_points import balanced, named
+from autoshard.pipeline.cutting.layout import starts_of
+from autoshard.pipeline.cutting.pinned import allowed, check_pinned
 from autoshard.pipeline.cutting.split import split_backward
 from autoshard.pipeline.playback import named_schedule, table_of
 
@@ -58,16 +59,23 @@ def pipelined(graph: Graph, mesh: Mesh, options: Pipeline, cluster: Cluster | No
     if table.stages > len(blocks.blocks):
         raise UsageError(f"{table.stages} stages need as many blocks at least, and the model has {len(blocks.blocks)}: "
                          f"{', '.join(blocks.names)}; use a shorter pipeline")
-    if options.cuts == AUTO:
+    made = cut(graph, _starts(blocks, options, table.stages, cluster), blocks)
+    _check_loss(made)
+    found = replace(options, cuts=made.names, layout="", schedule=named_schedule(options), microbatches=graph.microbatches)
+    return Pipelined(split_backward(made) if table.split_backward else made, table, mesh, found)
+
+
+def _starts(blocks: Blocks, options: Pipeline, stages: int, cluster: Cluster | None) -> tuple[int, ...]:
+    """The blocks at which stages begin. Raises UsageError."""
+    may_be = allowed(blocks, options.pinned, stages)
+    if options.cuts == AUTO and not options.layout:
         if cluster is None:
             raise PlanError("the plan does not say where its stages begin; plan the model again")
-        starts: Sequence[int] = balanced(blocks, cluster, table.stages)
-    else:
-        starts = named(blocks, options.cuts, table.stages)
-    made = cut(graph, tuple(starts), blocks)
-    _check_loss(made)
-    found = replace(options, cuts=made.names, schedule=named_schedule(options), microbatches=graph.microbatches)
-    return Pipelined(split_backward(made) if table.split_backward else made, table, mesh, found)
+        return balanced(blocks, cluster, stages, may_be)
+    starts = starts_of(options.layout, blocks, stages) if options.layout else named(blocks, options.cuts, stages)
+    if may_be is not None:
+        check_pinned(blocks, options.pinned, starts)
+    return starts
 
 
 def _table(options: Pipeline, ranks: int, graph: Graph) -> ActionTable:

@@ -33,6 +33,34 @@ class Seed:
         return seed_text(self.value)
 
 
+STAGE = re.compile(r"stage\((\d+)\)")
+
+
+@dataclass(frozen=True)
+class InStage:
+    """A stage of the pipeline, in place of a layout."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"stage({self.index})"
+
+
+def stage(index: int) -> InStage:
+    """The value of a seed that puts modules into a stage: `seeds={"layers.0*": autoshard.stage(0)}`. Raises SeedError."""
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise SeedError(f"stage({index!r}): stages are numbered 0, 1, 2, ...")
+    return InStage(index)
+
+
+def stage_of(value: Any) -> int | None:
+    """The stage that a seed's value names; None of layouts."""
+    if isinstance(value, Seed):
+        return stage_of(value.value)
+    found = STAGE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return value.index if isinstance(value, InStage) else int(found[1]) if found else None
+
+
 def seed_text(value: Any) -> str:
     """A seed's value as the command line writes it: `("tp", None)` -> `"tp,-"`, `(Shard(0), Replicate())` -> `"S(0),R"`.
 
@@ -41,6 +69,8 @@ def seed_text(value: Any) -> str:
         return seed_text(value.value)
     if isinstance(value, str):
         return ",".join(p.strip() for p in value.strip().strip("[]").split(","))
+    if isinstance(value, InStage):
+        return str(value)
     if isinstance(value, ShardingSpec):
         return ",".join("*".join(d) or "-" for d in value.dims)
     if not isinstance(value, (tuple, list)):

@@ -13,6 +13,7 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.decide.pipeline_options import AUTO
 from autoshard.pipeline.action_lists.action_text import write_csv
 from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.schedules import make_schedule
 from autoshard.pipeline.shapes.cut_search import TRIED, choices, search_cuts
 from autoshard.pipeline.shapes.price import StagePrice, chain_from
@@ -27,7 +28,7 @@ class Counted(GraphPricer):
     """Prices by the number of ops, without planning: what the search asks for, and what it makes of the answers."""
 
     def price(self, first, end):
-        calls = [op for op in self.stage(first, end).graph.of_kind("call") if op.phase == "forward"]
+        calls = [op for op in self.stretches.stage(first, end).graph.of_kind("call") if op.phase == "forward"]
         return StagePrice(float(len(calls)), float(len(calls)), float(len(calls)), saved=1.0, between=1.0)
 
 
@@ -37,18 +38,18 @@ def graph():
 
 
 def test_equal_layers_have_equal_labels(graph):
-    pricer = GraphPricer(graph, Blocks.of(graph), None, WIRE, True)
-    layers = [label for label, name in zip(pricer.labels, pricer.blocks.names) if name.startswith("layers.")]
+    pricer = GraphPricer(Stretches(graph, Blocks.of(graph), True), None, WIRE)
+    layers = [label for label, name in zip(pricer.stretches.labels, pricer.stretches.blocks.names) if name.startswith("layers.")]
     assert len(layers) == 4
     assert len(set(layers)) == 1
-    assert len(set(pricer.labels)) == len(pricer.labels) - 3
+    assert len(set(pricer.stretches.labels)) == len(pricer.stretches.labels) - 3
 
 
 def test_short_stages_price_long_ones(graph):
     """By the number of ops, which is a sum: the chain from single blocks and pairs says what every stage has."""
-    pricer = Counted(graph, Blocks.of(graph), None, WIRE, True)
-    chain = chain_from(pricer.labels, pricer.price)
-    blocks = len(pricer.labels)
+    pricer = Counted(Stretches(graph, Blocks.of(graph), True), None, WIRE)
+    chain = chain_from(pricer.stretches.labels, pricer.price)
+    blocks = len(pricer.stretches.labels)
     ranges = [(a, b) for a in range(blocks) for b in range(a + 1, blocks + 1)]
     assert [chain.forward[a, b] for a, b in ranges] == [pricer.price(a, b).forward for a, b in ranges]
 
@@ -56,13 +57,14 @@ def test_short_stages_price_long_ones(graph):
 def test_a_block_whose_ops_run_elsewhere_is_no_stage():
     """t5's first block has the embedding, which runs with the block that reads it, and masks, which every stage makes for itself."""
     graph = subject("t5").traced.graph
-    pricer = Counted(graph, Blocks.of(graph), None, WIRE, True)
-    empty = [k for k, label in enumerate(pricer.labels) if not label]
+    pricer = Counted(Stretches(graph, Blocks.of(graph), True), None, WIRE)
+    empty = [k for k, label in enumerate(pricer.stretches.labels) if not label]
     assert empty == [0]
     chain = pricer.chain()
     assert all(np.isinf(chain.forward[k, k + 1]) for k in empty)
-    assert np.isfinite(chain.forward[0]).sum() == len(pricer.labels) - 1
-    assert GraphPricer(graph, Blocks.of(graph), lambda *_: pytest.fail("it was planned"), WIRE, True).price(empty[0], empty[0] + 1) == StagePrice(0.0, 0.0)
+    assert np.isfinite(chain.forward[0]).sum() == len(pricer.stretches.labels) - 1
+    unplanned = GraphPricer(pricer.stretches, lambda *_: pytest.fail("it was planned"), WIRE)
+    assert unplanned.price(empty[0], empty[0] + 1) == StagePrice(0.0, 0.0)
 
 
 def plan(**options):

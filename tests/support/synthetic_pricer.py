@@ -4,6 +4,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from autoshard.pipeline.shapes.decide import Floor
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.price import StagePrice
 
@@ -31,6 +34,10 @@ class Synthetic:
     def work(self, block: int) -> float:
         return {"embedding": 0.1, "layer": 1.0, "head": self.head}[self.labels[block]]
 
+    @property
+    def weights(self) -> list[float]:
+        return [self.work(k) for k in range(len(self.labels))]
+
     def ideal(self, slot: Slot) -> float:
         return 3 * sum(self.work(k) for k in range(len(self.labels))) * slot.rows / (slot.dp * slot.tp)
 
@@ -45,10 +52,6 @@ class Synthetic:
             stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
             wire_out=self.hop * rows, wire_in=self.hop * rows)
 
-    def exact(self, first: int, end: int, slot: Slot, in_flight: float, limit: float) -> StagePrice | None:
-        """The first level that fits."""
-        for lean in range(self.leanest + 1):
-            made = self.price(first, end, slot, lean)
-            if made.stored + made.peak + in_flight * made.saved <= limit:
-                return made
-        return None
+    def floor(self, slot: Slot) -> Floor:
+        work = np.array([self.work(k) for k in range(len(self.labels))]) * slot.rows / (slot.dp * slot.tp)
+        return Floor(work, 3 * work, np.zeros(len(work)))

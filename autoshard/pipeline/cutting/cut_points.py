@@ -4,6 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from autoshard.base.graph import Graph
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds
@@ -45,9 +47,9 @@ def _runs(graph: Graph, name: str) -> int:
     return sum(now and not before for before, now in zip([False, *inside], inside, strict=False))
 
 
-def balanced(blocks: Blocks, cluster: Cluster, stages: int) -> tuple[int, ...]:
-    """The cut whose slowest stage is fastest, by the seconds of the blocks on one device, forward and backward. Raises UsageError for more
-    stages than blocks."""
+def balanced(blocks: Blocks, cluster: Cluster, stages: int, allowed: np.ndarray | None = None) -> tuple[int, ...]:
+    """The cut whose slowest stage is fastest, by the seconds of the blocks on one device, forward and backward. `allowed`: see `Course`.
+    Raises UsageError for more stages than blocks."""
     n = len(blocks.blocks)
     if stages > n:
         raise UsageError(f"{stages} stages need {stages} blocks at least, and the model has {n}: {', '.join(blocks.names)}; use a shorter pipeline")
@@ -55,15 +57,19 @@ def balanced(blocks: Blocks, cluster: Cluster, stages: int) -> tuple[int, ...]:
     best = {(0, 0): (0.0, ())}
     for s in range(1, stages + 1):
         for end in range(s, n - (stages - s) + 1):
-            ways = ((max(best[s - 1, at][0], total[end] - total[at]), (*best[s - 1, at][1], at)) for at in range(s - 1, end) if (s - 1, at) in best)
-            best[s, end] = min(ways)
+            ways = ((max(best[s - 1, at][0], total[end] - total[at]), (*best[s - 1, at][1], at)) for at in range(s - 1, end)
+                    if (s - 1, at) in best and (allowed is None or allowed[s - 1, at, end]))
+            if (way := min(ways, default=None)) is not None:
+                best[s, end] = way
     return best[stages, n][1][1:]
 
 
-def block_seconds(blocks: Blocks, cluster: Cluster) -> list[float]:
-    """Seconds of each block on one device. Ops of backward count for the block of their forward op."""
+def block_seconds(blocks: Blocks, cluster: Cluster, phase: str | None = None) -> list[float]:
+    """Seconds of each block on one device; `phase`: of ops of that window alone. Ops of backward count for the block of their forward op."""
     out = [0.0] * len(blocks.blocks)
     for op in blocks.graph.of_kind("call"):
+        if phase not in (None, op.phase):
+            continue
         at = blocks.of_op.get(op.name, blocks.at(op.traced_at) if op.traced_at >= 0 else len(out) - 1)
         call = blocks.graph.calls[op.name]
         ins, outs = [list(m.logical_shape) for m in call.inputs], [None if m is None else list(m.logical_shape) for m in call.outputs]

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -27,18 +28,63 @@ from autoshard.program.trace import trace
 def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pipeline: Pipeline, **how: Any) -> Traced:
     """`program.trace.trace` of a step whose batch is cut as `pipeline` says; `args` and `kwargs` are of the whole batch. Raises UsageError
     for a batch that does not divide, for a loss that is not in the graph, and for a model that computes something else on micro-batches."""
-    whole = trace(model, args, kwargs, **how)
-    count = pipeline.count
-    if count == 1 or not whole.graph.training:
-        return whole
-    loss = _loss(whole.graph, count)
-    flat, tree = whole.calling.binding.flatten(args, kwargs)
-    tensors = [t for t in flat if isinstance(t, torch.Tensor)]
-    dims = _batch_dims(whole, tensors, pipeline)
-    pieces = iter([t if d is None else t.detach().narrow(d, 0, t.shape[d] // count) for t, d in zip(tensors, dims, strict=True)])
-    some, named = pytree.tree_unflatten([next(pieces) if isinstance(v, torch.Tensor) else v for v in flat], tree)
-    part = trace(model, some, named, **how)
-    return replace(whole, graph=_microbatched(whole, part, dims, pipeline, loss), calling=_calling(whole.calling, part.calling))
+    return Batch(model, args, kwargs, how).cut(pipeline)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A model with the batch of a step, which may be cut in several ways; `how`: the rest of what `program.trace.trace` takes."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    how: Mapping[str, Any]
+    _known: dict[Pipeline, Traced] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> Traced:
+        """The program of the batch."""
+        return trace(self.model, self.args, self.kwargs, **self.how)
+
+    def rows(self, pipeline: Pipeline) -> int:
+        """The length of the batch dim. Raises UsageError."""
+        tensors = [t for t in self._flat[0] if isinstance(t, torch.Tensor)]
+        dims = _batch_dims(self.whole, tensors, replace(pipeline, microbatches=1))
+        return next(t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None)
+
+    def cut(self, pipeline: Pipeline) -> Traced:
+        """See `traced`; traced once for equal parts."""
+        key = Pipeline(pipeline.count, batch_dims=pipeline.batch_dims, inexact=pipeline.inexact)
+        if key not in self._known:
+            self._known[key] = self._cut(key)
+        return self._known[key]
+
+    def as_one(self, pipeline: Pipeline) -> Graph:
+        """The batch as a micro-batch by itself: the program of the batch with what `cut` adds to that of a part. For prices."""
+        part = self.cut(pipeline).graph
+        dims = [batch_dim_of(op) for op in part.of_kind("input")]
+        results = [(dict(op.kwargs), op) for op in part.outputs(Role.USER).values()]
+        joins = [(said[JOIN], said[JOIN_DIM]) for said, _ in results if said[JOIN] != WEIGHTS]
+        graph = replace(accumulating(self.whole.graph, pipeline.count, dims, joins), microbatches=1)
+        weights = [op.refs[0] for said, op in results if said[JOIN] == WEIGHTS]
+        return _with_weights(graph, weights[0], len(joins)) if weights and weights[0].op in graph.by_name else graph
+
+    def _cut(self, pipeline: Pipeline) -> Traced:
+        whole, count = self.whole, pipeline.count
+        if count == 1 or not whole.graph.training:
+            return whole
+        loss = _loss(whole.graph, count)
+        flat, tree = self._flat
+        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+        dims = _batch_dims(whole, tensors, pipeline)
+        pieces = iter([t if d is None else t.detach().narrow(d, 0, t.shape[d] // count) for t, d in zip(tensors, dims, strict=True)])
+        some, named = pytree.tree_unflatten([next(pieces) if isinstance(v, torch.Tensor) else v for v in flat], tree)
+        part = trace(self.model, some, named, **self.how)
+        return replace(whole, graph=_microbatched(whole, part, dims, pipeline, loss), calling=_calling(whole.calling, part.calling))
+
+    @cached_property
+    def _flat(self) -> tuple[Any, Any]:
+        return self.whole.calling.binding.flatten(self.args, self.kwargs)
 
 
 def rows_of(traced: Traced) -> int:

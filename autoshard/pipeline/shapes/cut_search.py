@@ -19,6 +19,8 @@ from autoshard.pipeline.action_lists.action_text import read_csv
 from autoshard.pipeline.action_lists.actions import COMPUTE, ActionTable
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.cut_points import balanced
+from autoshard.pipeline.cutting.pinned import allowed
+from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.plan_stages import PlanStage
 from autoshard.pipeline.schedules import SCHEDULES, make_schedule
 from autoshard.pipeline.shapes.partitions import course_of, price_by_play
@@ -58,16 +60,18 @@ def choices(graph: Graph, ranks: int, options: Pipeline, plan_stage: PlanStage, 
     """Options with nothing left open, the best first by the prices of short stages. Where the user gave cuts, or there is no backward, the
     schedule is the first of those that "auto" means."""
     plain = replace(options, schedule=TRIED[0]) if options.schedule == AUTO else options
-    if options.cuts != AUTO or not graph.training:
+    if options.cuts != AUTO or options.layout or not graph.training:
         return [plain]
     blocks = Blocks.of(graph)
     tables = list(_tables(graph, blocks, ranks, options))
     if not tables:
         return [plain]  # more stages than blocks: whoever cuts says so
     first, table = tables[0]
-    even = replace(first, cuts=tuple(blocks.names[at] for at in balanced(blocks, cluster, table.stages)))
+    starts = balanced(blocks, cluster, table.stages, allowed(blocks, options.pinned, table.stages))
+    even = replace(first, cuts=tuple(blocks.names[at] for at in starts))
     try:
-        found = sorted(_candidates(GraphPricer(graph, blocks, plan_stage, wire, split=True), tables, memory_limit), key=lambda c: c.found.seconds)
+        pricer = GraphPricer(Stretches(graph, blocks, split=True), plan_stage, wire)
+        found = sorted(_candidates(pricer, tables, memory_limit), key=lambda c: c.found.seconds)
     except UsageError:  # some two blocks cannot be stages of their own; even cuts may still be possible
         return [even]
     return list(dict.fromkeys([*(c.options for c in found[:PLANNED]), even]))
@@ -85,9 +89,10 @@ def _tables(graph: Graph, blocks: Blocks, ranks: int, options: Pipeline) -> Iter
 
 def _candidates(pricer: GraphPricer, tables: Sequence[tuple[Pipeline, ActionTable]], memory_limit: float) -> Iterator[Candidate]:
     """One per schedule. Stages are priced once, with backward split; schedules that do not split it take both parts together."""
-    chain, names = pricer.chain(), pricer.blocks.names
+    chain, names = pricer.chain(), pricer.stretches.blocks.names
     for chosen, table in tables:
         scheduled = chain if table.split_backward else chain.undivided()
-        found = partition(scheduled, course_of(table), price_by_play(scheduled, table), memory_limit)
+        course = replace(course_of(table), allowed=allowed(pricer.stretches.blocks, chosen.pinned, table.stages))
+        found = partition(scheduled, course, price_by_play(scheduled, table), memory_limit)
         if found.cuts:
             yield Candidate(replace(chosen, cuts=tuple(names[at] for at in found.cuts[1:-1])), found)

@@ -13,7 +13,8 @@ from autoshard.pipeline.schedules import SCHEDULES, make_schedule
 
 CHUNKS = (1, 2, 4)
 MOST_ROUNDS = 32
-"""Micro-batches per rank of the pipeline; with more of them the bubble is below 1/32, and they only get smaller."""
+"""Micro-batches per rank of the pipeline; with more of them the bubble is below 1/32, and they only get smaller. With fewer than one some
+ranks always wait; such a shape must be asked for."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Shape:
 @dataclass(frozen=True)
 class Room:
     """What is given: devices, how many of them a tensor axis may have, rows of a batch, and blocks that can be stages. What is not None
-    of pp, dp, tp and microbatches is fixed."""
+    of pp, dp, tp and microbatches is fixed. `warmups`: schedules that can warm up for longer are also tried so."""
 
     devices: int
     most_tp: int
@@ -62,6 +63,8 @@ class Room:
     tp: int | None = None
     microbatches: int | None = None
     schedules: Sequence[str] = tuple(SCHEDULES)
+    chunks: Sequence[int] = CHUNKS
+    warmups: bool = True
 
 
 def shapes(room: Room) -> list[Shape]:
@@ -90,7 +93,7 @@ def _factorings(room: Room) -> Iterator[tuple[int, int, int]]:
 def _microbatches(room: Room, pp: int, dp: int, tp: int) -> Iterator[tuple[Slot, int]]:
     for count in _divisors(room.batch):
         rows = room.batch // count
-        few = count <= MOST_ROUNDS * pp if room.microbatches is None else count == room.microbatches
+        few = pp <= count <= MOST_ROUNDS * pp if room.microbatches is None else count == room.microbatches
         if few and rows % dp == 0:
             yield Slot(dp, tp, rows), count
 
@@ -100,6 +103,6 @@ def _scheduled(room: Room, pp: int, slot: Slot, count: int) -> Iterator[Shape]:
         yield Shape(1, slot, count, "1f1b")
         return
     for name in room.schedules:
-        for chunks in (c for c in CHUNKS if c in SCHEDULES[name].chunks and pp * c <= room.blocks):
-            for warmup in (0, pp - 1) if SCHEDULES[name].takes_warmup and pp > 1 else (0,):
+        for chunks in (c for c in room.chunks if c in SCHEDULES[name].chunks and pp * c <= room.blocks):
+            for warmup in (0, pp - 1) if SCHEDULES[name].takes_warmup and room.warmups else (0,):
                 yield Shape(pp, slot, count, name, chunks, warmup)

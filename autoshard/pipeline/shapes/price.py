@@ -49,15 +49,42 @@ SUMS = tuple(f.name for f in fields(StagePrice) if f.name not in ("peak", "wire_
 
 
 def chain_from(labels: Sequence[Hashable], price: Range) -> Chain:
-    """The chain of `len(labels)` blocks, from prices of single blocks and of pairs; each distinct one is asked for once."""
+    """The chain of `len(labels)` blocks, from prices of single blocks and of pairs; each distinct one is asked for once. Blocks with the label ()
+    have no ops, and are no stage by themselves."""
     singles = _distinct([(labels[k],) for k in range(len(labels))], price)
     pairs = _distinct([(labels[k], labels[k + 1]) for k in range(len(labels) - 1)], price)
     sums = {name: _ranges([getattr(s, name) for s in singles], [getattr(p, name) for p in pairs]) for name in SUMS}
-    none = np.tril(np.full_like(sums["forward"], np.inf))
+    before = np.concatenate([[0], np.cumsum([label != () for label in labels])])
+    none = np.where(before[None, :] > before[:, None], 0.0, np.inf)
     return Chain(
         sums["forward"] + none, sums["input"], sums["weight"], sums["once"] + sums["update"], sums["stored"],
         _highest([s.peak for s in singles], [p.peak for p in pairs]), sums["saved"], np.minimum(sums["between"], sums["saved"]),
         hop_forward=np.array([0.0, *(s.wire_out for s in singles[:-1]), 0.0]), hop_backward=np.array([0.0, *(s.wire_in for s in singles[1:]), 0.0]))
+
+
+def with_ends(labels: Sequence[Hashable], price: Range, weights: Sequence[float]) -> Range:
+    """The same with fewer questions: what stands in front of the blocks that repeat, and what is behind them, is priced in one stretch with its
+    neighbour, whose own price is taken off; inside of such an end blocks cost in proportion to `weights`."""
+    count = len(labels)
+    often = [k for k in range(count) if labels.count(labels[k]) > 1]
+    if not often:
+        return price
+    first, last = often[0], often[-1]
+
+    def end_price(block: int) -> StagePrice:
+        own, near, whole = (range(first), first, (0, first + 1)) if block < first else (range(last + 1, count), last, (last, count))
+        alone, all_of_it = price(near, near + 1), price(*whole)
+        share = weights[block] / (sum(weights[k] for k in own) or 1.0)
+        parts = {name: max(0.0, share * (getattr(all_of_it, name) - getattr(alone, name))) for name in SUMS}
+        return StagePrice(**parts, peak=all_of_it.peak, wire_out=alone.wire_out, wire_in=alone.wire_in)
+
+    def answer(a: int, b: int) -> StagePrice:
+        inner = [price(max(a, first), min(b, last + 1))] if max(a, first) < min(b, last + 1) else []
+        parts = [*(end_price(k) for k in range(a, min(b, first))), *inner, *(end_price(k) for k in range(max(a, last + 1), b))]
+        sums = {name: sum(getattr(p, name) for p in parts) for name in SUMS}
+        return StagePrice(**sums, peak=max(p.peak for p in parts), wire_out=parts[-1].wire_out, wire_in=parts[0].wire_in)
+
+    return answer
 
 
 def _distinct(kinds: list[tuple[Hashable, ...]], price: Range) -> list[StagePrice]:

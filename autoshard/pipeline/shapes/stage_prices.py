@@ -1,20 +1,14 @@
 """Prices of stages of a graph by the ordinary search."""
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
-import numpy as np
-
-from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Graph, Op
+from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.plan import Plan
 from autoshard.base.windows import ONCE
 from autoshard.cost.cluster import AxisLink
-from autoshard.pipeline.cutting.blocks import Blocks, forward_calls
-from autoshard.pipeline.cutting.cut import Stage, cut
-from autoshard.pipeline.cutting.repeated import repeated_ops
-from autoshard.pipeline.cutting.split import split_backward
+from autoshard.pipeline.cutting.cut import Stage
+from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.plan_stages import PlanStage, wire_seconds
 from autoshard.pipeline.shapes.price import StagePrice, chain_from
 from autoshard.search.partition import Chain
@@ -27,41 +21,19 @@ WORKING = ("temporaries", "outputs")
 class GraphPricer:
     """Plans stretches of a graph as stages of their own, each with free layouts at its ends, for one micro-batch in flight."""
 
-    graph: Graph
-    blocks: Blocks
+    stretches: Stretches
     plan_stage: PlanStage
     wire: AxisLink
-    split: bool
-
-    @cached_property
-    def labels(self) -> tuple[Hashable, ...]:
-        """What each block does: its ops with their shapes, but for those that every stage repeats. Blocks with equal labels cost the same."""
-        found: list[list[Hashable]] = [[] for _ in self.blocks.blocks]
-        repeated = repeated_ops(self.graph)
-        for op in sorted((op for op in forward_calls(self.graph) if op.name not in repeated), key=lambda op: op.traced_at):
-            found[self.blocks.of_op[op.name]].append(self._does(op))
-        return tuple(map(tuple, found))
-
-    def _does(self, op: Op) -> Hashable:
-        reads = [self.graph.meta(ref) for ref in op.refs]
-        return str(op.target), tuple((m.shape, str(m.dtype)) for m in (*reads, *op.outputs) if m is not None)
 
     def chain(self) -> Chain:
-        """The chain of all stages; one without ops is none."""
-        made = chain_from(self.labels, self.price)
-        before = np.concatenate([[0], np.cumsum([len(label) for label in self.labels])])
-        return replace(made, forward=np.where(before[None, :] > before[:, None], made.forward, np.inf))
+        return chain_from(self.stretches.labels, self.price)
 
     def price(self, first: int, end: int) -> StagePrice:
         """Of blocks first..end-1. Raises UsageError where the graph cannot be cut there, and InfeasibleError."""
-        stage = self.stage(first, end)
+        stage = self.stretches.stage(first, end)
         if not stage.graph.of_kind("call"):  # all its ops run in blocks that read them
             return StagePrice(0.0, 0.0)
         return price_of(stage, self.plan_stage(stage.graph, {}, 1), self.wire)
-
-    def stage(self, first: int, end: int) -> Stage:
-        made = cut(self.graph, tuple(at for at in (first, end) if 0 < at < len(self.blocks.blocks)), self.blocks)
-        return (split_backward(made) if self.split else made).stages[int(first > 0)]
 
 
 def price_of(stage: Stage, plan: Plan, wire: AxisLink) -> StagePrice:

@@ -82,6 +82,7 @@ class Course:
     drains        per stage, whether its first backward comes before its last forward; where it does not, part 1 is empty
     loads         per rank, rows of how many micro-batches each of its stages holds at once: an array (rows, 2, stages of the rank), first
                   those that wait for backward, then those that wait for their weight part
+    allowed       [s, a, b]: whether stage s may be blocks a..b-1; None: all may
     """
 
     rank_of: tuple[int, ...]
@@ -90,6 +91,7 @@ class Course:
     turns: np.ndarray
     drains: np.ndarray
     loads: tuple[np.ndarray, ...]
+    allowed: np.ndarray | None = None
 
     @property
     def stages(self) -> int:

@@ -34,7 +34,7 @@ class Stages:
             for place, stage in enumerate(stages):
                 held = [x * chain.saved + y * chain.between for x, y in loads[:, :, place]]
                 ones[stage] = chain.stored + chain.peak + np.max(held, axis=0, initial=0.0) <= self.memory_limit
-        return ones & np.isfinite(chain.both)
+        return ones & np.isfinite(chain.both) & (True if course.allowed is None else course.allowed)
 
     @cached_property
     def hops(self) -> np.ndarray:

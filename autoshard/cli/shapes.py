@@ -1,0 +1,52 @@
+"""Draws the shapes that were tried where the mesh, or the number of micro-batches, was chosen."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from autoshard.base import quantities
+from autoshard.base.plan import Plan, TriedShape
+from autoshard.report.tables import report_console, section, table
+
+
+def show_shapes(plan: Plan, console: Console | None = None) -> None:
+    """A line for every mesh: the best of its shapes. All of them are in the plan file."""
+    if not plan.shapes:
+        return
+    grid = table("mesh", ">micro-batches", "!schedule", ">step", ">memory", ">gap", "what is known")
+    for shape in lines_of(plan.shapes):
+        gap = quantities.share(shape.step_s - (shape.bound_s or 0.0), shape.step_s) if shape.step_s else ""
+        grid.add_row(shape.mesh, str(shape.microbatches), _schedule(shape), quantities.seconds(shape.step_s), quantities.size(shape.memory), gap,
+                     says(shape), style="bold" if shape.chosen else None)
+    (console or report_console()).print(section(f"{len(plan.shapes)} shapes tried, the best of each mesh", grid))
+
+
+def lines_of(shapes: Sequence[TriedShape]) -> list[TriedShape]:
+    """The best known shape of every mesh, the fastest first."""
+    best: dict[str, TriedShape] = {}
+    for shape in sorted(shapes, key=_rank):
+        best.setdefault(shape.mesh, shape)
+    return list(best.values())
+
+
+def _rank(shape: TriedShape) -> tuple[bool, bool, float]:
+    known = [s for s in (shape.step_s, shape.about_s, shape.bound_s) if s is not None]
+    return not shape.chosen, shape.step_s is None, known[0] if known else float("inf")
+
+
+def _schedule(shape: TriedShape) -> str:
+    return shape.schedule + (f" x {shape.chunks}" if shape.chunks > 1 else "")
+
+
+def says(shape: TriedShape) -> str:
+    """In words."""
+    if shape.chosen:
+        return "chosen"
+    if shape.step_s is not None:
+        return "planned"
+    if shape.about_s is not None:
+        return f"about {quantities.seconds(shape.about_s)}" + (" or more" if shape.why else "")
+    if shape.bound_s is not None and not shape.why.startswith("does not fit"):
+        return f"not searched: at least {quantities.seconds(shape.bound_s)}"
+    return shape.why

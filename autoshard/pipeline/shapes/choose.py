@@ -1,0 +1,146 @@
+"""Mesh, micro-batches, schedule and cuts where they are left open: the shapes that there are, tried at prices of blocks (`decide.py`), and the
+best of them planned as they are. No pipeline, and no micro-batches, are among the shapes."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Plan, TriedShape
+from autoshard.cost.cluster import Cluster
+from autoshard.decide.pipeline_options import AUTO, Pipeline
+from autoshard.errors import InfeasibleError, UsageError
+from autoshard.pipeline.microbatches.batch import Batch
+from autoshard.pipeline.pipelined import submesh
+from autoshard.pipeline.shapes.cut_search import TRIED
+from autoshard.pipeline.shapes.decide import Tried, ranked, try_shapes
+from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Searches, Sizes, traced_count
+from autoshard.pipeline.shapes.meshes import CHUNKS, Room, Shape, Slot, shapes
+
+PLANNED, FINALISTS = 2, 6
+"""So many shapes are planned; if they do not fit, up to so many."""
+AMPLE = 1e15
+"""Bytes that no rank uses."""
+PlanShape = Callable[[Mesh, Pipeline], Plan]
+"""(mesh, options with nothing left open) -> the plan. Raises InfeasibleError."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`mesh` given, and the number of micro-batches left open; or any mesh of `devices`. `limit`: bytes a rank may use."""
+
+    devices: int
+    mesh: Mesh | None
+    options: Pipeline
+    cluster: Cluster
+    limit: float
+
+    def __post_init__(self) -> None:
+        o = self.options
+        fixed = {"cuts": o.cuts != AUTO, "layout": bool(o.layout), "seeds for stages": bool(o.pinned),
+                 f"schedule={o.schedule!r}": o.schedule.endswith(".csv")}
+        if what := next((name for name, given in fixed.items() if given), None):
+            raise UsageError(f"{what} belong to a mesh and a number of micro-batches; give these too, or leave out {what}")
+
+    def mesh_of(self, slot: Slot) -> Mesh:
+        """The mesh of a stage."""
+        if self.mesh is None:
+            return _named(("dp", slot.dp), ("tp", slot.tp)) or Mesh(("dp",), (1,))
+        return submesh(self.mesh, self.options.axis) if self.options.axis in self.mesh.names else self.mesh
+
+    def whole_mesh(self, shape: Shape) -> Mesh:
+        if self.mesh is not None:
+            return self.mesh
+        return _named((self.options.axis, shape.pp), ("dp", shape.slot.dp), ("tp", shape.slot.tp)) or Mesh(("dp",), (1,))
+
+    def shapes(self, rows: int, blocks: int, whole: bool) -> list[Shape]:
+        """`whole`: without stages and micro-batches alone. Raises MeshError where nothing divides."""
+        o = self.options
+        count = 1 if whole else None if o.microbatches == AUTO else o.count
+        schedules = TRIED if o.schedule == AUTO else (o.schedule,)
+        room = Room(self.devices, self._most_tp, rows, blocks, 1 if whole else None, microbatches=count, schedules=schedules,
+                    chunks=CHUNKS if o.chunks == AUTO else (int(o.chunks),), warmups=False)
+        if self.mesh is None:
+            return shapes(room)
+        pp = o.stages(self.mesh)
+        return shapes(replace(room, pp=pp, dp=1, tp=self.mesh.size // pp))
+
+    @property
+    def _most_tp(self) -> int:
+        return int(min(self.devices, self.cluster.links[0].devices))
+
+    def options_of(self, tried: Tried, names: Sequence[str]) -> Pipeline:
+        """With nothing left open."""
+        shape = tried.shape
+        if shape.pp == 1:
+            return replace(self.options, microbatches=shape.microbatches, schedule=AUTO, chunks=AUTO)
+        return replace(self.options, microbatches=shape.microbatches, schedule=shape.schedule, chunks=shape.chunks,
+                       cuts=tuple(names[at] for at in tried.cuts[1:-1]))
+
+
+def _named(*axes: tuple[str, int]) -> Mesh | None:
+    """The mesh of the axes with several ranks."""
+    found = [(name, size) for name, size in axes if size > 1]
+    return Mesh(tuple(n for n, _ in found), tuple(s for _, s in found)) if found else None
+
+
+def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape) -> Plan:
+    """The cheapest plan of the shapes that are planned; its `shapes` have a line for every shape. Raises InfeasibleError where none
+    fits, UsageError."""
+    rows = batch.rows(asked.options)
+    pricer, why = _pricer(batch, asked, searches, rows)
+    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit)
+    names, plans, failures = pricer.sizes.first.blocks.names, {}, []
+    for candidate in ranked(tried)[:FINALISTS]:
+        if len(plans) < PLANNED:
+            try:
+                plans[candidate] = plan_shape(asked.whole_mesh(candidate.shape), asked.options_of(candidate, names))
+            except InfeasibleError as e:
+                failures.append(e)
+    if not plans:
+        raise failures[0] if failures else InfeasibleError(_nothing_fits(tried, asked), proven=False)
+    return _chosen(asked, tried, plans, why)
+
+
+def _pricer(batch: Batch, asked: Asked, searches: Searches, rows: int) -> tuple[MeshPricer, str]:
+    """Of micro-batches; where there can be none, of the batch, and why."""
+    def made(count: int) -> MeshPricer:
+        return MeshPricer(Sizes(batch, asked.options, rows, count), asked.devices, asked.mesh_of, asked.cluster, asked.limit, searches)
+
+    if not batch.whole.graph.training:
+        return made(1), "inference has no micro-batches"
+    try:
+        return made(traced_count(rows)), ""
+    except UsageError as e:
+        if asked.options.microbatches not in (1, AUTO) or asked.mesh is not None and asked.options.stages(asked.mesh) > 1:
+            raise
+        return made(1), str(e)
+
+
+def _chosen(asked: Asked, tried: Sequence[Tried], plans: dict[Tried, Plan], why: str) -> Plan:
+    best = min(plans, key=lambda t: plans[t].objective_s)
+    plan = plans[best]
+    bound = min(plan.objective_s, *(_proven(t, plans.get(t)) for t in tried))
+    notes = [f"mesh, micro-batches, schedule and cuts were chosen among {len(tried)} shapes of {asked.devices} devices; bound and gap are for all "
+             "of them"] + ([f"no stages and no micro-batches: {why}"] if why else [])
+    status = plan.status if plan.interrupted else "the cheapest of the shapes that were tried"
+    return replace(plan, bound_s=bound, gap=1.0 - bound / plan.objective_s if plan.objective_s else 0.0, status=status,
+                   notes=(*plan.notes, *notes), shapes=tuple(_line(asked, t, plans.get(t), t is best) for t in tried))
+
+
+def _proven(tried: Tried, plan: Plan | None) -> float:
+    """The bound of a shape. That of a plan without stages holds for all plans of its shape."""
+    return max(tried.bound, plan.bound_s) if plan is not None and tried.shape.pp == 1 else tried.bound
+
+
+def _line(asked: Asked, tried: Tried, plan: Plan | None, chosen: bool) -> TriedShape:
+    shape, bound = tried.shape, _proven(tried, plan)
+    return TriedShape(str(asked.whole_mesh(shape)), shape.microbatches, shape.schedule if shape.pp > 1 else "", shape.chunks,
+                      bound if isfinite(bound) else None, plan.objective_s if plan else None, tried.seconds,
+                      plan.memory.get("total") if plan else tried.memory, tried.why, chosen)
+
+
+def _nothing_fits(tried: Sequence[Tried], asked: Asked) -> str:
+    return (f"none of {len(tried)} shapes of {asked.devices} devices was found to fit in {asked.limit / 2**30:.4g} GiB on a device; give more "
+            "devices, a smaller batch, or state on the host")

@@ -1,0 +1,158 @@
+"""Prices of a traced model's blocks on any submesh and for any micro-batch, by the ordinary search: what the search over shapes works on.
+
+A block, and two that stand together, are cut out of the programs of two sizes of the batch once; other sizes are made from these
+(`resize.py`). Blocks with equal labels cost the same, so each kind is planned once per submesh and micro-batch.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import numpy as np
+
+from autoshard.base.graph import FORWARD, Graph, Ref
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Plan
+from autoshard.cost.cluster import AxisLink, Cluster
+from autoshard.decide.pipeline_options import Pipeline
+from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.cutting.cut import Hop, Stage
+from autoshard.pipeline.cutting.cut_points import block_seconds
+from autoshard.pipeline.cutting.stretches import Stretches
+from autoshard.pipeline.microbatches.batch import Batch
+from autoshard.pipeline.microbatches.resize import Between, Unlike
+from autoshard.pipeline.shapes.decide import Floor
+from autoshard.pipeline.shapes.meshes import Slot
+from autoshard.pipeline.shapes.price import StagePrice
+from autoshard.pipeline.shapes.stage_prices import price_of
+
+
+@dataclass(frozen=True, eq=False)
+class Searches:
+    """The ordinary search, as the pricer asks it. `plan`: (graph of a stage, its mesh, the wire, micro-batches in flight, bytes a rank may
+    use) -> plan; `least`: (graph, mesh) -> seconds of one run at least, and of the update."""
+
+    plan: Callable[[Graph, Mesh, AxisLink, int, float], Plan]
+    least: Callable[[Graph, Mesh], tuple[float, float]]
+
+
+class Sizes:
+    """Stretches of the model for micro-batches of any number of rows. `count`: a number of micro-batches that is traced; from that program
+    and the one of the batch others are made where they can be, else traced too. Raises UsageError for a model that is not exact."""
+
+    def __init__(self, batch: Batch, options: Pipeline, rows: int, count: int) -> None:
+        self.batch, self.options, self.rows, self.count = batch, options, rows, count
+        self.of = cache(self._of)
+        self.stage = cache(self._stage)
+        self._cut = cache(lambda first, end, count: self.of(count).stage(first, end))
+
+    def _of(self, count: int) -> Stretches:
+        options = replace(self.options, microbatches=max(count, self.count))
+        graph = self.batch.as_one(options) if count < self.count else self.batch.cut(options).graph
+        return Stretches(graph, Blocks.of(graph), split=graph.training)
+
+    @property
+    def first(self) -> Stretches:
+        return self.of(self.count)
+
+    def _stage(self, first: int, end: int, count: int) -> Stage:
+        """Blocks first..end-1, of which a step runs `count` micro-batches."""
+        if count in (1, self.count):
+            return self._cut(first, end, count)
+        a, b = (self._cut(first, end, n) for n in (self.count, 1))
+        try:
+            between = Between.of(self.rows // count, self.rows // self.count, self.rows)
+            return _resized(a, between.graph(a.graph, b.graph, count))
+        except Unlike:
+            return self._cut(first, end, count)
+
+
+def traced_count(rows: int) -> int:
+    """The smallest number of micro-batches, if possible with two rows or more: a dim of 1 may be traced in another way."""
+    divisors = [n for n in range(2, rows + 1) if rows % n == 0]
+    return next((n for n in divisors if rows // n > 1), min(divisors, default=1))
+
+
+def _resized(stage: Stage, graph: Graph) -> Stage:
+    def received(hop: Hop) -> Hop:
+        return replace(hop, meta=graph.meta(Ref(hop.recv)))
+
+    def sent(hop: Hop) -> Hop:
+        return replace(hop, meta=graph.meta(graph.op(hop.send).refs[0]))
+
+    return replace(stage, graph=graph, receives=tuple(map(received, stage.receives)), sends=tuple(map(sent, stage.sends)))
+
+
+class MeshPricer:
+    """A `decide.Pricer`. `mesh_of`: the submesh of a slot; `devices`: of the whole mesh; `limit`: bytes a rank may use."""
+
+    leanest = 1
+
+    def __init__(self, sizes: Sizes, devices: int, mesh_of: Callable[[Slot], Mesh], cluster: Cluster, limit: float, searches: Searches) -> None:
+        self.sizes, self.devices, self.mesh_of, self.cluster, self.limit, self.searches = sizes, devices, mesh_of, cluster, limit, searches
+        known: dict[Hashable, int] = {}
+        self.labels: tuple[Hashable, ...] = tuple(label and known.setdefault(label, len(known)) for label in sizes.first.labels)
+        self.price = cache(self._price)
+        self._least = cache(self._least_of)
+
+    @cached_property
+    def kinds(self) -> dict[Hashable, int]:
+        """The first block of every kind."""
+        return {label: self.labels.index(label) for label in dict.fromkeys(self.labels)}
+
+    @property
+    def weights(self) -> list[float]:
+        return self._seconds[0]
+
+    def ideal(self, slot: Slot) -> float:
+        return float(sum(self._seconds[0])) * slot.rows / self.sizes.rows / (slot.dp * slot.tp)
+
+    @cached_property
+    def _seconds(self) -> tuple[list[float], list[float]]:
+        """Of blocks, on one device, for the whole batch: all of it, and forward alone."""
+        blocks = Blocks.of(self.sizes.batch.whole.graph)
+        return block_seconds(blocks, self.cluster), block_seconds(blocks, self.cluster, FORWARD)
+
+    def floor(self, slot: Slot) -> Floor:
+        """Of the batch as one micro-batch, scaled to the slot's rows: many small ones are never faster than a large one. Every block is by
+        itself, with free transfers at its ends, and hides all communication that can be hidden."""
+        share, whole_batch = slot.rows / self.sizes.rows, replace(slot, rows=self.sizes.rows)
+        least = {label: self._least(whole_batch, block) for label, block in self.kinds.items()}
+        whole, once = np.array([least[label] for label in self.labels]).T
+        forward = np.minimum(np.array(self._seconds[1]) / (slot.dp * slot.tp), whole)
+        return Floor(forward * share, whole * share, once)
+
+    def _least_of(self, slot: Slot, block: int) -> tuple[float, float]:
+        graph = self._stage(block, block + 1, slot).graph
+        return self.searches.least(graph, self.mesh_of(slot)) if graph.of_kind("call") else (0.0, 0.0)
+
+    def _stage(self, first: int, end: int, slot: Slot) -> Stage:
+        return self.sizes.stage(first, end, self.sizes.rows // slot.rows)
+
+    def _price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
+        """At level 0 with ample memory. At level 1 with as many micro-batches in flight as there are stages, in the part of the ranks' memory
+        that these blocks need at level 0. Raises InfeasibleError."""
+        stage, wire = self._stage(first, end, slot), self._wire(slot)
+        if not stage.graph.of_kind("call"):  # all its ops run in blocks that read them
+            return StagePrice(0.0, 0.0)
+        flying, limit = (1, np.inf) if lean == 0 else (self._pp(slot), self._part(first, end, slot))
+        return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, limit), wire)
+
+    def _pp(self, slot: Slot) -> int:
+        return self.devices // (slot.dp * slot.tp)
+
+    def _part(self, first: int, end: int, slot: Slot) -> float:
+        """Bytes of a rank for these blocks."""
+        alone = {label: self.price(at, at + 1, slot, 0) for label, at in self.kinds.items()}
+        own, flying = self.price(first, end, slot, 0), self._pp(slot)
+        room = max(0.0, flying * (self.limit - max(p.peak for p in alone.values())))
+        needed = sum(alone[label].stored + flying * alone[label].saved for label in self.labels)
+        return own.peak + min(1.0, room / needed) * (own.stored + flying * own.saved)
+
+    def _wire(self, slot: Slot) -> AxisLink:
+        """Between stages; where there is one stage, that of neighbours: prices of blocks have ends, and their sums do not."""
+        pp, sizes = self._pp(slot), self.mesh_of(slot).sizes
+        if pp == 1:
+            return AxisLink(((self.cluster.links[0], 2),))
+        return self.cluster.links_for(Mesh(tuple(f"d{i}" for i in range(len(sizes) + 1)), (pp, *sizes)))[0]

@@ -1,0 +1,128 @@
+"""Mesh, micro-batches and schedule left open: what is chosen, what is said of the rest, and that bounds are bounds."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Pipeline, api
+from autoshard.base.mesh import AnyMesh, Mesh, mesh_or_any, parse_mesh
+from autoshard.base.plan import Plan
+from autoshard.cost.cluster import load_cluster
+from autoshard.decide.options import Options
+from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.errors import ClusterError, MeshError, UsageError
+from autoshard.pipeline.microbatches.batch import Batch
+from autoshard.pipeline.shapes.choose import Asked
+from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes
+from autoshard.pipeline.shapes.meshes import Slot
+from models import llama
+
+OPTIONS = Options(cluster="cpu-gloo", pipeline=Pipeline(microbatches="auto"))
+
+
+def small(batch=6, **sizes):
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        return llama.build(batch=batch, seq=8, **{"layers": 2, "vocab": 251, **sizes})
+
+
+def plan(mesh, batch=6, pipeline=None, **options):
+    model, inputs = small(batch)
+    return autoshard.plan(model, mesh, inputs, loss_fn=llama.loss, pipeline=pipeline, **{"cluster": "cpu-gloo", **options})
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    return plan("auto:2")
+
+
+def test_a_mesh_is_chosen_and_planned(chosen):
+    """The plan is that of its shape: planned again with all of it given, it costs the same."""
+    assert chosen.mesh.size == 2
+    best, = (s for s in chosen.shapes if s.chosen)
+    assert best.mesh == str(chosen.mesh) and best.step_s == chosen.objective_s
+    given = Pipeline.from_data(chosen.pipeline["options"]) if chosen.pipeline else Pipeline()
+    again = plan(str(chosen.mesh), pipeline=replace(given, microbatches=best.microbatches))
+    assert again.objective_s == pytest.approx(chosen.objective_s)
+    assert again.graph_hash == chosen.graph_hash
+
+
+def test_every_shape_has_its_line(chosen):
+    """A mesh of each kind, numbers of micro-batches that divide, and of each what is known."""
+    assert {s.mesh for s in chosen.shapes} == {"dp=2", "tp=2", "pp=2"}
+    assert {s.microbatches for s in chosen.shapes} == {1, 2, 3, 6}
+    for s in chosen.shapes:
+        assert s.step_s is not None or s.about_s is not None or s.why
+        assert s.bound_s is not None and s.bound_s <= (s.step_s or s.about_s or s.bound_s) * (1 + 1e-9)
+    assert min(s.step_s for s in chosen.shapes if s.step_s) == chosen.objective_s
+    assert chosen.bound_s == pytest.approx(min(chosen.objective_s, *(s.bound_s for s in chosen.shapes)))
+    assert chosen.gap == pytest.approx(1 - chosen.bound_s / chosen.objective_s)
+    assert Plan.from_json(chosen.to_json()).shapes == chosen.shapes
+
+
+def test_bounds_hold_for_plans():
+    """Blocks at their floors are below every plan of their shape, with another cut, schedule and number of micro-batches too."""
+    model, inputs = small()
+    batch, clock = Batch(model, inputs, {}, {"loss_fn": llama.loss, "training": True}), PhaseTimer()
+    cluster = load_cluster("cpu-gloo")
+    found = api.searches(batch.whole, OPTIONS, clock, cluster)
+    asked = Asked(2, None, OPTIONS.pipeline, cluster, 1e15)
+    pricer = MeshPricer(Sizes(batch, OPTIONS.pipeline, 6, 2), 2, asked.mesh_of, cluster, 1e15, found)
+    for mesh, slot in (("dp=2", Slot(2, 1, 2)), ("tp=2", Slot(1, 2, 2))):
+        floor = pricer.floor(slot)
+        made = plan(mesh, pipeline=Pipeline(microbatches=3))
+        assert 0.3 * made.objective_s < 3 * floor.whole.sum() + floor.once.sum() <= made.objective_s * (1 + 1e-6)
+        assert (floor.forward <= floor.whole).all()
+
+
+def test_micro_batches_are_chosen_on_a_given_mesh():
+    made = plan("pp=2", pipeline=Pipeline(microbatches="auto", schedule="1f1b"))
+    assert {s.mesh for s in made.shapes} == {"pp=2"}
+    assert {s.schedule for s in made.shapes} == {"1f1b"}
+    assert made.pipeline["microbatches"] in (2, 3, 6)
+    told = [plan("pp=2", pipeline=Pipeline(microbatches=n, schedule="1f1b")) for n in (2, 3, 6)]
+    assert made.objective_s <= min(p.objective_s for p in told) * 1.02
+
+
+def test_a_model_that_micro_batches_would_change_gets_a_mesh():
+    """Batch norm in training: no stages and no micro-batches, and the notes say why."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    made = autoshard.plan(model, "auto:2", (torch.randn(6, 8), torch.randn(6, 4)), loss_fn=nn.functional.mse_loss, cluster="cpu-gloo")
+    assert {s.microbatches for s in made.shapes} == {1} and {s.mesh for s in made.shapes} == {"dp=2", "tp=2"}
+    assert any("no stages and no micro-batches" in note and "batch_norm" in note for note in made.notes)
+
+
+def test_inference_gets_a_mesh():
+    model, inputs = small()
+    made = autoshard.plan(model, "auto:2", inputs[:1], training=False, cluster="cpu-gloo")
+    assert made.mesh.size == 2 and {s.microbatches for s in made.shapes} == {1}
+
+
+@pytest.mark.parametrize("mesh, pipeline, error, says", [
+    ("auto:x", None, MeshError, "auto:64"), ("auto", None, MeshError, "auto:64"), ("auto:0", None, MeshError, "there are 1 to"),
+    ("auto:4", Pipeline(microbatches="auto", cuts=["layers.1"]), UsageError, "cuts belong to a mesh"),
+    ("auto:4", Pipeline(microbatches="auto", layout="Et|tL"), UsageError, "layout belong to a mesh"),
+    ("auto:4", Pipeline(microbatches="auto", schedule="mine.csv"), UsageError, "mine.csv' belong to a mesh"),
+    ("auto:5", Pipeline(microbatches=4), UsageError, "divides a batch of 6 rows")])
+def test_bad_calls_are_named(mesh, pipeline, error, says):
+    with pytest.raises(error, match=says):
+        plan(mesh, pipeline=pipeline)
+
+
+def test_more_devices_than_the_cluster_has():
+    with pytest.raises(ClusterError, match="needs 1048576 devices"):
+        plan("auto:1048576", cluster="l40s-pcie")
+
+
+def test_compile_needs_inputs_to_choose_a_mesh():
+    with pytest.raises(UsageError, match="auto:1 is chosen for a batch: pass example_inputs"):
+        autoshard.compile(nn.Linear(4, 4), "auto:1", cluster="cpu-gloo")
+
+
+def test_meshes_as_text():
+    assert mesh_or_any("auto:64") == AnyMesh(64) and str(AnyMesh(64)) == "auto:64"
+    assert mesh_or_any("dp=2,tp=4") == parse_mesh("dp=2,tp=4") == Mesh(("dp", "tp"), (2, 4))
