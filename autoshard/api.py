@@ -249,7 +249,7 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
 
 def keep_plan(options: Options, profile: Cluster, plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
     """Of `plans`, made for other shapes, the one to run `graph` with, priced anew; None: search. See decide/kept.py."""
-    budget = Budget.of(graph, profile.device, options.memory_limit(profile))
+    budget = Budget.of(profile.device, options.memory_limit(profile))
     return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, options.running.keep_within)
 
 

@@ -66,7 +66,7 @@ def keep(traced: Traced, known: list[Known], mesh: Mesh, options: Options, withi
     for plan in plans:
         check_fits(plan, traced.graph, mesh)
     return kept(plans, known, traced.graph, mesh, profile, Training(options.optimizer, True),
-                Budget.of(traced.graph, profile.device, options.memory_limit(profile)), within)
+                Budget.of(profile.device, options.memory_limit(profile)), within)
 
 
 def main() -> None:

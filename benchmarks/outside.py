@@ -4,7 +4,7 @@
 
 A prediction is a plan by hand (a baseline of docs/plan.md, no search), simulated as it is executed, on a built-in profile. Nothing is fitted
 here. What a publication does and the configuration does not: see `note`. `--rows`: a CSV of measured steps in the format of
-github.com/VIA-Research/vTrain, data/ground_truth_*.csv; its rows without pipeline stages are predicted too.
+github.com/VIA-Research/vTrain, data/ground_truth_*.csv; its rows without pipeline stages are predicted instead.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from time import process_time
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -139,6 +140,12 @@ def measured(path: Path) -> list[Row]:
     return out
 
 
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's; 1 where both say the same order, and for one row."""
+    ranks = [np.argsort(np.argsort(x)) for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1]) if len(a) > 1 else 1.0
+
+
 def weak_scaling(rows: list[dict]) -> list[str]:
     """Ratios, which do not depend on how fast one device is."""
     by_name = {r["name"]: r["predicted_s"] for r in rows}
@@ -164,9 +171,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="rows to predict, by a part of their names; default: all")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rows", type=Path, help="measured steps in vTrain's format")
+    parser.add_argument("--rows", type=Path, help="measured steps in vTrain's format, instead of the published rows")
+    parser.add_argument("--every", type=int, default=1, help="of --rows, each so many only")
     given = parser.parse_args()
-    rows = [r for r in (*ROWS, *(measured(given.rows) if given.rows else ())) if not given.names or any(n in r.name for n in given.names)]
+    rows = [r for r in (measured(given.rows)[::given.every] if given.rows else ROWS) if not given.names or any(n in r.name for n in given.names)]
     found = []
     for row in rows:
         found.append(predicted(row))
@@ -175,7 +183,10 @@ def main() -> None:
         print(f"{r['name']}: {r['predicted_s']:.3f} s predicted, {said}  [{r['scheme']} on {r['mesh']}, {r['cpu_s']:.0f} CPU s]", flush=True)
     errors = [abs(r["error"]) for r in found if r["error"] is not None]
     if errors:
-        print(f"median error {100 * median(errors):.0f} % of {len(errors)}")
+        ours, theirs = ([r[key] for r in found if r["error"] is not None] for key in ("predicted_s", "published_s"))
+        signed = median(r["error"] for r in found if r["error"] is not None)
+        print(f"median error {100 * median(errors):.0f} % of {len(errors)} rows, signed {100 * signed:+.0f} %, "
+              f"rank correlation {rank_correlation(ours, theirs):.2f}")
     print("\n".join(weak_scaling(found)))
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))

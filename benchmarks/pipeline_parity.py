@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline_parity.py                                   # everything
     python benchmarks/pipeline_parity.py --mesh pp=2 --model gpt           # some of it
+    python benchmarks/pipeline_parity.py --few 2                           # two cases of every model on every mesh, of schedules by turns
     python benchmarks/pipeline_parity.py --minutes 10 -o docs/pipeline-parity.md
 """
 from __future__ import annotations
@@ -36,10 +37,24 @@ def cases() -> Iterator[Case]:
             yield Case(model, mesh, 4, "zb1p")
 
 
+def few(wanted: list[Case], count: int) -> list[Case]:
+    """So many of every model and mesh, each pair beginning at another place of its list: together they have all schedules and numbers of
+    micro-batches."""
+    pairs: dict[tuple[str, str], list[Case]] = {}
+    for case in wanted:
+        pairs.setdefault((case.mesh, case.model), []).append(case)
+    out: list[Case] = []
+    for n, found in enumerate(pairs.values()):
+        step = max(1, len(found) // count)
+        out += [found[(n + k * step) % len(found)] for k in range(min(count, len(found)))]
+    return out
+
+
 def main() -> int:
     options = arguments()
     wanted = [c for c in cases() if (not options.model or c.model in options.model) and (not options.mesh or c.mesh in options.mesh)
               and (not options.schedule or c.schedule in options.schedule)]
+    wanted = few(wanted, options.few) if options.few else wanted
     deadline = None if options.minutes is None else time.time() + 60 * options.minutes
     results: list[Result] = []
     for mesh in dict.fromkeys(c.mesh for c in wanted):
@@ -61,6 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", action="append", choices=tuple(MODELS))
     parser.add_argument("--mesh", action="append", choices=(TWO, *FOUR))
     parser.add_argument("--schedule", action="append")
+    parser.add_argument("--few", type=int, help="so many cases of every model on every mesh")
     parser.add_argument("--minutes", type=float, help="start no case after this long; the page says what was left out")
     parser.add_argument("-o", "--output", type=Path, help="write a Markdown page here")
     return parser.parse_args()

@@ -271,6 +271,11 @@ class Plan:
         return self.status == TIED
 
     @property
+    def spec_mesh(self) -> MeshText:
+        """The mesh whose axes the specs are about: that of the stages, which are all alike, where there are stages."""
+        return self.mesh if self.pipeline is None else self.stages[0].submesh or self.mesh
+
+    @property
     def fullest(self) -> StagePlan:
         """The stage whose ranks need the most memory."""
         return max(self.stages, key=lambda s: s.total)

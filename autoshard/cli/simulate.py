@@ -23,6 +23,8 @@ EXAMPLES = """
 
   autoshard simulate plan.json --slow-rank 5=1.3 --jitter 0.05     rank 5 takes 1.3 times as long, all vary by 5 %
 
+  autoshard simulate plan.json --mesh dp=64,tp=2 --batch 512       the same placements on 16 times as many ranks, no search
+
   autoshard simulate plan.json --slow-link nvlink=0.5              half the bandwidth; --slow-link infiniband@3=0.5: of node 3 only
 """
 
@@ -42,7 +44,12 @@ ExecutedOption = Annotated[bool, typer.Option(
     "--executed", help="Reductions of small gradients share calls, as it runs. Default: each by itself, as the objective prices it.")]
 
 
-def simulate(plan: PlanArgument, trace: TraceOption = None, rank: RankOption = None, slow_rank: SlowRankOption = None,
+MeshOption = Annotated[str | None, typer.Option(
+    help="The plan's placements on a mesh of other sizes: dp=128,tp=8 for a plan of dp=8,tp=8. Nothing is searched.")]
+BatchOption = Annotated[int | None, typer.Option(help="With another global batch; usually beside --mesh.")]
+
+
+def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = None, trace: TraceOption = None, rank: RankOption = None, slow_rank: SlowRankOption = None,
              slow_link: SlowLinkOption = None, jitter: JitterOption = 0.0, seed: SeedOption = 0, executed: ExecutedOption = False,
              as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Play the step of a PLAN event by event on all its ranks: idle time by cause, the critical path, bytes and utilisation of the
@@ -57,7 +64,7 @@ def simulate(plan: PlanArgument, trace: TraceOption = None, rank: RankOption = N
         progress("simulate", str(plan))
         from autoshard.simulation.simulate import simulate as run
 
-        found = run(plan, slow_ranks=slow_ranks, slow_links=slow_links, jitter=jitter, seed=seed, executed=executed, ranks=rank or ())
+        found = run(plan, mesh=mesh, batch=batch, slow_ranks=slow_ranks, slow_links=slow_links, jitter=jitter, seed=seed, executed=executed, ranks=rank or ())
     if trace is not None:
         found.write_trace(trace)
     if as_json:

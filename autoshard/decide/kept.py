@@ -63,7 +63,7 @@ def carried(known: Known, graph: Graph) -> Plan | None:
 
 
 def _structure(graph: Graph) -> list[tuple[Any, ...]]:
-    return [(op.name, op.kind, str(op.target), op.refs, op.phase, tuple(m and (m.ndim, m.dtype) for m in op.outputs)) for op in graph.ops]
+    return [(op.name, op.kind, str(op.target), op.refs, op.phase, tuple(m and (m.ndim, m.part_dims, m.dtype) for m in op.outputs)) for op in graph.ops]
 
 
 def least_step(known: Iterable[Known], n: int) -> float:

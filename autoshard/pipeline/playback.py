@@ -7,7 +7,7 @@ from typing import Any
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.plan import Plan, StagePlan
 from autoshard.decide.pipeline_options import AUTO, Pipeline
-from autoshard.errors import UsageError
+from autoshard.errors import PlanError, UsageError
 from autoshard.pipeline.action_lists.action_text import read_csv
 from autoshard.pipeline.action_lists.actions import COMPUTE, ActionTable
 from autoshard.pipeline.action_lists.check import check
@@ -53,12 +53,24 @@ def played(table: ActionTable, stages: Sequence[StagePlan], transfers: Iterable[
 
 
 def playback_of(plan: Plan) -> Playback:
-    """Of a plan with a pipeline, read from a file too. Raises what `table_of` raises where its schedule was a CSV file that is gone."""
-    assert plan.pipeline is not None, "only a plan with a pipeline has a schedule"
-    options = Pipeline.from_data(dict(plan.pipeline["options"]))
-    ranks = plan.mesh.sizes[plan.mesh.index(options.axis)]
-    table = table_of(options, ranks, int(plan.pipeline["microbatches"]), bool(plan.settings.get("training")))
-    return played(table, plan.stages, plan.pipeline["transfers"])
+    """Of a plan with a pipeline, read from a file too. Raises PlanError for one whose pipeline is none, and what `table_of` raises where its
+    schedule was a CSV file that is gone."""
+    said = plan.pipeline or {}
+    try:
+        options, microbatches = Pipeline.from_data(dict(said["options"])), int(said["microbatches"])
+        table = table_of(options, plan.mesh.sizes[plan.mesh.index(options.axis)], microbatches, bool(plan.settings.get("training")))
+        return played(table, plan.stages, transfers_of(plan))
+    except (KeyError, TypeError, ValueError, IndexError) as e:
+        raise PlanError(f"the plan's pipeline cannot be read ({e}); plan the model again") from e
+
+
+def transfers_of(plan: Plan) -> tuple[Mapping[str, Any], ...]:
+    """What crosses stages. Raises PlanError for what is no transfer."""
+    found = (plan.pipeline or {}).get("transfers", ())
+    for t in found if isinstance(found, (list, tuple)) else (found,):
+        if not isinstance(t, Mapping) or {type(t.get(key)) for key in ("from", "to", "nbytes")} != {int} or not {"window", "seconds"} <= t.keys():
+            raise PlanError(f"the plan's transfer {t!r:.60} is none; plan the model again")
+    return tuple(found)
 
 
 def once_of(plan: Plan, rank: int) -> float:

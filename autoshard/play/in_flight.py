@@ -52,14 +52,15 @@ class _Held:
     def _leaving(self, stage: int, m: int, value: str) -> int:
         return self.stages[stage].leaving[value][self.between.get((stage, m), "")]
 
-    def pass_through(self, stage: int, m: int, window: Window | None) -> None:
-        """The micro-batch leaves the window that it was behind, and is behind `window` (None: it is at work)."""
-        before = self.between.pop((stage, m), None) if window is None else None
+    def begin(self, stage: int, m: int) -> None:
+        """The micro-batch is at work: what it kept is part of what was played."""
+        before = self.between.pop((stage, m), None)
         if before is not None:
             self.kept -= self.stages[stage].behind[before]
-        if window is not None:
-            self.between[stage, m] = window
-            self.kept += self.stages[stage].behind[window]
+
+    def end(self, stage: int, m: int, window: Window) -> None:
+        self.between[stage, m] = window
+        self.kept += self.stages[stage].behind[window]
 
 
 def beside(turns: Sequence[Turn], stages: Mapping[int, Keeping]) -> dict[tuple[int, Window], Bytes]:
@@ -76,12 +77,12 @@ def beside(turns: Sequence[Turn], stages: Mapping[int, Keeping]) -> dict[tuple[i
                 held.posted.pop((value, m), None)
                 held.here.pop((value, m), None)
             if own and turn.window in stages[turn.stage].behind:
-                held.pass_through(turn.stage, m, None)
+                held.begin(turn.stage, m)
                 now = held.total()
                 key = turn.stage, turn.window
                 if key not in found or now.sum() > found[key].sum():
                     found[key] = now
-                held.pass_through(turn.stage, m, turn.window)
+                held.end(turn.stage, m, turn.window)
     return found
 
 

@@ -8,7 +8,11 @@ from torch import nn
 
 from autoshard.base.plan import PlacedTensor, Plan
 from autoshard.base.spec import R
-from autoshard.seeds.from_transformers import generic
+from autoshard.seeds.from_transformers import PACKED, generic
+
+
+IN_PARTS = -2
+"""In place of a dim: two parts of dim 0, each split."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,9 @@ def _styles(path: str, module: nn.Module, weights: Mapping[str, PlacedTensor], l
         yield "", ""
         return
     kind = "embedding" if isinstance(module, nn.Embedding) else "linear" if isinstance(module, nn.Linear) else ""
-    style = {("linear", 0): "colwise", ("linear", 1): "rowwise", ("embedding", 0): "embedding_rowwise",
+    style = {("linear", 0): "colwise", ("linear", 1): "rowwise", ("linear", IN_PARTS): "packed_colwise", ("embedding", 0): "embedding_rowwise",
              ("embedding", 1): "embedding_colwise"}.get((kind, dims.get("weight", -1)), "")
-    if not style or dims.get("bias", None) != (0 if style == "colwise" and "bias" in own else None):
+    if not style or dims.get("bias", None) != (dims["weight"] if style.endswith("colwise") and "bias" in own else None):
         shown = ", ".join(f"{name} {_in_words(d)}" for name, d in dims.items())
         yield "", f"{generic(path)} ({type(module).__name__}): {shown}, for which there is no style"
         return
@@ -69,11 +73,12 @@ def _styles(path: str, module: nn.Module, weights: Mapping[str, PlacedTensor], l
 
 
 def _in_words(dim: int | None) -> str:
-    return "whole" if dim is None else f"split along dim {dim}" if dim >= 0 else "split inside a dim"
+    return "whole" if dim is None else f"split along dim {dim}" if dim >= 0 else "split along each part of a dim"
 
 
 def _tensor_dim(weight: PlacedTensor, shape: tuple[int, ...], a: int) -> int | None:
-    """The dim of the tensor that a weight is split along on mesh axis `a`; None: whole; -1: along a minor part of a dim (a fused weight)."""
+    """The dim of the tensor that a weight is split along on mesh axis `a`; None: whole; IN_PARTS: along both parts of dim 0; -1: along each part of
+    another dim, or of more parts."""
     place = weight.spec[a]
     if place < 0:
         return None
@@ -84,6 +89,6 @@ def _tensor_dim(weight: PlacedTensor, shape: tuple[int, ...], a: int) -> int | N
             product *= logical[at]
             at += 1
         if begin <= place < at:
-            return dim if place == begin else -1
+            return dim if place == begin else IN_PARTS if (dim, place, logical[begin]) == (0, begin + 1, PACKED) else -1
         dim += 1
     return -1

@@ -48,7 +48,7 @@ def embedded(data: Any) -> str:
 
 def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = ()) -> dict[str, Any]:
     """Everything the page shows, as plain data in seconds and bytes."""
-    mesh, played = stages.spec_mesh(plan), stages.playback(plan)
+    mesh, played = plan.spec_mesh, stages.playback(plan)
     return {
         "title": f"{plan.model.get('reference') or 'model'} on {plan.mesh}",
         "facts": [*what.header(plan), ("status", text.status(plan))],

@@ -43,8 +43,10 @@ def _summary(found: Simulation) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    plan, off = found.plan, found.step_s / found.objective_s - 1 if found.objective_s else 0.0
-    grid.add_row("step", f"{seconds(found.step_s)}; the plan's objective is {seconds(found.objective_s)} ({100 * off:+.1f} %)")
+    plan, objective = found.plan, "the plan is for another mesh or batch"
+    if found.objective_s:
+        objective = f"the plan's objective is {seconds(found.objective_s)} ({100 * (found.step_s / found.objective_s - 1):+.1f} %)"
+    grid.add_row("step", f"{seconds(found.step_s)}; {objective}")
     grid.add_row("ranks", f"{plan.mesh} ({plan.mesh.size}) of {plan.cluster['name']}; rank {found.slowest} ends last, the first one at "
                           f"{seconds(found.fastest_s)}")
     grid.add_row("program", "as executed: small gradients share calls" if found.executed else "as planned: each gradient is reduced by itself")
@@ -82,7 +84,7 @@ def _stages(found: Simulation) -> RenderableType:
 def _critical(found: Simulation) -> RenderableType:
     grid = table("what", "!axis", "module", ">times", ">time", ">share")
     for row in found.critical[:MOST_ROWS]:
-        grid.add_row(MOVES.get(row.what, _kind(row.what)), row.axis, escape(row.module), str(row.times), seconds(row.seconds),
+        grid.add_row(MOVES.get(row.what, _kind(row.what)), row.axis, escape(row.module or "(no module)"), str(row.times), seconds(row.seconds),
                      share(row.seconds, found.step_s))
     if rest := found.critical[MOST_ROWS:]:
         total = sum(row.seconds for row in rest)

@@ -9,11 +9,10 @@ import numpy as np
 
 from autoshard.base import quantities
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
-from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan, StagePlan
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, PlanError
 from autoshard.pipeline.action_lists.play import Playback
-from autoshard.pipeline.playback import once_of, playback_of
+from autoshard.pipeline.playback import once_of, playback_of, transfers_of
 
 IDLE, END = ".", "="
 ORDER = (FORWARD, BACKWARD, WEIGHT)
@@ -64,11 +63,6 @@ def is_pipeline(plan: Plan) -> bool:
     return plan.pipeline is not None and len(plan.stages) > 1
 
 
-def spec_mesh(plan: Plan) -> Mesh:
-    """The mesh whose axes the plan's specs are about: that of the stages, which are all alike, where there are stages."""
-    return plan.stages[0].submesh or plan.mesh if is_pipeline(plan) else plan.mesh
-
-
 def stage_rows(plan: Plan) -> tuple[StageRow, ...]:
     """Nothing for a plan of one stage."""
     return tuple(_stage_row(plan, s) for s in plan.stages) if is_pipeline(plan) else ()
@@ -76,7 +70,7 @@ def stage_rows(plan: Plan) -> tuple[StageRow, ...]:
 
 def _stage_row(plan: Plan, s: StagePlan) -> StageRow:
     sums: dict[tuple[int, str], int] = {}
-    for t in plan.pipeline["transfers"] if plan.pipeline else ():
+    for t in _transfers(plan):
         if t["from"] == s.index:
             sums[t["to"], t["window"]] = sums.get((t["to"], t["window"]), 0) + t["nbytes"]
     blocks = s.first if s.first == s.last else f"{s.first or 'inputs'} to {s.last or 'outputs'}"
@@ -84,8 +78,15 @@ def _stage_row(plan: Plan, s: StagePlan) -> StageRow:
                     tuple((target, window, n) for (target, window), n in sums.items()))
 
 
+def _transfers(plan: Plan) -> tuple[Mapping[str, Any], ...]:
+    try:
+        return transfers_of(plan)
+    except PlanError:
+        return ()
+
+
 def playback(plan: Plan) -> Playback | None:
-    """None without stages, and where the schedule was a file that cannot be read any more."""
+    """None without stages, and where the schedule cannot be read, or was a file that is gone."""
     try:
         return playback_of(plan) if is_pipeline(plan) else None
     except AutoshardError:

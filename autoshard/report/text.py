@@ -141,7 +141,7 @@ def _layers(plan: Plan) -> RenderableType:
         for row in group.rows:
             grid.add_row(escape(indent + row.name), KIND_WORDS[row.kind], quantities.shape(row.shape), quantities.dtype(row.dtype),
                           Text(row.placement, style="cyan"), quantities.times(row.copies))
-    whole, axis = what.whole_buffers(plan), stages.spec_mesh(plan).names[-1]
+    whole, axis = what.whole_buffers(plan), plan.spec_mesh.names[-1]
     lines = [Text(f"[{axis}, -] reads: dim 0 is split over mesh axis {axis}, dim 1 is whole.", style="dim")]
     if whole:
         lines.append(Text(f"{whole} buffer{'s' if whole > 1 else ''} held whole by every rank.", style="dim"))

@@ -11,7 +11,6 @@ from autoshard.base.roles import Output
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.base.windows import ONCE
 from autoshard.report.collapse import Folded, collapse
-from autoshard.report.stages import spec_mesh
 
 MEMORY_LABELS = {
     "parameters": "parameters",
@@ -159,7 +158,7 @@ def tensors(plan: Plan) -> tuple[Folded, ...]:
 def tensor_row(plan: Plan, row: Folded, name: str) -> TensorRow:
     """A row of `tensors` under `name`."""
     kind, shape, dtype, spec = row.payload
-    placement = str(ShardingSpec.from_spec(spec, len(shape), spec_mesh(plan)))
+    placement = str(ShardingSpec.from_spec(spec, len(shape), plan.spec_mesh))
     return TensorRow(kind, name.removesuffix(".(layer)"), shape, dtype, spec, placement, row.copies)
 
 

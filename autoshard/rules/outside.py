@@ -43,12 +43,13 @@ def register_rule(op: Any, notation: str | Callable[[Call], str], *, partial: Pa
         raise UsageError(f"{target} has a rule of autoshard's own; a second one would hide it")
     if partial not in get_args(Passes) or reduce not in ("sum", "max", "min"):
         raise UsageError(f"partial={partial!r}, reduce={reduce!r}: partial is one of {', '.join(get_args(Passes))}, reduce of sum, max, min")
-    if family not in {f.value for f in Family}:
-        raise UsageError(f"family={family!r} is not one of {', '.join(f.value for f in Family)}")
+    known = {f.value: f for f in Family}
+    if family not in known:
+        raise UsageError(f"family={family!r} is not one of {', '.join(known)}")
     if target._schema.is_mutable:
         raise UsageError(f"{target} writes its arguments; a graph has ops that return new tensors: register a functional form with torch.library")
     try:
-        made = rule(notation, partial=partial, family=Family(family), reduce=reduce, flops=flops, local=local, sizes=tuple((sizes or {}).items()))
+        made = rule(notation, partial=partial, family=known[family], reduce=reduce, flops=flops, local=local, sizes=tuple((sizes or {}).items()))
     except ValueError as e:
         raise UsageError(f"the rule of {target}: {e}") from None
     says = f"{notation if isinstance(notation, str) else _text(notation)}|{partial}|{family}|{reduce}|{sizes}|{_text(flops)}|{_text(local)}"
@@ -64,7 +65,7 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> list[str]:
     from autoshard.rules.check.samples import Fixed, build, sample
 
     found = (Fixed(a) if isinstance(a, torch.Tensor) else a for a in args)
-    named = {k: Fixed(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    named: dict[str, Any] = {k: Fixed(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     call, tensors = build(sample(overload(op), *found, **named))
     if registry.origin(call) == "replicate":
         return [f"{call.target} has no rule for arguments of these shapes, and runs whole on every rank"]

@@ -200,7 +200,7 @@ class _Walk:
                 placed = [(i, p) for i, p in enumerate((*row.inputs, *row.outputs)) if p >= 0]
                 for a, b in ((a, b) for a in placed for b in placed if a is not b):
                     pairs[a][b[0]].add(b[1])
-            self.links[call] = {a: {(i, *ds) for i, ds in others.items() if len(ds) == 1} for a, others in pairs.items()}
+            self.links[call] = {a: {(i, min(ds)) for i, ds in others.items() if len(ds) == 1} for a, others in pairs.items()}
         return self.links[call]
 
 

@@ -24,14 +24,15 @@ STYLES: Mapping[str, tuple[int | str, int | str]] = {
     "colwise": (-2, -1), "colwise_rep": (-2, -1), "colwise_gather_output": (-2, -1),
     "rowwise": (-1, WHOLE), "rowwise_rep": (-1, WHOLE), "rowwise_split_input": (-1, WHOLE),
     "embedding_rowwise": (0, WHOLE), "embedding_colwise": (1, WHOLE),
+    "packed_colwise": (-2, -1), "packed_rowwise": (-1, WHOLE),
     "grouped_gemm": (0, 0),
     **dict.fromkeys(("sequence_parallel", "replicated_with_grad_allreduce", "replicate", "all_reduce", "local_params", "mla_kv_a_proj",
                      "moe_tp_experts", "moe_identity_expert", "ep_dispatch_experts"), (WHOLE, WHOLE)),
 }
 """Style -> the dim that is split of parameters with more than one dim, and of those with one (biases). As in transformers 5.23,
 distributed/tensor_parallel.py and expert_parallel.py."""
-PACKED = ("packed_colwise", "packed_rowwise")
-"""Styles that split each part of a fused weight by itself: a seed names whole dims."""
+PACKED = 2
+"""Parts of a fused weight that a packed style splits one by one. A seed on such a dim does that too, where the trace finds the parts."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +121,13 @@ def _entry(name: str, plan: Mapping[str, Any]) -> str | None:
 
 def _split(style: str, p: nn.Parameter, ranks: int) -> tuple[int | None, str]:
     """The dim that a style splits (None: whole), or why that cannot be said."""
-    if style in PACKED:
-        return None, "each part of a fused weight is split by itself, which no seed says; left to the search"
     if style not in STYLES:
         return None, "an unknown style; left to the search"
     dim = STYLES[style][0 if p.ndim > 1 else 1]
     if isinstance(dim, str):
         return None, ""
     dim %= p.ndim
-    if p.shape[dim] % ranks:
+    if p.shape[dim] % (ranks * (PACKED if style.startswith("packed") else 1)):
         return None, f"{p.shape[dim]} does not divide over {ranks} ranks; left to the search"
     return dim, ""
 

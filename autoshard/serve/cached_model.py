@@ -37,7 +37,7 @@ class CachedModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor, attention_mask: Masks) -> torch.Tensor:
         """Logits [batch, 1, vocabulary] of the last token. `input_ids`, `position_ids`: [batch, new]; `rows` [new]: where in the
         caches the new tokens are; `attention_mask`: [batch, 1, new, length], what each new token sees."""
-        layers = [_Rows(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}"), rows) for i in range(self.layers)]
+        layers = [Rows(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}"), rows) for i in range(self.layers)]
         given = {"position_ids": position_ids, "logits_to_keep": 1}
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=Cache(layers=layers), use_cache=True,
                             **{name: value for name, value in given.items() if name in self.takes}).logits
@@ -52,7 +52,7 @@ class CachedModel(nn.Module):
             self.model._init_weights(module)
 
 
-class _Rows(CacheLayerMixin):
+class Rows(CacheLayerMixin):
     """The cache of a layer while a call runs: new keys and values are put into rows of the buffers."""
 
     is_compileable, is_sliding = True, False

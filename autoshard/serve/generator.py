@@ -20,17 +20,20 @@ from autoshard.base.plan import Plan
 from autoshard.errors import UsageError
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.place import Place
-from autoshard.serve.cached_model import CachedModel, Masks, _Rows
+from autoshard.serve.cached_model import CachedModel, Masks, Rows
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class Generator:
-    """Comes before the class of a model of transformers, see `generator_of`. `compiled`: what runs, a CompiledModule."""
+    """Comes before the class of a model of transformers, see `generator_of`. `compiled`: what runs; `batch` sequences over caches of
+    `length` tokens in `layers` layers."""
 
     compiled: CompiledModule
     batch: int
     length: int
+    layers: int
+    _dtype: torch.dtype
     _seen: Counted | None = None
 
     @property
@@ -66,7 +69,7 @@ class Generator:
                              f"{self.length + 1}; ask for fewer new tokens, or give a larger max_cache_len")
         given = model_kwargs.get("past_key_values")
         if given is None:
-            self._seen = model_kwargs["past_key_values"] = Counted(self.length, self.compiled_layers)
+            self._seen = model_kwargs["past_key_values"] = Counted(self.length, self.layers)
         elif given is not self._seen:
             raise UsageError(f"past_key_values is a {type(given).__name__} that does not count what is in the caches now; leave it out, or pass the "
                              "one that the last generate(return_dict_in_generate=True) returned")
@@ -102,7 +105,7 @@ class Counted(Cache):
             layer.count += new
 
 
-class _Counted(_Rows):
+class _Counted(Rows):
     count = 0
 
     def get_seq_length(self) -> int:
@@ -152,5 +155,5 @@ def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel
     nn.Module.__init__(made)
     tables = set(vars(made))
     made.__dict__.update({name: value for name, value in vars(model).items() if name not in tables})
-    made.__dict__.update(compiled=compiled, batch=batch, length=cached.length, compiled_layers=cached.layers, _dtype=model.dtype)
+    made.__dict__.update(compiled=compiled, batch=batch, length=cached.length, layers=cached.layers, _dtype=model.dtype)
     return made.eval()

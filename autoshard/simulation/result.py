@@ -122,7 +122,7 @@ def _begins(played: Replay, rank: int) -> dict[tuple[str, str], float]:
         if isinstance(event, Stretch):
             scale, at = (then - now) / event.seconds if event.seconds else 0.0, now
             for work in event.works:
-                out.setdefault((work.window, work.name), at)
+                out.setdefault((work.window, "optimizer" if work.kind == "update" else work.name), at)
                 at += scale * work.seconds
         now = then
     return out

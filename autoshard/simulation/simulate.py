@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.base.graph import Graph
+from autoshard.base.mesh import mesh_of
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.options import planned_under
@@ -21,6 +22,7 @@ from autoshard.simulation.flops import executed_seconds, model_seconds
 from autoshard.simulation.program import Program, program_of
 from autoshard.simulation.replay import Replay, replay
 from autoshard.simulation.result import Simulation, idle_rows, stamped
+from autoshard.simulation.scale import at_scale
 from autoshard.simulation.source import traced_for
 from autoshard.simulation.trace import tracks_of
 from autoshard.simulation.traffic import link_use, sizes
@@ -28,27 +30,32 @@ from autoshard.simulation.traffic import link_use, sizes
 
 def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None, example_inputs: Sequence[Any] = (),
              example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable[..., Any] | None = None, executed: bool = False,
-             slow_ranks: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None, jitter: float = 0.0, seed: int = 0,
+             mesh: Any = None, batch: int | None = None, slow_ranks: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None, jitter: float = 0.0, seed: int = 0,
              ranks: Sequence[int] = ()) -> Simulation:
     """The step of `plan`, event by event on all ranks: who waits for whom, what is exposed, which link is used how much.
 
     plan        a Plan or its file
     model       what it was made for, with the same inputs and loss; None: the model that the plan names ("llama:8b")
     executed    small gradients share calls, as it runs; by default each is reduced by itself, as the objective prices it
+    mesh        the same placements on a mesh with the same axes and other sizes; batch: with another global batch (of a model that the plan
+                names: with a `model` of yours give other inputs). Nothing is searched
     slow_ranks  {rank: how many times as long its work takes}
     slow_links  {"nvlink": share of its bandwidth that is left}; "infiniband@3": of the ranks of node 3
     jitter      relative standard deviation of work, per rank and stretch between two collectives; `seed` of its random numbers
     ranks       those to keep tracks of, for a trace; default: one of each class of ranks that did the same
 
     No process is started and no number computed. Raises PlanError for a plan of another model, UsageError for ranks, links and nodes that
-    are not there, and what loading and tracing the model raise."""
+    are not there and for a mesh that the placements do not divide over, and what loading and tracing the model raise."""
     conditions = Conditions(dict(slow_ranks or {}), dict(slow_links or {}), jitter, seed)
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
-    cluster = Cluster.from_snapshot(found.cluster)
-    conditions.check(found.mesh, cluster)
+    cluster, on = Cluster.from_snapshot(found.cluster), found.mesh if mesh is None else mesh_of(mesh)
+    cluster.links_for(on)
+    conditions.check(on, cluster)
     for rank in ranks:
-        check_rank(rank, found.mesh)
-    graph = traced_for(found, model, example_inputs, example_kwargs, loss_fn).graph
+        check_rank(rank, on)
+    graph = traced_for(found, model, example_inputs, example_kwargs, loss_fn, batch).graph
+    if mesh is not None or batch is not None:
+        found = at_scale(found, graph, on)
     if planned_under(found)["pipeline"].stages(found.mesh) > 1:
         from autoshard.simulation.pipeline import simulate_pipeline
 

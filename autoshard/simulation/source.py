@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,15 +17,17 @@ from autoshard.seeds.grammar import seed_text
 
 
 def traced_for(plan: Plan, model: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None,
-               loss_fn: Callable[..., Any] | None) -> Traced:
-    """`model` with these inputs, or, without one, the model that the plan names. Raises ModelError, PlanError, UsageError."""
+               loss_fn: Callable[..., Any] | None, rows: int | None = None) -> Traced:
+    """`model` with these inputs, or, without one, the model that the plan names, with `rows` as its batch if given. Raises ModelError, PlanError, UsageError."""
     said, training = planned_under(plan), bool(plan.settings.get("training"))
     if model is None:
         if len(args) or kwargs or loss_fn is not None:
             raise UsageError("example inputs or a loss were given without a model; give the model that the plan was made for, too")
-        spec = named_by(plan)
+        spec = named_by(plan if rows is None else replace(plan, model={**plan.model, "batch": rows}))
         spec.model.train(training)
         model, args, kwargs, loss_fn = spec.model, spec.example_inputs, spec.example_kwargs, spec.loss_fn
+    elif rows is not None:
+        raise UsageError("batch was given beside a model; give example inputs of that batch instead")
     marks = {key: seed_text(value) for key, value in said["seeds"].items()}
     return batch.traced(model, tuple(args), dict(kwargs or {}), said["pipeline"], loss_fn=loss_fn, training=training,
                         precision=said["precision"], marks=marks, fallback=said["fallback"])

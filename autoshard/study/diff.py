@@ -91,9 +91,9 @@ def _placements(a: Plan, b: Plan):
 
 
 def _layouts(plan: Plan) -> Mapping[tuple[str, str], str]:
-    found = {(x.kind, x.name): placement(x.spec, len(x.shape), plan.mesh) for x in plan.layouts if isinstance(x, PlacedTensor)}
+    found = {(x.kind, x.name): placement(x.spec, len(x.shape), plan.spec_mesh) for x in plan.layouts if isinstance(x, PlacedTensor)}
     known = {name for _, name in found}
-    return found | {("weight", n): placement(s, max(s, default=0) + 1, plan.mesh)
+    return found | {("weight", n): placement(s, max(s, default=0) + 1, plan.spec_mesh)
                     for n, s in plan.placements.items() if n not in known}
 
 

@@ -13,21 +13,25 @@ from autoshard.base.plan import FORMAT, Plan, StagePlan
 from autoshard.errors import PlanError
 from autoshard.report import what
 from autoshard.report.html import document
+from autoshard.report.stages import stage_rows
 from autoshard.report.text import parts
 from autoshard.study.diff import diff
 
 FORMAT_1 = Path(__file__).parent / "plan_format_1.json"  # autoshard plan mlp:tiny --mesh a=2 --cluster cpu-gloo, before there were stages
-STAGE = "tp=4"
 
 
 def two_stages() -> Plan:
-    """The sample plan, cut in the middle."""
-    whole = sample_plan().stages[0]
+    """The sample plan, cut in the middle; specs are about the mesh of the stages."""
+    sample = sample_plan()
+    whole = sample.stages[0]
     own = Mesh(("tp",), (4,))
     first = replace(whole, last="layers.1", submesh=own, windows={"forward": 1e-3, "backward": 2e-3}, in_flight=2)
     last = StagePlan(1, 1, "layers.2", "", own, {"forward": 2e-3, "backward": 4e-3}, 1e-4, 1, {**whole.memory, "total": 2.0**40})
-    collectives = tuple(replace(c, stage=int(c.module.startswith("layers.2"))) for c in sample_plan().collectives)
-    return sample_plan(stages=(first, last), collectives=collectives, pipeline={"axis": "dp", "microbatches": 4, "schedule": "1f1b"})
+    collectives = tuple(replace(c, stage=int(c.module.startswith("layers.2"))) for c in sample.collectives)
+    options = {"microbatches": 4, "schedule": "1f1b", "cuts": ["layers.2"], "axis": "dp"}
+    return sample_plan(stages=(first, last), collectives=collectives, layouts=tuple(replace(x, spec=x.spec[-1:]) for x in sample.layouts),
+                       placements={name: spec[-1:] for name, spec in sample.placements.items()},
+                       pipeline={"options": options, "microbatches": 4, "schedule": "1f1b", "transfers": []})
 
 
 @pytest.mark.parametrize("plan", [sample_plan(), two_stages()])
@@ -67,12 +71,20 @@ def test_memory_is_that_of_the_fullest_stage():
 
 
 def test_a_pipeline_is_reported_stage_by_stage_and_one_stage_as_ever():
-    assert what.stages(sample_plan()) == () and document(sample_plan())["tables"]["stages"]["rows"] == []
-    first, last = what.stages(two_stages())
-    assert first[:4] == ("inputs to layers.1", STAGE, "rank 0", "backward 2.00 ms, forward 1.00 ms")
-    assert last == ("layers.2 to outputs", STAGE, "rank 1", "backward 4.00 ms, forward 2.00 ms", 1e-4, 1, 2.0**40)
-    assert document(two_stages())["tables"]["stages"]["rows"] == [[0, *first], [1, *last]]
-    assert len(list(parts(two_stages()))) == len(list(parts(sample_plan()))) + 1
+    assert stage_rows(sample_plan()) == () and document(sample_plan())["tables"]["stages"]["rows"] == []
+    first, last = stage_rows(two_stages())
+    assert (first.blocks, first.rank, first.ordered) == ("inputs to layers.1", 0, (("forward", 1e-3), ("backward", 2e-3)))
+    assert (last.blocks, last.rank, last.ordered, last.once_s, last.in_flight, last.nbytes) == (
+        "layers.2 to outputs", 1, (("forward", 2e-3), ("backward", 4e-3)), 1e-4, 1, 2.0**40)
+    assert [row[:3] for row in document(two_stages())["tables"]["stages"]["rows"]] == [[0, 0, first.blocks], [1, 1, last.blocks]]
+    assert len(list(parts(two_stages()))) == len(list(parts(sample_plan()))) + 2, "stages, and their schedule"
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"options": 3}, {"options": {"axis": "no"}, "microbatches": 4, "transfers": []}, {"transfers": [{"from": 9}]},
+                                      {"options": {"microbatches": 4, "axis": "dp"}, "microbatches": "4x", "transfers": [{"from": "0"}]}])
+def test_a_pipeline_that_is_none_is_shown_without_its_schedule(pipeline):
+    plan = replace(two_stages(), pipeline=pipeline)
+    assert len(list(parts(plan))) == len(list(parts(two_stages()))) - 1 and document(plan)["schedule"] is None
 
 
 def test_diff_names_another_cut():

@@ -65,7 +65,7 @@ def test_a_slower_link_counts_where_it_is_the_slowest():
 
 def test_shares_may_be_arrays():
     (group,) = phases("all_gather", 1e9, CLUSTERS["a100-dgx"].links_for(parse_mesh("a=8"))[0])
-    assert group[0].seconds(np.array([1.0, 0.5]))[1] > 1.99 * group[0].seconds()
+    assert group[0].seconds(np.array([1.0, 0.5]))[1] > 1.9 * group[0].seconds()
 
 
 def test_a_kind_that_nobody_took_apart_is_on_the_outermost_link(monkeypatch):

@@ -53,7 +53,7 @@ def keep(known: list[Known], found, within: float = 0.1, options: Options = OPTI
     profile = load_cluster(options.cluster)
     plans = [plan for k in known if (plan := carried(k, found.graph)) is not None]
     return kept(plans, known, found.graph, MESH, profile, Training(options.optimizer, True),
-                Budget.of(found.graph, profile.device, options.memory_limit(profile)), within)
+                Budget.of(profile.device, options.memory_limit(profile)), within)
 
 
 def test_at_its_own_shapes_a_kept_plan_costs_what_the_search_said():

@@ -6,7 +6,10 @@ import autoshard
 from autoshard.base.mesh import mesh_of
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
+from autoshard.decide.walks.baselines import baseline, schemes
+from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import InfeasibleError
+from autoshard.formulate.problem_of import formulate
 from autoshard.program.trace import trace
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import Training, build_cost_table
@@ -58,14 +61,23 @@ def test_one_long_sequence_of_few_heads_is_split_along_the_sequence():
     assert sum(c.inner for c in plan.collectives) == 2
 
 
+def priced(length, mesh):
+    with torch.device("meta"):
+        model, inputs = CachedAttention(4096, 32, 8, length), (torch.empty(8, 1, 4096), torch.empty(1, dtype=torch.int64))
+    graph, mesh = trace(model, inputs, training=False).graph, mesh_of(mesh)
+    return build_cost_table(graph, mesh, load_cluster("h100-dgx"), enumerate_strategies(graph, mesh, Seeds()), Training(training=False))
+
+
+def test_megatron_splits_caches_by_heads():
+    table = priced(2048, "tp=2")
+    formulation = formulate(table)
+    scheme = next(s for s in schemes(table.mesh) if s.name == "Megatron TP")
+    chosen = formulation.strategy_of(baseline(Wiring(formulation), scheme))
+    assert {table.strategies[f"buffer:{name}"].strategy(chosen[f"buffer:{name}"])[1] for name in ("keys", "values")} == {((1,),)}
+
+
 def test_a_longer_cache_makes_attention_slower_and_nothing_else():
-    found = []
-    for length in (4096, 8192):
-        with torch.device("meta"):
-            model, inputs = CachedAttention(4096, 32, 8, length), (torch.empty(8, 1, 4096), torch.empty(1, dtype=torch.int64))
-        graph, mesh = trace(model, inputs, training=False).graph, mesh_of("tp=2")
-        table = build_cost_table(graph, mesh, load_cluster("h100-dgx"), enumerate_strategies(graph, mesh, Seeds()), Training(training=False))
-        found.append({name: cost.compute[0] for name, cost in table.ops.items()})
+    found = [{name: cost.compute[0] for name, cost in priced(length, "tp=2").ops.items()} for length in (4096, 8192)]
     slower = {name for name in found[0] if found[1][name] > found[0][name] * 1.01}
     assert slower == {"_scaled_dot_product_flash_attention_for_cpu_0"}
     assert found[1][slower.pop()] > 1.9 * found[0]["_scaled_dot_product_flash_attention_for_cpu_0"]

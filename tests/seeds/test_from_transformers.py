@@ -39,9 +39,21 @@ def gpt2() -> nn.Module:
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=6, n_positions=64))
 
 
-def mixtral() -> nn.Module:
+def mixtral(**changed) -> nn.Module:
     with torch.device("meta"):
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_local_experts=4))
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SMALL, **changed}, num_local_experts=4))
+
+
+class Gated(nn.Module):
+    """A fused projection of two parts, as in families that pack gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(48, 192, bias=False), nn.Linear(96, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(torch.nn.functional.silu(gate) * up).square().mean()
 
 
 def planned(model: nn.Module, mesh: str, **options):
@@ -64,12 +76,15 @@ def test_parameters_lie_as_the_models_own_plan_has_them(build):
 
 def test_what_has_no_words_or_does_not_divide_is_said_and_left_open(caplog):
     found = hand_plan(mixtral(), parse_mesh("tp=2"))
-    assert any("gate_up_proj" in line and "packed_colwise" in line for line in found.unsaid)
-    assert "model.layers.*.mlp.experts.down_proj" in found.seeds and "model.layers.*.mlp.experts.gate_up_proj" not in found.seeds
+    assert str(found.seeds["model.layers.*.mlp.experts.gate_up_proj"]) == "-,tp,-" and not found.unsaid
+    halves = hand_plan(mixtral(intermediate_size=97), parse_mesh("tp=2"))
+    assert [line for line in halves.unsaid if "gate_up_proj" in line and "194 does not divide" in line], "194 divides by 2, its halves do not"
     uneven = hand_plan(llama(intermediate_size=90), parse_mesh("tp=4"))
     assert any("90 does not divide over 4 ranks" in line for line in uneven.unsaid)
-    autoshard.transformers_seeds(mixtral(), "tp=2")
-    assert "packed_colwise" in caplog.text
+    odd = Gated()
+    odd.tp_plan = {"gate_up": "diagonal", "down": "rowwise"}
+    assert list(autoshard.transformers_seeds(odd, "tp=2")) == ["down.weight"]
+    assert "'diagonal': an unknown style" in caplog.text
 
 
 def test_experts_have_a_plan_of_their_own():
@@ -81,8 +96,7 @@ def test_experts_have_a_plan_of_their_own():
 def test_every_style_that_transformers_has_is_known():
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-    known = {*STYLES, "packed_colwise", "packed_rowwise"}
-    assert set(ALL_PARALLEL_STYLES) <= known, f"new in transformers: {set(ALL_PARALLEL_STYLES) - known}"
+    assert set(ALL_PARALLEL_STYLES) <= set(STYLES), f"new in transformers: {set(ALL_PARALLEL_STYLES) - set(STYLES)}"
 
 
 def test_mistakes_are_named():
@@ -142,6 +156,14 @@ def test_a_style_of_ours_is_one_of_theirs():
     said = autoshard.transformers_plan(plan, model).tp_plan
     assert set(said.values()) <= set(ALL_PARALLEL_STYLES)
     assert said["gpt_neox.layers.*.mlp.dense_h_to_4h"] == "colwise" and said["gpt_neox.layers.*.mlp.dense_4h_to_h"] == "rowwise"
+
+
+def test_two_parts_split_one_by_one_are_packed():
+    model = Gated()
+    model.tp_plan = {"gate_up": "packed_colwise", "down": "rowwise"}
+    seeds = autoshard.transformers_seeds(model, "tp=2")
+    plan = autoshard.plan(model, "tp=2", (torch.randn(8, 48),), seeds=seeds, cluster="cpu-gloo")
+    assert autoshard.transformers_plan(plan, model).tp_plan == model.tp_plan, [x for x in plan.layouts if x.kind == "weight"]
 
 
 # --- a row of compare ---

@@ -26,13 +26,14 @@ from autoshard.recompute.rewrite import with_recompute
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.simulation.flops import executed_seconds, model_seconds
 from autoshard.simulation.replay import replay
+from autoshard.simulation.scale import inner_collectives
 from autoshard.simulation.simulate import program_for
 
 FEW = ("dlrm", "moe", "gpt")
 
 
-def by_hand(name: str, mesh: str, cluster: str) -> dict[str, Plan]:
-    formulation, out = formulation_of(traced(name), mesh, cluster=cluster), {}
+def by_hand(name: str, mesh: str, cluster: str, **shape) -> dict[str, Plan]:
+    formulation, out = formulation_of(traced(name, **shape), mesh, cluster=cluster), {}
     wiring = Wiring(formulation)
     for scheme in (s for s in schemes(parse_mesh(mesh)) if not s.late and not s.obstacle(formulation)):
         choice = baseline(wiring, scheme)
@@ -104,6 +105,7 @@ def test_memory_over_time_has_the_plan_s_peak(file: Path) -> None:
     assert max(s.total for s in found.memory) == plan.stages[0].peak.total
     seconds = [s.seconds for s in found.memory]
     assert seconds == sorted(seconds) and 0 < seconds[-1] <= found.step_s
+    assert found.memory[-1].of == "optimizer" and seconds[-1] > seconds[-2]
     peak = next(s for s in found.memory if s.total == plan.stages[0].peak.total)
     assert 0 < peak.seconds < found.step_s
 
@@ -166,6 +168,9 @@ def test_the_command_says_where_time_goes(file: Path, run) -> None:
     (["--slow-link", "ethernet=0.5"], "has no link 'ethernet'; its links are nvlink, infiniband"),
     (["--slow-link", "nvlink=0"], "0 is no share of its bandwidth"),
     (["--rank", "9"], "there is no rank 9"),
+    (["--mesh", "dp=3,tp=2"], "the plan's placements do not fit mesh dp=3,tp=2"),
+    (["--mesh", "dp=4"], "the plan has the axes dp, tp"),
+    (["--batch", "0"], "--batch is 0"),
     (["--jitter", "-1"], "jitter -1"),
     (["--trace", "/nowhere/t.json"], "cannot write /nowhere/t.json"),
 ])
@@ -185,6 +190,36 @@ def test_a_plan_of_another_model_is_refused(file: Path, tmp_path: Path, run) -> 
         code, out, err = run("simulate", path)
         assert code == 2 and out == "" and words in err and "Traceback" not in err, err
     assert run("simulate", tmp_path / "none.json")[0] == 2
+
+
+def test_collectives_inside_ops_are_counted_as_the_plan_counted_them() -> None:
+    """From the rules' rows, for all plans by hand of models that have such collectives."""
+    seen = 0
+    for name in ("gpt", "resnet"):
+        for plan in by_hand(name, "dp=2,tp=2", "h100-dgx").values():
+            graph = traced(name).graph
+            want = [(c.kind, c.axis, c.nbytes, c.op) for c in plan.collectives if c.inner]
+            assert [(c.kind, c.axis, c.nbytes, c.op) for c in inner_collectives(plan, graph)] == want
+            seen += len(want)
+    assert seen
+
+
+def test_a_plan_at_another_scale_is_the_plan_that_would_have_been_made_there() -> None:
+    """FSDP by hand for dp=2, batch 8, at dp=4, batch 16: as FSDP by hand of that model on that mesh."""
+    small, large = by_hand("gpt", "dp=2", "cpu-gloo"), by_hand("gpt", "dp=4", "cpu-gloo", batch=16)
+    module = importlib.import_module("models.gpt")
+    with torch.device("meta"):
+        model, inputs = module.build("tiny", batch=16)
+    for scheme in ("FSDP (ZeRO-3)", "DDP"):
+        plan = replace(small[scheme], settings={"optimizer": "adamw", "training": True})
+        found = autoshard.simulate(plan, model, inputs, loss_fn=module.loss, mesh="dp=4")
+        assert found.step_s == pytest.approx(large[scheme].objective_s, rel=1e-9) and found.objective_s == 0.0
+        with pytest.raises(UsageError, match="do not fit mesh dp=3: .* does not split a tensor of shape"):
+            autoshard.simulate(plan, model, inputs, loss_fn=module.loss, mesh="dp=3")
+    with pytest.raises(UsageError, match="the plan has the axes dp; give sizes for these, such as dp=2"):
+        autoshard.simulate(plan, model, inputs, loss_fn=module.loss, mesh="tp=4")
+    with pytest.raises(UsageError, match="give example inputs of that batch"):
+        autoshard.simulate(plan, model, inputs, loss_fn=module.loss, batch=32)
 
 
 def test_a_model_in_python(file: Path) -> None:

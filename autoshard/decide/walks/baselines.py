@@ -113,13 +113,16 @@ class _ByRoles:
         return self.placed.wiring
 
     def steps(self) -> Steps:
-        """Forward; the parameters, as forward reads them; casts of them, as they are stored; what depends on those; backward."""
+        """Forward; the states, as forward reads them; the parameters likewise; casts of them, as they are stored; what depends on those;
+        backward."""
         w, decided = self.wiring, self.placed.strategy
         order = range(len(w.formulation.units.units))
         of_param = [n for n in order if Ref(w.unit(n).name) in w.param_derived]
-        chain = set(of_param)
+        states = [n for n in order if w.op(n).kind == "buffer" and len(w.unit(n)) > 1]
+        chain = {*of_param, *states}
         rest = [n for n in order if n not in chain]
         yield from ((n, self.cheapest) for n in rest if w.op(n).phase == "forward" and w.op(n).kind != "output")
+        yield from ((n, self.state) for n in states)
         yield from ((n, self.storage if w.op(n).kind == "param" else self.as_read) for n in reversed(of_param))
         yield from ((n, self.as_stored) for n in of_param if registry.is_cast(w.op(n)))
         yield from ((n, self.cheapest) for n in rest if n not in decided and w.op(n).phase == "forward")
@@ -232,8 +235,12 @@ class _ByRoles:
         specs = ((read.value, self.placed.target(read)) for read in self.wiring.readers[n])
         return [(value, spec) for value, spec in specs if spec is not None]
 
+    def state(self, n: int) -> Score:
+        """A state is stored as it is written and read."""
+        return (ranked(self.wiring.formulation.units.outputs(Ref(self.wiring.unit(n).name)), partial(_distance, self.wanted(n))),)
+
     def wanted(self, n: int) -> Spec:
-        """The spec most readers read a parameter in; the first of them where several are as many."""
+        """The spec most readers read a parameter or a state in; the first of them where several are as many."""
         count = Counter(spec for _, spec in self.wishes(n))
         return count.most_common(1)[0][0] if count else (R,) * len(self.scheme.roles)
 

@@ -47,7 +47,7 @@ function stages() {
     const legend = [...kinds.map((kind) => [kind === "I" ? "backward, what it sends" : WORK[kind][0], "", WORK[kind][1]]),
                     ...(ends ? [[AT_END[0], "", AT_END[1]]] : []), ["waits", "", "var(--whole)"]];
     parts.push(h("h3", {}, "Schedule of one step"), key(legend), h("div", { class: "schedule" }, scroll("Schedule of one step", scheduleChart(found))),
-               quiet(found.shown < found.step ? `The first ${seconds(found.shown)} of ${seconds(found.step)}. ` : ""),
+               found.shown < found.step ? quiet(`The first ${seconds(found.shown)} of ${seconds(found.step)}.`) : null,
                h("h3", {}, TITLES.ranks), table("ranks"));
   }
   section("stages", "Stages of the pipeline", ...parts);
