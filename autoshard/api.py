@@ -31,13 +31,8 @@ from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline.merge import merged
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import pipelined, submesh
-from autoshard.pipeline.merge import merged
-from autoshard.pipeline.microbatches import batch
-from autoshard.pipeline.pipelined import pipelined, submesh
 from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
 from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
-from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
-from autoshard.pipeline.shapes.mesh_prices import Searches
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
 from autoshard.pipeline.shapes.mesh_prices import Searches
 from autoshard.program.calling import Traced
@@ -103,14 +98,14 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     return plan_batch(asked, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, model_info=model_info)
 
 
-def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None,
-            *, loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
-            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
-            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
-            time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None,
-            plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
-            cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
-            check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1, progress: Progress | None = None) -> CompiledModule:
+def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, *,
+            loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
+            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate", batch_axes: Sequence[str] = (),
+            memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0, search: str = "auto",
+            fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
+            backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
+            join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,
+            progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -129,18 +124,15 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
-    given = dict(locals())
-    check_arguments(given)
+    check_arguments(given := dict(locals()))
     options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), cache=cache_folder(cache),
                          pipeline=pipeline or default_pipeline(mesh))
-    profile, wanted, chosen = load_cluster(options.cluster), mesh_or_any(mesh), loaded(plan)
-    check_mesh(wanted, options, profile)
+    profile = load_cluster(options.cluster)
+    check_mesh(mesh_or_any(mesh), options, profile)
     if example_inputs is not None:
         check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
-    if is_open(wanted, options):
-        chosen = chosen or _agreed_choice(wanted, options, profile, given)
-        mesh, options = chosen.mesh if isinstance(wanted, AnyMesh) else mesh, replace(options, pipeline=planned_under(chosen)["pipeline"])
+    mesh, options, chosen = _closed(mesh, options, profile, given)
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec], pipeline: Pipeline | None = None) -> Plan:
         asked = replace(options, pipeline=pipeline or options.pipeline)
@@ -157,20 +149,26 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     check_compilable(model, mesh_of(mesh), options)
     settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile),
                         partial(keep_plan, options, profile) if keep_within > 0 else None)
-    compiled: CompiledModule
-    if options.pipeline.stages(mesh_of(mesh)) > 1:
-        compiled = pipeline_module(model, locate(mesh, device, join_timeout), settings, example_inputs is not None)
-    else:
-        compiled = CompiledModule(model, locate(mesh, device, join_timeout), settings)
+    many = options.pipeline.stages(mesh_of(mesh)) > 1
+    made = partial(pipeline_module, has_inputs=example_inputs is not None) if many else CompiledModule
+    compiled = made(model, locate(mesh, device, join_timeout), settings)
     if example_inputs is not None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):
             compiled.prepare(*example_inputs, **dict(example_kwargs or {}))
     return compiled
 
 
+def _closed(mesh: Any, options: Options, profile: Cluster, given: Mapping[str, Any]) -> tuple[Any, Options, Plan | None]:
+    """Mesh, options and plan with nothing left open. `given`: the arguments of `compile`."""
+    wanted, plan = mesh_or_any(mesh), loaded(given["plan"])
+    if not is_open(wanted, options):
+        return mesh, options, plan
+    plan = plan or _agreed_choice(wanted, options, profile, given)
+    return plan.mesh if isinstance(wanted, AnyMesh) else mesh, replace(options, pipeline=planned_under(plan)["pipeline"]), plan
+
+
 def _agreed_choice(mesh: Mesh | AnyMesh, options: Options, profile: Cluster, given: Mapping[str, Any]) -> Plan:
-    """The plan that one rank chooses for all, where mesh or micro-batches are open; from the cache where it is there. `given`: the arguments
-    of `compile`."""
+    """The plan that one rank chooses for all, where mesh or micro-batches are open; from the cache where it is there."""
     model, loss_fn, training = given["model"], given["loss_fn"], given["training"]
     if given["example_inputs"] is None:
         what = f"the mesh {mesh}" if isinstance(mesh, AnyMesh) else "microbatches='auto'"

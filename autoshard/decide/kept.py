@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import OpPlan, Plan, StagePlan
+from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.spec import Spec
 from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import Cluster
@@ -63,7 +63,8 @@ def carried(known: Known, graph: Graph) -> Plan | None:
 
 
 def _structure(graph: Graph) -> list[tuple[Any, ...]]:
-    return [(op.name, op.kind, str(op.target), op.refs, op.phase, tuple(m and (m.ndim, m.part_dims, m.dtype) for m in op.outputs)) for op in graph.ops]
+    return [(op.name, op.kind, str(op.target), op.refs, op.phase, tuple(m and (m.ndim, m.part_dims, m.dtype) for m in op.outputs))
+            for op in graph.ops]
 
 
 def least_step(known: Iterable[Known], n: int) -> float:
@@ -82,7 +83,8 @@ def kept(plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh
     """The cheapest of `plans`, which run `graph`, at its prices; None where it is more than the share `within` above `least_step`, or does not
     fit in memory: then search."""
     least = least_step(known, elements(graph))
-    priced = [_priced(plan, graph, mesh, cluster, training, budget) for plan in plans]
+    priced = [_priced(plan, graph, mesh, cluster, training, budget, any(k.plan.ops is plan.ops and _smaller(graph, k.graph) for k in known))
+              for plan in plans]
     best = min(priced, key=lambda plan: plan.objective_s, default=None)
     if best is None or best.objective_s > (1.0 + within) * least:
         return None
@@ -90,18 +92,27 @@ def kept(plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh
     return replace(best, notes=(f"kept from a variant with other shapes, estimated at most {over:.1%} above what a search would find",))
 
 
-def _priced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, budget: Budget) -> Plan:
-    """The plan with seconds and bytes of `graph`; infinitely dear where it does not fit."""
+def _smaller(graph: Graph, other: Graph) -> bool:
+    """Whether no dim of an input is larger than in the other graph, and some is smaller: so is every tensor of the program then."""
+    pairs = [(a, b) for one, two in zip(graph.of_kind("input"), other.of_kind("input"), strict=True)
+             for a, b in zip(one.outputs[0].logical_shape, two.outputs[0].logical_shape, strict=True)]
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def _priced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, budget: Budget, fits: bool) -> Plan:
+    """The plan with seconds and bytes of `graph`; infinitely dear where it does not fit. Where it is known that it `fits`, since it does with
+    larger shapes, bytes stay those: playing a step's memory takes most of the time here."""
     whole = with_recompute(graph, plan.recompute)
     table = build_cost_table(whole, mesh, cluster, strategies_of(plan, whole, mesh), replace(training, offload=False))
     bare = Chosen(table, dict.fromkeys(whole.by_name, 0), ())
     names = {str(Ref(op.name, i)): Ref(op.name, i) for op in whole.ops for i in range(len(op.outputs))}
     chosen = replace(bare, copies=tuple((names[c.value], bare.out_spec(names[c.value]), c) for c in plan.copies))
-    step = memory_of(table, plan, Footprints(mesh, cluster))
-    predicted, windows = price_windows(chosen, saved_by_buckets(step.order, mesh, cluster))
-    seconds = predicted["step_s"] if budget.holds(step.peak) else inf
-    stage = StagePlan(submesh=mesh, windows=windows, once_s=predicted["optimizer_s"], memory=step.summary(budget), timeline=step.moments(),
-                      largest=step.largest())
+    step = None if fits else memory_of(table, plan, Footprints(mesh, cluster))
+    predicted, windows = price_windows(chosen, step and saved_by_buckets(step.order, mesh, cluster))
+    stage = replace(plan.stages[0], windows=windows, once_s=predicted["optimizer_s"])
+    if step is not None:
+        stage = replace(stage, memory=step.summary(budget), timeline=step.moments(), largest=step.largest())
+    seconds = predicted["step_s"] if step is None or budget.holds(step.peak) else inf
     return replace(plan, predicted=predicted, stages=(stage,), objective_s=seconds, bound_s=0.0, gap=1.0, status=KEPT,
                    layouts=layouts(whole, plan.ops, plan.placements), collectives=collectives(chosen), fallbacks=fallbacks(chosen), search={})
 

@@ -10,7 +10,6 @@ from autoshard.base.plan import PlacedTensor, Plan
 from autoshard.base.spec import R
 from autoshard.seeds.from_transformers import PACKED, generic
 
-
 IN_PARTS = -2
 """In place of a dim: two parts of dim 0, each split."""
 
