@@ -100,12 +100,12 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
 
 def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None,
             *, loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
-            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate",
-            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None,
-            time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None,
-            plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager",
-            cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN,
-            check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1, progress: Progress | None = None) -> CompiledModule:
+            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate", batch_axes: Sequence[str] = (),
+            memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0, search: str = "auto",
+            fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
+            backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
+            join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,
+            progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -122,8 +122,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     variants       how many variants of the call (shapes, modes) are kept, those used last
     keep_within    new shapes keep a plan estimated at most this share dearer than a search would find (docs/new-shapes.md); 0: search
 
-    One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
-    (else at the first call) also what `plan` raises."""
+    One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError, and when it plans what `plan` raises."""
     given = dict(locals())
     check_arguments(given)
     options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), cache=cache_folder(cache),
