@@ -98,8 +98,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     return plan_batch(asked, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, model_info=model_info)
 
 
-def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None,
-            *, loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
+def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, *,
+            loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate", batch_axes: Sequence[str] = (),
             memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0, search: str = "auto",
             fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
@@ -122,19 +122,17 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     variants       how many variants of the call (shapes, modes) are kept, those used last
     keep_within    new shapes keep a plan estimated at most this share dearer than a search would find (docs/new-shapes.md); 0: search
 
-    One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError, and when it plans what `plan` raises."""
-    given = dict(locals())
-    check_arguments(given)
+    One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
+    (else at the first call) also what `plan` raises."""
+    check_arguments(given := dict(locals()))
     options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), cache=cache_folder(cache),
                          pipeline=pipeline or default_pipeline(mesh))
-    profile, wanted, chosen = load_cluster(options.cluster), mesh_or_any(mesh), loaded(plan)
-    check_mesh(wanted, options, profile)
+    profile = load_cluster(options.cluster)
+    check_mesh(mesh_or_any(mesh), options, profile)
     if example_inputs is not None:
         check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
-    if is_open(wanted, options):
-        chosen = chosen or _agreed_choice(wanted, options, profile, given)
-        mesh, options = chosen.mesh if isinstance(wanted, AnyMesh) else mesh, replace(options, pipeline=planned_under(chosen)["pipeline"])
+    mesh, options, chosen = _closed(mesh, options, profile, given)
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec], pipeline: Pipeline | None = None) -> Plan:
         asked = replace(options, pipeline=pipeline or options.pipeline)
@@ -160,9 +158,17 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     return compiled
 
 
+def _closed(mesh: Any, options: Options, profile: Cluster, given: Mapping[str, Any]) -> tuple[Any, Options, Plan | None]:
+    """Mesh, options and plan with nothing left open. `given`: the arguments of `compile`."""
+    wanted, plan = mesh_or_any(mesh), loaded(given["plan"])
+    if not is_open(wanted, options):
+        return mesh, options, plan
+    plan = plan or _agreed_choice(wanted, options, profile, given)
+    return plan.mesh if isinstance(wanted, AnyMesh) else mesh, replace(options, pipeline=planned_under(plan)["pipeline"]), plan
+
+
 def _agreed_choice(mesh: Mesh | AnyMesh, options: Options, profile: Cluster, given: Mapping[str, Any]) -> Plan:
-    """The plan that one rank chooses for all, where mesh or micro-batches are open; from the cache where it is there. `given`: the arguments
-    of `compile`."""
+    """The plan that one rank chooses for all, where mesh or micro-batches are open; from the cache where it is there."""
     model, loss_fn, training = given["model"], given["loss_fn"], given["training"]
     if given["example_inputs"] is None:
         what = f"the mesh {mesh}" if isinstance(mesh, AnyMesh) else "microbatches='auto'"

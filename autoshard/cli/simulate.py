@@ -50,9 +50,8 @@ BatchOption = Annotated[int | None, typer.Option(help="With another global batch
 
 
 def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = None, trace: TraceOption = None, rank: RankOption = None,
-             slow_rank: SlowRankOption = None,
-             slow_link: SlowLinkOption = None, jitter: JitterOption = 0.0, seed: SeedOption = 0, executed: ExecutedOption = False,
-             as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+             slow_rank: SlowRankOption = None, slow_link: SlowLinkOption = None, jitter: JitterOption = 0.0, seed: SeedOption = 0,
+             executed: ExecutedOption = False, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Play the step of a PLAN event by event on all its ranks: idle time by cause, the critical path, bytes and utilisation of the
     links, sizes of transfers, MFU. The model is loaded and traced again, on no device; nothing is searched and no rank is started."""
     from autoshard.base.plan import check_writable
@@ -65,8 +64,8 @@ def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = N
         progress("simulate", str(plan))
         from autoshard.simulation.simulate import simulate as run
 
-        found = run(plan, mesh=mesh, batch=batch, slow_ranks=slow_ranks, slow_links=slow_links, jitter=jitter, seed=seed, executed=executed,
-                    ranks=rank or ())
+        found = run(plan, mesh=mesh, batch=batch, ranks=rank or (), slow_ranks=slow_ranks, slow_links=slow_links, jitter=jitter, seed=seed,
+                    executed=executed)
     if trace is not None:
         found.write_trace(trace)
     if as_json:

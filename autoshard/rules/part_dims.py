@@ -35,12 +35,11 @@ def with_parts(graph: Graph, stored: Mapping[str, TensorMeta] | None = None) -> 
     graph, known = without_parts(graph), stored or {}
     found: dict[Dim, int] = {}
     walk = _Walk(graph, known)
-    for start, count in (*_held(graph, known), *_seen(graph)):
-        if start in found:
-            continue
-        dims = walk.dims_like(start, count)
-        if not dims and graph.op(start[0].op).kind == "param":
-            dims = {start, *walk.tied(start)}  # readers read it whole
+    for start, count in _held(graph, known):
+        dims = walk.dims_like(start, count) or {start, *walk.tied(start)}  # where others cannot follow, they read it whole
+        found |= dict.fromkeys(dims - found.keys(), count)
+    for start, count in _seen(graph):
+        dims = set() if start in found else walk.dims_like(start, count)
         if not dims & found.keys():
             found |= dict.fromkeys(dims, count)
     chosen: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
@@ -135,8 +134,6 @@ class _Walk:
     def dims_like(self, start: Dim, count: int) -> set[Dim]:
         """All dims that have to consist of `count` parts if `start` does, dims that are no more than that number left out;
         none where one of them cannot, or no weight is among them."""
-        if (start, count) in self.refused:
-            return set()
         seen = {start}
         possible = self._grow(seen, count)
         parted = {(ref, dim) for ref, dim in seen if self.graph.meta(ref).logical_shape[dim] > count}
@@ -151,7 +148,7 @@ class _Walk:
         while waiting:
             ref, dim = waiting.pop()
             size = self.graph.meta(ref).logical_shape[dim]
-            if size % count or not self._is_free(ref, dim, count if size > count else 1):
+            if size % count or ((ref, dim), count) in self.refused or not self._is_free(ref, dim, count if size > count else 1):
                 return False
             for other in self._neighbours(ref, dim):
                 if other is None:

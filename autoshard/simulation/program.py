@@ -25,7 +25,6 @@ from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import SLICE, Step
 from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule, parameter_gradients
 from autoshard.lower.seconds import Prices, priced
-from autoshard.rules import registry
 
 UPDATE = "update"
 """The window of the optimizer's update."""
@@ -34,7 +33,7 @@ UPDATE = "update"
 @dataclass(frozen=True)
 class Work:
     """Something on the compute stream: an op, a copy that rearranges a buffer ("copy"), or the optimizer's update ("update"). `name`: of the
-    op, or the value that is copied; `seconds` with no other work beside it; `heavy`: whether it counts FLOP."""
+    op, or the value that is copied, or the parameter; `seconds` with no collective beside it."""
 
     kind: str
     name: str
@@ -42,7 +41,6 @@ class Work:
     window: str
     module: str = ""
     source: str = ""
-    heavy: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Stretch:
 @dataclass(frozen=True)
 class Call:
     """A collective is issued. `axis`: as plans write it, `axes`: indices of its mesh axes; `seconds`: alone; `stream`: calls of one stream run
-    one after the other; `inner`: inside an op."""
+    one after the other; `value`: what is moved, or the op that it is inside of."""
 
     kind: str
     axis: str
@@ -69,7 +67,6 @@ class Call:
     value: str
     module: str = ""
     source: str = ""
-    inner: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,9 +180,9 @@ class _Maker:
     def _compute(self, window: str, i: Instruction) -> Iterator[_Event]:
         op = self.graph.op(i.op)
         if i.seconds:
-            yield Work("op", i.op, i.seconds, window, op.module, op.source, registry.is_heavy(op))
+            yield Work("op", i.op, i.seconds, window, op.module, op.source)
         for call in i.calls:
-            yield from self._at_once(self._issue(window, call, i.op, op.module, op.source, inner=True))
+            yield from self._at_once(self._issue(window, call, i.op, op.module, op.source))
 
     def _redistribute(self, window: str, i: Instruction) -> Iterator[Any]:
         """Events of a redistribution; the last item is the tuple of those of its wait."""
@@ -232,11 +229,11 @@ class _Maker:
             value, module, source = shown
             yield Work("copy", value, self.prices.of_copy(step.rearranged), window, module, source)
 
-    def _issue(self, window: str, call: CollectiveCall, value: str, module: str, source: str, inner: bool = False) -> _Issue:
+    def _issue(self, window: str, call: CollectiveCall, value: str, module: str, source: str) -> _Issue:
         groups = self._phases(call.kind, call.axis, call.nbytes)
         self._numbers += 1
         return _Issue(Call(call.kind, call.axis, self.mesh.axes(call.axis), call.nbytes, alone(groups), groups,
-                           call.axis if self.overlaps else "compute", window, value, module, source, inner), self._numbers)
+                           call.axis if self.overlaps else "compute", window, value, module, source), self._numbers)
 
     def _at_once(self, issue: _Issue) -> Iterator[_Event]:
         yield issue

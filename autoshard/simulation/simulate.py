@@ -30,8 +30,8 @@ from autoshard.simulation.traffic import link_use, sizes
 
 def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None, example_inputs: Sequence[Any] = (),
              example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable[..., Any] | None = None, executed: bool = False,
-             mesh: Any = None, batch: int | None = None, slow_ranks: Mapping[int, float] | None = None,
-             slow_links: Mapping[str, float] | None = None, jitter: float = 0.0, seed: int = 0,
+             mesh: Any = None, batch: int | None = None,
+             slow_ranks: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None, jitter: float = 0.0, seed: int = 0,
              ranks: Sequence[int] = ()) -> Simulation:
     """The step of `plan`, event by event on all ranks: who waits for whom, what is exposed, which link is used how much.
 

@@ -18,8 +18,8 @@ from autoshard.seeds.grammar import seed_text
 
 def traced_for(plan: Plan, model: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None,
                loss_fn: Callable[..., Any] | None, rows: int | None = None) -> Traced:
-    """`model` with these inputs, or, without one, the model that the plan names, with `rows` as its batch if given. Raises
-    ModelError, PlanError, UsageError."""
+    """`model` with these inputs, or, without one, the model that the plan names, with `rows` as its batch if given. Raises ModelError, PlanError,
+    UsageError."""
     said, training = planned_under(plan), bool(plan.settings.get("training"))
     if model is None:
         if len(args) or kwargs or loss_fn is not None:

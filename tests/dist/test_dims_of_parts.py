@@ -40,10 +40,10 @@ def alone(model, batch):
     return loss(model(batch[0]), batch[1])
 
 
-def heads_stay_split(mesh: str, way: str, **options) -> None:
+def heads_stay_split(mesh: str, way: str, backend: str = "eager") -> None:
     model, reference, batch = twins(lambda: build(way), torch.float64)
     original = {n: p.detach().clone() for n, p in model.named_parameters()}
-    fast = compiled(model, SPLIT_HEADS, mesh, **options)
+    fast = compiled(model, SPLIT_HEADS, mesh, backend=backend)
     fast.prepare(*batch)
     place = fast.place.coordinates[-1]
     for name, parts in (("attention.qkv.weight", 3), ("attention.qkv.bias", 3), ("gate_up.weight", 2)):
@@ -167,7 +167,11 @@ def axes_nest(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_axes_on_one_dim_and_inductor(tmp_path):
+def test_two_axes_on_one_dim(tmp_path):
     on_ranks(4, axes_nest, str(tmp_path))
     on_ranks(4, heads_stay_split, "dp=2,tp=2", "split")
-    on_ranks(2, heads_stay_split, "tp=2", "slices", backend="inductor")
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor():
+    on_ranks(2, heads_stay_split, "tp=2", "slices", "inductor")

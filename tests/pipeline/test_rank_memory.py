@@ -1,6 +1,7 @@
 """Memory of the ranks of a pipeline: what their plan says against what they hold, and stages that do not fit."""
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from pathlib import Path
@@ -119,3 +120,19 @@ def test_a_stage_whose_micro_batches_do_not_fit_is_planned_again_or_refused():
     always = sum(one.memory[c] for c in ("parameters", "gradients", "optimizer"))
     with pytest.raises(InfeasibleError, match=r"stage 1 \(h\.1 to lm_head, 8 micro-batches in flight\)"):
         stage("gpipe", 1.01 * always)
+
+
+def test_stages_of_one_rank_share_its_memory():
+    """Each of them alone fits, together they do not: they are planned once more with a share each, or one is named."""
+    what = subject("gpt", 64, 4, layers=4)
+
+    def planned(budget: float | None = None) -> autoshard.Plan:
+        return autoshard.plan(what.model, "pp=2", what.batch, loss_fn=what.loss, cluster="cpu-gloo", memory_budget=budget, time_limit=10,
+                              pipeline=Pipeline(4, "interleaved", ["h.1", "h.2", "h.3"], 2))
+
+    ample = planned()
+    limit = 0.97 * ample.fullest.total
+    try:
+        assert planned(limit).fullest.total <= limit
+    except InfeasibleError as e:  # how much the search finds depends on its time
+        assert re.search(r"stage \d \(h\.\d to .*\), which shares its rank's memory with stage \d: .* fits in [\d.]+ MiB", str(e)), e

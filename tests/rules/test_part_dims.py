@@ -132,17 +132,28 @@ def test_other_dims_stay_plain(model, shape):
     assert not calls_with_parts(graph) and not parts(graph)
 
 
-def test_gates_of_an_lstm_are_parts():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(6, 8, batch_first=True)
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(6, 8, batch_first=True)
 
-        def forward(self, x):
-            return self.lstm(x)[0].square().sum()
+    def forward(self, x):
+        return self.inner(x)[0].square().sum()
 
-    graph = trace(Recurrent().double(), (torch.randn(3, 5, 6, dtype=torch.float64),)).graph
-    assert parts(graph)["lstm.weight_hh_l0"] == ((4, 8), (8,))
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0].square().sum()
+
+
+@pytest.mark.parametrize("model, name, factors", [(Recurrent, "weight_hh_l0", ((4, 8), (8,))), (Packed, "in_proj_weight", ((3, 6), (6,)))])
+def test_parts_of_torch_modules(model, name, factors):
+    graph = trace(model().double(), (torch.randn(2, 5, 6, dtype=torch.float64),)).graph
+    assert parts(graph)[f"inner.{name}"] == factors
     generator = torch.Generator().manual_seed(0)
     for call in calls_with_parts(graph):
         wrong = wrong_rows(call, [torch.randn(m.shape, generator=generator, dtype=m.dtype) for m in call.inputs], pairs=8)
