@@ -26,10 +26,10 @@ from harness import assert_same_training, on_ranks, twins  # noqa: E402
 from live_bytes import step_peak  # noqa: E402
 
 import autoshard  # noqa: E402
-from autoshard.api import prices  # noqa: E402
 from autoshard.base.mesh import parse_mesh  # noqa: E402
 from autoshard.base.plan import Plan  # noqa: E402
 from autoshard.decide.options import Options  # noqa: E402
+from autoshard.planner.one_stage import prices  # noqa: E402
 from autoshard.program.trace import trace  # noqa: E402
 from autoshard.study.sweep import Point, sweep  # noqa: E402
 

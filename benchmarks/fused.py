@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.api import mesh_of, plan_traced
+from autoshard.api import mesh_of
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import cpu_seconds
+from autoshard.planner.stages import plan_traced
 from autoshard.program.load import load_model
 from autoshard.program.trace import trace
 from autoshard.rules.part_dims import without_parts

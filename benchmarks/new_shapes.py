@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard import api
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.cost.budget import Budget
@@ -23,6 +22,7 @@ from autoshard.decide.kept import Known, carried, kept
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
+from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
 from autoshard.program.load import load_model
 from autoshard.program.trace import trace
@@ -85,7 +85,7 @@ def main() -> None:
         plan = phases("keep", lambda t=traced: keep(t, known, mesh, options, given.within)) if known else None
         fixed = known[0].plan.placements if known else {}
         fresh = Phases()
-        searched = (phases if plan is None else fresh)("search", lambda t=traced, f=fixed: api.plan_traced(t, mesh, options, fixed=f))
+        searched = (phases if plan is None else fresh)("search", lambda t=traced, f=fixed: plan_traced(t, mesh, options, fixed=f))
         said = "searched" if plan is None else f"kept, {plan.objective_s / searched.objective_s - 1:.2%} above a search ({fresh.line}); {plan.notes[0]}"
         plan = plan or searched
         phases("lower", lambda t=traced, p=plan: lowered(t, p, mesh))

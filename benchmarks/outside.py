@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard import Pipeline, Precision, api
+from autoshard import Pipeline, Precision
 from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import make_plan
@@ -31,6 +31,7 @@ from autoshard.decide.program import formulate_within
 from autoshard.decide.walks.baselines import baseline, schemes
 from autoshard.decide.walks.reads import Wiring
 from autoshard.pipeline.microbatches import batch as microbatched
+from autoshard.planner.one_stage import prices
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.simulation.replay import replay
 from autoshard.simulation.simulate import program_for
@@ -113,7 +114,7 @@ def predicted(row: Row) -> dict:
     mesh, precision, start = parse_mesh(row.mesh), Precision(param=row.half, master="fp32", reduce=row.half), process_time()
     traced = microbatched.traced(model, inputs, {}, Pipeline(microbatches=row.microbatches), loss_fn=loss, training=True, precision=precision,
                                  marks={}, fallback="error")
-    formulation = formulate_within(api.prices(traced, mesh, Options(cluster=row.cluster, precision=precision)), float("inf"))
+    formulation = formulate_within(prices(traced, mesh, Options(cluster=row.cluster, precision=precision)), float("inf"))
     scheme = next(s for s in schemes(mesh) if s.name == row.scheme)
     choice = baseline(Wiring(formulation), scheme)
     solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)

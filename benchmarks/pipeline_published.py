@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from autoshard import Pipeline, api
+from autoshard import Pipeline
 from autoshard.base.mesh import Mesh
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
@@ -31,6 +31,7 @@ from autoshard.pipeline.shapes.decide import make_run
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes
 from autoshard.pipeline.shapes.meshes import Room, Shape, Slot, shapes
 from autoshard.pipeline.shapes.price import StagePrice, chain_from, with_ends
+from autoshard.planner.open_mesh import searches
 from autoshard.search.partition import Chain, partition
 from models import gpt, llama
 
@@ -120,12 +121,12 @@ def priced(run: Published) -> tuple[float, float, str]:
     model, inputs, loss = run.build()
     cluster, options = load_cluster(run.cluster), Options(cluster=run.cluster, pipeline=Pipeline(microbatches="auto"))
     batch = Batch(model, inputs, {}, {"loss_fn": loss, "training": True})
-    searches = api.searches(batch.whole, options, PhaseTimer(), cluster)
+    found = searches(batch.whole, options, PhaseTimer(), cluster)
 
     def mesh_of(slot: Slot) -> Mesh:
         return Mesh(("dp", "tp"), (slot.dp, slot.tp))
 
-    pricer = MeshPricer(Sizes(batch, options.pipeline, run.batch, run.shape.microbatches), run.devices, mesh_of, cluster, np.inf, searches)
+    pricer = MeshPricer(Sizes(batch, options.pipeline, run.batch, run.shape.microbatches), run.devices, mesh_of, cluster, np.inf, found)
     model_of = Repeated(pricer, run.layers)
     chain, cuts = model_of.chain(run.shape.slot), model_of.equal(run.pp)
     same = float(make_run(run.shape).price(chain.undivided())(cuts)[0])

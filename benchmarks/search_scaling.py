@@ -50,9 +50,10 @@ def subject(sweep: str, n: int) -> tuple[dict[str, Any], str]:
 
 def point(sweep: str, n: int) -> dict[str, Any]:
     """Plan one point in this process and measure it."""
-    from autoshard.api import mesh_of, plan_traced
+    from autoshard.api import mesh_of
     from autoshard.decide.options import Options
     from autoshard.decide.phase_timer import PhaseTimer, cpu_seconds
+    from autoshard.planner.stages import plan_traced
     from autoshard.program.trace import trace
     from models import llama
 

@@ -30,8 +30,9 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 1
 
 def run_case(name: str) -> dict:
     """Plan one case in this process and measure it."""
-    from autoshard.api import Options, mesh_of, plan_traced
+    from autoshard.api import Options, mesh_of
     from autoshard.decide.phase_timer import PhaseTimer, cpu_seconds
+    from autoshard.planner.stages import plan_traced
     from autoshard.program.load import load_model
     from autoshard.program.trace import trace
 

@@ -12,7 +12,6 @@ import json
 import tracemalloc
 from time import process_time
 
-from autoshard import api
 from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import make_plan
@@ -20,6 +19,7 @@ from autoshard.decide.options import Options
 from autoshard.decide.program import formulate_within
 from autoshard.decide.walks.baselines import baseline, schemes
 from autoshard.decide.walks.reads import Wiring
+from autoshard.planner.one_stage import prices
 from autoshard.program.load import load_model
 from autoshard.program.trace import trace
 from autoshard.search.problem import Solution, Status, evaluate
@@ -36,7 +36,7 @@ def planned(model: str, mesh: str, batch: int, seq: int):
     """(graph, plan) of FSDP x TP, or FSDP where the mesh has one axis."""
     spec, on = load_model(model, batch=batch, seq=seq, dtype="bf16"), parse_mesh(mesh)
     traced = trace(spec.model, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn)
-    formulation = formulate_within(api.prices(traced, on, Options()), float("inf"))
+    formulation = formulate_within(prices(traced, on, Options()), float("inf"))
     scheme = next(s for s in schemes(on) if s.name == ("FSDP x TP" if on.ndim > 1 else "FSDP (ZeRO-3)"))
     choice = baseline(Wiring(formulation), scheme)
     solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # `models` lies beside this folder
 
 from about import about, line, markdown  # noqa: E402
 
-from autoshard import api  # noqa: E402
+import autoshard  # noqa: E402
 from autoshard.base import quantities  # noqa: E402
 from autoshard.base.mesh import parse_mesh  # noqa: E402
 from autoshard.base.plan import Plan  # noqa: E402
@@ -29,6 +29,7 @@ from autoshard.decide.options import Options  # noqa: E402
 from autoshard.decide.walks.baselines import baseline, schemes  # noqa: E402
 from autoshard.decide.walks.reads import Wiring  # noqa: E402
 from autoshard.formulate.problem_of import formulate  # noqa: E402
+from autoshard.planner.one_stage import prices  # noqa: E402
 from autoshard.program.trace import trace  # noqa: E402
 from autoshard.report import what  # noqa: E402
 from autoshard.search.problem import Solution, Status, evaluate  # noqa: E402
@@ -41,7 +42,7 @@ RANKS = 8
 
 def profile(folder: Path, bandwidth: float) -> str:
     """A file: the device and overlap of h100-dgx, and one link that joins all."""
-    text = (Path(api.__file__).parent / "cost" / "clusters" / "h100-dgx.toml").read_text()
+    text = (Path(autoshard.__file__).parent / "cost" / "clusters" / "h100-dgx.toml").read_text()
     device, links = text.split("[[links]]", 1)
     path = folder / f"link-{bandwidth:.3g}.toml"
     link = "\n".join(f'{key} = {{ value = {value!r}, source = "Choice of this benchmark" }}'
@@ -56,7 +57,7 @@ def data_parallel(name: str, size: str, shape: dict, cluster: str) -> Plan:
     with torch.device("meta"):
         model, inputs = module.build(size, **shape)
     traced = trace(model.to(torch.bfloat16), inputs, loss_fn=module.loss, training=True)
-    formulation = formulate(api.prices(traced, parse_mesh(f"dp={RANKS}"), options))
+    formulation = formulate(prices(traced, parse_mesh(f"dp={RANKS}"), options))
     settings = options.settings(True, True)
     choice = baseline(Wiring(formulation), schemes(parse_mesh(f"dp={RANKS}"))[0])
     found = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)

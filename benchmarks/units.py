@@ -17,12 +17,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
 
-from autoshard.api import prices
 from autoshard.base.mesh import parse_mesh
 from autoshard.cli.read import parse_precision
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import formulate
+from autoshard.planner.one_stage import prices
 from autoshard.program.load import load_model
 from autoshard.program.trace import trace
 from autoshard.search import solve

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from autoshard import Precision
-from autoshard.api import mesh_of, plan_traced
+from autoshard.api import mesh_of
 from autoshard.base.graph import Ref
 from autoshard.base.roles import Role
 from autoshard.cli.read import parse_precision
 from autoshard.decide.options import Options
+from autoshard.planner.stages import plan_traced
 from autoshard.program.flow import casts_of_parts, reduction_dtypes
 from autoshard.program.trace import trace
 

@@ -87,19 +87,19 @@ def _source(request: Request, plan: Any) -> Request:
 
 def _chosen(asked: TracedRequest, plan: Any, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     """What the plan chose, on today's tables; searched first where there is no plan, and then with the search's status."""
-    from autoshard import api
     from autoshard.decide.phase_timer import PhaseTimer
+    from autoshard.planner.one_stage import decide, prices
     from autoshard.study.explain import chosen_by
 
-    table = api.prices(asked.traced, asked.mesh, asked.options, clock=PhaseTimer(progress))
-    found = plan or api.decide(table, asked.options, clock=PhaseTimer(progress), has_loss=asked.has_loss)
+    table = prices(asked.traced, asked.mesh, asked.options, clock=PhaseTimer(progress))
+    found = plan or decide(table, asked.options, clock=PhaseTimer(progress), has_loss=asked.has_loss)
     return chosen_by(found, table), () if plan else (found.status,)
 
 
 def _edge(asked: TracedRequest, plan: Any, text: str, layouts: tuple[str | None, str | None], rows: int,
           progress: Callable) -> tuple[Any, tuple[str, ...]]:
-    from autoshard import api
     from autoshard.decide.phase_timer import PhaseTimer
+    from autoshard.planner.one_stage import prices
     from autoshard.seeds.grammar import specs_of
     from autoshard.seeds.names import find_edge
     from autoshard.study.explain import edge_table
@@ -108,7 +108,7 @@ def _edge(asked: TracedRequest, plan: Any, text: str, layouts: tuple[str | None,
     if source is None:
         chosen, statuses = _chosen(asked, plan, progress)
         return edge_table(chosen.table, find_edge(chosen.table.graph, text), chosen, most=rows), statuses
-    table = api.prices(asked.traced, asked.mesh, asked.options, clock=PhaseTimer(progress))
+    table = prices(asked.traced, asked.mesh, asked.options, clock=PhaseTimer(progress))
     edge = find_edge(table.graph, text)
     if target is not None:
         from autoshard.study.layout_pairs import layout_pair

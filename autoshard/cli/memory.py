@@ -31,8 +31,8 @@ def memory(request: Request,
     wanted = [parse_bytes(text) for text in budget or []]
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)
-        from autoshard.api import prices
         from autoshard.decide.phase_timer import PhaseTimer
+        from autoshard.planner.one_stage import prices
         from autoshard.study.sweep import sweep
 
         clock = PhaseTimer(progress)

@@ -105,8 +105,9 @@ def _plan_and_page(request: Request, html: Path | None, progress: Callable[[str,
 
 def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress: Callable[[str, str], None]) -> Any:
     """The plan, with its page written: what is known beyond the plan while the model is at hand is in it too."""
-    from autoshard import api
     from autoshard.decide.phase_timer import PhaseTimer
+    from autoshard.planner.one_stage import decide, prices
+    from autoshard.planner.stages import plan_traced
     from autoshard.report.html import write
     from autoshard.study.alternatives import alternatives
     from autoshard.study.compare import comparison
@@ -122,11 +123,11 @@ def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress
         if found is None:
             raise InfeasibleError(beside.chosen.note)
     elif stages > 1:
-        found = api.plan_traced(asked.traced, asked.mesh, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
+        found = plan_traced(asked.traced, asked.mesh, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
     if stages == 1:
-        table = api.prices(asked.traced, asked.mesh, asked.options, clock=clock)
+        table = prices(asked.traced, asked.mesh, asked.options, clock=clock)
         if beside is None:
-            found = api.decide(table, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
+            found = decide(table, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
         known = tuple(alternatives(chosen_by(found, table)))
     progress("report", "")
     write(html, found, beside, known)

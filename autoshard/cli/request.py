@@ -138,8 +138,8 @@ class Request:
 
     def check(self, options: Options | None = None) -> None:
         """What a typo costs should not be a model: mesh, cluster and amounts are read first. Raises AutoshardError."""
-        from autoshard.api import check_mesh
         from autoshard.cost.cluster import load_cluster
+        from autoshard.planner.open_mesh import check_mesh
 
         cluster = load_cluster(self.cluster)
         options = options or self.options
@@ -190,11 +190,11 @@ class Request:
 
     def plan(self, progress: Callable[[str, str], None]) -> Plan:
         """Load the model and search its plan."""
-        from autoshard import api
         from autoshard.decide.phase_timer import PhaseTimer
+        from autoshard.planner.open_mesh import plan_batch
 
         spec, batch = self.batch_of(progress)
-        return api.plan_batch(batch, self.wanted, self.options, clock=PhaseTimer(progress), has_loss=spec.loss_fn is not None,
+        return plan_batch(batch, self.wanted, self.options, clock=PhaseTimer(progress), has_loss=spec.loss_fn is not None,
                               model_info={"reference": spec.reference, **spec.settings})
 
 

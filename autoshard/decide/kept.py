@@ -22,6 +22,7 @@ from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import Chosen, collectives, fallbacks, memory_of, price_windows
 from autoshard.decide.notes.shown_tensors import layouts
+from autoshard.decide.options import Options
 from autoshard.lower.seconds import saved_by_buckets
 from autoshard.play.footprint import Footprints
 from autoshard.program.flow import casts_of_parts, rows_of
@@ -146,3 +147,9 @@ def _one(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset[s
 
 def _column(specs: Sequence[Spec], axis: int) -> tuple[int, ...]:
     return tuple(s[axis] for s in specs)
+
+
+def keep_plan(options: Options, profile: Cluster, plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh) -> Plan | None:
+    """Of `plans`, made for other shapes, the one to run `graph` with, priced anew; None: search."""
+    budget = Budget.of(profile.device, options.memory_limit(profile))
+    return kept(plans, known, graph, mesh, profile, Training(options.optimizer, graph.training), budget, options.running.keep_within)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from autoshard import api
 from autoshard.base import quantities
 from autoshard.base.mesh import Mesh
 from autoshard.base.notebook import grid
@@ -24,6 +23,7 @@ from autoshard.decide.walks.propagate import propagate
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import InfeasibleError, SeedError
 from autoshard.formulate.problem_of import Formulation
+from autoshard.planner.one_stage import decide, prices
 from autoshard.program.calling import Traced
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.seeds.from_transformers import HandPlan
@@ -106,8 +106,8 @@ def comparison(traced: Traced, mesh: Mesh, options: Options, *, model: Mapping[s
     only: a baseline is what it is. `own`: plans that the model brings along, by name; the last mesh axis is theirs, the others split the
     batch. Raises what `api.prices` raises; a model that fits nowhere is a row, not an error."""
     clock = clock or PhaseTimer(None)
-    table = api.prices(traced, mesh, options, clock=clock)
-    free = table if not options.seeds else api.prices(traced, mesh, replace(options, seeds={}))
+    table = prices(traced, mesh, options, clock=clock)
+    free = table if not options.seeds else prices(traced, mesh, replace(options, seeds={}))
     formulation = formulate_within(table, options.memory_limit(table.cluster))
     theirs = formulation if free is table else formulate_within(free, formulation.budget.limit)
     write = _Writer(options, has_loss, model or {})
@@ -133,7 +133,7 @@ def file_name(name: str) -> str:
 
 def _chosen(table: CostTable, formulation: Formulation, write: "_Writer", clock: PhaseTimer) -> Contender:
     try:
-        plan = api.decide(table, write.options, clock=clock, has_loss=write.has_loss, model_info=write.model,
+        plan = decide(table, write.options, clock=clock, has_loss=write.has_loss, model_info=write.model,
                           formulation=formulation)
     except InfeasibleError as e:
         return Contender(CHOSEN, "", None, False, str(e))
@@ -176,7 +176,7 @@ class _Writer:
             return Contender(name, axes, None, False, f"a batch of {rows} does not split over {ranks} ranks")
         split = {f"input:{i}": (data, ...) for i, op in enumerate(inputs) if data and op.outputs[0].shape[:1] == (rows,)}
         try:
-            table = api.prices(traced, mesh, replace(self.options, seeds={**plan.seeds, **split}))
+            table = prices(traced, mesh, replace(self.options, seeds={**plan.seeds, **split}))
         except SeedError as e:
             return Contender(name, axes, None, False, str(e))
         formulation = formulate_within(table, limit)

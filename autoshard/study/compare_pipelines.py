@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from autoshard import api
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
@@ -16,6 +15,7 @@ from autoshard.errors import InfeasibleError, UsageError
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.schedules import SCHEDULES
+from autoshard.planner.open_mesh import plan_batch
 from autoshard.study.compare import CHOSEN, Comparison, Contender
 
 SCHEDULED = {"GPipe": "gpipe", "1F1B": "1f1b", "interleaved": "interleaved", "zero-bubble": "zb1p"}
@@ -28,7 +28,7 @@ def pipeline_comparison(asked: Batch, mesh: Mesh, options: Options, *, model: Ma
     clock, cluster = clock or PhaseTimer(None), load_cluster(options.cluster)
 
     def planned(on: Mesh, pipeline: Pipeline) -> Plan:
-        return api.plan_batch(asked, on, replace(options, pipeline=pipeline), clock=clock, has_loss=has_loss, model_info=model)
+        return plan_batch(asked, on, replace(options, pipeline=pipeline), clock=clock, has_loss=has_loss, model_info=model)
 
     chosen = planned(mesh, options.pipeline)
     rows = [Contender(CHOSEN, _words(chosen), chosen, _fits(chosen), chosen.status)]

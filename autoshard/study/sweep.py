@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from autoshard import api
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import InfeasibleError, Interrupted
+from autoshard.planner.one_stage import decide
 from autoshard.space.cost_table import CostTable
 
 UNLIMITED = 1e18
@@ -74,7 +74,7 @@ def sweep(table: CostTable, options: Options, budgets: Sequence[float] = (), *, 
 def _point(table: CostTable, options: Options, budget: float, has_loss: bool, model: Mapping[str, Any] | None,
            clock: PhaseTimer | None) -> Point:
     try:
-        return Point(budget, api.decide(table, replace(options, memory_budget=budget), has_loss=has_loss, model_info=model, clock=clock))
+        return Point(budget, decide(table, replace(options, memory_budget=budget), has_loss=has_loss, model_info=model, clock=clock))
     except InfeasibleError as e:
         return Point(budget, None, str(e), e.proven)
 

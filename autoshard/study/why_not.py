@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from autoshard import api
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import Interrupted, SeedError
+from autoshard.planner.one_stage import decide, prices
 from autoshard.program.calling import Traced
 from autoshard.seeds.grammar import Seed, seed_text
 from autoshard.seeds.names import find_op, find_ops
@@ -31,16 +31,16 @@ def why_not(traced: Traced, mesh: Mesh, options: Options, name: str, layout: str
     Raises UsageError for a name nobody has, SeedError for a layout that is impossible, InfeasibleError where nothing fits, Interrupted
     on Ctrl-C in the first of the two searches."""
     clock = PhaseTimer(progress)
-    table = api.prices(traced, mesh, options, clock=clock)
+    table = prices(traced, mesh, options, clock=clock)
     key = seed_key(table.graph, name)
     others, seed = released(table.graph, options.seeds, key)
     same = bool(seed) and seed_text(layout) == seed
     forced = replace(options, seeds=others if same else {**others, key: Seed(layout, "--why-not")})
-    before = plan or api.decide(table, options, clock=clock, has_loss=has_loss)
+    before = plan or decide(table, options, clock=clock, has_loss=has_loss)
     if before.interrupted and before is not plan:
         raise Interrupted(f"interrupted in the first of two searches: {before.objective_s:.4g} s a step so far, gap {before.gap:.2%}; "
                           "there is nothing yet to compare it with")
-    after = api.decide(api.prices(traced, mesh, forced, clock=clock), forced, clock=clock, has_loss=has_loss,
+    after = decide(prices(traced, mesh, forced, clock=clock), forced, clock=clock, has_loss=has_loss,
                        model_info=before.model)
     return WhyNot(key, layout, before.objective_s, after.objective_s, diff(before, after), (before.status, after.status), seed)
 

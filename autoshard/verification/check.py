@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard import api
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
@@ -20,6 +19,7 @@ from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.pipeline.pipelined import submesh
+from autoshard.planner.one_stage import prices
 from autoshard.verification.models.copies import default_dtype
 from autoshard.verification.models.subject import Call, Subject, subject_of
 from autoshard.verification.optimizers import optimizer_of
@@ -102,7 +102,7 @@ def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Me
         yield from pipeline_plans(subject.traced, mesh, options, names, inputs, subject.call.loss_fn is not None)
         return
     progress("costs", "")
-    table = api.prices(subject.traced, mesh, options, fixed=_as_passed(subject.traced.graph, mesh, options))
+    table = prices(subject.traced, mesh, options, fixed=_as_passed(subject.traced.graph, mesh, options))
     plans = Plans(table, options, subject.call.loss_fn is not None)
     for name in names:
         progress("plan", name)

@@ -16,7 +16,6 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard import api
 from autoshard.base.graph import Ref
 from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec
@@ -27,6 +26,7 @@ from autoshard.decide.walks.greedy import STORAGE, complete, greedy
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation, formulate
+from autoshard.planner.one_stage import decide
 from autoshard.program.flow import param_derived
 from autoshard.search.problem import Solution, Status
 from autoshard.space.cost_table import CostTable, OpCost, build_cost_table
@@ -64,9 +64,9 @@ class Plans:
 
     def _make(self, name: str) -> Plan:
         if name == "searched":
-            return api.decide(self.table, self.options, has_loss=self.has_loss, interruptible=False)
+            return decide(self.table, self.options, has_loss=self.has_loss, interruptible=False)
         if name == "split":
-            return api.decide(self._dear, self.options, has_loss=self.has_loss, interruptible=False)
+            return decide(self._dear, self.options, has_loss=self.has_loss, interruptible=False)
         if name == "tensor_parallel":
             return self._walked(self._without_batch, STORAGE["fully sharded"])
         if name in ("data_parallel", "fully_sharded"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from autoshard import api
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
@@ -14,6 +13,7 @@ from autoshard.decide.options import Options
 from autoshard.pipeline.merge import merged
 from autoshard.pipeline.pipelined import pipelined
 from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
+from autoshard.planner.one_stage import prices
 from autoshard.program.calling import Traced
 from autoshard.space.cost_table import Training
 from autoshard.verification.plans import Plans
@@ -29,7 +29,7 @@ def pipeline_plans(traced: Traced, mesh: Mesh, options: Options, names: Iterable
     for name in names if made.submesh.size > 1 else names[:1]:
         def plan_stage(graph: Graph, held: Mapping[str, Spec], in_flight: int, room: Room = ALL, name: str = name) -> Plan:
             step = Training(options.optimizer, graph.training, wire=wire, in_flight=in_flight, duty=room.duty)
-            table = api.prices(replace(traced, graph=graph), made.submesh, options, fixed=held, profile=profile, step=step)
+            table = prices(replace(traced, graph=graph), made.submesh, options, fixed=held, profile=profile, step=step)
             return next(Plans(table, options, has_loss).named((name,)))[1]
 
         yield name, merged(made, plan_stages(made, fixed, plan_stage), wire)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.api import plan_traced
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import load_cluster
@@ -14,6 +13,7 @@ from autoshard.cost.fusion import fused
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
+from autoshard.planner.stages import plan_traced
 from autoshard.program.trace import trace
 from autoshard.runtime.route import route_of
 from autoshard.seeds.seeds import resolve_seeds

@@ -1,7 +1,7 @@
 """Plans of several meshes and clusters in one process are those of each alone: nothing is remembered across."""
-from autoshard.api import plan_traced
 from autoshard.base.mesh import parse_mesh
 from autoshard.decide.options import Options
+from autoshard.planner.stages import plan_traced
 from autoshard.program.trace import trace
 from models import mlp
 

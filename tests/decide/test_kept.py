@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoshard
-from autoshard import api
 from autoshard.base.mesh import parse_mesh
 from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.kept import KEPT, Known, carried, elements, kept, least_step
 from autoshard.decide.options import Options
 from autoshard.errors import PlanError, UsageError
+from autoshard.planner.stages import plan_traced
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.check_plan import check_fits
@@ -45,7 +45,7 @@ def traced(rows: int, length: int):
 
 
 def searched(found) -> Known:
-    plan = api.plan_traced(found, MESH, OPTIONS)
+    plan = plan_traced(found, MESH, OPTIONS)
     return Known(plan, with_recompute(found.graph, plan.recompute))
 
 
@@ -71,7 +71,7 @@ def test_at_other_shapes_it_is_near_a_search_and_has_the_same_numbers():
     known, other = searched(traced(8, 37)), traced(8, 33)
     plan = keep([known], other)
     check_fits(plan, other.graph, MESH)
-    fresh = api.plan_traced(other, MESH, OPTIONS, fixed=plan.placements)
+    fresh = plan_traced(other, MESH, OPTIONS, fixed=plan.placements)
     assert fresh.objective_s <= plan.objective_s * (1 + 1e-9) and plan.objective_s <= 1.1 * fresh.objective_s
     assert plan.ops == known.plan.ops and plan.objective_s < known.plan.objective_s
     assert plan.memory == known.plan.memory and plan.memory["total"] >= fresh.memory["total"], "that of larger shapes is enough"

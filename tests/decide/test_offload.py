@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.api import decide, plan, prices
+from autoshard.api import plan
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import CATEGORIES, Plan
 from autoshard.base.spec import local_shape
@@ -26,6 +26,7 @@ from autoshard.errors import InfeasibleError, UsageError
 from autoshard.formulate.problem_of import formulate
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
+from autoshard.planner.one_stage import decide, prices
 from autoshard.program.trace import trace
 from autoshard.report import what
 from autoshard.runtime.route import route_of

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.api import decide, prices
 from autoshard.base.mesh import parse_mesh
 from autoshard.decide.notes.seed_bytes import pinned, without_seeds
 from autoshard.decide.options import Options
 from autoshard.errors import InfeasibleError
+from autoshard.planner.one_stage import decide, prices
 from autoshard.program.trace import trace
 from autoshard.space.cost_table import CostTable
 from models import mlp

@@ -12,7 +12,6 @@ import torch
 from steering import MODELS, formulation_of, traced
 from torch import nn
 
-from autoshard import api
 from autoshard.api import plan
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.spec import Spec
@@ -21,6 +20,7 @@ from autoshard.decide.walks.propagate import look_ahead, propagate
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import formulate
+from autoshard.planner.one_stage import decide, prices
 from autoshard.search import solve
 from autoshard.search.problem import evaluate
 from autoshard.seeds.seeds import Seeds, resolve_seeds
@@ -34,7 +34,7 @@ MEGATRON = {"h.*.attn.c_attn.weight": "tp,-", "h.*.mlp.c_fc.weight": "tp,-", "in
 @cache
 def open_table(name: str, mesh: str) -> CostTable:
     """Prices of a model with inputs that may lie anywhere: what seed sets restrict. Nothing is priced twice."""
-    return api.prices(traced(name), parse_mesh(mesh), Options(seeds={"input:*": "..."}, cluster="h100-dgx"))
+    return prices(traced(name), parse_mesh(mesh), Options(seeds={"input:*": "..."}, cluster="h100-dgx"))
 
 
 def random_seeds(table: CostTable, seed: int) -> dict[str, Spec]:
@@ -218,8 +218,8 @@ def test_propagation_is_a_warm_start():
     """Where the search has no time at all, its plan is no worse than the propagated one."""
     program, mesh = traced("gpt"), parse_mesh("dp=2,tp=2")
     options = Options(seeds=MEGATRON, time_limit=0.01, cluster="h100-dgx")
-    table = api.prices(program, mesh, options)
-    searched = api.decide(table, options)
-    spread = api.decide(table, replace(options, search="propagate"))
+    table = prices(program, mesh, options)
+    searched = decide(table, options)
+    spread = decide(table, replace(options, search="propagate"))
     assert searched.objective_s <= spread.objective_s * (1 + 1e-9)
     assert resolve_seeds(table.graph, mesh, MEGATRON).matches == {"h.*.attn.c_attn.weight": 2, "h.*.mlp.c_fc.weight": 2, "input:*": 2}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard import api
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.base.spec import is_partial
@@ -22,6 +21,7 @@ from autoshard.formulate.problem_of import formulate
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.microbatches.batch import traced
+from autoshard.planner.one_stage import prices
 from autoshard.runtime.route import route_of
 from autoshard.search import solve
 from autoshard.search.problem import row_loads
@@ -43,7 +43,7 @@ def program(microbatches: int):
 
 @functools.cache
 def table_of(microbatches: int, cluster: str = "cpu-gloo"):
-    return api.prices(program(microbatches), MESH, Options(cluster=cluster, seeds=STORED_SPLIT))
+    return prices(program(microbatches), MESH, Options(cluster=cluster, seeds=STORED_SPLIT))
 
 
 def planned(microbatches: int, memory: float | None = None, cluster: str = "cpu-gloo") -> Plan:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.api import decide, prices
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.decide.make_plan import Timelines
@@ -19,6 +18,7 @@ from autoshard.decide.walks.baselines import baselines
 from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.errors import InfeasibleError
 from autoshard.formulate.memory_rows import limited, with_row
+from autoshard.planner.one_stage import decide, prices
 from autoshard.program.trace import trace
 from autoshard.search import solve
 from autoshard.search.problem import row_loads

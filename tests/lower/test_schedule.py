@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.api import plan_traced
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
@@ -25,6 +24,7 @@ from autoshard.errors import LoweringError
 from autoshard.lower.buckets import BUCKET, SMALL, Flight, shared_calls
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import COMPUTE, STORED, Held, Schedule, WindowSchedule, reductions, schedule
+from autoshard.planner.stages import plan_traced
 from autoshard.program.trace import trace
 from autoshard.runtime.route import route_of
 from autoshard.verification.reprice import collectives_in

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Pipeline, api
+from autoshard import Pipeline
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_or_any, parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
@@ -19,6 +19,7 @@ from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.shapes.choose import Asked
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes
 from autoshard.pipeline.shapes.meshes import Slot
+from autoshard.planner.open_mesh import searches
 from models import llama
 
 OPTIONS = Options(cluster="cpu-gloo", pipeline=Pipeline(microbatches="auto"))
@@ -69,7 +70,7 @@ def test_bounds_hold_for_plans():
     model, inputs = small()
     batch, clock = Batch(model, inputs, {}, {"loss_fn": llama.loss, "training": True}), PhaseTimer()
     cluster = load_cluster("cpu-gloo")
-    found = api.searches(batch.whole, OPTIONS, clock, cluster)
+    found = searches(batch.whole, OPTIONS, clock, cluster)
     asked = Asked(2, None, OPTIONS.pipeline, cluster, 1e15)
     pricer = MeshPricer(Sizes(batch, OPTIONS.pipeline, 6, 2), 2, asked.mesh_of, cluster, 1e15, found)
     for mesh, slot in (("dp=2", Slot(2, 1, 2)), ("tp=2", Slot(1, 2, 2))):

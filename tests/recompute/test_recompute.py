@@ -4,7 +4,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.api import plan_traced
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import RECOMPUTE_SUFFIX, Plan
@@ -12,6 +11,7 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
+from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
 from autoshard.program.interpret import run
 from autoshard.program.trace import trace

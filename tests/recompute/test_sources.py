@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.api import prices
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.decide.make_plan import chosen_by, price
 from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import MEMORY, formulate
+from autoshard.planner.one_stage import prices
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import candidates, with_recompute
 from autoshard.recompute.undecided import open_table, open_units

@@ -6,13 +6,13 @@ import importlib
 import pytest
 import torch
 
-from autoshard.api import prices
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import mesh_of
 from autoshard.base.precision import Precision
 from autoshard.cli.read import parse_precision
 from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import formulate
+from autoshard.planner.one_stage import prices
 from autoshard.program.trace import trace
 from autoshard.search import solve
 from autoshard.space.decision_units import find_units, singletons

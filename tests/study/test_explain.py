@@ -10,13 +10,13 @@ from sample_plan import sample_plan
 from steering import traced
 from torch import nn
 
-from autoshard import api
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.decide.make_plan import price
 from autoshard.decide.options import Options
 from autoshard.errors import PlanError, SeedError, UsageError
+from autoshard.planner.one_stage import decide, prices
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import program_with
@@ -45,14 +45,14 @@ class Classic(nn.Module):
 @pytest.fixture(scope="module")
 def classic():
     program = trace(Classic(), (torch.empty(1024, 512),), training=False)
-    return api.prices(program, MESH, Options(cluster="h100-dgx"))
+    return prices(program, MESH, Options(cluster="h100-dgx"))
 
 
 @pytest.fixture(scope="module")
 def gpt():
     options = Options(cluster="h100-dgx", time_limit=120)
-    table = api.prices(traced("gpt", batch=512), parse_mesh("tp=4"), options)
-    return table, options, api.decide(table, options)
+    table = prices(traced("gpt", batch=512), parse_mesh("tp=4"), options)
+    return table, options, decide(table, options)
 
 
 def test_the_classic_table(classic):
@@ -158,9 +158,9 @@ def test_a_plan_read_back_is_the_plan(gpt):
 
 def test_a_plan_that_runs_ops_again_is_explained_too():
     options = Options(cluster="h100-dgx", time_limit=60)
-    table = api.prices(traced("mlp"), parse_mesh("d=2"), options)
+    table = prices(traced("mlp"), parse_mesh("d=2"), options)
     program = program_with(table, frozenset(candidates(table.graph)))
-    plan = api.decide(program, options).recomputing(table.graph.hash)
+    plan = decide(program, options).recomputing(table.graph.hash)
     chosen = chosen_by(plan, table)
     assert plan.recompute and price(chosen)["step_s"] == pytest.approx(plan.objective_s, rel=1e-9)
     again, reader = next((ref.op, users[0][0]) for ref, users in chosen.table.graph.users.items() if ref.op.endswith(RECOMPUTE_SUFFIX))

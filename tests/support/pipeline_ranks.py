@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard import api
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
@@ -20,6 +19,7 @@ from autoshard.lower.schedule import schedule
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
 from autoshard.pipeline.turns import turns_of
+from autoshard.planner.stages import plan_traced
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.params.stored import Stored
@@ -79,7 +79,7 @@ def ranks_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: str, opti
     """The plan, and the step of every rank."""
     asked = Options.of({"pipeline": options}, cluster="cpu-gloo")
     traced = batch.traced(model, inputs, {}, asked.pipeline, loss_fn=loss)
-    plan = plan or api.plan_traced(traced, parse_mesh(mesh), asked, has_loss=True)
+    plan = plan or plan_traced(traced, parse_mesh(mesh), asked, has_loss=True)
     made = pipelined_as(traced.graph, plan)
     channels: dict[tuple[int, int, str], queue.Queue] = defaultdict(queue.Queue)
     return plan, [_rank(model, traced, plan, made, r, wires(r, channels)) for r in range(len(made.table.ranks))]

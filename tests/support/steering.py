@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from autoshard import api
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import Formulation, formulate
+from autoshard.planner.one_stage import prices
 from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
 
@@ -31,4 +31,4 @@ def formulation_of(program: Traced, mesh: str | Mesh, seeds: dict[str, Any] | No
     """What the search sees, without a memory limit unless one is given."""
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     options = Options(seeds=seeds or {}, cluster=cluster, memory_budget=memory)
-    return formulate(api.prices(program, mesh, options), memory_limit=memory)
+    return formulate(prices(program, mesh, options), memory_limit=memory)

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from autoshard.api import plan_traced
 from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
+from autoshard.planner.stages import plan_traced
 from autoshard.program.trace import trace
 from autoshard.runtime.route import route_of
 from autoshard.verification.reprice import collectives_in, reprice

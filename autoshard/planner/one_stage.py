@@ -1,0 +1,59 @@
+"""One program on one mesh: what everything costs, and the decision."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Plan
+from autoshard.base.spec import Spec
+from autoshard.cost.cluster import Cluster, load_cluster
+from autoshard.decide.backends import find
+from autoshard.decide.how import How
+from autoshard.decide.options import Options
+from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.decide.program import formulate_within, with_starts
+from autoshard.errors import UsageError
+from autoshard.formulate.problem_of import Formulation
+from autoshard.program.calling import Traced
+from autoshard.search import Clock
+from autoshard.search.interrupt import stopping
+from autoshard.seeds.held import holding
+from autoshard.seeds.seeds import resolve_seeds
+from autoshard.space.cost_table import CostTable, Training, build_cost_table
+from autoshard.space.reachable import reachable
+from autoshard.space.strategies import enumerate_strategies
+
+
+def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
+           profile: Cluster | None = None, step: Training | None = None) -> CostTable:
+    """What every strategy and every change of layout costs; explaining and comparing plans start from here too. `step`: of a stage of a
+    pipeline, what a step does besides the graph. Raises UsageError for a mesh with an axis of stages: each of them has prices of its own."""
+    if step is None and options.pipeline.stages(mesh) > 1:
+        raise UsageError(f"this looks at the program of one stage, and axis {options.pipeline.axis!r} of mesh {mesh} cuts the model into several; "
+                         "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
+    graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
+    with clock("strategies"):
+        seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, fixed or {})
+        strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.passing.outputs))
+    with clock("costs"):
+        step = step or Training(options.optimizer, graph.training, offload=options.offload == "optimizer")
+        return replace(build_cost_table(graph, mesh, profile, strategies, step), seeds=seeds)
+
+
+def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
+           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None, interruptible: bool = True) -> Plan:
+    """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
+    fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
+    best plan so far, whose status says so. Raises InfeasibleError, and Interrupted where there is no plan yet."""
+    clock, settings = clock or PhaseTimer(), options.settings(table.graph.training, has_loss)
+    with clock("formulate"):
+        formulation = formulation or formulate_within(table, options.memory_limit(table.cluster))
+        program = with_starts(formulation, settings)
+    how = How(Clock(options.time_limit), options.search, clock.search)
+    with stopping(how.clock, interruptible), clock("search"):
+        found = find(program, how)
+    with clock("assemble"):
+        plan = found.plan(table, model_info or {}, options.marks)
+    return replace(plan, timings=dict(clock.seconds))

@@ -1,0 +1,82 @@
+"""From a batch to its plan: traced first, with the mesh and the number of micro-batches chosen where they are open."""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import AnyMesh, Mesh, mesh_of
+from autoshard.base.plan import Plan
+from autoshard.cost.cluster import AxisLink, Cluster, load_cluster
+from autoshard.decide.how import How
+from autoshard.decide.least_seconds import least_seconds
+from autoshard.decide.options import Options
+from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.decide.pipeline_options import AUTO, Pipeline
+from autoshard.pipeline.microbatches import batch
+from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
+from autoshard.pipeline.shapes.cut_search import SHORT_STAGES
+from autoshard.pipeline.shapes.mesh_prices import Searches
+from autoshard.planner.one_stage import decide, prices
+from autoshard.planner.stages import plan_traced
+from autoshard.program.calling import Traced
+from autoshard.search import Clock
+from autoshard.space.cost_table import CostTable, Training
+
+
+def is_open(mesh: Mesh | AnyMesh, options: Options) -> bool:
+    """Whether the mesh, or the number of micro-batches, is to be chosen."""
+    return isinstance(mesh, AnyMesh) or options.pipeline.microbatches == AUTO
+
+
+def check_mesh(mesh: Mesh | AnyMesh, options: Options, profile: Cluster) -> None:
+    """Raises ClusterError for more devices than the cluster has, and UsageError for stages that the mesh has not."""
+    profile.links_for(Mesh(("devices",), (mesh.size,)) if isinstance(mesh, AnyMesh) else mesh)
+    if isinstance(mesh, Mesh):
+        options.pipeline.stages(mesh)
+
+
+def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, clock: PhaseTimer, **how: Any) -> Plan:
+    """Trace, and plan; where mesh or micro-batches are open, choose them."""
+    profile = load_cluster(options.cluster)
+    if is_open(mesh, options):
+        return plan_open(asked, mesh, options, clock, profile, **how)
+    with clock("trace"):
+        traced = asked.cut(options.pipeline)
+    options.check_offload(profile, traced.graph.training)
+    return plan_traced(traced, mesh_of(mesh), options, clock=clock, profile=profile, **how)
+
+
+def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock: PhaseTimer, profile: Cluster, **how: Any) -> Plan:
+    """Choose what is open of mesh, micro-batches, schedule and cuts, and plan it."""
+    wanted = Asked(mesh.size, mesh if isinstance(mesh, Mesh) else None, options.pipeline, profile, options.memory_limit(profile))
+    with clock("trace"):
+        whole = asked.whole
+    options.check_offload(profile, whole.graph.training)
+
+    def plan_shape(on: Mesh, pipeline: Pipeline) -> Plan:
+        with clock("trace"):
+            traced = asked.cut(pipeline)
+        return plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, **how)
+
+    found = choose(asked, wanted, searches(whole, options, clock, profile), plan_shape)
+    return replace(found, timings=dict(clock.seconds))
+
+
+def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluster) -> Searches:
+    """Short searches, of which block prices are made (pipeline/mesh_prices.py)."""
+    short = replace(options, time_limit=options.time_limit / SHORT_STAGES)
+
+    def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1) -> CostTable:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying)
+        return prices(replace(whole, graph=graph), on, short, clock=clock, profile=profile, step=step)
+
+    def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, within: float) -> Plan:
+        return decide(table(graph, on, wire, flying), replace(short, memory_budget=min(within, AMPLE)), clock=clock, interruptible=False)
+
+    def least(graph: Graph, on: Mesh) -> tuple[float, float]:
+        priced = table(graph, on, None)
+        with clock("bounds"):
+            return least_seconds(priced, How(Clock(short.time_limit), options.search))
+
+    return Searches(plan_short, least)

@@ -1,0 +1,60 @@
+"""A traced program: planned as one, or cut into stages that are planned one by one."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Plan
+from autoshard.base.spec import Spec
+from autoshard.cost.cluster import Cluster, load_cluster
+from autoshard.decide.options import Options
+from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.decide.pipeline_options import Pipeline
+from autoshard.pipeline.merge import merged
+from autoshard.pipeline.pipelined import pipelined, submesh
+from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
+from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
+from autoshard.planner.one_stage import decide, prices
+from autoshard.program.calling import Traced
+from autoshard.seeds.seeds import resolve_seeds
+from autoshard.space.cost_table import Training
+
+
+def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
+                model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None,
+                profile: Cluster | None = None, interruptible: bool = True) -> Plan:
+    """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
+    buffers and inputs by name come before seeds: that is how they are held already. `profile`: what `options.cluster` held
+    when it was read; without it, it is read now."""
+    clock = clock or PhaseTimer()
+    if options.pipeline.stages(mesh) > 1:
+        return plan_pipeline(traced, mesh, options, clock, fixed or {}, profile or load_cluster(options.cluster), has_loss=has_loss,
+                             model_info=model_info, interruptible=interruptible)
+    return decide(prices(traced, mesh, options, clock=clock, fixed=fixed, profile=profile), options, clock=clock, has_loss=has_loss,
+                  model_info=model_info, interruptible=interruptible)
+
+
+def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTimer, fixed: Mapping[str, Spec], profile: Cluster,
+                  **how: Any) -> Plan:
+    """Cut the graph, plan every stage on its submesh, and put the plans together."""
+    resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
+    stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
+
+    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, room: Room = ALL, within: Options = options) -> Plan:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight, duty=room.duty)
+        within = within if room.share == 1.0 else replace(within, memory_budget=room.share * within.memory_limit(profile))
+        table = prices(replace(traced, graph=graph), stages, within, clock=clock, fixed=fixed, profile=profile, step=step)
+        return decide(table, within, clock=clock, **how)
+
+    def plan_with(choice: Pipeline) -> Plan:
+        with clock("cut"):
+            made = pipelined(traced.graph, mesh, choice, profile)
+        return merged(made, plan_stages(made, fixed, plan_stage), wire)
+
+    short = partial(plan_stage, within=replace(options, time_limit=options.time_limit / SHORT_STAGES))
+    return search_cuts(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, short, profile, wire, options.memory_limit(profile)),
+                    plan_with)
