@@ -1,10 +1,11 @@
 """Generates text with a decoder of transformers whose weights and caches are split over the ranks.
 
     python examples/generate.py
-    python -m torch.distributed.run --standalone --nproc-per-node 2 examples/generate.py
+    python -m torch.distributed.run --standalone --nproc-per-node 2 examples/generate.py --split heads
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/generate.py --model FOLDER --prompt "Once upon a time"
 
-Without --model it is a tiny llama with random weights, whose tokens are printed as numbers.
+Without --model it is a tiny llama with random weights, whose tokens are printed as numbers. Without --split the search decides how
+caches lie; those of a tiny model are not worth splitting.
 """
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ import torch
 import transformers
 
 import autoshard
+
+SPLITS = {"batch": "tp,-,-,-", "heads": "-,tp,-,-", "sequence": "-,-,tp,-"}
 
 
 def tiny() -> tuple[transformers.PreTrainedModel, torch.Tensor]:
@@ -30,6 +33,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a model and its tokenizer, as save_pretrained() writes them")
     parser.add_argument("--prompt", default="Once upon a time", help="what the text begins with")
     parser.add_argument("--new", type=int, default=16, help="tokens to generate")
+    parser.add_argument("--split", choices=SPLITS, help="the dim of the caches that the ranks share")
     asked = parser.parse_args()
 
     tokenizer = None
@@ -41,7 +45,7 @@ def main() -> None:
         model, ids = tiny()
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     served = autoshard.generator(model, f"tp={ranks}", batch=len(ids), max_cache_len=ids.shape[1] + asked.new, prompt=ids.shape[1],
-                                 cluster="cpu-gloo")
+                                 cluster="cpu-gloo", seeds={name: SPLITS[asked.split] for name in ("keys_*", "values_*") if asked.split})
     tokens = served.generate(ids, max_new_tokens=asked.new, do_sample=False)
     if rank == 0:
         cut = {name: tuple(b.to_local().shape) if ranks > 1 else tuple(b.shape) for name, b in served.compiled.named_buffers() if name == "keys_0"}
