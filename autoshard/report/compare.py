@@ -37,6 +37,6 @@ def _lines(comparison) -> list[str]:
     best, chosen = comparison.best_baseline, comparison.chosen.plan
     if best is not None and chosen is not None:
         saved = best.plan.objective_s - chosen.objective_s
-        lines.append(f"The chosen plan is {quantities.seconds(saved)} ({quantities.share(saved, best.plan.objective_s) or '0 %'}) faster "
-                     f"a step than the best baseline that fits, {best.name}.")
+        share, way = quantities.share(abs(saved), best.plan.objective_s) or "0 %", "faster" if saved >= 0 else "slower"
+        lines.append(f"The chosen plan is {quantities.seconds(abs(saved))} ({share}) {way} a step than the best baseline that fits, {best.name}.")
     return lines + list(comparison.notes)
