@@ -29,6 +29,7 @@ LEFT_OUT = {
     aten.hardsigmoid_backward.default: {(PSUM, PSUM)},  # true only on the middle branch, where samples lie
     aten.im2col.default: {(2,), (3,)},                  # windows that do not overlap
     aten.all.default: {(0,), (1,)},                     # one shard has the False by chance; bool is never Partial
+    aten.slice.Tensor: {(1,)},                          # one block of a dim with factors: no row goes onto another factor
 }
 
 

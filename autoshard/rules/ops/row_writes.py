@@ -19,6 +19,8 @@ aten = torch.ops.aten
 def write_rows(ctx: LocalContext, x: Any, dim: int, ids: Any, rows: Any, axes: Sequence[int]) -> Any:
     """`x`, this rank's part of a table split along `dim` over `axes`, with row i of `rows` at ids[i], a position in the whole table."""
     shape = ctx.local_in(0)
+    if _writes_nothing(ctx):
+        return aten.index_copy.default(x, dim, ids, rows)
     local, mine = local_ids(ctx, ids, axes, shape[dim])
     one = _first(mine, 0)
     there = aten.index_select.default(local, 0, one)
@@ -30,11 +32,18 @@ def write_rows(ctx: LocalContext, x: Any, dim: int, ids: Any, rows: Any, axes: S
 
 def write_elements(ctx: LocalContext, x: Any, dim: int, ids: Any, values: Any, axes: Sequence[int]) -> Any:
     """The same with positions along `dim` for every element, as in a scatter."""
+    if _writes_nothing(ctx):
+        return aten.scatter.src(x, dim, ids, values)
     local, mine = local_ids(ctx, ids, axes, ctx.local_in(0)[dim])
     one = _first(mine, dim)
     there = aten.gather.default(local, dim, one)
     spare = aten.where.self(aten.gather.default(mine, dim, one), aten.gather.default(values, dim, one), aten.gather.default(x, dim, there))
     return aten.scatter.src(x, dim, aten.where.self(mine, local, there), aten.where.self(mine, values, spare))
+
+
+def _writes_nothing(ctx: LocalContext) -> bool:
+    """Whether there are no positions, and so no first one."""
+    return 0 in ctx.call.inputs[1].shape
 
 
 def _first(mine: Any, dim: int) -> Any:
