@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,11 +22,15 @@ class Mail:
     """This rank's end; `boxes` of all ranks, one per sender, receiver and tag, first in, first out."""
 
     me: int
-    boxes: Boxes = field(default_factory=lambda: defaultdict(queue.Queue))
+    boxes: Boxes = field(default_factory=dict)
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Work:
-        self.boxes[self.me, target, tag].put(tensors[0].detach().numpy().copy())
+        self._box(self.me, target, tag).put(tensors[0].detach().numpy().copy())
         return Work(lambda: None)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
-        return Work(lambda: tensors[0].numpy().__setitem__(..., self.boxes[source, self.me, tag].get(timeout=PATIENCE)))
+        return Work(lambda: tensors[0].numpy().__setitem__(..., self._box(source, self.me, tag).get(timeout=PATIENCE)))
+
+    def _box(self, *key: int) -> queue.Queue[np.ndarray]:
+        """Made by whichever end comes first; `setdefault` is atomic, a defaultdict is not."""
+        return self.boxes.setdefault(key, queue.Queue())

@@ -49,7 +49,7 @@ class Threads:
 
     def send(self, message: Message, value: torch.Tensor) -> None:
         self.sent.append(message)
-        self.channels[message.source, message.target, message.channel].put(value.clone())
+        self._channel((message.source, message.target, message.channel)).put(value.clone())
 
     def post(self, message: Message, shape: Any, dtype: torch.dtype) -> None:
         if message not in self.shapes:
@@ -59,11 +59,15 @@ class Threads:
     def take(self, message: Message) -> torch.Tensor:
         key = message.source, message.target, message.channel
         while message not in self.arrived:
-            value = self.channels[key].get(timeout=PATIENCE)
+            value = self._channel(key).get(timeout=PATIENCE)
             self.arrived[self.posted[key].pop(0)] = value
         value = self.arrived.pop(message)
         assert (tuple(value.shape), value.dtype) == self.shapes.pop(message), f"{message} has another shape than its receive"
         return value
+
+    def _channel(self, key: tuple[int, int, str]) -> queue.Queue:
+        """Made by whichever end comes first; `setdefault` is atomic, a defaultdict is not."""
+        return self.channels.setdefault(key, queue.Queue())
 
     def flush(self) -> None:
         """Nothing is under way: channels hold copies."""
@@ -81,7 +85,7 @@ def ranks_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: str, opti
     traced = batch.traced(model, inputs, {}, asked.pipeline, loss_fn=loss)
     plan = plan or plan_traced(traced, parse_mesh(mesh), asked, has_loss=True)
     made = pipelined_as(traced.graph, plan)
-    channels: dict[tuple[int, int, str], queue.Queue] = defaultdict(queue.Queue)
+    channels: dict[tuple[int, int, str], queue.Queue] = {}
     return plan, [_rank(model, traced, plan, made, r, wires(r, channels)) for r in range(len(made.table.ranks))]
 
 
