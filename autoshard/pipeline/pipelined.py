@@ -1,6 +1,7 @@
 """A program with pipeline options -> its stages on the mesh: cut, schedule, and the mesh that each stage has."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -121,4 +122,7 @@ def pipelined_as(graph: Graph, plan: Plan) -> Pipelined:
     """The stages for which `plan` was made. Raises PlanError."""
     if plan.pipeline is None:
         raise PlanError("the plan has no pipeline, and the mesh has one; plan the model again")
-    return pipelined(graph, plan.mesh, Pipeline.from_data(dict(plan.pipeline["options"])))
+    options = plan.pipeline.get("options")
+    if not isinstance(options, Mapping):
+        raise PlanError("the plan does not say the options of its pipeline; plan the model again")
+    return pipelined(graph, plan.mesh, Pipeline.from_data(dict(options)))
