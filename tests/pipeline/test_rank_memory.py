@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from cut_models import subject
 from mail import Mail
-from pipeline_ranks import ranks_of
+from pipeline_ranks import loss_of, on_threads, ranks_of
 
 import autoshard
 from autoshard import Pipeline
@@ -33,41 +32,22 @@ def in_threads(r: int, channels: Any) -> Wires:
     return Wires(Mail(r, channels), r, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-class _Model:
-    def name_who_left(self, e: Exception) -> None:
-        """Nobody leaves a process that all are in."""
-
-
 def peaks(steps: list[Any], batch: tuple[torch.Tensor, ...]) -> list[int]:
     """The most bytes live on each rank in a training step that moves nothing, when the optimizer's state exists."""
-    found: list[int] = [0] * len(steps)
-    errors: list[BaseException] = []
-
-    def rank(r: int) -> None:
-        step = steps[r]
+    def peak(step: Any) -> int:
         stored = [*step.stored.params.values(), *(p.windows.local(op.target) for p in step.runner.programs.values()
                                                   for op in p.stage.graph.of_kind("buffer"))]
         optimizer = torch.optim.AdamW(step.stored.params.values(), lr=0.0)
-        try:
-            for _ in range(2):
-                with LiveBytes() as seen:
-                    seen.track(stored, [list(s.values()) for s in optimizer.state.values()], batch)
-                    (loss,) = step.run(batch, [None] * len(batch), 1, _Model())
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    found[r] = seen.peak
-        except BaseException as e:
-            errors.append(e)
+        for _ in range(2):
+            with LiveBytes() as seen:
+                seen.track(stored, [list(s.values()) for s in optimizer.state.values()], batch)
+                loss_of(step, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                found = seen.peak
+        return found
 
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(len(steps))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if errors:
-        raise errors[0]
-    return found
+    return on_threads(steps, peak)
 
 
 @pytest.mark.parametrize(("name", "mesh", "options", "layers"), [

@@ -103,16 +103,26 @@ def _rank(model: nn.Module, traced: Any, plan: Plan, made: Pipelined, r: int, wi
     return PipelineStep(made, traced.calling, plan, Runner(programs, made.table, turns_of(made.table, made.cut.stages, r), wires, stored), place, stored)
 
 
+def loss_of(step: PipelineStep, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """One forward and backward on a rank."""
+    (loss,) = step.run(inputs, [None] * len(inputs), 1, _Model())
+    loss.backward()
+    return loss
+
+
 def train(steps: list[PipelineStep], inputs: tuple[torch.Tensor, ...]) -> list[float]:
     """One forward and backward on all ranks; the loss of each."""
-    losses: list[float] = [0.0] * len(steps)
+    return on_threads(steps, lambda step: loss_of(step, inputs).item())
+
+
+def on_threads(steps: list[PipelineStep], work: Callable[[PipelineStep], Any]) -> list[Any]:
+    """What `work` gives for every rank, each on a thread of its own. Raises the first error of any."""
+    found: list[Any] = [None] * len(steps)
     errors: list[BaseException] = []
 
     def rank(i: int) -> None:
         try:
-            (loss,) = steps[i].run(inputs, [None] * len(inputs), 1, _Model())
-            loss.backward()
-            losses[i] = loss.item()
+            found[i] = work(steps[i])
         except BaseException as e:
             errors.append(e)
 
@@ -123,7 +133,7 @@ def train(steps: list[PipelineStep], inputs: tuple[torch.Tensor, ...]) -> list[f
         t.join()
     if errors:
         raise errors[0]
-    return losses
+    return found
 
 
 def gradients(steps: list[PipelineStep]) -> dict[str, list[torch.Tensor]]:
