@@ -6,7 +6,7 @@ computation, and receives begin right before it.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.turns import HERE, Turn
@@ -53,23 +53,7 @@ def turns_of(table: ActionTable, stages: Sequence[Stage], rank: int) -> tuple[Tu
             if action.kind.startswith("SEND") or action.kind in SENDS and Action(SENDS[action.kind], action.stage, m) not in listed:  # type: ignore[arg-type]
                 yield from sends(action, m)
 
-    return tuple(_posted_ahead(turns()))
-
-
-def _posted_ahead(turns: Iterable[Turn]) -> list[Turn]:
-    """Receives begin one computation earlier than the schedule has them: a value then arrives while the rank computes, as the player has it,
-    and not between two computations. Their order stays."""
-    out: list[Turn] = []
-    at, computed = 0, None  # where the computation before begins, and which it is
-    for turn in turns:
-        if turn.kind == "post":
-            out.insert(at, turn)
-            at += 1
-            continue
-        if turn.kind == "run" and computed != (turn.stage, turn.microbatch):
-            at, computed = len(out), (turn.stage, turn.microbatch)
-        out.append(turn)
-    return out
+    return tuple(turns())
 
 
 def _crossing(hops: Sequence[Hop], action: Action) -> Iterator[Hop]:
