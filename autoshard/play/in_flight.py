@@ -79,7 +79,9 @@ class _Held:
 
     def end(self, stage: int, m: int, window: Window) -> None:
         self.between[stage, m], self.working = window, (-1, -1, "")
-        self.passed = {key: ends for key, ends in self.passed.items() if key[1] != m or self._window_of(ends[1], m) in ("", *self._holds(key[0], ends[1]))}
+        done = [key for key, (_, target) in self.passed.items() if key[1] == m and target == stage and window not in self._holds(key[0], stage)]
+        for key in done:
+            del self.passed[key]
         self.kept += self.stages[stage].behind[window]
 
 

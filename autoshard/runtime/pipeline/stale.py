@@ -25,12 +25,12 @@ Batch = Callable[[int], tuple[Sequence[torch.Tensor], Sequence[Any], int]]
 
 
 class StaleRank:
-    """One rank. `optimizer`: of the parameters of its stage, None where there are none. Raises UsageError for tied weights and frozen schedules."""
+    """One rank. `optimizer`: of the parameters of its stage, None where there are none. Raises UsageError for tied weights."""
 
     def __init__(self, step: PipelineStep, optimizer: torch.optim.Optimizer | None) -> None:
         for name, stages in step.made.cut.tied:
-            raise UsageError(f"{name} is read in stages {', '.join(map(str, stages))}, which would have to agree on it after every mini-batch; a stale "
-                             "pipeline has no tied weights: give each stage its own, or use autoshard.compile")
+            raise UsageError(f"{name} is read in stages {', '.join(map(str, stages))}, which would have to agree on it after every mini-batch; a "
+                             "stale pipeline has no tied weights: give each stage its own, or use autoshard.compile")
         self.step, self.optimizer = step, optimizer
         self.stashes = {s: Stash(program, step.stored) for s, program in step.runner.programs.items()}
 
@@ -129,8 +129,8 @@ class StalePipeline:
         with torch.enable_grad():
             key, _, tensors = module._key(tuple(batch), {})
         if key != self._key:
-            raise UsageError(f"mini-batch {m} ({', '.join(str(tuple(t.shape)) for t in tensors)}) differs from the example inputs in shapes, dtypes, or "
-                             "the model is in another mode; drop a last batch that is smaller (DataLoader(drop_last=True)) and stay in train()")
+            raise UsageError(f"mini-batch {m} ({', '.join(str(tuple(t.shape)) for t in tensors)}) differs from the example inputs in shapes, dtypes, "
+                             "or the model is in another mode; drop a last batch that is smaller (DataLoader(drop_last=True)) and stay in train()")
         module._calls += 1
         assert module._seed is not None, "ranks agreed on a seed when the model was prepared"
         return tensors, key[-1], mix(module._seed, module._calls)
@@ -140,15 +140,15 @@ def made_by(optimizer: Any, params: list[torch.Tensor]) -> torch.optim.Optimizer
     """Raises UsageError for what makes no optimizer."""
     found = optimizer(params) if callable(optimizer) else optimizer
     if not isinstance(found, torch.optim.Optimizer):
-        raise UsageError("optimizer: give a function that makes one of a list of parameters, lambda params: torch.optim.SGD(params, lr=0.1); every rank "
-                         "has one for its own stage")
+        raise UsageError("optimizer: give a function that makes one of a list of parameters, lambda params: torch.optim.SGD(params, lr=0.1); every "
+                         "rank has one for its own stage")
     return found
 
 
 def _length(batches: Any) -> int:
     if not isinstance(batches, Sized) or not isinstance(batches, Iterable):
-        raise UsageError(f"train() needs batches with a length, a list or a DataLoader, not {type(batches).__name__}: the schedule is made for all of "
-                         "them; pass a stream in pieces, each a list")
+        raise UsageError(f"train() needs batches with a length, a list or a DataLoader, not {type(batches).__name__}: the schedule is made for all "
+                         "of them; pass a stream in pieces, each a list")
     if len(batches) == 0:
         raise UsageError("train() got no batches")
     return len(batches)
@@ -162,7 +162,7 @@ def _check_memory(step: PipelineStep) -> None:
         kinds = {k: float(stage.memory.get(k) or 0.0) for k in ("parameters", "saved")}
         needed, limit = stage.total + further * sum(kinds.values()), stage.memory.get("limit")
         if limit is not None and needed > limit:
-            raise InfeasibleError(f"stage {s} ({stage.first} to {stage.last}) of a stale pipeline has {further} further mini-batches under way, each with a "
-                                  f"version of its weights ({quantities.size(kinds['parameters'])}) and what it saves "
+            raise InfeasibleError(f"stage {s} ({stage.first} to {stage.last}) of a stale pipeline has {further} further mini-batches under way, each "
+                                  f"with a version of its weights ({quantities.size(kinds['parameters'])}) and what it saves "
                                   f"({quantities.size(kinds['saved'])}): about {quantities.size(needed)}, and {quantities.size(float(limit))} are "
                                   "there; use fewer stages, smaller batches, or more ranks per stage", False)

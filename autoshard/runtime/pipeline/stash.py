@@ -1,8 +1,8 @@
 """Weight stashing (Narayanan et al., PipeDream, SOSP 2019): one rank of a pipeline whose optimizer runs inside the schedule.
 
 A rank updates its stage right behind each backward. A mini-batch that went forward before that goes backward later, with the weights of its
-forward: they are kept until then. In 1F1B order stage s of n (from 1) goes forward with the weights after t - n + s updates for mini-batch t (from 0),
-so
+forward: they are kept until then. In 1F1B order stage s of n (from 1) goes forward with the weights after t - n + s updates for mini-batch t (from
+0), so
 
     w(t + 1) = w(t) - lr grad f(w_1(t - n + 1), w_2(t - n + 2), ..., w_n(t)),   w(t) = w(0) for t < 0
 
