@@ -123,8 +123,8 @@ def runs(options: argparse.Namespace) -> list[Run]:
         compiled = autoshard.compile(copy.deepcopy(model), f"d={dist.get_world_size()}", example, loss_fn=mlp.loss, optimizer="sgd",
                                      seeds=seeds, search=search, cluster=options.cluster, cache=False)
         out.append(train(how, compiled, compiled, data, options))
-    staged = autoshard.compile(copy.deepcopy(model), f"pp={dist.get_world_size()}", example, loss_fn=mlp.loss, optimizer="sgd", cluster=options.cluster,
-                               cache=False, pipeline=autoshard.Pipeline(options.microbatches, options.schedule))
+    staged = autoshard.compile(copy.deepcopy(model), f"pp={dist.get_world_size()}", example, loss_fn=mlp.loss, optimizer="sgd", cache=False,
+                               cluster=options.cluster or "cpu-gloo", pipeline=autoshard.Pipeline(options.microbatches, options.schedule))
     out.insert(-1, train("pipeline", staged, staged, data, options))
     if dist.get_world_size() == 2 and staged.plan.pipeline["options"]["cuts"] != ["layers.1"]:
         sys.exit(f"the pipeline was cut at {staged.plan.pipeline['options']['cuts']}, and layer 1 | layers 2, 3 is the best of two cuts")

@@ -90,7 +90,7 @@ class Row:
         return abs(self.off) <= STEP and abs(self.idle_measured - self.idle_played) <= IDLE
 
 
-def compiled(name: str, sizes: dict[str, Any], pipeline: autoshard.Pipeline, cluster: str | None) -> tuple[Any, tuple[torch.Tensor, ...]]:
+def compiled(name: str, sizes: dict[str, Any], pipeline: autoshard.Pipeline, cluster: str) -> tuple[Any, tuple[torch.Tensor, ...]]:
     module = importlib.import_module(f"models.{name}")
     torch.manual_seed(0)
     model, batch = module.build("tiny", **sizes)
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--microbatches", action="append", type=int, help="default: 1, 2, 4, 8; they divide the batch of 8")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--cluster", help="profile to plan for (default: by the device)")
+    parser.add_argument("--cluster", default="cpu-gloo", help="profile to plan for")
     parser.add_argument("--cuts", action="store_true", help="searched cuts against equal layers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
