@@ -29,8 +29,8 @@ class Leg:
 
 @dataclass(frozen=True)
 class Share:
-    """Seconds of the critical path by what is done ("compute", "copy", "update", "host" or a kind of collective), over which axis, in which module (the
-    numbers of repeated layers as *). `times`: how often."""
+    """Seconds of the critical path by what is done ("compute", "copy", "update", "host" or a kind of collective), over which axis, in which
+    module (the numbers of repeated layers as *). `times`: how often."""
 
     what: str
     axis: str
