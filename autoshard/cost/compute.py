@@ -3,7 +3,8 @@
     seconds = max(FLOPs / (peak x e x filled), bytes / (bandwidth x e'), overhead)        views: 0
 
 e is the profile's efficiency of the op's family, e' the share of the bandwidth that it reaches (its own, or e), filled the share of the device
-that the shape of a matrix product can use (tiles.py), where the profile says how many multiprocessors there are. Where the profile holds a measured curve for the op or its family
+that the shape of a matrix product can use (tiles.py), where the profile says how many multiprocessors there are. Where
+the profile holds a measured curve for the op or its family
 (`autoshard calibrate` writes them), seconds = curve(bytes), or max(curve(FLOPs), bytes / (bandwidth x e)) for the
 families that count FLOPs. Bytes are those of all local inputs and outputs, except
 that an op which only picks rows of an input is charged for what it picks. Every shape entry may be a numpy
