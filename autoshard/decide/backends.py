@@ -17,6 +17,7 @@ from autoshard.decide.notes.opaque_notes import whole_notes
 from autoshard.decide.notes.seed_notes import seed_notes
 from autoshard.decide.options import PROPAGATE
 from autoshard.decide.program import Program
+from autoshard.decide.refine import SHARE, may_refine, refine
 from autoshard.decide.variants import Variants
 from autoshard.decide.walks.propagate import NO_SEEDS, as_solution
 from autoshard.errors import Interrupted, UsageError
@@ -51,18 +52,24 @@ def find(program: Program, how: How) -> Found:
 
         find(with_starts(formulate_within(table, limit), settings), How(Clock(seconds)))
     """
-    variants = Variants(program, how)
+    finer = how.finer and how.backend not in BACKENDS
+    variants = Variants(program, how.part(1.0 - SHARE) if finer and may_refine(program.formulation.table) else how)
     found = BACKENDS.get(how.backend, _searched)(variants)
     if found.solution.choice is None and how.clock.stopped:
         raise Interrupted("interrupted before a plan that fits was found; there is no plan yet")
     if found.solution.choice is None:
         raise explain_infeasible(variants.open, found.solution, found.only or variants.leanest, How(how.clock))
-    return found
+    return _refined(found, how) if finer else found
 
 
 def _searched(variants: Variants) -> Found:
     outcome = search(variants)
     return Found(outcome.program, outcome.solution, outcome.solution.status.value)
+
+
+def _refined(found: Found, how: How) -> Found:
+    program, solution = refine(found.program, found.solution, how)
+    return replace(found, program=program, solution=solution, status=solution.status.value)
 
 
 def _spread(variants: Variants) -> Found:

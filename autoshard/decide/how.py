@@ -6,18 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.search import Clock, solve
+from autoshard.search import Clock, improve, solve
 from autoshard.search.board import Board, Event, Progress
 from autoshard.search.problem import Problem, Solution
 
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement."""
+    """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement. `finer`: whether the plan over
+    decision units is refined op by op."""
 
     clock: Clock
     backend: str = "auto"
     progress: Progress | None = None
+    finer: bool = True
 
     def part(self, share: float = 1.0) -> How:
         """The same for a share of the time left."""
@@ -26,6 +28,10 @@ class How:
     def solve(self, problem: Problem, starts: Sequence[np.ndarray] = (), near: Sequence[np.ndarray] = ()) -> Solution:
         """Minimise `problem`. `starts`, `near`: as `starts` and `near` of `search.solve`."""
         return solve(problem, backend=self.backend, clock=self.clock, progress=self.progress, starts=starts, near=near)
+
+    def improve(self, problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float] | None:
+        """A choice at most as dear as `start`, by `search.improve`, with its cost; None where `start` is not feasible."""
+        return improve(problem, start, self.clock.part(), self.progress)
 
     def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool]) -> Solution:
         """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`."""

@@ -72,7 +72,8 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
         return prices(replace(whole, graph=graph), on, short, clock=clock, profile=profile, step=step)
 
     def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, within: float) -> Plan:
-        return decide(table(graph, on, wire, flying), replace(short, memory_budget=min(within, AMPLE)), clock=clock, interruptible=False)
+        return decide(table(graph, on, wire, flying), replace(short, memory_budget=min(within, AMPLE)), clock=clock, interruptible=False,
+                      finer=False)
 
     def least(graph: Graph, on: Mesh) -> tuple[float, float]:
         priced = table(graph, on, None)

@@ -18,7 +18,7 @@ from autoshard.search.problem import Edge, Intervals, Items, Problem, Solution, 
 from autoshard.search.routes.auto import search_auto, search_local, search_mip
 from autoshard.search.routes.brute import search_brute
 
-__all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "solve"]
+__all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "improve", "solve"]
 
 BACKENDS: dict[str, Callable[..., None]] = {
     "auto": search_auto,
@@ -27,6 +27,20 @@ BACKENDS: dict[str, Callable[..., None]] = {
     "local": search_local,
     "brute": lambda board, seed, threads: search_brute(board),
 }
+
+
+def improve(problem: Problem, start: np.ndarray, clock: Clock, progress: Progress | None = None) -> tuple[np.ndarray, float] | None:
+    """`start` made cheaper, neighbourhood by neighbourhood, until none is cheaper or `clock` is over; with its cost. There is no bound.
+    None where `start` is not feasible. Raises ProblemError for a malformed problem."""
+    from autoshard.search.routes.neighbourhoods import improve as by_neighbourhoods  # loads what only this needs
+
+    board = Board(problem, clock, progress)
+    board.offer(np.asarray(start), "incumbent")
+    if board.choice is None:
+        return None
+    with settled_heap():
+        by_neighbourhoods(board)
+    return board.choice, board.cost
 
 
 def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, work_limit: int | None = None,

@@ -107,6 +107,11 @@ def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> Decisio
     return DecisionUnit(name, (name,), (memo[key],))
 
 
+def are_coarse(table: CostTable) -> bool:
+    """Whether units leave out more than they do on a mesh of one axis."""
+    return sum(size > 1 for size in table.mesh.sizes) > 1
+
+
 def find_units(table: CostTable) -> DecisionUnits:
     """Group the ops as described above and enumerate every unit's strategies; equal units share their arrays."""
     graph, memo = table.graph, {}
