@@ -3,6 +3,7 @@ import pytest
 from random_chains import all_cuts
 from synthetic_pricer import Synthetic
 
+from autoshard.base.plan import NOT_FOUND
 from autoshard.errors import InfeasibleError
 from autoshard.pipeline.shapes.decide import TOLERANCE, ranked, try_shapes
 from autoshard.pipeline.shapes.meshes import Room, shapes
@@ -74,7 +75,7 @@ def test_a_heavy_head_gets_fewer_layers_beside_it():
 def test_a_shape_that_does_not_fit_says_so():
     tried = try_shapes(Synthetic(5), shapes(Room(2, 2, 4, 7)), 1.0)
     assert not ranked(tried)
-    assert {t.why for t in tried} == {"does not fit"}
+    assert {t.why for t in tried} == {NOT_FOUND}
 
     class Fat(Synthetic):
         def price(self, first, end, slot, lean):
@@ -82,4 +83,4 @@ def test_a_shape_that_does_not_fit_says_so():
                 raise InfeasibleError("a stage of blocks 0 to 1 needs 7 bytes")
             return super().price(first, end, slot, lean)
 
-    assert {t.why for t in try_shapes(Fat(5), shapes(Room(2, 2, 4, 7)), 1.0)} == {"does not fit: a stage of blocks 0 to 1 needs 7 bytes"}
+    assert {t.why for t in try_shapes(Fat(5), shapes(Room(2, 2, 4, 7)), 1.0)} == {f"{NOT_FOUND}: a stage of blocks 0 to 1 needs 7 bytes"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.pipeline.shapes.decide import Floor
+from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.price import StagePrice
 
@@ -52,6 +52,6 @@ class Synthetic:
             stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
             wire_out=self.hop * rows, wire_in=self.hop * rows)
 
-    def floor(self, slot: Slot) -> Floor:
+    def floor(self, slot: Slot, close: bool) -> Floor:
         work = np.array([self.work(k) for k in range(len(self.labels))]) * slot.rows / (slot.dp * slot.tp)
-        return Floor(work, 3 * work, np.zeros(len(work)))
+        return Floor(work, 3 * work, np.zeros(len(work)), np.zeros(len(work)))
