@@ -16,7 +16,7 @@ def by_trying_all(pricer, shape, limit):
     """Every partition, at the first lean level at which one fits."""
     table = shape.table()
     for lean in range(pricer.leanest + 1):
-        chain = chain_from(pricer.labels, lambda a, b: pricer.price(a, b, shape.slot, lean))
+        chain = chain_from(pricer.labels, lambda a, b: pricer.price(a, b, shape.slot, lean, table.split_backward))
         chain = chain if table.split_backward else chain.undivided()
         cuts = all_cuts(len(pricer.labels), shape.stages)
         cuts = cuts[(rank_bytes(chain, course_of(table), cuts) <= limit).all(1)]
@@ -78,9 +78,9 @@ def test_a_shape_that_does_not_fit_says_so():
     assert {t.why for t in tried} == {NOT_FOUND}
 
     class Fat(Synthetic):
-        def price(self, first, end, slot, lean):
+        def price(self, first, end, slot, lean, split):
             if lean:
                 raise InfeasibleError("a stage of blocks 0 to 1 needs 7 bytes")
-            return super().price(first, end, slot, lean)
+            return super().price(first, end, slot, lean, split)
 
     assert {t.why for t in try_shapes(Fat(5), shapes(Room(2, 2, 4, 7)), 1.0)} == {f"{NOT_FOUND}: a stage of blocks 0 to 1 needs 7 bytes"}

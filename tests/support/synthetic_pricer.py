@@ -41,7 +41,7 @@ class Synthetic:
     def ideal(self, slot: Slot) -> float:
         return 3 * sum(self.work(k) for k in range(len(self.labels))) * slot.rows / (slot.dp * slot.tp)
 
-    def price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
+    def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         self.asked.append((first, end, slot, lean))
         rows = slot.rows / slot.dp
         work = sum(self.work(k) for k in range(first, end))

@@ -53,8 +53,9 @@ class Pricer(Protocol):
     def floor(self, slot: Slot, close: bool) -> Floor:
         """The same by blocks; `close`: as high as can be shown, which takes longer."""
 
-    def price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
-        """The stage of blocks first..end-1, whatever it holds. Raises InfeasibleError where it cannot be that lean."""
+    def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
+        """The stage of blocks first..end-1, whatever it holds; `split`: with backward in two windows. Raises InfeasibleError where it
+        cannot be that lean."""
 
 
 @dataclass(frozen=True)
@@ -98,27 +99,29 @@ PlanWhole = Callable[[Shape], Tried]
 
 def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, tell: Callable[[str], None] = lambda text: None,
                plan_whole: PlanWhole | None = None) -> tuple[Tried, ...]:
-    """The one with the least bound first, so that most of those behind the best need not be searched; a bound that is the least is looked at more
-    closely before its shape is searched. `limit`: bytes of a rank. `tell` hears of every shape that is searched. With
-    `plan_whole`, shapes without stages are planned as they are instead: one search, where prices of blocks are four and say less."""
+    """Those without stages first: their price is nearest to that of a plan, so what comes after is held against it. Among either, the one with the
+    least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank. `tell` hears of
+    every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices of blocks are
+    four and say less."""
     search = _Search(pricer, limit, tell, plan_whole)
-    waiting = [(search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
+    waiting = [(shape.pp > 1, search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
     heapify(waiting)
     done: dict[int, Tried] = {}
     while waiting:
-        bound, promise, at, looked = heappop(waiting)
+        staged, bound, promise, at, looked = heappop(waiting)
         if bound >= search.enough:
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
         elif looked < LOOKS:
-            heappush(waiting, (max(bound, search.bound(shapes[at], close=looked > 0)), promise, at, looked + 1))
+            heappush(waiting, (staged, max(bound, search.bound(shapes[at], close=looked > 0)), promise, at, looked + 1))
         else:
             done[at] = search.searched(Tried(shapes[at], bound))
     return tuple(done[at] for at in sorted(done, key=lambda at: done[at].bound))
 
 
-def chain_of(pricer: Pricer, slot: Slot, lean: int) -> Chain:
-    """Every stage that can be on a slot. Raises InfeasibleError."""
-    return chain_from(pricer.labels, with_ends(pricer.labels, lambda first, end: pricer.price(first, end, slot, lean), pricer.weights))
+def chain_of(pricer: Pricer, slot: Slot, lean: int, split: bool) -> Chain:
+    """Every stage that can be on a slot; `split`: for schedules with backward in two parts. Raises InfeasibleError."""
+    made = chain_from(pricer.labels, with_ends(pricer.labels, lambda first, end: pricer.price(first, end, slot, lean, split), pricer.weights))
+    return made if split else made.undivided()
 
 
 class _Search:
@@ -127,7 +130,7 @@ class _Search:
     def __init__(self, pricer: Pricer, limit: float, tell: Callable[[str], None], plan_whole: PlanWhole | None) -> None:
         self.pricer, self.limit, self.best, self.plan_whole = pricer, limit, np.inf, plan_whole
         self.levels = range(1 + pricer.leanest if np.isfinite(limit) else 1)
-        self.chain = cache(lambda slot, lean: chain_of(pricer, slot, lean))
+        self.chain = cache(lambda slot, lean, split: chain_of(pricer, slot, lean, split))
         self.floor = cache(pricer.floor)
         self.tell = tell
         self._run = cache(make_run)
@@ -171,10 +174,9 @@ class _Search:
         run, enough, why = self.run(tried.shape), MARGIN * self.best, ""
         for lean in self.levels:
             try:
-                chain = self.chain(tried.shape.slot, lean)
+                chain = self.chain(tried.shape.slot, lean, run.table.split_backward)
             except InfeasibleError as e:
                 return replace(tried, why=f"{NOT_FOUND}: {e}")
-            chain = chain if run.table.split_backward else chain.undivided()
             found = partition(chain, run.course, run.price(chain), self.limit, PARTITIONS, enough)
             if found.cuts:
                 self.best = min(self.best, found.seconds)

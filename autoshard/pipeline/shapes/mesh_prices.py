@@ -48,27 +48,27 @@ class Sizes:
         self.batch, self.options, self.rows, self.count = batch, options, rows, count
         self.of = cache(self._of)
         self.stage = cache(self._stage)
-        self._cut = cache(lambda first, end, count: self.of(count).stage(first, end))
+        self._cut = cache(lambda first, end, count, split: replace(self.of(count), split=split).stage(first, end))
 
     def _of(self, count: int) -> Stretches:
         options = replace(self.options, microbatches=max(count, self.count))
         graph = self.batch.as_one(options) if count < self.count else self.batch.cut(options).graph
-        return Stretches(graph, Blocks.of(graph), split=graph.training)
+        return Stretches(graph, Blocks.of(graph), split=False)
 
     @property
     def first(self) -> Stretches:
         return self.of(self.count)
 
-    def _stage(self, first: int, end: int, count: int) -> Stage:
-        """Blocks first..end-1, of which a step runs `count` micro-batches."""
+    def _stage(self, first: int, end: int, count: int, split: bool) -> Stage:
+        """Blocks first..end-1, of which a step runs `count` micro-batches; `split`: with backward in two windows."""
         if count in (1, self.count):
-            return self._cut(first, end, count)
-        a, b = (self._cut(first, end, n) for n in (self.count, 1))
+            return self._cut(first, end, count, split)
+        a, b = (self._cut(first, end, n, split) for n in (self.count, 1))
         try:
             between = Between.of(self.rows // count, self.rows // self.count, self.rows)
             return _resized(a, between.graph(a.graph, b.graph, count))
         except Unlike:
-            return self._cut(first, end, count)
+            return self._cut(first, end, count, split)
 
 
 def traced_count(rows: int) -> int:
@@ -148,30 +148,30 @@ class MeshPricer:
         graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
         return self.searches.step(graph, self.mesh_of(slot), prices) if graph.of_kind("call") else (0.0, (0.0, 0.0))
 
-    def _stage(self, first: int, end: int, slot: Slot) -> Stage:
-        return self.sizes.stage(first, end, self.sizes.rows // slot.rows)
+    def _stage(self, first: int, end: int, slot: Slot, split: bool = False) -> Stage:
+        return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)
 
-    def price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
+    def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         """That of the first blocks of the same kinds, see `_price`."""
         at = self._first_of.setdefault(self.labels[first:end], first)
-        return self._cached(at, at + end - first, slot, lean)
+        return self._cached(at, at + end - first, slot, lean, split)
 
-    def _price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
+    def _price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         """At level 0 with ample memory. At level 1 with as many micro-batches in flight as there are stages, in the part of the ranks' memory
         that these blocks need at level 0. Raises InfeasibleError."""
-        stage, wire = self._stage(first, end, slot), self._wire(slot)
+        stage, wire = self._stage(first, end, slot, split), self._wire(slot)
         if not stage.graph.of_kind("call"):  # all its ops run in blocks that read them
             return StagePrice(0.0, 0.0)
-        flying, limit = (1, np.inf) if lean == 0 else (self._pp(slot), self._part(first, end, slot))
+        flying, limit = (1, np.inf) if lean == 0 else (self._pp(slot), self._part(first, end, slot, split))
         return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, limit), wire)
 
     def _pp(self, slot: Slot) -> int:
         return self.devices // (slot.dp * slot.tp)
 
-    def _part(self, first: int, end: int, slot: Slot) -> float:
+    def _part(self, first: int, end: int, slot: Slot, split: bool) -> float:
         """Bytes of a rank for these blocks."""
-        alone = {label: self.price(at, at + 1, slot, 0) for label, at in self.kinds.items()}
-        own, flying = self.price(first, end, slot, 0), self._pp(slot)
+        alone = {label: self.price(at, at + 1, slot, 0, split) for label, at in self.kinds.items()}
+        own, flying = self.price(first, end, slot, 0, split), self._pp(slot)
         room = max(0.0, flying * (self.limit - max(p.peak for p in alone.values())))
         needed = sum(alone[label].stored + flying * alone[label].saved for label in self.labels)
         return own.peak + min(1.0, room / needed) * (own.stored + flying * own.saved)
