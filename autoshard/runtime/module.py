@@ -186,7 +186,7 @@ class CompiledModule(Guidance, nn.Module):
         args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
         begin = time.perf_counter()
-        traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
+        traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, self.place.mesh, loss_fn=self.settings.loss_fn,
                                                         precision=self.options.precision, marks=self.options.marks,
                                                         fallback=self.options.fallback, hooks_run=True, stored={} if replan else self._stored.metas))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
