@@ -13,8 +13,8 @@ from autoshard.decide.memory.attempts import search
 from autoshard.decide.memory.leanest import Lean
 from autoshard.decide.memory.why_nothing_fits import explain_infeasible
 from autoshard.decide.notes.microbatch_notes import microbatch_notes
-from autoshard.decide.notes.padding_notes import padding_notes
 from autoshard.decide.notes.opaque_notes import whole_notes
+from autoshard.decide.notes.padding_notes import padding_notes
 from autoshard.decide.notes.seed_notes import seed_notes
 from autoshard.decide.options import PROPAGATE
 from autoshard.decide.program import Program

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
@@ -25,14 +24,15 @@ def padded(traced: Traced, mesh: Mesh, stored: Mapping[str, TensorMeta] | None =
     """The program with dims of parameters padded that do not divide over an axis of the mesh; the same one where there are none.
     `stored`: parameters that lie on ranks already, which are padded as they are there."""
     graph = traced.graph
-    sources = {s: n for s, n in _wanted(graph, mesh, stored).items()}
+    sources = _wanted(graph, mesh, stored)
     plain = _without_factors(graph)
     while sources:
         walk = Walk(plain, sources, travel_of)
         found = walk.run()
         if stored or not walk.spilled & sources.keys():
             with_dims = with_parts(factor_graph(found), stored)
-            return replace(traced, graph=_marked(with_dims), calling=replace(traced.calling, constants={**traced.calling.constants, **walk.constants}))
+            calling = replace(traced.calling, constants={**traced.calling.constants, **walk.constants})
+            return replace(traced, graph=_marked(with_dims), calling=calling)
         sources = {s: n for s, n in sources.items() if s not in walk.spilled}
     return traced
 

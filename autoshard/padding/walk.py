@@ -17,8 +17,6 @@ from autoshard.padding.site import FillWhereMade, Outcome, Site
 from autoshard.padding.values import LOWEST, Fill, Pad, Source, Value
 
 aten = torch.ops.aten
-CONSTANT = "_pad"
-"""Constants of the rewritten graph begin so."""
 Travel = Callable[[Site], Outcome | None]
 """How pads pass an op; None: it has to read true values."""
 
@@ -49,6 +47,7 @@ class Walk:
         self.makers: dict[Ref, Op] = {}
         self.came: dict[Ref, tuple[Value, Mapping[int, int]]] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.rows: dict[tuple[int, int, torch.dtype], str] = {}
         self.spilled: set[Source] = set()
         self.stored: dict[str, Mapping[int, Pad]] = {}
         self.fake = _torch.fake_mode()
@@ -100,7 +99,7 @@ class Walk:
 
     def constant(self, n: int, length: int, dtype: torch.dtype) -> Value:
         """A row of `length`: of bools, whether a position is behind the first `n`; of numbers, 0 before and -inf behind."""
-        name = f"{CONSTANT}_{n}_{length}_{str(dtype).removeprefix('torch.')}"
+        name = self.rows.setdefault((n, length, dtype), self._row_name(n, length, dtype))
         ref = Ref(f"buffer:{name}")
         if name not in self.constants:
             behind = torch.arange(length) >= n
@@ -108,6 +107,13 @@ class Walk:
             self.makers[ref] = Op(ref.op, "buffer", name, outputs=(TensorMeta((length,), dtype),), phase=self.graph.ops[0].phase)
             self.values[ref] = Value(ref, (length,), dtype)
         return self.values[ref]
+
+    def _row_name(self, n: int, length: int, dtype: torch.dtype) -> str:
+        """The same for a program and its twin in float64."""
+        if dtype is torch.bool:
+            return f"_pad_{n}_{length}"
+        before = sum(row[:2] == (n, length) and row[2] is not torch.bool for row in self.rows)
+        return f"_lowest_{n}_{length}" + (f"_{before}" if before else "")
 
 
 def longer(shape: Sequence[int], pads: Mapping[int, Pad]) -> tuple[int, ...]:

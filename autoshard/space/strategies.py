@@ -144,7 +144,7 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
     if not len(found):
         wanted = " or ".join(format_spec(s) for s in sorted(seed or ()))
         raise SeedError(f"seed {seeds.origins.get(op.name, '')} on {op.where} asks for {wanted}, which none of its strategies allows "
-                        f"(shape {op.outputs[0].shape if op.outputs else '?'} on mesh {mesh}); shard a dim that divides evenly")
+                        f"(shape {op.outputs[0].true_shape if op.outputs else '?'} on mesh {mesh}); shard a dim that divides evenly")
     return found
 
 

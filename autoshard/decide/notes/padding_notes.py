@@ -4,6 +4,10 @@ from __future__ import annotations
 from autoshard.base.graph import Graph
 
 
+def more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
 def padding_notes(graph: Graph) -> tuple[str, ...]:
     """One line for all lengths, with a weight that has each; empty where nothing is padded."""
     found: dict[tuple[int, int], list[str]] = {}
@@ -14,5 +18,5 @@ def padding_notes(graph: Graph) -> tuple[str, ...]:
                     found[true, n].append(op.target)
     if not found:
         return ()
-    parts = (f"{true:,} computed as {n:,} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" for (true, n), names in found.items())
+    parts = (f"{true:,} computed as {n:,} ({names[0]}{more(names)})" for (true, n), names in found.items())
     return (f"dims that do not divide are padded: {'; '.join(parts)}; stored, saved and shown in their true lengths",)
