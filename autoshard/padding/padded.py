@@ -25,14 +25,14 @@ def padded(traced: Traced, mesh: Mesh, stored: Mapping[str, TensorMeta] | None =
     `stored`: parameters that lie on ranks already, which are padded as they are there."""
     graph = traced.graph
     sources = _wanted(graph, mesh, stored)
-    plain = _without_factors(graph)
+    plain = without_factors(graph)
     while sources:
         walk = Walk(plain, sources, travel_of)
         found = walk.run()
         if stored or not walk.spilled & sources.keys():
             with_dims = with_parts(factor_graph(found), stored)
             calling = replace(traced.calling, constants={**traced.calling.constants, **walk.constants})
-            return replace(traced, graph=_marked(with_dims), calling=calling)
+            return replace(traced, graph=marked(with_dims), calling=calling)
         sources = {s: n for s, n in sources.items() if s not in walk.spilled}
     return traced
 
@@ -72,20 +72,21 @@ def length_on(mesh: Mesh, n: int) -> int | None:
     return None
 
 
-def _without_factors(graph: Graph) -> Graph:
+def without_factors(graph: Graph) -> Graph:
+    """With tensor dims as its logical dims."""
     return replace(graph, ops=tuple(replace(op, outputs=tuple(m and TensorMeta(m.shape, m.dtype) for m in op.outputs)) for op in graph.ops))
 
 
-def _marked(graph: Graph) -> Graph:
+def marked(graph: Graph) -> Graph:
     """With the true shapes of parameters at their gradients."""
     true = {op.target: op.outputs[0].unpadded for op in graph.of_kind("param") if op.outputs[0] and op.outputs[0].unpadded}
     marks: dict[Ref, tuple[int, ...]] = {op.refs[0]: true[name] for name, op in graph.outputs(Role.GRADIENT).items() if op.refs and name in true}
 
-    def marked(op: Op) -> Op:
+    def with_mark(op: Op) -> Op:
         if not any(Ref(op.name, i) in marks for i in range(len(op.outputs))):
             return op
         return replace(op, outputs=tuple(m and replace(m, unpadded=marks.get(Ref(op.name, i), ())) for i, m in enumerate(op.outputs)))
 
-    return replace(graph, ops=tuple(map(marked, graph.ops)))
+    return replace(graph, ops=tuple(map(with_mark, graph.ops)))
 
 

@@ -20,8 +20,9 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 GROWS = {aten.embedding_dense_backward.default: ("num_weights", 0), aten.new_zeros.default: ("size", None), aten.zeros.default: ("size", None)}
 """Ops that make zeros at positions nobody asks for: the argument that says how many, and the dim (None: any)."""
 
-RESHAPES = {aten.view.default: "size", aten._unsafe_view.default: "size", aten.reshape.default: "shape", aten.view_copy.default: "size"}
-"""The argument with the shape."""
+RESHAPES = {aten.view.default: "size", aten._unsafe_view.default: "size", aten.reshape.default: "shape", aten.view_copy.default: "size",
+            aten.slice_backward.default: "input_sizes"}
+"""The argument with the shape of the result, where the rule's `sizes` do not say."""
 
 
 class FillWhereMade(Exception):
@@ -177,17 +178,16 @@ class Site:
         return op
 
     def _holds(self, op: Op) -> bool:
-        with self.walk.fake:
-            def fake(leaf: Any) -> Any:
-                if not isinstance(leaf, Ref):
-                    return list(leaf) if isinstance(leaf, tuple) else leaf
-                made = self.walk.values[leaf]
-                return torch.empty(made.shape, dtype=made.dtype)
+        """Whether the op makes of these shapes what is said; tried on tensors without memory."""
+        def empty(leaf: Any) -> Any:
+            if isinstance(leaf, tuple):
+                return [empty(x) for x in leaf]
+            made = self.walk.values[leaf] if isinstance(leaf, Ref) else None
+            return leaf if made is None else torch.empty(made.shape, dtype=made.dtype, device="meta")
 
-            args = [map_args(fake, a) if isinstance(a, tuple) else fake(a) for a in op.args]
-            try:
-                result = op.target(*(list(a) if isinstance(a, tuple) else a for a in args), **{k: fake(v) for k, v in op.kwargs})
-            except (RuntimeError, ValueError, IndexError):
-                return False  # it cannot run on these shapes, so it reads true ones
+        try:
+            result = op.target(*map(empty, op.args), **{k: empty(v) for k, v in op.kwargs})
+        except (RuntimeError, ValueError, IndexError, NotImplementedError):
+            return False  # it cannot run on these shapes, so it reads true ones
         results = result if isinstance(result, (tuple, list)) else (result,)
         return [m and m.shape for m in op.outputs] == [None if m is None else tuple(r.shape) for r, m in zip(results, op.outputs, strict=True)]

@@ -4,13 +4,12 @@ An op that is not known (travel/) reads true values: what it reads is cut before
 Dims that are cut on the way are `spilled`: whoever chose them may choose fewer (padded.py)."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from autoshard import _torch
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta, map_args
 from autoshard.base.roles import Role
 from autoshard.padding.site import FillWhereMade, Outcome, Site
@@ -50,11 +49,10 @@ class Walk:
         self.rows: dict[tuple[int, int, torch.dtype], str] = {}
         self.spilled: set[Source] = set()
         self.stored: dict[str, Mapping[int, Pad]] = {}
-        self.fake = _torch.fake_mode()
         for op in self.graph.ops:
             {"param": self._param, "output": self._output, "call": self._call}.get(op.kind, self._keep)(op)
         rows = [self.makers[Ref(f"buffer:{name}")] for name in self.constants]
-        return replace(self.graph, ops=alive((*rows, *self.ops)))
+        return replace(self.graph, ops=alive((*rows, *self.ops), {op.name for op in rows}))
 
     def _keep(self, op: Op) -> None:
         self.put(op, [{} for _ in op.outputs])
@@ -121,12 +119,12 @@ def longer(shape: Sequence[int], pads: Mapping[int, Pad]) -> tuple[int, ...]:
     return tuple(pads[d].length if d in pads else n for d, n in enumerate(shape))
 
 
-def alive(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Without calls and constants of the walk that nothing reads."""
+def alive(ops: Sequence[Op], rows: Collection[str] = ()) -> tuple[Op, ...]:
+    """Without calls, and `rows`, that nothing reads."""
     read: set[str] = set()
     kept = []
     for op in reversed(ops):
-        if op.name in read or op.kind != "call":
+        if op.name in read or op.kind != "call" and op.name not in rows:
             kept.append(op)
             read |= {ref.op for ref in op.refs}
     return tuple(reversed(kept))

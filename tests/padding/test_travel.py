@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoshard.base.mesh import Mesh
-from autoshard.padding.padded import padded, travel_of
+from autoshard.padding.padded import marked, padded, travel_of, without_factors
 from autoshard.padding.values import ANY, FINITE
 from autoshard.padding.walk import Walk
 from autoshard.program.calling import Traced
@@ -61,8 +61,8 @@ STAYS = {  # name: fn; no dim is cut, but for what the user gets
     "mean of rows": lambda m, x, i: m.down(m.up(x).mean(0)),
     "norm made of sums": lambda m, x, i: m.down(m.up(x) * torch.rsqrt(m.up(x).pow(2).mean(-1, keepdim=True) + 1e-6) * m.scale),
     "largest": lambda m, x, i: m.up(x).amax(-1) + m.up(x).max(-1).values,
-    "position of the largest": lambda m, x, i: m.up(x).argmax(-1),
-    "transposed": lambda m, x, i: m.down(m.up(x).transpose(1, 2).transpose(0, 1).permute(2, 0, 1)),
+    "position of the largest": lambda m, x, i: (m.up(x).sum(), m.up(x).argmax(-1)),
+    "transposed": lambda m, x, i: m.down(m.up(x).transpose(1, 2).transpose(0, 1).permute(1, 2, 0)),
     "merged": lambda m, x, i: m.down(m.up(x).view(-1, N)).view(x.shape),
     "merged with minor dims": lambda m, x, i: (m.up(x).transpose(1, 2).reshape(2, N * ROWS) ** 2).sum(),
     "cat and slices of others": lambda m, x, i: m.down(torch.cat([m.up(x), m.scale.expand(2, 1, N)], 1)[:, 1:4]),
@@ -78,7 +78,7 @@ CUT = {  # an op that is not known is on the way: the dim stays whole
     "sorted": lambda m, x, i: m.down(m.up(x).sort(-1).values),
     "layer norm": lambda m, x, i: m.down(F.layer_norm(m.up(x), (N,))),
     "cumulated": lambda m, x, i: m.down(m.up(x).cumsum(-1)),
-    "flat position": lambda m, x, i: m.up(x).argmax(),
+    "flat position": lambda m, x, i: (m.up(x).sum(), m.up(x).argmax()),
     "with a buffer of the length": lambda m, x, i: m.down(m.up(x)[..., :4] @ x.new_ones(4, N)),
 }
 
@@ -121,8 +121,8 @@ def test_what_is_said_of_a_pad_is_so(name):
     """The walk itself, with whatever it cuts; every value's pad is looked at."""
     model, plain, batch = program({**STAYS, **CUT}[name])
     sources = {(op.target, d): 12 for op in plain.graph.of_kind("param") for d, n in enumerate(op.outputs[0].shape) if n == N}
-    walk = Walk(plain.graph, sources, travel_of)
-    wide = Traced(walk.run(), plain.calling)
+    walk = Walk(without_factors(plain.graph), sources, travel_of)
+    wide = Traced(marked(walk.run()), plain.calling)
     state = {**state_of(model), **walk.constants}
     assert_same(plain, wide, state, batch)
     found = values_of(wide, state, wide.calling.flatten(batch, {}))

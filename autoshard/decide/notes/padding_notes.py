@@ -19,4 +19,4 @@ def padding_notes(graph: Graph) -> tuple[str, ...]:
     if not found:
         return ()
     parts = (f"{true:,} computed as {n:,} ({names[0]}{more(names)})" for (true, n), names in found.items())
-    return (f"dims that do not divide are padded: {'; '.join(parts)}; stored, saved and shown in their true lengths",)
+    return (f"dims that do not divide are padded: {'; '.join(parts)}; stored and saved in their true lengths",)
