@@ -15,11 +15,12 @@ from autoshard.rules.ops import pointwise
 
 aten = torch.ops.aten
 
-_FINITE = ("abs add sub rsub mul neg relu gelu silu sigmoid tanh erf sin cos atan sign clamp clamp_min clamp_max maximum minimum where "
-           "masked_fill _to_copy clone softplus hardtanh leaky_relu elu mish hardswish hardsigmoid log_sigmoid_forward floor ceil round trunc lt le gt ge eq ne logical_not "
-           "logical_and logical_or bitwise_not bitwise_and bitwise_or addcmul lerp square").split()
+_FINITE = (
+    "abs add sub rsub mul neg relu gelu silu sigmoid tanh erf sin cos atan sign clamp clamp_min clamp_max maximum minimum where masked_fill "
+    "_to_copy clone softplus hardtanh leaky_relu elu mish hardswish hardsigmoid log_sigmoid_forward floor ceil round trunc lt le gt ge eq ne "
+    "logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or addcmul lerp square").split()
 """They make finite numbers of finite ones."""
-_ABSORBS = ("mul", "div", *(name for name in pointwise._backwards))
+_ABSORBS = ("mul", "div", *(name for name in pointwise.BACKWARDS))
 """Zero as the first operand gives zero, whatever the others are, if finite."""
 
 
