@@ -90,7 +90,7 @@ class Site:
         row = self.walk.constant(pad.true, pad.length, torch.bool)
         after = len(value.shape) - 1 - dim
         if after:
-            row = self.emit("row", aten.view.default, row, {}, (pad.length, *(1,) * after), (pad.length, *(1,) * after))
+            row = self.emit(f"row{after}", aten.view.default, row, {}, (pad.length, *(1,) * after), (pad.length, *(1,) * after))
         pads = {d: p if d == dim or p.fill == fill else p.filled(joint(p.fill, fill)) for d, p in value.pads.items()}
         name = "lowest" if fill == LOWEST else str(fill).replace(".", "_").replace("-", "minus_")
         return self.emit(f"fill{dim}_{name}", aten.masked_fill.Scalar, value, {**pads, dim: pad.filled(fill)}, value.shape, row.ref, fill)
@@ -114,7 +114,7 @@ class Site:
         args = (*maker.args[:at], said, *maker.args[at + 1:])
         key = (value.ref, "grown", dim, self.op.phase)
         if key not in self.walk.written:
-            name = f"{maker.name}_longer{dim}"
+            name = f"{maker.name}_longer{dim}{_late(self.op)}"
             op = replace(maker, name=name, args=args, outputs=(TensorMeta(shape, value.dtype),), phase=self.op.phase)
             self.walk.put(op, [{**value.pads, dim: like.filled(0.0)}])
             self.walk.written[key] = self.walk.values[Ref(name)]
@@ -137,7 +137,8 @@ class Site:
         """An op before this one, on `value`; the same one once for a phase."""
         key = (value.ref, what, self.op.phase)
         if key not in self.walk.written:
-            name = f"{str(value.ref).replace(':', '_')}_{what}" + ("" if self.op.phase == "forward" else f"_{self.op.phase}")
+            output = f"_out{value.ref.index}" if value.ref.index else ""
+            name = f"{value.ref.op.replace(':', '_')}{output}_{what}{_late(self.op)}"
             op = replace(self.op, name=name, kind="call", target=target, args=(value.ref, *args), kwargs=tuple(kwargs.items()),
                          outputs=(TensorMeta(tuple(shape), value.dtype),))
             self.walk.put(op, [pads])
@@ -191,3 +192,8 @@ class Site:
             return False  # it cannot run on these shapes, so it reads true ones
         results = result if isinstance(result, (tuple, list)) else (result,)
         return [m and m.shape for m in op.outputs] == [None if m is None else tuple(r.shape) for r, m in zip(results, op.outputs, strict=True)]
+
+
+def _late(op: Op) -> str:
+    """For names: the phase that an op is written in, but for forward."""
+    return "" if op.phase == "forward" else f"_{op.phase}"

@@ -60,7 +60,7 @@ STAYS = {  # name: fn; no dim is cut, but for what the user gets
     "mean of all": lambda m, x, i: torch.cos(m.up(x)).mean(),
     "mean of rows": lambda m, x, i: m.down(m.up(x).mean(0)),
     "norm made of sums": lambda m, x, i: m.down(m.up(x) * torch.rsqrt(m.up(x).pow(2).mean(-1, keepdim=True) + 1e-6) * m.scale),
-    "largest": lambda m, x, i: m.up(x).amax(-1) + m.up(x).max(-1).values,
+    "largest of negative numbers": lambda m, x, i: (-m.up(x).abs()).amax(-1) + (m.up(x) - 9.0).max(-1).values,
     "position of the largest": lambda m, x, i: (m.up(x).sum(), m.up(x).argmax(-1)),
     "transposed": lambda m, x, i: m.down(m.up(x).transpose(1, 2).transpose(0, 1).permute(1, 2, 0)),
     "merged": lambda m, x, i: m.down(m.up(x).view(-1, N)).view(x.shape),
@@ -71,6 +71,7 @@ STAYS = {  # name: fn; no dim is cut, but for what the user gets
     "padded elsewhere": lambda m, x, i: m.down(F.pad(m.up(x), (0, 0, 1, 0), value=3.0)),
     "batches of products": lambda m, x, i: m.up(x) @ m.up(x).transpose(1, 2),
     "products of pads": lambda m, x, i: (m.up(x).transpose(1, 2) @ torch.exp(m.up(x))).sum(),
+    "masks of two forms": lambda m, x, i: torch.exp(m.up(x)).transpose(1, 2).sum(1).sum() + torch.exp(m.up(x[0])).t().sum(0).sum(),
     "expanded": lambda m, x, i: m.down(m.up(x) - m.up(x).sum(-1, keepdim=True)),
     "of float32": lambda m, x, i: m.down(m.up(x).float().double()),
 }
