@@ -170,7 +170,7 @@ class Request:
         mesh = self.given_mesh
         spec, batch = self._batch(options)
         with (clock or PhaseTimer(progress))("trace"):
-            traced = batch.cut(options.pipeline)
+            traced = batch.on(mesh, options.pipeline)
         return TracedRequest(traced, mesh, options, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings},
                              {"its own tp_plan": hand_plan(spec.model, mesh, others_whole=True)} if has_plan(spec.model) else {})
 

@@ -51,7 +51,7 @@ def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, cl
     if is_open(mesh, options):
         return plan_open(asked, mesh, options, clock, profile, **how)
     with clock("trace"):
-        traced = asked.cut(options.pipeline)
+        traced = asked.on(mesh_of(mesh), options.pipeline)
     options.check_offload(profile, traced.graph.training)
     return plan_traced(traced, mesh_of(mesh), options, clock=clock, profile=profile, **how)
 
@@ -66,7 +66,7 @@ def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock:
 
     def plan_shape(on: Mesh, pipeline: Pipeline) -> Plan:
         with clock("trace"):
-            traced = asked.cut(pipeline)
+            traced = asked.on(on, pipeline)
         return plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, **how)
 
     found = choose(asked, wanted, searches(whole, options, clock, profile), plan_shape, partial(clock.say, "shapes"))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.base.graph import Graph
+from autoshard.base.pads import shorter
 from autoshard.base.plan import Plan
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
@@ -186,7 +187,8 @@ class Step:
         if self.place.device_mesh is None:
             return local if border is None else local.to(border.device)
         if border is None:
-            return _torch.dtensor_like(as_stored(local), self.stored.params[name])  # autograd sees to strides of plain tensors alone
+            p = self.stored.params[name]
+            return _torch.dtensor_like(as_stored(shorter(local, p._local_tensor.shape)), p)  # autograd sees to strides of plain tensors alone
         spec = self.input_specs[name]
         if border.local:
             return (local * _pieces(spec, self.place)).to(border.device)

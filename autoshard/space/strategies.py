@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.base.graph import Call, Graph, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
-from autoshard.base.spec import PSUM, R, Spec, divides, format_spec
+from autoshard.base.spec import PSUM, R, Spec, format_spec, stores
 from autoshard.errors import SeedError
 from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.rules import registry
@@ -137,21 +137,21 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
     else:
         meta = _placed(op, graph)
         if seed is not None:
-            specs: Sequence[Spec] = sorted(s for s in seed if divides(meta.logical_shape, s, mesh.sizes))
+            specs: Sequence[Spec] = sorted(s for s in seed if stores(meta, s, mesh.sizes))
         else:
             specs = [(R,) * mesh.ndim] if fixed else storage_specs(meta, mesh)
         found = _placeholder_set(op, meta, specs, mesh)
     if not len(found):
         wanted = " or ".join(format_spec(s) for s in sorted(seed or ()))
         raise SeedError(f"seed {seeds.origins.get(op.name, '')} on {op.where} asks for {wanted}, which none of its strategies allows "
-                        f"(shape {op.outputs[0].shape if op.outputs else '?'} on mesh {mesh}); shard a dim that divides evenly")
+                        f"(shape {op.outputs[0].true_shape if op.outputs else '?'} on mesh {mesh}); shard a dim that divides evenly")
     return found
 
 
 def storage_specs(meta: TensorMeta, mesh: Mesh) -> list[Spec]:
-    """Every way to store a tensor without Partial, evenly divided. All-Replicate first."""
+    """Every way to store a tensor without Partial, evenly divided, as DTensor would lay it. All-Replicate first."""
     choices = (R, *(d for d in range(meta.ndim) if d not in meta.part_dims))
-    return [s for s in product(choices, repeat=mesh.ndim) if divides(meta.logical_shape, s, mesh.sizes)]
+    return [s for s in product(choices, repeat=mesh.ndim) if stores(meta, s, mesh.sizes)]
 
 
 def _placeholder_set(op: Op, meta: TensorMeta, specs: Sequence[Spec], mesh: Mesh) -> StrategySet:

@@ -73,7 +73,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     if elsewhere is not None and options.pipeline.stages(mesh) > 1:
         raise UsageError(f"mesh {mesh} has a pipeline, which is verified with all ranks in one process: leave out --processes (elsewhere=)")
     call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training, options,
-                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None, mesh)
     progress("trace", "")
     with torch.autocast("cpu", enabled=False):  # the model alone runs in it
         subject = subject_of(call, given, mesh, dtype)
