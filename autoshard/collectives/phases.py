@@ -145,10 +145,11 @@ def _broadcast(size: float, levels: Levels) -> Phases:
     return (_together("broadcast", size, levels, log_latency(levels)),)
 
 
-def _send_recv(size: float, levels: Levels) -> Phases:
-    return (_together("send_recv", size, levels[-1:], levels[-1][0].latency),)
+def _pairs(kind: str) -> Callable[[float, Levels], Phases]:
+    """Every rank sends to one other, the slowest pairs over the outermost link."""
+    return lambda size, levels: (_together(kind, size, levels[-1:], levels[-1][0].latency),)
 
 
 _PHASES: dict[str, Callable[[float, Levels], Phases]] = {
     "all_gather": _gather("all_gather"), "reduce_scatter": _gather("reduce_scatter"), "all_reduce": _all_reduce, "all_to_all": _all_to_all,
-    "broadcast": _broadcast, "send_recv": _send_recv}
+    "broadcast": _broadcast, "send_recv": _pairs("send_recv"), "mirror": _pairs("mirror")}

@@ -17,7 +17,7 @@ class InnerCollective:
     """A collective that runs inside an op's local implementation, over the row's own mesh axis.
 
     Its buffer is `copies` times the local shape of `tensor` ("in0", "out1", ...) without the logical dims
-    `drop`, in `dtype` (default: that tensor's). `kind`: a name in `collectives.RUN`."""
+    `drop`, and with half (rounded down) of those in `halved`, in `dtype` (default: that tensor's). `kind`: a name in `collectives.RUN`."""
 
     kind: str
     tensor: str
@@ -25,6 +25,14 @@ class InnerCollective:
     drop: tuple[int, ...] = ()
     dtype: Any = None
     copies: int = 1
+    halved: tuple[int, ...] = ()
+
+    def numel(self, local: Sequence[Any]) -> Any:
+        """Elements of the buffer; `local`: the tensor's local logical shape, whose entries may be arrays."""
+        out: Any = self.copies
+        for dim, n in enumerate(local):
+            out = out * (1 if dim in self.drop else n // 2 if dim in self.halved else n)
+        return out
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,10 @@ class LocalContext(Protocol):
 
     def all_reduce(self, x: Any, reduce_op: str, axes: Sequence[int]) -> Any:
         """All-reduce `x` over each of `axes` in turn, minor first; waits for the result."""
+
+    def mirror(self, x: Any, axes: Sequence[int]) -> Any:
+        """`x` of the rank that is as far from the last one over `axes` as this one is from the first; waits for it. Runs over each of `axes` in
+        turn, minor first."""
 
 
 LocalImpl = Callable[..., Any]

@@ -111,7 +111,7 @@ def test_unknown_collective():
 @pytest.mark.parametrize("kind, ranks, milliseconds", [
     ("all_gather", 8, 2.409), ("all_gather", 16, 2.638), ("reduce_scatter", 8, 2.409), ("all_reduce", 8, 3.731),
     ("all_reduce", 16, 3.811), ("all_to_all", 8, 2.409), ("all_to_all", 16, 13.318), ("broadcast", 8, 2.740),
-    ("send_recv", 8, 2.736), ("send_recv", 16, 21.803)])
+    ("send_recv", 8, 2.736), ("send_recv", 16, 21.803), ("mirror", 8, 2.736), ("mirror", 16, 21.803)])
 def test_worked_numbers(kind, ranks, milliseconds):
     assert seconds(kind, 1e9, axis_of("h100-dgx", ranks)) * 1e3 == pytest.approx(milliseconds, abs=5e-4)
 
