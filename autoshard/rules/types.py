@@ -98,6 +98,7 @@ class Rule:
              hold numpy arrays (one entry per strategy); None: 0.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
+    takes    (call, specs of the inputs, mesh sizes) -> whether the op can run on inputs that are split so together; None: always.
     family   what kind of work the op does (see family.py).
     """
 
@@ -107,6 +108,7 @@ class Rule:
     sizes: tuple[tuple[str, str], ...] = ()
     flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
+    takes: Callable[[Call, Sequence[Spec], tuple[int, ...]], bool] | None = None
     family: Family = Family.POINTWISE
     origin: Origin = "own"
     notation: str = field(default="", compare=False)

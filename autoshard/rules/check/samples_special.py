@@ -138,7 +138,8 @@ def _attention(queries: int = 6, kv_heads: int = 4, mask: tuple[int, ...] | None
 
 ATTENTION = (
     *_attention(), *_attention(causal=True), *_attention(queries=8, keys=8, kv_heads=2, causal=True), *_attention(queries=12, keys=12, causal=True),
-    *_attention(queries=4, causal=True), *_attention(queries=2), *_attention(kv_heads=2),
+    *_attention(kv_heads=1), *_attention(queries=8, keys=8, kv_heads=1, causal=True), *_attention(kv_heads=2, mask=(4, 4, 6, 6)),
+    *_attention(kv_heads=2, mask=(4, 1, 6, 6)), *_attention(queries=4, causal=True), *_attention(queries=2), *_attention(kv_heads=2),
     *_attention(mask=(6, 6)), *_attention(mask=(4, 1, 6, 6)), *_attention(mask=(1, 4, 6, 6)),
     *_attention(queries=2, mask=(4, 1, 1, 6)),
     _attention(queries=1, kv_heads=2)[0],

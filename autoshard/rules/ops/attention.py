@@ -1,4 +1,4 @@
-"""Scaled dot-product attention in all its backends: batch, heads (grouped too) and the query's sequence, of causal attention
+"""Scaled dot-product attention in all its backends: batch, heads (grouped too: shared_heads.py) and the query's sequence, of causal attention
 as far as split_queries.py can run it; and the keys' where there are more of them than queries, as in a cache (split_keys.py).
 
 The letters of every tensor follow from its schema name, so one table serves all backends."""
@@ -14,6 +14,7 @@ from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import PSUM, R
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
+from autoshard.rules.ops.shared_heads import over_shared_heads
 from autoshard.rules.ops.split_keys import over_split_keys
 from autoshard.rules.ops.split_queries import may_split, mean_keys, over_split_queries
 from autoshard.rules.parts import adjust
@@ -105,8 +106,8 @@ RULES = {
     **{op.default: FORWARD_RULE
        for op in (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
                   aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_fused_attention_overrideable)},
-    aten._scaled_dot_product_flash_attention_for_cpu.default: over_split_queries(over_split_keys(FORWARD_RULE)),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: over_split_queries(BACKWARD_RULE),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: over_shared_heads(over_split_queries(over_split_keys(FORWARD_RULE))),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: over_shared_heads(over_split_queries(BACKWARD_RULE)),
     **{op.default: BACKWARD_RULE
        for op in (aten._scaled_dot_product_flash_attention_backward,
                   aten._scaled_dot_product_efficient_attention_backward,
