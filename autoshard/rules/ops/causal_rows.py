@@ -89,7 +89,8 @@ def _empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _tokens_first(like: Tensor, b: int, h: int, n: int, d: int) -> Tensor:
-    return like.new_empty((b, n, h, d)).transpose(1, 2)
+    out: Tensor = like.new_empty((b, n, h, d)).transpose(1, 2)
+    return out
 
 
 def _forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, begins: Sequence[int], scale: float | None = None) -> tuple[Tensor, Tensor]:

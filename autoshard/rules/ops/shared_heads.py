@@ -47,7 +47,8 @@ def _rows(call: Call) -> tuple[Row, ...]:
     for i in queries:  # a mask may have one row for all heads
         meta = call.inputs[i]
         inputs[i] = meta.logical_dims(HEADS).start if len(meta.shape) > 2 and meta.shape[HEADS] != 1 else R
-    if call.given("attn_mask") is not None and len(call.given("attn_mask").shape) != 4:
+    mask = call.given("attn_mask")
+    if mask is not None and len(mask.shape) != 4:
         return ()
     split = tuple(R if m is None else m.logical_dims(HEADS).start for m in call.outputs)
     return (Row(tuple(inputs), (split[0], PSUM, PSUM, *split[3:]) if call.given("grad_out") is not None else split),)
