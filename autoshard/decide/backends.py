@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard.base.plan import Plan
 from autoshard.decide.how import How
+from autoshard.decide.least_stored import with_least_stored
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.memory.attempts import search
 from autoshard.decide.memory.leanest import Lean
@@ -62,7 +63,7 @@ def find(program: Program, how: How) -> Found:
 
 def _searched(variants: Variants) -> Found:
     outcome = search(variants)
-    return Found(outcome.program, outcome.solution, outcome.solution.status.value)
+    return Found(outcome.program, with_least_stored(outcome.program, outcome.solution), outcome.solution.status.value)
 
 
 def _spread(variants: Variants) -> Found:
