@@ -44,10 +44,11 @@ def test_less_is_stored_in_the_same_time(build, seeds, monkeypatch):
 
 
 def test_slices_that_are_read_are_what_is_stored():
-    model, inputs = wide()
-    plan = planned(model, inputs, seeds={"0": "-,tp", "2": "-,tp"})
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 16384), nn.ReLU(), nn.Linear(16384, 4096))
+        plan = planned(model, (torch.randn(64, 4096),))
     split = sum(p.numel() for n, p in model.named_parameters() if n != "4.bias")
-    assert plan.memory["parameters"] == 4 * (split // 4 + 64), "all but the last bias, which is added to a sum"
+    assert plan.status == "optimal" and plan.memory["parameters"] == 4 * (split // 4 + 4096), "all but the last bias, which is added to a sum"
 
 
 def test_a_seed_is_kept():
