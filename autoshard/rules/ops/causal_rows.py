@@ -60,10 +60,10 @@ def _add_part(kernel: Kernel, mine: Sequence[Tensor], key: Tensor, value: Tensor
               scale: float | None) -> Tensor:
     """The queries' gradient through the keys `seen`; theirs are added in place."""
     grad, query, out, lse = mine
-    dq, dk_seen, dv_seen, *_ = kernel(grad, query, key[:, :, seen], value[:, :, seen], out, lse, 0.0, causal, scale=scale)
-    dk[:, :, seen] += dk_seen
-    dv[:, :, seen] += dv_seen
-    return dq
+    made: tuple[Tensor, ...] = kernel(grad, query, key[:, :, seen], value[:, :, seen], out, lse, 0.0, causal, scale=scale)
+    dk[:, :, seen] += made[1]
+    dv[:, :, seen] += made[2]
+    return made[0]
 
 
 def lengths(rows: int, runs: int) -> list[int]:
