@@ -39,7 +39,7 @@ from autoshard.seeds.seeds import with_held
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
-         outputs: str | Sequence[str] = "auto", memory_budget: str | float | None = None, cluster: str | None = None,
+         outputs: str | Sequence[str] = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
          pipeline: Pipeline | None = None, progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
@@ -84,8 +84,9 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
 
 def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, *,
             loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
-            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "auto", batch_axes: Sequence[str] = (),
-            memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0, search: str = "auto",
+            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "replicate",
+            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0,
+            search: str = "auto",
             fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
             backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
             join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,

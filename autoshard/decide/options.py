@@ -16,8 +16,7 @@ from autoshard.base.precision import Precision
 from autoshard.cost.optimizers import optimizer_name
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import PlanError, UsageError
-from autoshard.program.output_modes import AUTO as AUTO_OUTPUTS
-from autoshard.program.output_modes import check_modes
+from autoshard.program.output_modes import REPLICATE, check_modes
 
 if TYPE_CHECKING:
     from autoshard.cost.cluster import Cluster
@@ -57,7 +56,7 @@ class Passing(_Checked):
     `outputs`: a mode for all, or one for each with commas (program/output_modes.py)."""
 
     inputs: str = one_of("global", "local")
-    outputs: str = AUTO_OUTPUTS
+    outputs: str = REPLICATE
     batch_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -33,7 +33,8 @@ def modes_of(graph: Graph, text: str) -> dict[int, str]:
     if len(words) == 1:
         words *= len(outputs)
     if len(words) != len(outputs) and not any(op.is_port for op in graph.ops):
-        raise UsageError(f"outputs={text!r} names {len(words)} modes, and the model returns {len(outputs)} tensors; give one for all, or one for each")
+        raise UsageError(f"outputs={text!r} names {len(words)} modes, and the model returns {len(outputs)} tensors; give one "
+                         "for all, or one for each")
     beside = _beside_a_loss(graph)
     found = {name: words[name if len(words) > name else -1] for name in outputs}
     return {name: (DTENSOR if name in beside else REPLICATE) if word == AUTO else word for name, word in found.items()}

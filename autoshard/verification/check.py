@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
-from autoshard.base.spec import R, Spec, divides
 from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.options import Options
+from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.pipeline.pipelined import submesh
-from autoshard.decide.passed_inputs import as_passed
 from autoshard.planner.one_stage import prices
 from autoshard.verification.models.copies import default_dtype
 from autoshard.verification.models.subject import Call, Subject, subject_of
@@ -36,7 +34,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
            loss_fn: Callable[..., Any] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
            plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
            tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
-           memory_budget: str | float | None = None, inputs: str = "global", outputs: str = "auto", fallback: str = "error",
+           memory_budget: str | float | None = None, inputs: str = "global", outputs: str = "replicate", fallback: str = "error",
            time_limit: float = 60.0,
            precision: Precision | None = None, pipeline: Pipeline | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
            progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:

@@ -18,6 +18,6 @@ def output_notes(graph: Graph, plan: Plan) -> tuple[str, ...]:
         spec, meta = plan.ops[op.name].inputs[0], graph.meta(op.refs[0])
         if modes[name] == DTENSOR and any(map(is_shard, spec)):
             shape = " x ".join(map(str, meta.shape))
-            lines.append(f"output:{name} ({shape}) stays split, {ShardingSpec.from_spec(spec, meta.ndim, plan.mesh)}: it stands beside the loss that is "
-                         "trained, so it is handed out as a DTensor, and full_tensor() gathers it; outputs='replicate' gathers it at every step")
+            lines.append(f"output:{name} ({shape}) stays split, {ShardingSpec.from_spec(spec, meta.ndim, plan.mesh)}: it stands beside the loss that "
+                         "is trained, so it is handed out as a DTensor, and full_tensor() gathers it; outputs='replicate' gathers it at every step")
     return tuple(lines)
