@@ -15,6 +15,7 @@ from autoshard.decide.memory.leanest import Lean
 from autoshard.decide.memory.why_nothing_fits import explain_infeasible
 from autoshard.decide.notes.microbatch_notes import microbatch_notes
 from autoshard.decide.notes.opaque_notes import whole_notes
+from autoshard.decide.notes.output_notes import output_notes
 from autoshard.decide.notes.seed_notes import seed_notes
 from autoshard.decide.options import PROPAGATE
 from autoshard.decide.program import Program
@@ -41,7 +42,7 @@ class Found:
         program = self.program
         plan = make_plan(program.formulation, self.solution, model=model, settings=program.settings, seeds=seeds, notes=seed_notes(table),
                          timelines=program.timelines)
-        notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan))
+        notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan), *output_notes(table.graph, plan))
         plan = replace(plan, notes=notes, status=self.status).recomputing(table.graph.hash)
         return replace(plan, notes=(*plan.notes, *self.warnings))
 
