@@ -54,7 +54,7 @@ def _whole(kind: str, nbytes: float, axis: Axis) -> Phases:
     """Of a kind that nobody has taken apart: all of it on the outermost link."""
     link, wire, total = axis.levels[-1][0], wire_bytes(kind, nbytes, axis.size), seconds(kind, nbytes, axis)
     moving = min(wire / link.bus_bandwidth, total)
-    return ((Phase(link.name, total - moving, wire, wire / moving),),)
+    return ((Phase(link.name, total - moving, wire, wire / moving if moving else link.bus_bandwidth),),)
 
 
 def _cheapest(*algorithms: Phases) -> Phases:
@@ -83,7 +83,7 @@ def _together(kind: str, wire: float, levels: Levels, latency: float) -> Group:
 def _measured(link: Link, curve: Callable[[np.ndarray], np.ndarray], wire: float, latency: float) -> Phase:
     total = float(curve(np.asarray(wire)))
     moving = min(wire / link.bus_bandwidth, total)
-    return Phase(link.name, latency + total - moving, wire, wire / moving)
+    return Phase(link.name, latency + total - moving, wire, wire / moving if moving else link.bus_bandwidth)
 
 
 def _sent(wire: float, levels: Levels) -> list[tuple[Link, float]]:
