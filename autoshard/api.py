@@ -42,7 +42,7 @@ from autoshard.seeds.seeds import with_held
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
-         outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
+         outputs: str | Sequence[str] = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
          pipeline: Pipeline | None = None, progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
@@ -56,7 +56,9 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    or an object of torch.optim that is there
     precision      Precision(param=, master=, reduce=), each of "bf16", "fp16", "fp32", "fp64"; None: the model's own dtypes
     inputs         "global": every rank gets the whole batch; "local": each gets its own part
-    outputs        "replicate": whole on every rank; "dtensor", "local": as the plan splits them
+    outputs        "replicate": whole on every rank; "dtensor", "local": as the plan splits them; "auto": whole, but what a model returns beside
+                   the loss that it is trained with (logits) is a DTensor, so that nobody waits for what nobody reads. One for all outputs,
+                   or one for each: ("replicate", "dtensor")
     seeds          see seeds/seeds.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
     time_limit     seconds of wall clock for the phase "search" (see docs/search.md), after tracing and pricing; the best plan so far
@@ -85,8 +87,9 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
 
 def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, *,
             loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
-            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate", batch_axes: Sequence[str] = (),
-            memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0, search: str = "auto",
+            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "replicate",
+            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0,
+            search: str = "auto",
             fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
             backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
             join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,

@@ -102,6 +102,17 @@ class TensorMeta:
         """The logical dim that a shard of tensor dim `dim` splits: its major one, behind the number of its parts."""
         return next(i for i in self.logical_dims(dim) if i not in self.part_dims)
 
+    def on_tensor_dims(self, spec: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`spec` with tensor dims in place of logical ones; None where a rank's piece is no block of its tensor dim, as where a minor factor
+        is split."""
+        out = []
+        for p in spec:
+            dim = self.tensor_dim(p) if p >= 0 else p
+            if p >= 0 and p != next(i for i in self.logical_dims(dim) if self.logical_shape[i] > 1 and i not in self.part_dims):
+                return None
+            out.append(dim)
+        return tuple(out)
+
     def unflatten(self, logical: tuple[int, ...]) -> tuple[int, ...]:
         """Tensor shape for a (local) logical shape with the same factor structure."""
         out, i = [], 0

@@ -54,7 +54,7 @@ def _whole(kind: str, nbytes: float, axis: Axis) -> Phases:
     """Of a kind that nobody has taken apart: all of it on the outermost link."""
     link, wire, total = axis.levels[-1][0], wire_bytes(kind, nbytes, axis.size), seconds(kind, nbytes, axis)
     moving = min(wire / link.bus_bandwidth, total)
-    return ((Phase(link.name, total - moving, wire, wire / moving),),)
+    return ((Phase(link.name, total - moving, wire, wire / moving if moving else link.bus_bandwidth),),)
 
 
 def _cheapest(*algorithms: Phases) -> Phases:
@@ -83,7 +83,7 @@ def _together(kind: str, wire: float, levels: Levels, latency: float) -> Group:
 def _measured(link: Link, curve: Callable[[np.ndarray], np.ndarray], wire: float, latency: float) -> Phase:
     total = float(curve(np.asarray(wire)))
     moving = min(wire / link.bus_bandwidth, total)
-    return Phase(link.name, latency + total - moving, wire, wire / moving)
+    return Phase(link.name, latency + total - moving, wire, wire / moving if moving else link.bus_bandwidth)
 
 
 def _sent(wire: float, levels: Levels) -> list[tuple[Link, float]]:
@@ -156,10 +156,11 @@ def _broadcast(size: float, levels: Levels) -> Phases:
     return (_together("broadcast", size, levels, log_latency(levels)),)
 
 
-def _send_recv(size: float, levels: Levels) -> Phases:
-    return (_together("send_recv", size, levels[-1:], levels[-1][0].latency),)
+def _pairs(kind: str) -> Callable[[float, Levels], Phases]:
+    """Every rank sends to one other, the slowest pairs over the outermost link."""
+    return lambda size, levels: (_together(kind, size, levels[-1:], levels[-1][0].latency),)
 
 
 _PHASES: dict[str, Callable[[float, Levels], Phases]] = {
     "all_gather": _gather("all_gather"), "reduce_scatter": _gather("reduce_scatter"), "all_reduce": _all_reduce, "all_to_all": _all_to_all,
-    "broadcast": _broadcast, "send_recv": _send_recv}
+    "broadcast": _broadcast, "send_recv": _pairs("send_recv"), "mirror": _pairs("mirror")}

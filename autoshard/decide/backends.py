@@ -8,12 +8,14 @@ from typing import Any
 
 from autoshard.base.plan import Plan
 from autoshard.decide.how import How
+from autoshard.decide.least_stored import with_least_stored
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.memory.attempts import search
 from autoshard.decide.memory.leanest import Lean
 from autoshard.decide.memory.why_nothing_fits import explain_infeasible
 from autoshard.decide.notes.microbatch_notes import microbatch_notes
 from autoshard.decide.notes.opaque_notes import whole_notes
+from autoshard.decide.notes.output_notes import output_notes
 from autoshard.decide.notes.padding_notes import padding_notes
 from autoshard.decide.notes.seed_notes import seed_notes
 from autoshard.decide.options import PROPAGATE
@@ -42,7 +44,8 @@ class Found:
         program = self.program
         plan = make_plan(program.formulation, self.solution, model=model, settings=program.settings, seeds=seeds, notes=seed_notes(table),
                          timelines=program.timelines)
-        notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan), *padding_notes(table.graph))
+        notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan), *padding_notes(table.graph),
+                 *output_notes(table.graph, plan))
         plan = replace(plan, notes=notes, status=self.status).recomputing(table.graph.hash)
         return replace(plan, notes=(*plan.notes, *self.warnings))
 
@@ -65,7 +68,7 @@ def find(program: Program, how: How) -> Found:
 
 def _searched(variants: Variants) -> Found:
     outcome = search(variants)
-    return Found(outcome.program, outcome.solution, outcome.solution.status.value)
+    return Found(outcome.program, with_least_stored(outcome.program, outcome.solution), outcome.solution.status.value)
 
 
 def _refined(found: Found, how: How) -> Found:

@@ -178,6 +178,11 @@ class Context:
             x = self.emit.wait(self.emit.collective("all_reduce", x, (axis,), reduce_op))
         return x
 
+    def mirror(self, x: Any, axes: Sequence[int]) -> Any:
+        for axis in sorted(axes, reverse=True):
+            x = self.emit.wait(self.emit.collective("mirror", x, (axis,)))
+        return x
+
 
 def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     """Shape of the tensor a rank holds, flattened dims flattened."""

@@ -12,6 +12,7 @@ from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.backends import find
 from autoshard.decide.how import How
 from autoshard.decide.options import Options
+from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import formulate_within, with_starts
 from autoshard.errors import UsageError
@@ -36,7 +37,8 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
                          "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
     graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
     with clock("strategies"):
-        seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, fixed or {})
+        held = {**({} if step is not None else as_passed(graph, mesh, options.passing)), **(fixed or {})}
+        seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, held)
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.passing.outputs))
     with clock("costs"):
         step = step or Training(options.optimizer, graph.training, offload=options.offload == "optimizer")

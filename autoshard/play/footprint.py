@@ -2,7 +2,8 @@
 
 Nothing is estimated. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
 followed through views. Equal ops on tensors of equal strides are written once, so a model of equal layers costs
-little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py) the inside is an estimate.
+little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py), and of attention whose queries are split, the
+inside is an estimate.
 """
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from autoshard.lower.lower import emit_op, local_tensor_shape
 from autoshard.lower.overwrite_table import others, swaps, takers
 from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque.opaque import opaque_of
+from autoshard.rules.ops.causal_rows import workspace
 
 Strides = tuple[int, ...]
 
@@ -128,9 +130,9 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
         if _is_swap(node, emit.mesh, apart):
             last[first + 1] = lives.position[next(iter(node.users))]
             made.append(made[0])
-        if (whole := opaque_of(node)) is not None:
+        if inside := _inside(node):
             last[first + len(made)] = lives.position[node]
-            made.append(whole.workspace)
+            made.append(inside)
         makes.append(tuple(made))
     last |= {buffers[key]: end for key, end in lives.last_read.items()}
     pieces = []
@@ -140,6 +142,12 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
         pieces.append(Piece(makes[i], drops, over, _is_swap(node, emit.mesh, apart)))
     outputs = tuple(None if r is None else Output(buffers[next(storages(r.node))], emit.value(r).stride()) for r in results)
     return Footprint(tuple(pieces), outputs, len(nodes) if started is None else lives.position[started] + 1)
+
+
+def _inside(node: torch.fx.Node) -> int:
+    """Bytes that a node takes while it runs and that no other node sees."""
+    whole = opaque_of(node)
+    return workspace(node.target, torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])) if whole is None else whole.workspace
 
 
 def _over(node: torch.fx.Node, buffers: Mapping[int, int]) -> Iterator[int]:

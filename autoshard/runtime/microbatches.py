@@ -119,6 +119,7 @@ class MicroStep(Step):
         ways = Results(graph).ways
         self.shown = tuple(i for i, (how, _) in enumerate(ways) if how != WEIGHTS)
         self.user_specs = tuple(self.user_specs[i] for i in self.shown)
+        self.modes = tuple(self.modes[i] for i in self.shown)
         self.user_metas = tuple(joined_meta(self.user_metas[i], *ways[i], graph.microbatches) for i in self.shown)
 
     @property

@@ -71,7 +71,7 @@ class CompiledModule(Guidance, nn.Module):
         self._told = self.place.pulse.told if self.place.mesh.size > 1 else [0]
         self._recipes: dict[Any, list[Any]] = {}
         self._searched: tuple[Known, ...] = ()
-        self._wraps = self.passing.outputs == "dtensor" and self.place.device_mesh is not None
+        self._wraps = self.place.device_mesh is not None
         self._accumulating = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
         self._seed: int | None = None
@@ -117,9 +117,9 @@ class CompiledModule(Guidance, nn.Module):
         except (AutoshardError, RuntimeError) as e:
             self.name_who_left(e)
             raise
-        if self._wraps:
-            outs = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self._stores_at)
-                         for t, s, m in zip(outs, step.user_specs, step.user_metas, strict=True))
+        if self._wraps and step.wraps:
+            outs = tuple(wrap_output(t, s, m, mode, self._stores_at)
+                         for t, s, m, mode in zip(outs, step.user_specs, step.user_metas, step.modes, strict=True))
         return step.calling.unflatten(outs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":

@@ -17,6 +17,7 @@ from autoshard.base.roles import Role
 from autoshard.base.spec import PSUM, R, Spec, format_spec, stores
 from autoshard.errors import SeedError
 from autoshard.program.flow import casts_of_parts, rows_of
+from autoshard.program.output_modes import REPLICATE, modes_of
 from autoshard.rules import registry
 from autoshard.rules.states import free
 from autoshard.rules.types import Row
@@ -84,17 +85,17 @@ Strategies = Mapping[str, StrategySet]
 
 
 def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str = "replicate") -> dict[str, StrategySet]:
-    """A StrategySet per op name. `outputs` is compile's mode: "replicate" fixes user outputs to Replicate.
+    """A StrategySet per op name. `outputs` is compile's mode, or modes: "replicate" fixes a user output to Replicate.
 
-    Raises SeedError when a seed leaves an op without a strategy."""
+    Raises SeedError when a seed leaves an op without a strategy, UsageError for another number of modes than of outputs."""
     cache: dict[object, StrategySet] = {}
     result: dict[str, StrategySet] = {}
-    of_parts, chosen = casts_of_parts(graph), free(graph)
+    of_parts, chosen, modes = casts_of_parts(graph), free(graph), modes_of(graph, outputs)
     for op in graph.ops:
         seed = seeds.specs.get(op.name)
         reads = tuple((i, seeds.reads[op.name, i]) for i in range(len(op.refs)) if (op.name, i) in seeds.reads) if seeds.reads else ()
-        fixed = op.name not in chosen and _is_fixed(op, outputs)
-        key = (graph.calls[op.name] if op.kind == "call" else (op.kind, fixed, _placed(op, graph)), seed, reads, op.name in of_parts)
+        fixed = op.name not in chosen and _is_fixed(op, modes)
+        key = (graph.calls[op.name] if op.kind == "call" else (op.kind, _is_result(op), fixed, _placed(op, graph)), seed, reads, op.name in of_parts)
         if key not in cache:
             cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, fixed, of_parts), reads, seeds)
         result[op.name] = cache[key]
@@ -117,15 +118,21 @@ def _placed(op: Op, graph: Graph) -> TensorMeta:
     return op.outputs[0] if op.kind != "output" else graph.meta(op.refs[0])
 
 
-def _is_fixed(op: Op, outputs: str) -> bool:
+def _is_result(op: Op) -> bool:
+    """Whether it is an output that the user gets."""
+    return op.kind == "output" and op.target.role is Role.USER
+
+
+def _is_fixed(op: Op, modes: Mapping[int, str]) -> bool:
     """Whether the op's only placement is Replicate: inputs, buffers that are no state and what is written back to them. Where a stage of a
     pipeline receives or sends a value, its placement is free."""
     if op.is_port:
         return False
     if op.kind in ("buffer", "input"):
         return True
-    role = op.target.role if op.kind == "output" else None
-    return outputs == "replicate" if op.kind == "tangent" or role is Role.USER else role is Role.MUTATION
+    if op.kind == "tangent" or _is_result(op):
+        return modes.get(op.target if op.kind == "tangent" else op.target.name, REPLICATE) == REPLICATE
+    return op.kind == "output" and op.target.role is Role.MUTATION
 
 
 def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, of_parts: frozenset[str]) -> StrategySet:
@@ -140,6 +147,8 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
             specs: Sequence[Spec] = sorted(s for s in seed if stores(meta, s, mesh.sizes))
         else:
             specs = [(R,) * mesh.ndim] if fixed else storage_specs(meta, mesh)
+        if _is_result(op) and not op.is_port:  # the user counts dims of the tensor
+            specs = [s for s in specs if meta.on_tensor_dims(s) is not None]
         found = _placeholder_set(op, meta, specs, mesh)
     if not len(found):
         wanted = " or ".join(format_spec(s) for s in sorted(seed or ()))
@@ -188,7 +197,7 @@ def call_strategies(call: Call, mesh: Mesh, rows: tuple[Row, ...] | None = None)
         if meta is not None and mesh.ndim > 1:
             ok &= _divisible(meta.logical_shape, placements[:, t], mesh.sizes)
     ok &= ~_mixed_partial(placements)
-    if registry.rule_of(call.target).grain is not None:
+    if registry.is_choosy(call):
         ok &= [bool(found) and registry.takes_pieces(call, [tuple(p) for p in inputs], mesh.sizes)
                for found, inputs in zip(ok, placements[:, :n_in].tolist(), strict=True)]
     placements, picked = placements[ok], picked[ok]

@@ -117,7 +117,7 @@ def test_unknown_collective():
 @pytest.mark.parametrize("kind, ranks, milliseconds", [
     ("all_gather", 8, 2.409), ("all_gather", 16, 2.638), ("reduce_scatter", 8, 2.409), ("all_reduce", 8, 3.731),
     ("all_reduce", 16, 3.811), ("all_to_all", 8, 2.409), ("all_to_all", 16, 13.318), ("broadcast", 8, 2.740),
-    ("send_recv", 8, 2.736), ("send_recv", 16, 21.803)])
+    ("send_recv", 8, 2.736), ("send_recv", 16, 21.803), ("mirror", 8, 2.736), ("mirror", 16, 21.803)])
 def test_worked_numbers(kind, ranks, milliseconds):
     assert seconds(kind, 1e9, axis_of("h100-dgx", ranks)) * 1e3 == pytest.approx(milliseconds, abs=5e-4)
 
@@ -192,7 +192,7 @@ def test_oversubscription_slows_what_crosses_it_and_nothing_else(name, kind, nby
 points = st.lists(st.tuples(st.floats(1, 1e4), st.floats(0, 1)), min_size=2, max_size=6)
 
 
-@given(st.lists(points, min_size=6, max_size=6), SIZES, SIZES, st.integers(1, 63), st.data())
+@given(st.lists(points, min_size=len(KINDS), max_size=len(KINDS)), SIZES, SIZES, st.integers(1, 63), st.data())
 def test_measured_links_keep_the_properties(curves, a, b, n, data):
     """Whatever was measured: free on one rank, monotone in bytes and ranks, exchange at most gather."""
     link = replace(CLUSTERS["cpu-gloo"].links[0], measured=bounded(dict(zip(tuple(KINDS), map(curve_through, curves), strict=True))))
@@ -216,5 +216,5 @@ def test_a_measured_link_repeats_its_measurements():
     assert seconds("all_gather", 2e6, axis) == pytest.approx(3e-3 + 1e-4)
     assert seconds("all_gather", 4e6, axis) == pytest.approx(5e-3 + 1e-4)
     assert seconds("reduce_scatter", 2e6, axis) == seconds("reduce_scatter", 2e6, axis_of("cpu-gloo", 2))
-    assert [wire_bytes(k, 8.0, 4) for k in tuple(KINDS)] == [6, 6, 12, 6, 8, 8]
-    assert [ring_steps(k, 4) for k in tuple(KINDS)] == [3, 3, 6, 3, 2, 1]
+    assert [wire_bytes(k, 8.0, 4) for k in tuple(KINDS)] == [6, 6, 12, 6, 8, 8, 8]
+    assert [ring_steps(k, 4) for k in tuple(KINDS)] == [3, 3, 6, 3, 1, 2, 1]

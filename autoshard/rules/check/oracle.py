@@ -109,7 +109,7 @@ def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-9, scale: tor
 # ---- running one op on threads
 
 class _Exchange:
-    """All-reduce between threads."""
+    """Collectives between threads."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -117,12 +117,18 @@ class _Exchange:
         self.held: dict[int, torch.Tensor] = {}
 
     def all_reduce(self, rank: int, x: torch.Tensor, reduce_op: str, axis: int) -> torch.Tensor:
+        return reduce(COMBINE[reduce_op], self._of_group(rank, x, axis))
+
+    def mirror(self, rank: int, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return self._of_group(rank, x, axis)[-1 - self.mesh.coordinates(rank)[axis]]
+
+    def _of_group(self, rank: int, x: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        """The tensors of all ranks along `axis`, in their order."""
         self.held[rank] = x
         self.barrier.wait(_PATIENCE_S)
         mine = self.mesh.coordinates(rank)
-        group = [other for other in range(self.mesh.size)
-                 if all(a == b for i, (a, b) in enumerate(zip(self.mesh.coordinates(other), mine, strict=True)) if i != axis)]
-        out = reduce(COMBINE[reduce_op], [self.held[other] for other in group])
+        out = [self.held[other] for other in range(self.mesh.size)
+               if all(a == b for i, (a, b) in enumerate(zip(self.mesh.coordinates(other), mine, strict=True)) if i != axis)]
         self.barrier.wait(_PATIENCE_S)
         return out
 
@@ -162,6 +168,11 @@ class ThreadContext:
     def all_reduce(self, x: torch.Tensor, reduce_op: str, axes: Sequence[int]) -> torch.Tensor:
         for axis in sorted(axes, reverse=True):
             x = self.exchange.all_reduce(self.rank, x, reduce_op, axis)
+        return x
+
+    def mirror(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        for axis in sorted(axes, reverse=True):
+            x = self.exchange.mirror(self.rank, x, axis)
         return x
 
 
