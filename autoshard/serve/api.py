@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autoshard import api
-from autoshard.errors import UsageError
+from autoshard.errors import ModelError, TraceError, UsageError
 
 
 def generator(model: nn.Module, mesh: Any, *, batch: int, max_cache_len: int, prompt: int | None = None, **options: Any) -> Any:
@@ -39,7 +39,10 @@ def generator(model: nn.Module, mesh: Any, *, batch: int, max_cache_len: int, pr
     modes = [(module, module.training) for module in model.modules()]
     try:
         cached = CachedModel(model, batch, max_cache_len).eval()
-        compiled = api.compile(cached, mesh, example_step(cached, batch, 1), training=False, **options)
+        compiled = api.compile(cached, mesh, example_step(cached, batch, 1, start=1), training=False, **options)
+    except TraceError as e:
+        raise ModelError(f"a step of {type(model).__name__} over caches of {max_cache_len} tokens, with masks [batch, 1, new tokens, {max_cache_len}], "
+                         f"cannot be traced. Models that take no such masks (ALiBi) cannot generate over static caches. {e}") from e
     finally:
         for module, training in modes:
             module.training = training

@@ -18,35 +18,43 @@ from tests.support.tiny_decoders import prompt, tiny  # noqa: E402
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
 
-NEW = 12
-SPLITS = {"llama": "-,tp,-,-", "gpt2": "tp,...", "qwen2": "-,-,tp,-"}
+NEW, HELD = 64, 72
+FEW = {"llama": "-,tp,-,-", "gpt2": "tp,...", "qwen2": "-,-,tp,-", "mixtral": "-,tp,-,-", "mamba": "", "jamba": "-,-,tp,-"}
+ALL = {**dict.fromkeys(("llama", "gpt2", "qwen2", "mistral", "mixtral", "gemma", "phi3", "falcon-groups", "jamba"), "-,-,tp,-"), "falcon": "-,-,tp,-",
+       "mamba": "", "mamba2": ""}
+SINGLE = ("mamba", "mamba2", "jamba")
+"""Families of which the library computes states and logits in float32, whatever the dtype of the weights."""
 
 
 def caches(served) -> dict[str, int]:
     """Address of every cache."""
-    return {name: b.to_local().data_ptr() for name, b in served.compiled.named_buffers() if name.startswith(("keys", "values"))}
+    return {name: b.to_local().data_ptr() for name, b in served.compiled.named_buffers() if name.startswith(CACHES)}
 
 
-def generated() -> list[str]:
-    for family, split in SPLITS.items():
+CACHES = ("keys", "values", "conv", "recurrent")
+
+
+def seeds_of(split: str) -> dict[str, str]:
+    """How caches are to lie; states of recurrences by their channels."""
+    return {**({"keys_*": split, "values_*": split} if split else {})}
+
+
+def generated(splits: dict[str, str], ways: tuple[dict, ...], new: int) -> list[str]:
+    ranks = dist.get_world_size()
+    for family, split in splits.items():
         model, ids = tiny(family), prompt()
-        served = autoshard.generator(model, "tp=2", batch=2, max_cache_len=24, cluster="cpu-gloo", cache=False,
-                                     seeds={"keys_*": split, "values_*": split})
+        served = autoshard.generator(model, f"tp={ranks}", batch=2, max_cache_len=HELD, cluster="cpu-gloo", cache=False, seeds=seeds_of(split, family))
         places = caches(served)
-        for how in ({"do_sample": False}, {"do_sample": True, "top_k": 20, "temperature": 1.5}):
-            asked = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True, **how}
+        for how in ways:
+            asked = {"max_new_tokens": new, "return_dict_in_generate": True, "output_logits": True, **how}
             torch.manual_seed(5)
             want = model.generate(ids, **asked)
             torch.manual_seed(5 + 100 * dist.get_rank())  # ranks that would draw differently
             got = served.generate(ids, **asked)
             assert torch.equal(got.sequences, want.sequences), f"{family}, {how}: {got.sequences.tolist()} for {want.sequences.tolist()}"
             off = (torch.stack(got.logits) - torch.stack(want.logits)).abs().max().item()
-            assert off < 1e-9, f"{family}: logits off by {off}"
+            assert off < (1e-4 if family in SINGLE else 1e-9), f"{family}: logits off by {off}"
         assert caches(served) == places, f"{family}: a cache has moved"
-        kept = [b for name, b in served.compiled.named_buffers() if name.startswith("keys")]
-        assert all(b.to_local().numel() * 2 == b.numel() for b in kept), family
-    return list(SPLITS)
-
-
-def test_tokens_of_three_families():
-    assert on_ranks(2, generated, timeout=900.0) == [list(SPLITS)] * 2
+        kept = [b for name, b in served.compiled.named_buffers() if name.startswith(CACHES)]
+        assert all(b.to_local().numel() * ranks == b.numel() for b in kept), family
+    return list(splits)
