@@ -11,7 +11,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
@@ -20,7 +19,7 @@ from transformers.utils import ModelOutput
 from autoshard.base.plan import Plan
 from autoshard.errors import UsageError
 from autoshard.runtime.module import CompiledModule
-from autoshard.runtime.ranks.place import Place
+from autoshard.serve.agreement import check_settings, check_tokens, share_random_state
 from autoshard.serve.cached_model import CachedModel, Caches, Masks
 from autoshard.serve.layers import Rows
 
@@ -64,13 +63,21 @@ class Generator:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' `generate`, on every rank with the same arguments; all ranks draw the random numbers of the first one."""
         share_random_state(self.compiled.place)
-        return super().generate(*args, **kwargs)
+        made = super().generate(*args, **kwargs)
+        check_tokens(self.compiled.place, getattr(made, "sequences", made), self._patience)
+        return made
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that ranks wait for one another."""
+        return self.compiled.options.running.timeout
 
     def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> None:
         if generation_mode not in MODES:
             raise UsageError(f"generation by {str(getattr(generation_mode, 'value', generation_mode)).replace('_', ' ')} is not supported over split "
                              "caches, whose rows it reorders or gives back; use greedy search or sampling (num_beams=1, no assistant)")
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        check_settings(self.compiled.place, generation_config, self._patience)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
                                       max_cache_length: int) -> None:
@@ -160,18 +167,6 @@ def example_step(cached: CachedModel, batch: int, new: int, start: int = 0) -> t
     ids = torch.zeros(batch, new, dtype=torch.int64, device=model.device)
     given = model.prepare_inputs_for_generation(ids, position_ids=ids, use_cache=True, is_first_iteration=start == 0, **{cached.caches.argument: seen})
     return step_inputs(cached.caches, ids, ids, start, given.get("attention_mask"))
-
-
-def share_random_state(place: Place) -> None:
-    """Every rank continues with the random numbers of the first one."""
-    if place.mesh.size == 1:
-        return
-    state = torch.get_rng_state().to(place.device)
-    for axis in place.mesh.names:
-        dist.broadcast(state, group=place.device_mesh.get_group(axis), group_src=0)
-    torch.set_rng_state(state.cpu())
-    if place.device.type == "cuda":
-        torch.cuda.manual_seed(int(torch.randint(2**62, ())))
 
 
 def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel, batch: int) -> Any:
