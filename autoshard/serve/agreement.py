@@ -53,8 +53,8 @@ def check_tokens(place: Place, tokens: torch.Tensor, timeout: float) -> None:
     def judge(found: Iterator[tuple[int, str]]) -> str:
         odd = [rank for rank, text in found if text != mine]
         if odd:
-            raise UsageError(f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} chose other tokens than rank {place.ranks[0]}, so what the caches "
-                             "hold is a mixture; logits processors and stopping criteria must do the same on every rank")
+            raise UsageError(f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} chose other tokens than rank {place.ranks[0]}, so the "
+                             "caches hold a mixture; logits processors and stopping criteria must do the same on every rank")
         return ""
 
     gathered(place, mine, judge, timeout)

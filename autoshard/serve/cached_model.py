@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +48,8 @@ class CachedModel(nn.Module):
         names = {name for kept in self.kept for name in kept}
         self.caches = Caches(argument, length, len(layers), "keys" in names, bool(names - {"keys", "values"}))
         if not names:
-            raise ModelError(f"no layer of {type(model).__name__} keeps anything from token to token; hold the state in buffers of your own model (docs/inference.md)")
+            raise ModelError(f"no layer of {type(model).__name__} keeps anything from token to token; hold its state in buffers of your own model "
+                             "(docs/inference.md)")
         for i, kept in enumerate(layers):
             for name, t in kept.items():
                 shape = (batch, t.shape[1], length, t.shape[3]) if name in ("keys", "values") else (batch, *t.shape[1:])

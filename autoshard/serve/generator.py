@@ -22,6 +22,7 @@ from autoshard.runtime.module import CompiledModule
 from autoshard.serve.agreement import check_settings, check_tokens, share_random_state
 from autoshard.serve.cached_model import CachedModel, Caches, Masks
 from autoshard.serve.layers import Rows
+from autoshard.serve.phases import Phases
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 RECURRENT = ("linear_attention", "conv")
@@ -39,11 +40,12 @@ class Output(ModelOutput):
 
 class Generator:
     """Comes before the class of a model of transformers, see `generator_of`. `compiled`: what runs, over such `caches`, for
-    `batch` sequences."""
+    `batch` sequences; `phases`: prompt and token as they were planned together, if they were."""
 
     compiled: CompiledModule
     caches: Caches
     batch: int
+    phases: Phases | None
     _dtype: torch.dtype
     _seen: Counted | None = None
 
@@ -158,18 +160,21 @@ def padding_mask(mask: Masks, ids: torch.Tensor) -> torch.Tensor | None:
     """A mask like `ids` [batch, new] that is 0 at padding. A single token is never padding, and needs none."""
     if ids.shape[1] == 1:
         return None
-    return torch.ones(ids.shape, dtype=torch.int64, device=ids.device) if mask is None else mask[:, -ids.shape[1]:].to(torch.int64).contiguous()
+    if mask is None:
+        return torch.ones(ids.shape, dtype=torch.int64, device=ids.device)
+    return mask[:, -ids.shape[1]:].to(torch.int64).contiguous()
 
 
 def example_step(cached: CachedModel, batch: int, new: int, start: int = 0) -> tuple[Any, ...]:
     """Inputs of `cached` for `new` tokens after `start` others, as `Generator._run` passes them."""
     model, seen = cached.model, Counted(cached.caches)
     ids = torch.zeros(batch, new, dtype=torch.int64, device=model.device)
-    given = model.prepare_inputs_for_generation(ids, position_ids=ids, use_cache=True, is_first_iteration=start == 0, **{cached.caches.argument: seen})
+    counted = {cached.caches.argument: seen}
+    given = model.prepare_inputs_for_generation(ids, position_ids=ids, use_cache=True, is_first_iteration=start == 0, **counted)
     return step_inputs(cached.caches, ids, ids, start, given.get("attention_mask"))
 
 
-def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel, batch: int) -> Any:
+def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel, batch: int, phases: Phases | None = None) -> Any:
     """An object of the model's class, and of `Generator` before it, without weights of its own."""
     kind = type(model)
 
@@ -182,5 +187,5 @@ def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel
     nn.Module.__init__(made)
     tables = set(vars(made))
     made.__dict__.update({name: value for name, value in vars(model).items() if name not in tables})
-    made.__dict__.update(compiled=compiled, caches=cached.caches, batch=batch, _dtype=model.dtype)
+    made.__dict__.update(compiled=compiled, caches=cached.caches, batch=batch, phases=phases, _dtype=model.dtype)
     return made.eval()
