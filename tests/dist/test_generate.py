@@ -79,11 +79,12 @@ def test_tokens_of_all_families_on_four_ranks():
 def disagreeing() -> list[str]:
     """What ranks are told that do not do the same."""
     rank, ids = dist.get_rank(), prompt()
-    served = autoshard.generator(tiny("llama"), "tp=2", batch=2, max_cache_len=24, cluster="cpu-gloo", cache=False)
+    served = autoshard.generator(tiny("llama"), "tp=2", batch=2, max_cache_len=24, prompt=5, new=4, cluster="cpu-gloo", cache=False)
 
     def never(found, scores):  # on rank 1 alone: the token that rank 0 chooses
         return scores.scatter(1, scores.argmax(1, keepdim=True), -torch.inf) if rank and found.shape[1] == 8 else scores
 
+    assert served.phases.steps == 3 and served.phases.gap <= 0.01
     told = []
     for ids_here, how in ((ids, {**SAMPLED, "temperature": 1.0 + rank}), (ids + rank, GREEDY), (ids, {**GREEDY, "logits_processor": [never]})):
         with pytest.raises(autoshard.AutoshardError) as caught:

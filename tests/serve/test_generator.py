@@ -111,7 +111,29 @@ def test_an_old_cache_is_refused():
         served.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=3)
 
 
+def test_prompt_and_token_planned_together():
+    model = tiny("llama")
+    served = autoshard.generator(model, "d=1", batch=2, max_cache_len=LENGTH, prompt=5, new=8, cluster="cpu-gloo", cache=False)
+    assert torch.equal(served.generate(prompt(), max_new_tokens=8, do_sample=False), model.generate(prompt(), max_new_tokens=8, do_sample=False))
+    assert served.phases.steps == 7 and served.phases.gap <= 0.01
+    assert served.phases.prompt.objective_s == served.plan.objective_s, "the prompt was planned last, with what the joint plan stores"
+    for how, words in (({"new": 8}, "prompt="), ({"prompt": 20, "new": 8}, "larger context")):
+        with pytest.raises(autoshard.AutoshardError, match=words):
+            autoshard.generator(model, "d=1", batch=2, max_cache_len=LENGTH, **how)
+
+
+def test_a_context_that_outgrows_the_caches_and_a_plan_for_others_are_refused():
+    model, served = pair()
+    first = served.generate(prompt(), max_new_tokens=LENGTH - 5, do_sample=False, return_dict_in_generate=True)
+    with pytest.raises(autoshard.AutoshardError, match="outgrow the caches, which hold 24"):
+        served(first.sequences, past_key_values=first.past_key_values)
+    with pytest.raises(autoshard.AutoshardError, match="plan"):
+        autoshard.generator(model, "d=1", batch=2, max_cache_len=LENGTH + 8, cluster="cpu-gloo", cache=False, plan=served.plan)
+
+
 def test_models_that_cannot_generate_are_refused():
+    with pytest.raises(autoshard.AutoshardError, match="ALiBi"):
+        autoshard.generator(tiny("falcon-alibi"), "d=1", batch=2, max_cache_len=8, cluster="cpu-gloo", cache=False)
     with pytest.raises(autoshard.AutoshardError, match="no generate"):
         autoshard.generator(nn.Linear(2, 2), "d=1", batch=2, max_cache_len=8)
     with pytest.raises(autoshard.AutoshardError, match="max_cache_len"):

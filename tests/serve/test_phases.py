@@ -59,7 +59,7 @@ def test_one_sequence_is_served_fastest_by_splitting_weights():
 def test_many_sequences_are_split_by_batch_where_they_fit():
     many = swept().points[2]
     assert many.caches == ("tp,-,-,-",) and many.cache_bytes == cache_bytes(512) / 8
-    assert sum(c.nbytes for c in many.phases.token.collectives) <= 512 * VOCAB * 4, "nothing but the logits is exchanged"
+    assert len(many.phases.token.collectives) <= 2 * LAYERS, "the MLPs and the head still share the weights that 64 rows a rank read"
     assert [p.best for p in swept().points][2] and many.rate == max(p.rate for p in swept().points)
 
 
@@ -71,7 +71,7 @@ def test_no_token_is_faster_than_memory_is_read(ranks):
 
 
 def test_one_very_long_sequence_is_split_along_the_sequence():
-    long = replace(GIVEN, memory_budget=float(160 * 2**20))
+    long = replace(GIVEN, memory_budget=float(300 * 2**20))
     found = sweep(lambda b, c: on_meta(b, c, layers=1, width=1024, heads=8, hidden=2048, kv_heads=1, vocab=512), TP8, long,
                   Workload(16, 2, 2**20), (1,))
     assert found.points[0].caches == ("-,-,tp,-",), found.points[0].why
