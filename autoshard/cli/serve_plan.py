@@ -10,7 +10,7 @@ import typer
 
 from autoshard.cli.common import INTERRUPTED, JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
-from autoshard.cli.request import parse_seeds
+from autoshard.cli.read import parse_seeds
 from autoshard.errors import AutoshardError
 
 if TYPE_CHECKING:
