@@ -190,6 +190,10 @@ class Stored:
             module._buffers[key] = value
         self.buffers[name] = value
 
+    def renew(self, name: str) -> None:
+        """Give a parameter other memory with the same numbers: who holds the old local tensor keeps it as it is."""
+        self._put(name, self.local(name).detach().clone(), self.specs[name])
+
     def _moved(self, here: DTensor, placed: Sequence[Any]) -> torch.Tensor:
         """The local tensor under other placements; where one of them is strided, by way of the whole."""
         if all(isinstance(p, (Shard, Replicate)) for p in (*here.placements, *placed)):
