@@ -44,12 +44,14 @@ def main() -> None:
     else:
         model, ids = tiny()
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
-    served = autoshard.generator(model, f"tp={ranks}", batch=len(ids), max_cache_len=ids.shape[1] + asked.new, prompt=ids.shape[1],
+    served = autoshard.generator(model, f"tp={ranks}", batch=len(ids), max_cache_len=ids.shape[1] + asked.new, prompt=ids.shape[1], new=asked.new,
                                  cluster="cpu-gloo", seeds={name: SPLITS[asked.split] for name in ("keys_*", "values_*") if asked.split})
     tokens = served.generate(ids, max_new_tokens=asked.new, do_sample=False)
     if rank == 0:
         cut = {name: tuple(b.to_local().shape) if ranks > 1 else tuple(b.shape) for name, b in served.compiled.named_buffers() if name == "keys_0"}
         print(f"a rank holds {cut['keys_0']} of the first layer's keys, {tuple(served.compiled.get_buffer('keys_0').shape)} in all")
+        print(f"predicted: first token after {served.phases.prompt.objective_s:.2e} s, then {served.phases.token.objective_s:.2e} s a token, "
+              f"gap {served.phases.gap:.2%}")
         for row in tokens:
             print(tokenizer.decode(row) if tokenizer else row.tolist())
 

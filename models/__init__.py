@@ -5,6 +5,8 @@ Every file has
     SIZES    name -> frozen `Config`, the default first; "tiny" is for tests: what one may split divides by 4
     build    build(size="tiny", *, batch=None, seq=None, **overrides) -> (model, example_inputs)
              `seq` only where the model has a sequence; `overrides` replace fields of the Config
+    decoder  optional: decoder(size, *, batch, context) -> (model, inputs): for inference, with keys and values of earlier tokens in
+             buffers; inputs(new, start) are those of `new` tokens after `start` others
     loss     loss(output, target) -> scalar, a mean over the global batch
 
 `example_inputs` end with the target and `forward` takes the ones before it, so one training step is

@@ -107,6 +107,52 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
+class Decoder(nn.Module):
+    """The same with keys and values of earlier tokens in buffers, for inference: `layers.0.attention.keys` and `.values`, each [batch,
+    kv heads, context, head size]."""
+
+    def __init__(self, config: Config, batch: int, context: int):
+        super().__init__()
+        self.llama = Llama(config)
+        for layer in self.llama.layers:
+            shape = (batch, config.kv_heads, context, layer.attention.head_dim)
+            for name in ("keys", "values"):
+                layer.attention.register_buffer(name, torch.zeros(shape), persistent=False)
+
+    def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """ids: [batch, new]; rows [new]: where in the caches the new tokens are -> logits [batch, 1, vocab] of the last token."""
+        x = self.llama.tok_embeddings(ids)
+        config = self.llama.config
+        context = self.llama.layers[0].attention.keys.shape[2]
+        cos, sin = (t.index_select(0, rows) for t in rotary_tables(context, config.width // config.heads, config.theta, like=x))
+        seen = torch.arange(context, device=ids.device) <= rows.unsqueeze(1)
+        for layer in self.llama.layers:
+            x = x + attend_cached(layer.attention, layer.attention_norm(x), cos, sin, rows, seen)
+            x = x + layer.feed_forward(layer.ffn_norm(x))
+        return self.llama.output(self.llama.norm(x[:, -1:]))
+
+
+def attend_cached(layer: Attention, x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+    """Attention of new tokens over the caches, which get their keys and values. `seen` [new, context]: what each new token sees."""
+    b, s, d = x.shape
+    q, k, v = (w(x).view(b, s, -1, layer.head_dim).transpose(1, 2) for w in (layer.wq, layer.wk, layer.wv))
+    layer.keys.index_copy_(2, rows, rotate(k, cos, sin))
+    layer.values.index_copy_(2, rows, v)
+    y = F.scaled_dot_product_attention(rotate(q, cos, sin), layer.keys, layer.values, attn_mask=seen, enable_gqa=layer.groups > 1)
+    return layer.wo(y.transpose(1, 2).reshape(b, s, d))
+
+
+def decoder(size: str = "tiny", *, batch: int = 1, context: int | None = None, **overrides):
+    """-> (model with caches, inputs), where inputs(new, start) are those of `new` tokens after `start` others."""
+    config = replace(SIZES[size], **overrides)
+    context = context or config.context
+
+    def inputs(new: int, start: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(config.vocab, (batch, new)), torch.arange(start, start + new)
+
+    return Decoder(config, batch, context), inputs
+
+
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 

@@ -99,6 +99,24 @@ def load_model(reference: str | None, *, batch: int | None = None, seq: int | No
     return ModelSpec(model, args, kwargs, source.loss_fn, source.reference, settings)
 
 
+def decoder_factory(reference: str) -> tuple[Callable[..., Any], str]:
+    """What `reference` has for inference with caches, and its canonical name: `decoder` of a model of `models/`, or package.module:factory.
+    With batch= and context= it returns (model with caches as buffers, inputs), where inputs(new, start) are those of `new` tokens after `start`
+    others. Raises ModelError."""
+    name, _, size = reference.partition(":")
+    path = _models().get(name.lower())
+    if path is None:
+        source = _find(reference, None)
+        return source.factory, source.reference
+    source = _named(name.lower(), path, size)
+    build = getattr(_load_file(path), "decoder", None)
+    if build is None:
+        raise ModelError(f"{source.reference} has no form with caches (`decoder` in {path.name}); those that have: "
+                         f"{', '.join(n for n, p in sorted(_models().items()) if hasattr(_load_file(p), 'decoder'))}. A Hugging Face config "
+                         "works too: --hf config.json")
+    return partial(build, source.reference.partition(":")[2]), source.reference
+
+
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 

@@ -30,6 +30,17 @@ def config_factory(path: str | Path) -> Callable[..., Any]:
     return factory
 
 
+def causal_model(path: str | Path) -> torch.nn.Module:
+    """The decoder that a config describes, in eval mode and in the config's dtype, with random weights. Raises ModelError."""
+    config = _read_config(Path(path))
+    try:
+        model = _transformers().AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise ModelError(f"{path} describes a {config.model_type}, and transformers makes no decoder of it: {str(error)[:300]}") from error
+    config.use_cache = True
+    return _in_config_dtype(model, config, {})[0].eval()
+
+
 def _transformers() -> Any:
     try:
         import transformers

@@ -1,45 +1,68 @@
 """A model of transformers with its caches as buffers, so that a step over them is an ordinary program with state.
 
-transformers passes a cache object into the model, and every attention layer hands it new keys and values and gets all of them back. Here the
-object is made anew in every call, and its layers look at the buffers.
+transformers passes a cache object into the model, and every layer hands it what it computed and gets back what it needs of earlier tokens.
+Here the object is made anew in every call, and its layers look at the buffers.
 """
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache
 
 from autoshard.errors import ModelError
+from autoshard.serve.layers import kept_by, layer_over, probed
 
-Masks = torch.Tensor | Mapping[str, torch.Tensor]
-"""One for all layers, or one per kind of layer."""
+Masks = torch.Tensor | Mapping[str, torch.Tensor | None] | None
+"""One for all layers, or one per kind of layer. None: a layer of states sees no padding."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What callers know of the caches: the name of the model's argument for them, how many tokens they hold, and of how many layers.
+    `has_rows`: some layer keeps keys and values, one row per token; `has_states`: some layer keeps a state that replaces the one
+    of the token before."""
+
+    argument: str
+    length: int
+    layers: int
+    has_rows: bool
+    has_states: bool
 
 
 class CachedModel(nn.Module):
-    """One call of `model` for `batch` sequences over caches of `length` tokens: buffers keys_0, values_0, keys_1 ... of
-    [batch, heads, length, head size]. Raises ModelError for a model whose layers keep anything else."""
+    """One call of `model` for `batch` sequences over caches of `length` tokens. Buffers of layer i: keys_i and values_i of [batch, heads,
+    length, head size], conv_i and recurrent_i with what a recurrent layer keeps. Raises ModelError for a model whose layers keep
+    anything else."""
 
     def __init__(self, model: nn.Module, batch: int, length: int) -> None:
         super().__init__()
-        self.model, self.length = model, length
+        self.model = model
         self.takes = frozenset(inspect.signature(model.forward).parameters)
-        self.layers = 0
-        for keys, values in _kept_by_layers(model):
-            for name, t in (("keys", keys), ("values", values)):
-                shape = (batch, t.shape[1], length, t.shape[3])
-                self.register_buffer(f"{name}_{self.layers}", torch.zeros(shape, dtype=t.dtype, device=t.device), persistent=False)
-            self.layers += 1
+        argument = "past_key_values" if "past_key_values" in self.takes else "cache_params"
+        layers = [kept_by(model, i, layer) for i, layer in enumerate(probed(model, argument).layers)]
+        self.kept = [tuple(kept) for kept in layers]
+        names = {name for kept in self.kept for name in kept}
+        self.caches = Caches(argument, length, len(layers), "keys" in names, bool(names - {"keys", "values"}))
+        if not names:
+            raise ModelError(f"no layer of {type(model).__name__} keeps anything from token to token; hold its state in buffers of your own model "
+                             "(docs/inference.md)")
+        for i, kept in enumerate(layers):
+            for name, t in kept.items():
+                shape = (batch, t.shape[1], length, t.shape[3]) if name in ("keys", "values") else (batch, *t.shape[1:])
+                self.register_buffer(f"{name}_{i}", torch.zeros(shape, dtype=t.dtype, device=t.device), persistent=False)
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor, attention_mask: Masks) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor, attention_mask: Masks,
+                fresh: bool = False) -> torch.Tensor:
         """Logits [batch, 1, vocabulary] of the last token. `input_ids`, `position_ids`: [batch, new]; `rows` [new]: where in the
-        caches the new tokens are; `attention_mask`: [batch, 1, new, length], what each new token sees."""
-        layers = [Rows(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}"), rows) for i in range(self.layers)]
+        caches the new tokens are; `attention_mask`: [batch, 1, new, length], what each new token sees, of recurrent layers [batch, new];
+        `fresh`: recurrent layers begin anew."""
+        layers = [layer_over({name: self.get_buffer(f"{name}_{i}") for name in kept}, rows, fresh) for i, kept in enumerate(self.kept)]
         given = {"position_ids": position_ids, "logits_to_keep": 1}
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=Cache(layers=layers), use_cache=True,
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **{self.caches.argument: Cache(layers=layers)},
                             **{name: value for name, value in given.items() if name in self.takes}).logits
         return logits[:, -1:]
 
@@ -50,51 +73,3 @@ class CachedModel(nn.Module):
                 cache.zero_()
         else:
             self.model._init_weights(module)
-
-
-class Rows(CacheLayerMixin):
-    """The cache of a layer while a call runs: new keys and values are put into rows of the buffers."""
-
-    is_compileable, is_sliding = True, False
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.rows, self.is_initialized = keys, values, rows, True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The buffers are there."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys.index_copy_(2, self.rows, key_states)
-        self.values.index_copy_(2, self.rows, value_states)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
-
-    def get_seq_length(self) -> Any:
-        return self.rows[0]
-
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[2])
-
-
-@torch.no_grad()
-def _kept_by_layers(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The keys and values that every layer of the model keeps of one token."""
-    name, cache = type(model).__name__, DynamicCache(config=model.config.get_text_config(decoder=True))
-    training = model.training
-    try:
-        model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
-    except Exception as e:
-        raise ModelError(f"{name} does not take a cache of keys and values ({type(e).__name__}: {e}); generation works with decoders of "
-                         "transformers that do") from e
-    finally:
-        model.train(training)
-    kept = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-    odd = [i for i, pair in enumerate(kept) if any(t is None or t.ndim != 4 for t in pair)]
-    if odd or not kept:
-        what = f"layer {odd[0]} keeps a {type(cache.layers[odd[0]]).__name__}" if odd else "no layer keeps any"
-        raise ModelError(f"the layers of {name} must keep keys and values [batch, heads, tokens, size], and {what}; hold such state in buffers of "
-                         "your own model (docs/inference.md)")
-    return kept

@@ -6,33 +6,46 @@ compiled model instead. What it passes as a cache only counts tokens: keys and v
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from autoshard.base.plan import Plan
 from autoshard.errors import UsageError
 from autoshard.runtime.module import CompiledModule
-from autoshard.runtime.ranks.place import Place
-from autoshard.serve.cached_model import CachedModel, Masks, Rows
+from autoshard.serve.agreement import check_settings, check_tokens, share_random_state
+from autoshard.serve.cached_model import CachedModel, Caches, Masks
+from autoshard.serve.layers import Rows
+from autoshard.serve.phases import Phases
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+RECURRENT = ("linear_attention", "conv")
+"""Kinds of layers whose mask only says what is padding."""
+
+
+@dataclass
+class Output(ModelOutput):
+    """Logits of the last token, and what counts the tokens, under the name that the model has for caches."""
+
+    logits: torch.Tensor | None = None
+    past_key_values: Cache | None = None
+    cache_params: Cache | None = None
 
 
 class Generator:
-    """Comes before the class of a model of transformers, see `generator_of`. `compiled`: what runs; `batch` sequences over caches of
-    `length` tokens in `layers` layers."""
+    """Comes before the class of a model of transformers, see `generator_of`. `compiled`: what runs, over such `caches`, for
+    `batch` sequences; `phases`: prompt and token as they were planned together, if they were."""
 
     compiled: CompiledModule
+    caches: Caches
     batch: int
-    length: int
-    layers: int
+    phases: Phases | None
     _dtype: torch.dtype
     _seen: Counted | None = None
 
@@ -52,53 +65,61 @@ class Generator:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' `generate`, on every rank with the same arguments; all ranks draw the random numbers of the first one."""
         share_random_state(self.compiled.place)
-        return super().generate(*args, **kwargs)
+        made = super().generate(*args, **kwargs)
+        check_tokens(self.compiled.place, getattr(made, "sequences", made), self._patience)
+        return made
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that ranks wait for one another."""
+        return self.compiled.options.running.timeout
 
     def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> None:
         if generation_mode not in MODES:
             raise UsageError(f"generation by {str(getattr(generation_mode, 'value', generation_mode)).replace('_', ' ')} is not supported over split "
                              "caches, whose rows it reorders or gives back; use greedy search or sampling (num_beams=1, no assistant)")
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        check_settings(self.compiled.place, generation_config, self._patience)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
                                       max_cache_length: int) -> None:
         if generation_config.use_cache is False:
             raise UsageError("use_cache=False: the model was compiled for generation with caches; leave it out")
-        if max_cache_length > self.length:
-            raise UsageError(f"prompt and new tokens are {max_cache_length + 1} in all, and the caches hold {self.length}, which is enough for "
-                             f"{self.length + 1}; ask for fewer new tokens, or give a larger max_cache_len")
-        given = model_kwargs.get("past_key_values")
+        name, length = self.caches.argument, self.caches.length
+        if max_cache_length > length and self.caches.has_rows:
+            raise UsageError(f"prompt and new tokens are {max_cache_length + 1} in all, and the caches hold {length}, which is enough for "
+                             f"{length + 1}; ask for fewer new tokens, or give a larger max_cache_len")
+        given = model_kwargs.get(name)
         if given is None:
-            self._seen = model_kwargs["past_key_values"] = Counted(self.length, self.layers)
+            self._seen = model_kwargs[name] = Counted(self.caches)
         elif given is not self._seen:
-            raise UsageError(f"past_key_values is a {type(given).__name__} that does not count what is in the caches now; leave it out, or pass the "
+            raise UsageError(f"{name} is a {type(given).__name__} that does not count what is in the caches now; leave it out, or pass the "
                              "one that the last generate(return_dict_in_generate=True) returned")
 
     def _valid_auto_compile_criteria(self, model_kwargs: Any, generation_config: Any) -> bool:
         return False
 
-    def _run(self, input_ids: torch.Tensor, attention_mask: Masks | None, position_ids: torch.Tensor | None, seen: Cache) -> Any:
+    def _run(self, input_ids: torch.Tensor, attention_mask: Masks, position_ids: torch.Tensor | None, seen: Cache) -> Any:
         """One call of the compiled model, after which `new` more tokens are in the caches."""
         batch, new = input_ids.shape
         start = seen.get_seq_length()
         if batch != self.batch:
             raise UsageError(f"there are {batch} sequences, and the model was compiled for {self.batch}; compile it for {batch}, or fill up the "
                              "batch (num_return_sequences counts too)")
-        rows = torch.arange(start, start + new, device=input_ids.device)
-        mask = whole_mask(attention_mask, rows, batch, self.length)
-        position_ids = rows[None] if position_ids is None else position_ids
+        if self.caches.has_rows and start + new > self.caches.length:
+            raise UsageError(f"{new} more tokens after {start} outgrow the caches, which hold {self.caches.length}; give a larger max_cache_len")
         with torch.no_grad():
-            logits = self.compiled(input_ids, position_ids.expand(batch, new).contiguous(), rows, mask)
+            logits = self.compiled(*step_inputs(self.caches, input_ids, position_ids, start, attention_mask))
         seen.add(new)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=seen)
+        return Output(logits=logits, **{self.caches.argument: seen})
 
 
 class Counted(Cache):
     """What transformers takes for the cache: it counts the tokens, and says how long the caches are."""
 
-    def __init__(self, length: int, layers: int) -> None:
-        nothing = torch.empty(1, 0, length, 0)
-        super().__init__(layers=[_Counted(nothing, nothing, torch.zeros(1, dtype=torch.int64)) for _ in range(layers)])
+    def __init__(self, caches: Caches) -> None:
+        nothing = torch.empty(1, 0, caches.length, 0)
+        super().__init__(layers=[_Counted(nothing, nothing, torch.zeros(1, dtype=torch.int64)) for _ in range(caches.layers)])
 
     def add(self, new: int) -> None:
         for layer in self.layers:
@@ -112,48 +133,59 @@ class _Counted(Rows):
         return self.count
 
 
-def whole_mask(mask: Masks | None, rows: torch.Tensor, batch: int, length: int) -> Masks:
+def step_inputs(caches: Caches, ids: torch.Tensor, position_ids: torch.Tensor | None, start: int, mask: Masks) -> tuple[Any, ...]:
+    """What a CachedModel is called with for `ids` [batch, new] after `start` tokens."""
+    batch, new = ids.shape
+    rows = torch.arange(start, start + new, device=ids.device)
+    position_ids = rows[None] if position_ids is None else position_ids
+    if caches.has_rows:
+        mask = whole_mask(mask, rows, batch, caches.length)
+    else:
+        mask = padding_mask(mask, ids)
+    return ids, position_ids.expand(batch, new).contiguous(), rows, mask, *((start == 0,) if caches.has_states else ())
+
+
+def whole_mask(mask: Masks, rows: torch.Tensor, batch: int, length: int, kind: str = "") -> Masks:
     """Masks [batch, 1, new, length]; where the library leaves one out, every token sees those before it."""
     if isinstance(mask, Mapping):
-        return {kind: whole_mask(one, rows, batch, length) for kind, one in mask.items()}
+        return {kind: whole_mask(mask[kind], rows, batch, length, kind) for kind in sorted(mask)}  # the library's order differs between processes
+    if kind in RECURRENT:
+        return padding_mask(mask, rows.expand(batch, -1))
     if mask is None:
         mask = torch.arange(length, device=rows.device) <= rows[:, None]
     return mask.expand(batch, 1, rows.shape[0], length).contiguous()
 
 
-def example_step(cached: CachedModel, batch: int, new: int) -> tuple[Any, ...]:
-    """Inputs of `cached` for `new` tokens, as `Generator._run` passes them."""
-    ids, rows = torch.zeros(batch, new, dtype=torch.int64), torch.arange(new)
-    model, seen = cached.model, Counted(cached.length, cached.layers)
-    given = model.prepare_inputs_for_generation(ids.to(model.device), past_key_values=seen, position_ids=ids, is_first_iteration=True)
-    mask = given.get("attention_mask")
-    return ids, ids, rows, whole_mask(mask, rows if mask is None else rows.to(model.device), batch, cached.length)
+def padding_mask(mask: Masks, ids: torch.Tensor) -> torch.Tensor | None:
+    """A mask like `ids` [batch, new] that is 0 at padding. A single token is never padding, and needs none."""
+    if ids.shape[1] == 1:
+        return None
+    if mask is None:
+        return torch.ones(ids.shape, dtype=torch.int64, device=ids.device)
+    return mask[:, -ids.shape[1]:].to(torch.int64).contiguous()
 
 
-def share_random_state(place: Place) -> None:
-    """Every rank continues with the random numbers of the first one."""
-    if place.mesh.size == 1:
-        return
-    state = torch.get_rng_state().to(place.device)
-    for axis in place.mesh.names:
-        dist.broadcast(state, group=place.device_mesh.get_group(axis), group_src=0)
-    torch.set_rng_state(state.cpu())
-    if place.device.type == "cuda":
-        torch.cuda.manual_seed(int(torch.randint(2**62, ())))
+def example_step(cached: CachedModel, batch: int, new: int, start: int = 0) -> tuple[Any, ...]:
+    """Inputs of `cached` for `new` tokens after `start` others, as `Generator._run` passes them."""
+    model, seen = cached.model, Counted(cached.caches)
+    ids = torch.zeros(batch, new, dtype=torch.int64, device=model.device)
+    counted = {cached.caches.argument: seen}
+    given = model.prepare_inputs_for_generation(ids, position_ids=ids, use_cache=True, is_first_iteration=start == 0, **counted)
+    return step_inputs(cached.caches, ids, ids, start, given.get("attention_mask"))
 
 
-def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel, batch: int) -> Any:
+def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel, batch: int, phases: Phases | None = None) -> Any:
     """An object of the model's class, and of `Generator` before it, without weights of its own."""
     kind = type(model)
 
     @wraps(kind.forward)  # the library looks at its arguments
     def forward(self: Any, input_ids: torch.Tensor | None = None, attention_mask: Any = None, position_ids: Any = None,
-                past_key_values: Any = None, **others: Any) -> Any:
-        return self._run(input_ids, attention_mask, position_ids, past_key_values)
+                past_key_values: Any = None, cache_params: Any = None, **others: Any) -> Any:
+        return self._run(input_ids, attention_mask, position_ids, cache_params if past_key_values is None else past_key_values)
 
     made = object.__new__(type(f"Sharded{kind.__name__}", (Generator, kind), {"forward": forward, "__doc__": kind.__doc__}))
     nn.Module.__init__(made)
     tables = set(vars(made))
     made.__dict__.update({name: value for name, value in vars(model).items() if name not in tables})
-    made.__dict__.update(compiled=compiled, batch=batch, length=cached.length, layers=cached.layers, _dtype=model.dtype)
+    made.__dict__.update(compiled=compiled, caches=cached.caches, batch=batch, phases=phases, _dtype=model.dtype)
     return made.eval()

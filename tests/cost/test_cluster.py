@@ -41,6 +41,7 @@ def test_profile_is_sane_and_survives_a_snapshot(name):
         assert inner.overhead <= outer.overhead
     optional = sum((l.devices < 1e18) + (l.oversubscription != 1) + 2 * (l.in_network is not None) + len(l.measured)
                    for l in c.links) + len(c.device.measured) + 2 * (c.device.host_link is not None)
+    optional += len(c.device.bandwidth_efficiency) + (c.device.multiprocessors is not None) + (c.device.launch is not None)
     assert len(c.sources) == len(c.device.peak) + len(PRICED) + 3 + 4 * len(c.links) + 2 + optional and all(len(s) > 8 for _, s in c.sources)
     snapshot = json.loads(json.dumps(c.snapshot()))
     assert Cluster.from_snapshot(snapshot) == c

@@ -1,0 +1,48 @@
+"""Draws latency against throughput in a terminal."""
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.text import Text
+
+from autoshard.base import quantities
+from autoshard.report.tables import report_console, section, table
+from autoshard.serve.sweep import Point, Serving
+
+
+def show(serving: Serving, picked: Point | None = None, console: Console | None = None) -> None:
+    """A row per batch; below, what the columns say and the batch that was picked."""
+    console, w = console or report_console(), serving.workload
+    grid = table(">batch", "", ">first token", ">token", ">tokens/s/device", ">caches", ">memory", ">gap", "caches lie")
+    for p in serving.points:
+        if p.phases is None:
+            grid.add_row(str(p.batch), "", "does not fit", style="dim")
+            continue
+        grid.add_row(str(p.batch), "*" if p.best else "", quantities.seconds(p.first_s), quantities.seconds(p.token_s), f"{p.rate:,.1f}",
+                     quantities.size(p.cache_bytes), quantities.size(p.phases.memory), _percent(p.phases.gap), escape("; ".join(p.caches)),
+                     style="bold" if picked is p else None)
+    lines = [Text("* no other batch has a shorter token and more tokens per second. Caches, memory: of one rank. gap: by how much a joint "
+                  "plan could be faster.", style="dim")]
+    lines += [Text(line) for line in sentences(serving, picked)]
+    title = f"{serving.model} on {serving.mesh} of {serving.cluster}: prompts of {w.prompt:,}, {w.new:,} new tokens, caches for {w.context:,}"
+    console.print(section(title, Group(grid, *lines)))
+
+
+def sentences(serving: Serving, picked: Point | None) -> list[str]:
+    """What the table does not say."""
+    out = []
+    if serving.planned:
+        out.append(f"largest batch of these that fits: {serving.largest}; more than {serving.most} never fit")
+    relaid = [p for p in serving.planned if p.phases and p.phases.relaid_s is not None and p.phases.relaid_s < p.phases.request_s]
+    out += [f"batch {p.batch}: caches that lie otherwise during the prompt and are redistributed once would make a request "
+            f"{quantities.seconds(p.phases.relaid_s)} instead of {quantities.seconds(p.phases.request_s)}" for p in relaid if p.phases]
+    out += [f"why: {p.why}" for p in serving.points if p.phases is None][:1]
+    if picked is not None and picked.phases is not None:
+        out += [f"picked: batch {picked.batch}, {quantities.seconds(picked.token_s)} a token, first token after "
+                f"{quantities.seconds(picked.first_s)}, {picked.rate:,.1f} tokens a second and device",
+                f"  prompt: {picked.phases.prompt.kind}", f"  token: {picked.phases.token.kind}"]
+    return out
+
+
+def _percent(gap: float) -> str:
+    return "0 %" if gap < 1e-9 else f"{100 * gap:.2g} %"
