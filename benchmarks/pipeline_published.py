@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -128,18 +129,18 @@ def priced(run: Published) -> tuple[float, float, str]:
 
     pricer = MeshPricer(Sizes(batch, options.pipeline, run.batch, run.shape.microbatches), run.devices, mesh_of, cluster, np.inf, found)
     model_of = Repeated(pricer, run.layers)
-    chain, cuts = model_of.chain(run.shape.slot), model_of.equal(run.pp)
-    same = float(make_run(run.shape).price(chain.undivided())(cuts)[0])
+    chain_of = cache(lambda split: model_of.chain(run.shape.slot, split))  # `split`: for schedules that divide backward
+    same = float(make_run(run.shape).price(chain_of(False))(model_of.equal(run.pp))[0])
     room = Room(run.devices, run.tp, run.batch, len(model_of.labels), pp=run.pp, dp=run.dp, tp=run.tp, microbatches=run.shape.microbatches,
                 schedules=TRIED, warmups=False)
-    found = {str(shape): _best(shape, chain) for shape in shapes(room)}
+    found = {str(shape): _best(shape, chain_of) for shape in shapes(room)}
     best = min(found, key=lambda name: found[name])
     return same, found[best], best.rpartition("rows ")[2]
 
 
-def _best(shape: Shape, chain: Chain) -> float:
+def _best(shape: Shape, chain_of: Callable[[bool], Chain]) -> float:
     made = make_run(shape)
-    chain = chain if made.table.split_backward else chain.undivided()
+    chain = chain_of(made.table.split_backward)
     return partition(chain, made.course, made.price(chain), most=50).seconds
 
 
