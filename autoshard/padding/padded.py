@@ -21,7 +21,7 @@ TABLES = (moves, products, classes, reductions, pointwise)
 
 
 def padded(traced: Traced, mesh: Mesh, stored: Mapping[str, TensorMeta] | None = None) -> Traced:
-    """The program with dims of parameters padded that do not divide over an axis of the mesh; the same one where there are none.
+    """The program with dims of parameters padded that divide over no axis of the mesh; the same one where there are none.
     `stored`: parameters that lie on ranks already, which are padded as they are there."""
     graph = traced.graph
     sources = _wanted(graph, mesh, stored)
@@ -45,7 +45,7 @@ def travel_of(target: Any) -> Travel | None:
 
 
 def _wanted(graph: Graph, mesh: Mesh, stored: Mapping[str, TensorMeta] | None) -> dict[Source, int]:
-    """Dims of weights that the last axis which does not divide them would split, with the length that it would; of vectors those as long."""
+    """Dims of weights that no axis divides, with the length at which the last axis does; of vectors those as long."""
     found: dict[Source, int] = {}
     params = [(op.target, op.outputs[0]) for op in graph.of_kind("param") if op.outputs[0] is not None]
     if any(meta.unpadded for _, meta in params):
@@ -64,12 +64,13 @@ def _wanted(graph: Graph, mesh: Mesh, stored: Mapping[str, TensorMeta] | None) -
 
 
 def length_on(mesh: Mesh, n: int) -> int | None:
-    """How long a dim of `n` becomes; None for one that every axis divides, or whose pad would be too large a part of it."""
-    for size in reversed(mesh.sizes):
-        if n % size:
-            length = size * -(-n // size)
-            return length if length - n <= MOST_WASTE * n else None
-    return None
+    """How long a dim of `n` becomes: as the last axis splits it. None for one that some axis divides, whose layouts would be lost, or whose pad
+    would be too large a part of it."""
+    sizes = [size for size in mesh.sizes if size > 1]
+    if not sizes or any(n % size == 0 for size in sizes):
+        return None
+    length = sizes[-1] * -(-n // sizes[-1])
+    return length if length - n <= MOST_WASTE * n else None
 
 
 def without_factors(graph: Graph) -> Graph:

@@ -15,6 +15,7 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.decide.kept import KEPT, Known, carried, elements, kept, least_step
 from autoshard.decide.options import Options
 from autoshard.errors import PlanError, UsageError
+from autoshard.padding.padded import padded
 from autoshard.planner.stages import plan_traced
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import with_recompute
@@ -41,7 +42,7 @@ class Block(nn.Module):
 
 def traced(rows: int, length: int):
     torch.manual_seed(0)
-    return trace(Block(), (torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows)), loss_fn=F.mse_loss)
+    return padded(trace(Block(), (torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows)), loss_fn=F.mse_loss), MESH)
 
 
 def searched(found) -> Known:

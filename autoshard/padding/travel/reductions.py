@@ -27,7 +27,8 @@ def mean(site: Site) -> Outcome | None:
     (old,), (meta,) = site.call.inputs, site.op.outputs
     assert meta is not None, f"{site.op.name} makes nothing"
     count = prod(old.shape[d] for d in along)
-    scaled = site.emit(f"over{count}", aten.div.Scalar, value, dict(value.pads), value.shape, count)
+    over = "over_" + "_".join(map(str, sorted(along)))  # no sizes: a kept plan finds its ops by name at other shapes
+    scaled = site.emit(over, aten.div.Scalar, value, dict(value.pads), value.shape, count)
     pads = {d: p if p.fill == 0.0 else p.filled(FINITE if is_finite(p.fill) else ANY) for d, p in _left(site, scaled).items()}
     kwargs: dict[str, Any] = {"dtype": meta.dtype} if meta.dtype != old.dtype else {}
     return Outcome([scaled], [pads], aten.sum.dim_IntList, (scaled.ref, tuple(sorted(along)), bool(site.call.argument("keepdim", False))), kwargs)
