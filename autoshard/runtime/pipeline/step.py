@@ -49,11 +49,11 @@ class PipelineStep:
         self.made, self.calling, self.plan, self.runner, self.place, self.stored = made, calling, plan, runner, place, stored
         self.graph, self.calls, self.tied = made.cut.graph, 0, Tied(made, runner.wires, stored)
         self.training = self.graph.training
-        outputs = list(self.graph.outputs(Role.USER).values())
+        results = list(self.graph.outputs(Role.USER).values())
         many = self.graph.microbatches > 1
-        self.ways = Results(self.graph).ways if many else [("", 0)] * len(outputs)
+        self.ways = Results(self.graph).ways if many else [("", 0)] * len(results)
         self.shown = tuple(Shown(i, joined_meta(self.graph.meta(op.refs[0]), *way, self.graph.microbatches), plan.ops[op.name].inputs[0])
-                           for i, (op, way) in enumerate(zip(outputs, self.ways, strict=True)) if way[0] != WEIGHTS)
+                           for i, (op, way) in enumerate(zip(results, self.ways, strict=True)) if way[0] != WEIGHTS)
         self.user_specs, self.user_metas = tuple(s.spec for s in self.shown), tuple(s.meta for s in self.shown)
         modes = list(modes_of(self.graph, outputs).values())
         self.modes = tuple(modes[s.index] for s in self.shown)
