@@ -178,6 +178,12 @@ class Context:
             x = self.emit.wait(self.emit.collective("all_reduce", x, (axis,), reduce_op))
         return x
 
+    def all_to_all(self, x: Any, axis: int) -> Any:
+        return self.emit.wait(self.emit.collective("all_to_all", x, (axis,)))
+
+    def all_to_all_rows(self, x: Any, sends: Any, gets: Any, room: int, balanced: int, axis: int) -> Any:
+        return self.emit.wait(self.emit.rows_apart(x, sends, gets, room, balanced, axis))
+
 
 def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     """Shape of the tensor a rank holds, flattened dims flattened."""
@@ -367,8 +373,8 @@ def _bound(node: torch.fx.Node, graph: torch.fx.Graph, values: dict[torch.fx.Nod
 def call_of(node: torch.fx.Node, axis: str) -> CollectiveCall:
     """A node that starts a collective over `axis`, in the words of the schedule."""
     kind = KIND_OF[node.target]
-    buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
-    return CollectiveCall(kind.name, axis, buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
+    nbytes = kind.call_bytes(node.args[1:], node.args[0].meta["val"], node.meta["val"])
+    return CollectiveCall(kind.name, axis, nbytes, node.meta.get("bucket", ()))
 
 
 def _has_node(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call, Op, TensorMeta
+from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta
 from autoshard.base.spec import PSUM, Placement, R, Spec, is_partial, local_shape, shard_counts
 from autoshard.rules.borrowed import borrowed
 from autoshard.rules.family import Family
@@ -22,6 +22,7 @@ from autoshard.rules.ops import (
     conv,
     distance,
     embedding,
+    experts,
     factory,
     grouped,
     images,
@@ -38,7 +39,7 @@ from autoshard.rules.ops import (
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
 
 TABLES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
-          grouped, marker, images, distance, linalg)
+          grouped, experts, marker, images, distance, linalg)
 
 
 def all_replicate(call: Call) -> Row:
@@ -98,6 +99,11 @@ def family_of(op: Op) -> Family | None:
 def is_view(op: Op) -> bool:
     """Whether the op is free: its value lies in the buffer of what it reads."""
     return op.kind == "call" and rule_of(op.target).family.free
+
+
+def private_values(graph: Graph) -> frozenset[Ref]:
+    """Values that lie as the op that made them knows alone (`Rule.private`)."""
+    return frozenset(Ref(op.name, i) for op in graph.of_kind("call") for i in rule_of(op.target).private)
 
 
 def is_heavy(op: Op) -> bool:
@@ -162,8 +168,10 @@ def factors(call: Call) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
 
 
 def takes_pieces(call: Call, specs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
-    """Whether the op's kernel takes the pieces that inputs with `specs` are cut into on mesh axes of `sizes`."""
-    grain = rule_of(call.target).grain
+    """Whether the op's kernel takes the pieces that inputs with `specs` are cut into on mesh axes of `sizes`, and their combination."""
+    grain, together = rule_of(call.target).grain, rule_of(call.target).together
+    if together is not None and not together(call, specs):
+        return False
     if grain is None:
         return True
     for meta, spec, multiples in zip(call.inputs, specs, grain(call), strict=True):

@@ -188,7 +188,7 @@ def call_strategies(call: Call, mesh: Mesh, rows: tuple[Row, ...] | None = None)
         if meta is not None and mesh.ndim > 1:
             ok &= _divisible(meta.logical_shape, placements[:, t], mesh.sizes)
     ok &= ~_mixed_partial(placements)
-    if registry.rule_of(call.target).grain is not None:
+    if (rule := registry.rule_of(call.target)).grain is not None or rule.together is not None:
         ok &= [bool(found) and registry.takes_pieces(call, [tuple(p) for p in inputs], mesh.sizes)
                for found, inputs in zip(ok, placements[:, :n_in].tolist(), strict=True)]
     placements, picked = placements[ok], picked[ok]
