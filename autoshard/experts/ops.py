@@ -10,6 +10,8 @@ from autoshard.base.custom_op import custom_op, differentiable
 from autoshard.experts import kernels
 from autoshard.experts.kernels import combine_rows, place_rows
 
+EXPERT_CAPACITY = 2.0
+"""Rows that a rank takes where tokens travel, over those of a balanced load, if nobody says: of two ranks one may get all."""
 Empty = tuple[Tensor, ...]
 
 
