@@ -3,7 +3,8 @@
 T tokens go to k experts each; S = T k rows, row i being token i // k. Experts are cut into `pieces` runs of equal length. Where tokens
 travel, the ranks of a mesh axis exchange rows: `ways` of them, each with the experts of its own piece.
 
-    sort_rows      ids [T, k] -> order [S]: rows by expert, those that stay out last; counts [experts], block by block of where they go
+    sort_rows      ids [T, k] -> order [T, k]: the numbers of all rows by expert, those that stay out last
+    count_rows     ids [T, k] -> counts [experts], block by block of where rows go
     run_rows       rows [C, d] as they came, counts of each sender -> results [C, d] in the same places
     combine_rows   results [S, d] -> [T, d], the weighted sum of each token
 
@@ -20,17 +21,26 @@ from autoshard.experts.activations import activate, activate_backward
 from autoshard.experts.grouped import outer_products, products
 
 
-def sort_rows(ids: Tensor, experts: int, pieces: int, ways: int, inner: int, mine: int) -> tuple[Tensor, Tensor]:
-    """(order [S], counts [experts]). A piece is one of `ways` along the axis over which tokens travel, `inner` pieces apart; rows for
-    pieces that differ from piece `mine` otherwise are of no concern here: they come last, uncounted. Of the `experts // ways` counts for
-    each way the first `experts // pieces` are used, one per expert of the piece."""
+def sort_rows(ids: Tensor, experts: int, pieces: int, ways: int, inner: int, mine: int) -> Tensor:
+    """The order of rows [T, k]. A piece is one of `ways` along the axis over which tokens travel, `inner` pieces apart; rows for pieces that
+    differ from piece `mine` otherwise are of no concern here: they come last."""
+    return torch.argsort(_places(ids, experts, pieces, ways, inner, mine), stable=True).reshape(ids.shape)
+
+
+def count_rows(ids: Tensor, experts: int, pieces: int, ways: int, inner: int, mine: int) -> Tensor:
+    """How many rows go to each expert [experts], those of no concern left out. Of the `experts // ways` counts for each way the first
+    `experts // pieces` are used, one per expert of the piece."""
+    places = _places(ids, experts, pieces, ways, inner, mine)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, places, torch.ones_like(places))[:experts]
+
+
+def _places(ids: Tensor, experts: int, pieces: int, ways: int, inner: int, mine: int) -> Tensor:
     held, flat = experts // pieces, ids.reshape(-1)
     piece = flat // held
     way, own = piece // inner % ways, mine // inner % ways
     concerns = piece - way * inner == mine - own * inner
-    key = torch.where(concerns, way * (experts // ways) + flat % held, experts)
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).scatter_add_(0, key, torch.ones_like(key))
-    return torch.argsort(key, stable=True), counts[:experts]
+    return torch.where(concerns, way * (experts // ways) + flat % held, experts)
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ def _whole(saved: Tensor, x: Tensor, up: Tensor, came: Arrived) -> Tensor:
 
 
 def combine_rows(rows: Tensor, order: Tensor, weights: Tensor | None, k: int, dtype: torch.dtype) -> Tensor:
-    """[S, d] in the order of `order` -> [T, d] in `dtype`: of each token the sum of its k rows, by `weights` [T, k]."""
+    """[S, d] in the order of `order` [S] -> [T, d] in `dtype`: of each token the sum of its k rows, by `weights` [T, k]."""
     own = torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, (-1, k))
     return (own if weights is None else own * weights.unsqueeze(-1)).sum(1).to(dtype)
 

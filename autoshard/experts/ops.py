@@ -15,12 +15,9 @@ EXPERT_CAPACITY = 2.0
 Empty = tuple[Tensor, ...]
 
 
-def _sort_shape(ids: Tensor, experts: int, pieces: int, ways: int, inner: int, mine: int) -> Empty:
-    return ids.new_empty(ids.numel()), ids.new_empty(experts)
-
-
-SORT_ROWS = custom_op("sort_rows", "(Tensor ids, int experts, int pieces, int ways, int inner, int mine) -> (Tensor, Tensor)",
-                      kernels.sort_rows, _sort_shape)
+_OF_IDS = "(Tensor ids, int experts, int pieces, int ways, int inner, int mine) -> Tensor"
+SORT_ROWS = custom_op("sort_rows", _OF_IDS, kernels.sort_rows, lambda ids, experts, pieces, ways, inner, mine: ids.new_empty(ids.shape))
+COUNT_ROWS = custom_op("count_rows", _OF_IDS, kernels.count_rows, lambda ids, experts, pieces, ways, inner, mine: ids.new_empty(experts))
 
 
 def _run_shape(rows: Tensor, got: Tensor, ways: int, up: Tensor, down: Tensor, activation: str, gated: bool, kept: int) -> Empty:
@@ -49,21 +46,22 @@ PLACE_ROWS = custom_op("place_rows", "(Tensor values, Tensor order, int k) -> Te
 # ---- of the graph: on whole tensors
 
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, gated: bool,
-             capacity: float) -> tuple[Tensor, Tensor, Tensor]:
-    k = ids.shape[1]
-    order, counts = kernels.sort_rows(ids, len(up), 1, 1, 1, 0)
-    results, saved, held = kernels.run_rows(x.to(up.dtype)[order // k], counts, 1, up, down, activation, gated, len(order))
-    return combine_rows(results, order, weights, k, x.dtype), saved, held
+             capacity: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    k, all_here = ids.shape[1], (len(up), 1, 1, 1, 0)
+    order, counts = kernels.sort_rows(ids, *all_here), kernels.count_rows(ids, *all_here)
+    rows = order.reshape(-1)
+    results, saved, held = kernels.run_rows(x.to(up.dtype)[rows // k], counts, 1, up, down, activation, gated, len(rows))
+    return combine_rows(results, rows, weights, k, x.dtype), saved, held, order
 
 
 def _experts_shape(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, gated: bool, capacity: float) -> Empty:
-    return x.new_empty(x.shape), up.new_empty(ids.numel(), up.shape[1]), up.new_empty(len(up), dtype=torch.float64)
+    return x.new_empty(x.shape), up.new_empty(ids.numel(), up.shape[1]), up.new_empty(len(up), dtype=torch.float64), ids.new_empty(ids.shape)
 
 
 def _experts_backward(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, saved: Tensor, held: Tensor,
-                      activation: str, gated: bool, capacity: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    k = ids.shape[1]
-    order, counts = kernels.sort_rows(ids, len(up), 1, 1, 1, 0)
+                      order: Tensor, activation: str, gated: bool, capacity: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    k, order = ids.shape[1], order.reshape(-1)
+    counts = kernels.count_rows(ids, len(up), 1, 1, 1, 0)
     token = order // k
     rows, row_weights, grad_up, grad_down = kernels.run_rows_backward(
         grad.to(up.dtype)[token], x.to(up.dtype)[token], weights.reshape(-1)[order], counts, 1, up, down, saved, activation, gated)
@@ -71,18 +69,18 @@ def _experts_backward(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, up:
 
 
 def _experts_backward_shape(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, saved: Tensor, held: Tensor,
-                            activation: str, gated: bool, capacity: float) -> Empty:
+                            order: Tensor, activation: str, gated: bool, capacity: float) -> Empty:
     return tuple(t.new_empty(t.shape) for t in (x, weights, up, down))
 
 
 EXPERTS = custom_op("experts", "(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, str activation, bool gated, float capacity) "
-                    "-> (Tensor, Tensor, Tensor)", _experts, _experts_shape)
+                    "-> (Tensor, Tensor, Tensor, Tensor)", _experts, _experts_shape)
 """x [T, d], ids and weights [T, k], up [experts, f or 2 f, d], down [experts, d, f] -> the sum over each token's experts of weight x
-down(activation(up(x))) [T, d]; then what its gradient needs: results of the first matmul [T k, f or 2 f], rows of each expert [experts].
+down(activation(up(x))) [T, d]; then what its gradient needs: results of the first matmul [T k, f or 2 f], rows of each expert [experts], the order of rows [T, k].
 `capacity`: rows that a rank takes where tokens travel, over those of a balanced load."""
 EXPERTS_BACKWARD = custom_op(
     "experts_backward", "(Tensor grad, Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, Tensor saved, Tensor held, "
-    "str activation, bool gated, float capacity) -> (Tensor, Tensor, Tensor, Tensor)", _experts_backward, _experts_backward_shape)
+    "Tensor order, str activation, bool gated, float capacity) -> (Tensor, Tensor, Tensor, Tensor)", _experts_backward, _experts_backward_shape)
 """Gradients of x, weights, up and down."""
 
 

@@ -30,13 +30,13 @@ def layer(tokens=(4, 6), k=2, experts=4, d=6, f=4, gated=True, capacity=2.0, ske
     up = TensorMeta((experts, a, d), dtype, ((experts,), (2, f) if gated else (f,), (d,)), (1,) if gated else ())
     metas = [merged["x"], merged["ids"], merged["weights"], up, TensorMeta(tuple(have["down"].shape), dtype)]
     wholes = EXPERTS(*(have[n] for n in NAMES), *options)
-    have |= {"saved": wholes[1], "held": wholes[2], "grad": torch.randn(t, d, generator=g, dtype=dtype)}
+    have |= {"saved": wholes[1], "held": wholes[2], "order": wholes[3], "grad": torch.randn(t, d, generator=g, dtype=dtype)}
     outs = [TensorMeta(tuple(o.shape), o.dtype) for o in wholes]
     forward = Call(EXPERTS, (*map(Slot, range(5)), *options), (), tuple(metas), tuple(outs))
     outs = [TensorMeta(o.shape, o.dtype, fs) for o, fs in zip(outs, registry.factors(forward), strict=True)]
     forward = replace(forward, outputs=tuple(outs))
     ins = (metas[0], *metas, *outs[1:])
-    backward = Call(EXPERTS_BACKWARD, (*map(Slot, range(8)), *options), (), ins, (metas[0], metas[2], up, metas[4]))
+    backward = Call(EXPERTS_BACKWARD, (*map(Slot, range(9)), *options), (), ins, (metas[0], metas[2], up, metas[4]))
     return forward, backward, have
 
 
@@ -45,9 +45,9 @@ def specs(rows, side):
 
 
 def partner(call, row):
-    """The gradient's row that takes what a forward's row saves."""
-    found = [b for b in registry.rows(call) if b.inputs[1:6] == row.inputs and b.inputs[6:] == row.outputs[1:]]
-    assert len(found) == 1, f"{len(found)} rows of the gradient follow {row}"
+    """The gradient's row that takes what a forward's row saves: one alone, and it goes the same way."""
+    found = [b for b in registry.rows(call) if b.inputs[6:] == row.outputs[1:]]
+    assert len(found) == 1 and found[0].inputs[1:6] == row.inputs, f"{found} follow {row}"
     return found[0]
 
 
@@ -64,11 +64,11 @@ def wrong(forward, backward, have, rows, sizes):
     made = oracle.run_pieces(forward, [pieces[n] for n in NAMES], ins, outs, mesh)
     out = oracle.join([m[0] for m in made], forward.outputs[0], outs[0], mesh)
     grads = oracle.split(have["grad"], backward.inputs[0], gins[0], mesh, rng)
-    saved = [[m[i] for m in made] for i in (1, 2)]
+    saved = [[m[i] for m in made] for i in (1, 2, 3)]
     given = oracle.run_pieces(backward, [grads, *(pieces[n] for n in NAMES), *saved], gins, gouts, mesh)
     found = [out, *(oracle.join([g[i] for g in given], backward.outputs[i], gouts[i], mesh) for i in range(4))]
     wanted = [EXPERTS(*(have[n] for n in NAMES), *forward.args[5:])[0],
-              *EXPERTS_BACKWARD(*(have[n] for n in ("grad", *NAMES, "saved", "held")), *forward.args[5:])]
+              *EXPERTS_BACKWARD(*(have[n] for n in ("grad", *NAMES, "saved", "held", "order")), *forward.args[5:])]
     return [i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if isinstance(a, str) or not torch.allclose(a, b, 1e-9, 1e-9)]
 
 
@@ -104,8 +104,8 @@ def test_a_load_above_the_capacity_is_refused(monkeypatch):
 def test_the_ways_are_those_of_the_page():
     forward, _, _ = layer()
     ways = {(row.inputs[0], row.inputs[3], row.outputs) for row in registry.rows(forward)}
-    assert ways == {(R, R, (R, R, R)), (R, 2, (PSUM, 2, R)), (R, 0, (PSUM, 0, 0)),
-                    *((t, R, (t, 0, PSUM)) for t in (0, 1)), *((t, 0, (t, 0, 0)) for t in (0, 1))}
+    assert ways == {(R, R, (R, R, R, R)), (R, 2, (PSUM, 2, R, R)), (R, 0, (PSUM, 0, 0, R)),
+                    *((t, R, (t, 0, PSUM, t)) for t in (0, 1)), *((t, 0, (t, 0, 0, t)) for t in (0, 1))}
     plain = replace(forward, inputs=(*forward.inputs[:3], TensorMeta((4, 8, 6), torch.float64), forward.inputs[4]))
     assert all(row.outputs[1] != 2 for row in registry.rows(plain)), "gate and up as one dim must not be split as it stands"
 

@@ -10,9 +10,15 @@ Over one mesh axis of n ranks, of T tokens and E experts:
 How many rows go where is known at run time: ranks exchange counts first. Loads differ, so what here and travel compute and send is
 priced with the profile's `imbalance`, and a rank has room for `capacity` times its rows of a balanced load.
 
-Rows of the first matmul's result lie as the layer has sorted them, on the rank that made them: `saved` and `held` are *private*, from
-the forward to its gradient and for nobody else, and tell the four ways apart (saved, held: hidden its dim, Replicate; here 0, 0 with the
-tokens whole; tokens 0, Partial; travel 0, 0).
+Rows of the first matmul's result lie as the layer has sorted them, on the rank that made them: `saved`, `held` and `order` are *private*,
+from the forward to its gradient and for nobody else. Their placements tell the ways apart, so that the gradient takes rows the way they went:
+
+              saved        held        order
+    whole     Replicate    Replicate   Replicate
+    hidden    Shard(last)  Replicate   Replicate
+    here      Shard(0)     Shard(0)    Replicate
+    tokens    Shard(0)     Partial     Shard(t)
+    travel    Shard(0)     Shard(0)    Shard(t)
 """
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ import torch
 
 from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import PSUM, R, Spec, is_shard
-from autoshard.experts.ops import COMBINE_ROWS, EXPERTS, EXPERTS_BACKWARD, PLACE_ROWS, RUN_ROWS, RUN_ROWS_BACKWARD, SORT_ROWS
+from autoshard.experts.ops import COMBINE_ROWS, COUNT_ROWS, EXPERTS, EXPERTS_BACKWARD, PLACE_ROWS, RUN_ROWS, RUN_ROWS_BACKWARD, SORT_ROWS
 from autoshard.rules.family import Family
 from autoshard.rules.parts import cast
 from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
@@ -57,24 +63,24 @@ def _forward_rows(call: Call) -> tuple[Row, ...]:
     saved = call.output(1)
     rows = []
     if (hidden := _hidden_dim(call, up)) is not None:
-        rows.append(Row((R, R, R, hidden, down.ndim - 1), (PSUM, saved.ndim - 1, R)))
-    rows.append(Row((R, R, R, 0, 0), (PSUM, 0, 0), uneven=True))
+        rows.append(Row((R, R, R, hidden, down.ndim - 1), (PSUM, saved.ndim - 1, R, R)))
+    rows.append(Row((R, R, R, 0, 0), (PSUM, 0, 0, R), uneven=True))
     for t in _token_dims(x, ids, weights):
-        rows.append(Row((t, t, t, R, R), (t, 0, PSUM)))
-        rows.append(Row((t, t, t, 0, 0), (t, 0, 0), (_counts(call, 3), *(_sent(call, "out1", saved),) * 2), uneven=True))
+        rows.append(Row((t, t, t, R, R), (t, 0, PSUM, t)))
+        rows.append(Row((t, t, t, 0, 0), (t, 0, 0, t), (_counts(call, 3), *(_sent(call, "out1", saved),) * 2), uneven=True))
     return tuple(rows)
 
 
 def _backward_rows(call: Call) -> tuple[Row, ...]:
-    _, x, ids, weights, up, down, saved, _ = call.inputs
+    _, x, ids, weights, up, down, saved, *_ = call.inputs
     rows, last = [], down.ndim - 1
     if (hidden := _hidden_dim(call, up)) is not None:
-        rows.append(Row((R, R, R, R, hidden, last, saved.ndim - 1, R), (PSUM, PSUM, hidden, last)))
-    rows.append(Row((R, R, R, R, 0, 0, 0, 0), (PSUM, PSUM, 0, 0), uneven=True))
+        rows.append(Row((R, R, R, R, hidden, last, saved.ndim - 1, R, R), (PSUM, PSUM, hidden, last)))
+    rows.append(Row((R, R, R, R, 0, 0, 0, 0, R), (PSUM, PSUM, 0, 0), uneven=True))
     row, weight = _sent(call, "in6", saved), _sent(call, "in6", saved, weights)
     for t in _token_dims(x, ids, weights):
-        rows.append(Row((t, t, t, t, R, R, 0, PSUM), (t, t, PSUM, PSUM)))
-        rows.append(Row((t, t, t, t, 0, 0, 0, 0), (t, t, 0, 0), (_counts(call, 4), row, row, weight, row, weight), uneven=True))
+        rows.append(Row((t, t, t, t, R, R, 0, PSUM, t), (t, t, PSUM, PSUM)))
+        rows.append(Row((t, t, t, t, 0, 0, 0, 0, t), (t, t, 0, 0), (_counts(call, 4), row, row, weight, row, weight), uneven=True))
     return tuple(rows)
 
 
@@ -93,10 +99,10 @@ def _sent(call: Call, saved: str, meta: TensorMeta, numbers: TensorMeta | None =
 
 def _forward_factors(call: Call) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Saved rows are one plain dim, whatever the tokens' is made of; of gate and up in one their number is a dim."""
-    x, up = call.inputs[0], call.inputs[3]
+    x, ids, _, up, _ = call.inputs
     a = up.shape[1]
     hidden: tuple[int, ...] = (2, a // 2) if call.argument("gated") else (a,)
-    return x.factors, ((call.output(1).shape[0],), hidden), ((up.shape[0],),)
+    return x.factors, ((call.output(1).shape[0],), hidden), ((up.shape[0],),), ids.factors
 
 
 def _backward_factors(call: Call) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -139,15 +145,17 @@ class _Routes:
     balanced: int
 
     @staticmethod
-    def of(ctx: LocalContext, ids: Any, x: int, up: int, balanced: int) -> _Routes:
-        """`x`, `up`: positions among the tensor inputs."""
+    def of(ctx: LocalContext, ids: Any, x: int, up: int, balanced: int, order: Any = None) -> _Routes:
+        """`x`, `up`: positions among the tensor inputs; `order`: as it is known already."""
         split = ctx.axes(ctx.inputs[up], 0)
         travel = [a for a in split if is_shard(ctx.inputs[x][a])]
         axis = travel[0] if travel else None
         ways, inner = ctx.ranks(travel), ctx.ranks([a for a in split if travel and a > travel[0]])
-        order, counts = SORT_ROWS(ids, ctx.call.inputs[up].shape[0], ctx.ranks(split), ways, inner, ctx.index(split))
+        where = (ctx.call.inputs[up].shape[0], ctx.ranks(split), ways, inner, ctx.index(split))
         tokens, k = ctx.local_in(x)[0], ctx.call.inputs[x + 1].shape[1]
         sent = tokens * k
+        order = aten.reshape.default(SORT_ROWS(ids, *where) if order is None else order, [sent])
+        counts = COUNT_ROWS(ids, *where)
         token = aten.div.Tensor_mode(order, k, rounding_mode="floor")
         if axis is None:
             return _Routes(ctx, axis, 1, order, token, counts, counts, sent, sent, balanced)
@@ -171,13 +179,15 @@ def _forward(ctx: LocalContext, x: Any, ids: Any, weights: Any, up: Any, down: A
     routes = _Routes.of(ctx, ids, 0, 3, kept)
     rows = routes.rows_of(x, metas[0].dtype, metas[3].dtype)
     results, saved, held = RUN_ROWS(rows, routes.got, routes.ways, up, down, activation, gated, kept)
-    return COMBINE_ROWS(routes.back(results), routes.order, weights, metas[1].shape[1], metas[0].dtype), saved, held
+    k = metas[1].shape[1]
+    out = COMBINE_ROWS(routes.back(results), routes.order, weights, k, metas[0].dtype)
+    return out, saved, held, aten.view.default(routes.order, [routes.sent // k, k])
 
 
-def _backward(ctx: LocalContext, grad: Any, x: Any, ids: Any, weights: Any, up: Any, down: Any, saved: Any, held: Any, activation: str,
-              gated: bool, capacity: float) -> Any:
+def _backward(ctx: LocalContext, grad: Any, x: Any, ids: Any, weights: Any, up: Any, down: Any, saved: Any, held: Any, order: Any,
+              activation: str, gated: bool, capacity: float) -> Any:
     metas = ctx.call.inputs
-    routes, k = _Routes.of(ctx, ids, 1, 4, ctx.local_in(6)[0]), metas[2].shape[1]
+    routes, k = _Routes.of(ctx, ids, 1, 4, ctx.local_in(6)[0], order), metas[2].shape[1]
     grads = routes.rows_of(grad, metas[0].dtype, metas[4].dtype)
     rows = routes.rows_of(x, metas[1].dtype, metas[4].dtype)
     by_row = routes.there(aten.index_select.default(aten.reshape.default(weights, [routes.sent]), 0, routes.order))
@@ -194,6 +204,6 @@ def _one_way(call: Call, specs: Sequence[Spec]) -> bool:
 
 
 RULES = {
-    EXPERTS: Rule(_forward_rows, _forward_factors, _forward, flops=_forward_flops, family=Family.MATMUL, private=(1, 2), together=_one_way),
+    EXPERTS: Rule(_forward_rows, _forward_factors, _forward, flops=_forward_flops, family=Family.MATMUL, private=(1, 2, 3), together=_one_way),
     EXPERTS_BACKWARD: Rule(_backward_rows, _backward_factors, _backward, flops=_backward_flops, family=Family.MATMUL, together=_one_way),
 }
