@@ -81,11 +81,11 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
         plan, source = _given(path, source)
     source, notes = fitting(source, mesh.size, folder, whole=plan is not None)
     spec = source.load()
-    options = replace(request.options, passing=Passing(inputs)).filled(plan, "precision", "pipeline")
+    options = replace(request.options, passing=Passing(inputs)).filled(plan, "precision", "expert_capacity", "pipeline")
     elsewhere = Processes(source, mesh, options) if processes else None
     report = verify(spec.model, mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn, plan=plan, plans=names,
                     steps=steps, training=not request.inference, optimizer=request.optimizer, tolerance=tolerance,
-                    memory_budget=options.memory_budget, inputs=inputs, fallback=options.fallback, seeds=options.seeds,
+                    memory_budget=options.memory_budget, inputs=inputs, fallback=options.fallback, expert_capacity=options.expert_capacity, seeds=options.seeds,
                     cluster=options.cluster, time_limit=options.time_limit, precision=options.precision, pipeline=options.pipeline,
                     elsewhere=elsewhere, progress=progress)
     where = f"as {mesh.size} gloo processes" if processes else f"all {mesh.size} ranks in one process"

@@ -10,8 +10,6 @@ from autoshard.base.custom_op import custom_op, differentiable
 from autoshard.experts import kernels
 from autoshard.experts.kernels import combine_rows, place_rows
 
-EXPERT_CAPACITY = 2.0
-"""Rows that a rank takes where tokens travel, over those of a balanced load, if nobody says: of two ranks one may get all."""
 Empty = tuple[Tensor, ...]
 
 
@@ -76,7 +74,8 @@ def _experts_backward_shape(grad: Tensor, x: Tensor, ids: Tensor, weights: Tenso
 EXPERTS = custom_op("experts", "(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, str activation, bool gated, float capacity) "
                     "-> (Tensor, Tensor, Tensor, Tensor)", _experts, _experts_shape)
 """x [T, d], ids and weights [T, k], up [experts, f or 2 f, d], down [experts, d, f] -> the sum over each token's experts of weight x
-down(activation(up(x))) [T, d]; then what its gradient needs: results of the first matmul [T k, f or 2 f], rows of each expert [experts], the order of rows [T, k].
+down(activation(up(x))) [T, d]; then what its gradient needs: results of the first matmul [T k, f or 2 f], rows of each expert [experts],
+the order of rows [T, k].
 `capacity`: rows that a rank takes where tokens travel, over those of a balanced load."""
 EXPERTS_BACKWARD = custom_op(
     "experts_backward", "(Tensor grad, Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, Tensor saved, Tensor held, "

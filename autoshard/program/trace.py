@@ -12,7 +12,7 @@ from autoshard._torch import pytree
 from autoshard.base.graph import TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
-from autoshard.experts.ops import EXPERT_CAPACITY
+from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.calling import Traced
 from autoshard.program.opaque.opaque_probe import CannotRunWhole
 from autoshard.program.simplify import simplify

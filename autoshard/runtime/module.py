@@ -188,7 +188,8 @@ class CompiledModule(Guidance, nn.Module):
         begin = time.perf_counter()
         traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
                                                         precision=self.options.precision, marks=self.options.marks,
-                                                        fallback=self.options.fallback, hooks_run=True, stored={} if replan else self._stored.metas))
+                                                        fallback=self.options.fallback, expert_capacity=self.options.expert_capacity,
+                                                        hooks_run=True, stored={} if replan else self._stored.metas))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         there = time.perf_counter()

@@ -33,7 +33,7 @@ from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.precision import Precision
 from autoshard.base.roles import Output, Role
 from autoshard.errors import TraceError
-from autoshard.experts.ops import EXPERT_CAPACITY
+from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.binding import Binding
 from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain

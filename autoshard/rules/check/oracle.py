@@ -119,7 +119,8 @@ class _Exchange:
         self.held: dict[int, Any] = {}
 
     def all_reduce(self, rank: int, x: torch.Tensor, reduce_op: str, axis: int) -> torch.Tensor:
-        return reduce(COMBINE[reduce_op], self.gathered(rank, x, axis)[1])
+        out: torch.Tensor = reduce(COMBINE[reduce_op], self.gathered(rank, x, axis)[1])
+        return out
 
 
     def gathered(self, rank: int, x: Any, axis: int) -> tuple[int, list[Any]]:
@@ -177,7 +178,8 @@ class ThreadContext:
 
     def all_to_all_rows(self, x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int, axis: int) -> torch.Tensor:
         me, found = self.exchange.gathered(self.rank, (x, sends, gets), axis)
-        return rows_reference(*zip(*found, strict=True), room)[me]
+        xs, sent, got = zip(*found, strict=True)
+        return rows_reference(xs, sent, got, room)[me]
 
 
 def run_whole(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

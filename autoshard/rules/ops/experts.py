@@ -200,7 +200,7 @@ def _backward(ctx: LocalContext, grad: Any, x: Any, ids: Any, weights: Any, up: 
 def _one_way(call: Call, specs: Sequence[Spec]) -> bool:
     """Whether tokens travel along at most one mesh axis."""
     x, up = (specs[call.argument(name).index] for name in ("x", "up"))
-    return sum(is_shard(a) and b == 0 for a, b in zip(x, up, strict=True)) <= 1
+    return len([a for a, b in zip(x, up, strict=True) if is_shard(a) and b == 0]) <= 1
 
 
 RULES = {
