@@ -134,7 +134,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         return variant.bind(plan, variant.lower(plan, order))
 
     check_compilable(model, mesh_of(mesh), options)
-    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "expert_capacity", "pipeline"), loss_fn, chosen, planner_key(options, profile),
+    filled = options.filled(chosen, "seeds", "fallback", "expert_capacity", "pipeline")
+    settings = Settings(build, filled, loss_fn, chosen, planner_key(options, profile),
                         partial(keep_plan, options, profile) if keep_within > 0 else None)
     many = options.pipeline.stages(mesh_of(mesh)) > 1
     made = partial(pipeline_module, has_inputs=example_inputs is not None) if many else CompiledModule

@@ -41,6 +41,19 @@ PLACE_ROWS = custom_op("place_rows", "(Tensor values, Tensor order, int k) -> Te
                        lambda values, order, k: values.new_empty(len(values) // k, k))
 
 
+def workspace(target: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that a step takes beside what it is given and makes, at most: as if all rows that there is room for came. 0 for other ops."""
+    if target is RUN_ROWS:
+        rows, _, ways, up, down = args[:5]
+        widths = (2 if ways > 1 else 1) * rows.shape[1] + up.shape[1] + down.shape[2]  # sorted rows and results; both matmuls' inputs
+    elif target is RUN_ROWS_BACKWARD:
+        rows, ways, up, down = args[1], *args[4:7]
+        widths = (4 if ways > 1 else 2) * rows.shape[1] + 2 * up.shape[1] + 3 * down.shape[2]
+    else:
+        return 0
+    return int(len(rows) * widths * rows.dtype.itemsize)
+
+
 # ---- of the graph: on whole tensors
 
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, gated: bool,

@@ -2,7 +2,8 @@
 
 Nothing is estimated. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
 followed through views. Equal ops on tensors of equal strides are written once, so a model of equal layers costs
-little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py) the inside is an estimate.
+little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py) and
+of experts' matmuls (experts/ops.py) the inside is an estimate.
 """
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from autoshard.base.plan import OpPlan
 from autoshard.base.spec import shard_counts
 from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import Cluster
+from autoshard.experts.ops import workspace
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lifetimes import Lifetimes, storages, tensors
 from autoshard.lower.lower import emit_op, local_tensor_shape
@@ -128,9 +130,9 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
         if _is_swap(node, emit.mesh, apart):
             last[first + 1] = lives.position[next(iter(node.users))]
             made.append(made[0])
-        if (whole := opaque_of(node)) is not None:
+        if (inside := _inside(node)):
             last[first + len(made)] = lives.position[node]
-            made.append(whole.workspace)
+            made.append(inside)
         makes.append(tuple(made))
     last |= {buffers[key]: end for key, end in lives.last_read.items()}
     pieces = []
@@ -140,6 +142,13 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
         pieces.append(Piece(makes[i], drops, over, _is_swap(node, emit.mesh, apart)))
     outputs = tuple(None if r is None else Output(buffers[next(storages(r.node))], emit.value(r).stride()) for r in results)
     return Footprint(tuple(pieces), outputs, len(nodes) if started is None else lives.position[started] + 1)
+
+
+def _inside(node: torch.fx.Node) -> int:
+    """Bytes that a call takes while it runs, of those that are said and not seen."""
+    if (whole := opaque_of(node)) is not None:
+        return whole.workspace
+    return workspace(node.target, torch.fx.node.map_arg(node.args, lambda n: n.meta["val"]))
 
 
 def _over(node: torch.fx.Node, buffers: Mapping[int, int]) -> Iterator[int]:
