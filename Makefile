@@ -10,7 +10,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lint test test-all clean
+.PHONY: help install demo lint test test-all docs clean
 
 help:
 	@echo "make demo      plan models/gpt.py for two local processes and train it beside one process"
@@ -18,6 +18,7 @@ help:
 	@echo "make test      the same, and run the tests (21 minutes on 2 cores)"
 	@echo "make test-all  run the slow tests too"
 	@echo "make install   make .venv and install autoshard into it"
+	@echo "make docs      build the documentation as a site into site/"
 	@echo "make clean     remove .venv and caches"
 
 # torch goes first and pinned by series: a package that asks for torch without a version could bring
@@ -45,6 +46,9 @@ test: lint
 test-all: lint
 	$(PY) -m pytest -n 2
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

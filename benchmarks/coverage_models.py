@@ -22,7 +22,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,18 @@ def examine(family: str, types: Sequence[str], meshes: Sequence[str], plans: Seq
     if example is None:
         found["why"] = found["why"] or "transformers has a config for it and no model class"
         return found
+    return found | examined(example, found, meshes, plans)
+
+
+def examined(example: Example, found: dict[str, Any], meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
+    """The model traced, planned and verified; `found` is what is known of it."""
     example, traced, refused = traced_variant(example)
     if refused:
         found |= {"why": refused, "clear": not refused.startswith(UNCLEAR)}
     if traced is None:
         return found | {"stage": "built"}
     graph = traced.graph
-    if example.own_loss < found["own_loss"]:
+    if example.own_loss < found.get("own_loss", False):
         found |= {"own_loss": False, "loss_refused": refused}
     found |= {"why": "", "inputs": shapes(example)}
     found |= {"stage": "traced", "ops": len(graph.of_kind("call")),
@@ -112,7 +117,7 @@ def worst(checks: Sequence[Any]) -> str:
 
 # ---- processes
 
-def worker(queue: Any, gigabytes: float, seconds: float, *job: Any) -> None:
+def worker(queue: Any, gigabytes: float, seconds: float, examine: Callable[..., dict[str, Any]], *job: Any) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 2**30),) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds + time.process_time()),) * 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -124,7 +129,7 @@ def worker(queue: Any, gigabytes: float, seconds: float, *job: Any) -> None:
     queue.put(result | {"cpu_s": round(time.process_time() - started, 1)})
 
 
-def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float) -> dict[str, Any]:
+def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float, examine: Callable[..., dict[str, Any]] = examine) -> dict[str, Any]:
     """`examine(*job)` in a fork, which has the libraries loaded already."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
@@ -132,7 +137,7 @@ def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float) -> dict[str,
     class Once:
         put = staticmethod(send.send)
 
-    process = context.Process(target=worker, args=(Once, gigabytes, seconds, *job))
+    process = context.Process(target=worker, args=(Once, gigabytes, seconds, examine, *job))
     process.start()
     send.close()
     try:

@@ -27,8 +27,8 @@ INSTEAD = ("its gradients are reduced by the plan already; train the compiled mo
 WRAPPERS = {
     "_ddp_params_and_buffers_to_ignore": f"DistributedDataParallel cannot wrap a compiled model, and need not: {INSTEAD}",
     "hf_device_map": "Accelerate's prepare() and transformers' Trainer cannot take a compiled model: they wrap it in "
-                     f"DistributedDataParallel, and {INSTEAD}. With Accelerate, prepare the DataLoader and leave the model out; instead "
-                     "of Trainer write the loop (docs/hugging-face.md)",
+                     f"DistributedDataParallel, and {INSTEAD}. With Accelerate, prepare the DataLoader and leave the model out; with "
+                     "Trainer, take the subclass of examples/hf_trainer.py (docs/hugging-face.md)",
 }
 """Attribute that a wrapper reads -> what to do instead."""
 SHARDED = ("on a compiled model: its plan has placed every parameter already; train the compiled model itself. For more sharding than "

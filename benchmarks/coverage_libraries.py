@@ -1,0 +1,118 @@
+"""Models of timm, torchvision and diffusers, small and random: does each trace, plan, and compute what it should?
+
+    pip install --no-deps timm diffusers 'torchvision==0.28.*'
+    python benchmarks/coverage_libraries.py                            # all: an hour and more on 2 cores; may be interrupted
+    python benchmarks/coverage_libraries.py --library diffusers        # one library
+    python benchmarks/coverage_libraries.py --models resnet18,vgg11    # some models
+    python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md    # no run: write the page from the results so far
+
+Of timm one model for each of its modules, of torchvision two, without detection (the number of boxes depends on the numbers), of diffusers ten classes.
+Each is verified as coverage_models.py does it: one training step with the mean square of the outputs as loss, planned for a device so slow that
+splitting always pays, all ranks in one process, losses, gradients and updated weights compared. Exit code 1 when one is wrong.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch  # noqa: E402
+from coverage_models import PLANS, ROOT, earlier, examined, run_one, shuffled, warm_up  # noqa: E402
+from zoo.build import Example, short  # noqa: E402
+from zoo.libraries import libraries  # noqa: E402
+from zoo.page import STAGES, table  # noqa: E402
+
+MESHES = ("d=4",)
+
+
+def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
+    """Everything about one model as data; `stage` says how far it came."""
+    found: dict[str, Any] = {"family": name, "library": library, "stage": "no model", "why": ""}
+    torch.manual_seed(0)
+    try:
+        model, inputs = libraries()[library]()[name]()
+    except Exception as e:
+        return found | {"why": short(e)}
+    for module in model.modules():  # random numbers would be compared by their shapes alone
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) or type(module).__name__ in ("DropPath", "StochasticDepth"):
+            module.p = module.drop_prob = 0.0
+    return found | examined(_Called(model, {}, library, own_loss=False, positional=inputs), found, meshes, plans)
+
+
+class _Called(Example):
+    """An example with positional inputs before the target of its loss."""
+
+    def __init__(self, model: Any, inputs: Mapping[str, Any], scheme: str, own_loss: bool, positional: tuple[Any, ...] = ()) -> None:
+        super().__init__(model, inputs, scheme, own_loss)
+        object.__setattr__(self, "positional", positional)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return (*self.positional, torch.zeros(()))
+
+
+def page(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """docs/coverage-libraries.md."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    lines = ["# Models of other libraries", "",
+             f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit or 'unknown'}, torch {torch.__version__}. Written by "
+             "`python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md`.", "",
+             "Of timm one model for each of its modules, of torchvision two (without detection, where the number of boxes depends on the numbers), of diffusers",
+             "ten classes; small images, random weights, no dropout. One training step is traced, planned for a made-up device so slow that splitting always pays,",
+             "and run with all four ranks in one process; loss, gradients and updated weights are compared with the model's own.", ""]
+    for library in dict.fromkeys(r["library"] for r in results.values()):
+        mine = {n: r for n, r in sorted(results.items()) if r["library"] == library}
+        lines += [f"## {library}", "", *table(("stage", "models"), [[text, str(n)] for stage, text in STAGES.items()
+                                                                    if (n := sum(r["stage"] == stage for r in mine.values()))]), ""]
+        lines += ["Verified: " + ", ".join(f"`{n}`" for n, r in mine.items() if r["stage"] == "verified") + ".", ""]
+        rest = [[f"`{n}`", STAGES[r["stage"]], r["why"][:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
+        lines += [*table(("model", "stage", "why"), rest), ""] if rest else []
+    path.write_text("\n".join(lines))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Models of timm, torchvision and diffusers: traced, planned, verified.")
+    parser.add_argument("--library", action="append", choices=tuple(libraries()), help="default: all three")
+    parser.add_argument("--models", help="comma separated; default: all")
+    parser.add_argument("--mesh", action="append", help=f"default: {' '.join(MESHES)}")
+    parser.add_argument("--minutes", type=float, help="start no model after this long")
+    parser.add_argument("--time-limit", type=float, default=120.0, help="CPU seconds for one model")
+    parser.add_argument("--memory", type=float, default=6.0, help="GiB for one model")
+    parser.add_argument("--results", type=Path, default=Path("coverage-libraries.jsonl"))
+    parser.add_argument("--again", help="run models whose line has this stage once more")
+    parser.add_argument("--table", type=Path, help="write this page from the results, and run nothing")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    torch.set_num_threads(1)
+    if options.table:
+        page(options.table, earlier(options.results))
+        return 0
+    done = {n for n, r in earlier(options.results).items() if not options.again or r["stage"] not in options.again.split(",")}
+    todo = [(name, library) for library in options.library or libraries() for name in shuffled(libraries()[library]())
+            if (name in options.models.split(",") if options.models else name not in done)]
+    warm_up()
+    started, wrong = time.time(), 0
+    for name, library in todo:
+        if options.minutes and time.time() > started + 60 * options.minutes:
+            break
+        job = (name, library, options.mesh or MESHES, PLANS)
+        result = {"library": library} | run_one(job, options.time_limit, options.memory, examine)
+        wrong += result["stage"] == "wrong"
+        with options.results.open("a") as out:
+            out.write(json.dumps(result) + "\n")
+        print(f"{library:12} {name:32} {result['stage']:10} {result.get('cpu_s', 0):6.1f} s  {result['why'][:160]}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
