@@ -177,7 +177,7 @@ def test_oversubscription_slows_what_crosses_it_and_nothing_else(name, kind, nby
 points = st.lists(st.tuples(st.floats(1, 1e4), st.floats(0, 1)), min_size=2, max_size=6)
 
 
-@given(st.lists(points, min_size=6, max_size=6), SIZES, SIZES, st.integers(1, 63), st.data())
+@given(st.lists(points, min_size=len(KINDS), max_size=len(KINDS)), SIZES, SIZES, st.integers(1, 63), st.data())
 def test_measured_links_keep_the_properties(curves, a, b, n, data):
     """Whatever was measured: free on one rank, monotone in bytes and ranks, exchange at most gather."""
     link = replace(CLUSTERS["cpu-gloo"].links[0], measured=bounded(dict(zip(tuple(KINDS), map(curve_through, curves), strict=True))))
