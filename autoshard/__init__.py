@@ -23,6 +23,7 @@ _HOMES = {
     "register_rule": "autoshard.rules.outside",
     "local_update": "autoshard.runtime.params.update",
     "stage": "autoshard.seeds.grammar",
+    "stale_pipeline": "autoshard.api",
     "shard_batch": "autoshard.runtime.inputs",
     "transformers_cuts": "autoshard.seeds.from_transformers",
     "transformers_plan": "autoshard.report.as_transformers",

@@ -19,8 +19,10 @@ from autoshard.decide.arguments import check_arguments, check_called
 from autoshard.decide.kept import keep_plan
 from autoshard.decide.options import Options, Progress, default_cluster, default_pipeline
 from autoshard.decide.phase_timer import PhaseTimer
-from autoshard.decide.pipeline_options import Pipeline
+from autoshard.decide.pipeline_options import AUTO, Pipeline
+from autoshard.errors import UsageError
 from autoshard.experts.capacity import EXPERT_CAPACITY
+from autoshard.pipeline.cutting.cut_points import even_cuts
 from autoshard.pipeline.microbatches import batch
 from autoshard.planner.open_mesh import check_mesh, plan_batch
 from autoshard.planner.stages import plan_traced
@@ -29,7 +31,8 @@ from autoshard.runtime.cache import cache_folder, planner_key
 from autoshard.runtime.compile import Settings, Variant, check_compilable
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.open_choice import closed
-from autoshard.runtime.pipeline.module import pipeline_module
+from autoshard.runtime.pipeline.module import PipelineModule, pipeline_module
+from autoshard.runtime.pipeline.stale import StalePipeline, made_by
 from autoshard.runtime.pipeline.variant import PipelineVariant
 from autoshard.runtime.ranks.heartbeat import JOIN
 from autoshard.runtime.ranks.place import locate
@@ -40,7 +43,7 @@ from autoshard.seeds.seeds import with_held
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
-         outputs: str = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
+         outputs: str | Sequence[str] = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
          expert_capacity: float = EXPERT_CAPACITY, pipeline: Pipeline | None = None, progress: Progress | None = None,
          model_info: Mapping[str, Any] | None = None) -> Plan:
@@ -55,7 +58,9 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    or an object of torch.optim that is there
     precision      Precision(param=, master=, reduce=), each of "bf16", "fp16", "fp32", "fp64"; None: the model's own dtypes
     inputs         "global": every rank gets the whole batch; "local": each gets its own part
-    outputs        "replicate": whole on every rank; "dtensor", "local": as the plan splits them
+    outputs        "replicate": whole on every rank; "dtensor", "local": as the plan splits them; "auto": whole, but what a model returns beside
+                   the loss that it is trained with (logits) is a DTensor, so that nobody waits for what nobody reads. One for all outputs,
+                   or one for each: ("replicate", "dtensor")
     seeds          see seeds/seeds.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
     time_limit     seconds of wall clock for the phase "search" (see docs/search.md), after tracing and pricing; the best plan so far
@@ -86,10 +91,10 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
 
 def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, *,
             loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
-            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str = "replicate", batch_axes: Sequence[str] = (),
-            memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0, search: str = "auto",
-            fallback: str = "error", offload: str = "none", expert_capacity: float = EXPERT_CAPACITY, pipeline: Pipeline | None = None,
-            plan: Plan | str | os.PathLike[str] | None = None,
+            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "replicate",
+            batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0,
+            search: str = "auto", fallback: str = "error", offload: str = "none", expert_capacity: float = EXPERT_CAPACITY,
+            pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
             backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
             join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,
             progress: Progress | None = None) -> CompiledModule:
@@ -144,3 +149,37 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         with torch.set_grad_enabled(torch.is_grad_enabled() and model.training if training is None else training):
             compiled.prepare(*example_inputs, **dict(example_kwargs or {}))
     return compiled
+
+
+def stale_pipeline(model: nn.Module, mesh: Any, example_inputs: Sequence[Any], *, loss_fn: Callable | None = None,
+                   optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer], cuts: Any = AUTO, axis: str = "pp",
+                   **options: Any) -> StalePipeline:
+    """PipeDream's pipeline with weight stashing. **It computes other numbers than training on one device**: the optimizer runs inside the schedule,
+    and gradients are of weights that are up to stages - 1 updates old (docs/pipeline.md#stale-weights). Nothing chooses it but this call.
+
+    mesh           with the pipeline's axis first: "pp=4", "pp=2,dp=2"
+    example_inputs one mini-batch; with `loss_fn` the last one is the target
+    optimizer      makes this rank's optimizer: lambda params: torch.optim.SGD(params, lr=0.1)
+    cuts           modules at which stages begin; "auto": the slowest stage is as fast as can be, by the seconds of the blocks on one device
+    options        further ones of `compile`, but for `pipeline`
+
+        stale = autoshard.stale_pipeline(model, "pp=2", (x, target), loss_fn=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        losses = stale.train(loader)       # loader has a length; every rank passes the same batches
+        stale.module.state_dict()
+
+    Raises UsageError for tied weights, and what `compile` raises."""
+    if refused := sorted({"pipeline", "training", "plan"} & options.keys()):
+        raise UsageError(f"{refused[0]}= has no meaning in a stale pipeline: it has one schedule, 1F1B, and trains; leave it out")
+    asked = mesh_or_any(mesh)
+    if not isinstance(asked, Mesh) or Pipeline(axis=axis).stages(asked) < 2:
+        raise UsageError(f"mesh {mesh}: a stale pipeline is never chosen, so its stages are given: a mesh with the axis {axis!r} first, '{axis}=2'")
+    pipeline = Pipeline(1, "1f1b", cuts, axis=axis)
+    probe = made_by(optimizer, [nn.Parameter(torch.zeros(1))])  # what kind it is decides memory and seconds of an update
+    if cuts == AUTO:
+        cluster = load_cluster(options.get("cluster") or default_cluster(mesh))
+        check_called(model, example_inputs, None)
+        traced = batch.Batch(model, tuple(example_inputs), {}, Options.of({**options, "pipeline": pipeline}).tracing(loss_fn, True)).cut(pipeline)
+        pipeline = replace(pipeline, cuts=even_cuts(traced.graph, cluster, pipeline.stages(asked)))
+    compiled = compile(model, mesh, example_inputs, loss_fn=loss_fn, training=True, optimizer=probe, pipeline=pipeline, **options)
+    assert isinstance(compiled, PipelineModule), "a mesh with the pipeline's axis has stages"
+    return StalePipeline(compiled, optimizer)

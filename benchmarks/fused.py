@@ -1,5 +1,5 @@
-"""Fused projections: what transformers' GPT-2 (q|k|v in one weight) costs beside a twin whose weight has heads first, which any
-plan can split by heads, and beside itself planned without dims made of parts.
+"""Unfriendly dims: what transformers' GPT-2 (q|k|v in one weight, a vocabulary of 50,257) costs beside a twin whose weight has heads
+first, which any plan can split by heads, and beside itself planned without dims made of parts, and with dims that do not divide left whole.
 
     python benchmarks/fused.py [--layers 2] [--batch 2] [--seq 1024] [--vocab 50257] [--mesh tp=4 tp=8]
 
@@ -21,6 +21,7 @@ from autoshard.api import mesh_of
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import cpu_seconds
+from autoshard.padding.padded import padded
 from autoshard.planner.stages import plan_traced
 from autoshard.program.load import load_model
 from autoshard.program.trace import trace
@@ -78,8 +79,10 @@ def main() -> None:
     config = {**MEDIUM, "n_layer": args.layers, "vocab_size": args.vocab}
     fused, has_loss = traced(config, args.batch, args.seq, heads_first=False)
     twin, _ = traced(config, args.batch, args.seq, heads_first=True)
-    forms = {"heads first": twin, "q|k|v": fused, "q|k|v, parts not seen": replace(fused, graph=without_parts(fused.graph))}
     for mesh in args.mesh:
+        wide = padded(fused, mesh_of(mesh))
+        forms = {"heads first": padded(twin, mesh_of(mesh)), "q|k|v": wide, "q|k|v, nothing padded": fused,
+                 "q|k|v, parts not seen": replace(wide, graph=without_parts(wide.graph))}
         for name, form in forms.items():
             start = cpu_seconds()
             plan: Plan = plan_traced(form, mesh_of(mesh), Options(time_limit=300.0), has_loss=has_loss)

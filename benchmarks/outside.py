@@ -1,15 +1,13 @@
 """Step times that others measured and published, beside those that are predicted for the same configuration.
 
-    python benchmarks/outside.py [ROW ...] [--json out.json] [--rows many-nodes.csv]
+    python benchmarks/outside.py [ROW ...] [--json out.json]
 
 A prediction is a plan by hand (a baseline of docs/plan.md, no search), simulated as it is executed, on a built-in profile. Nothing is fitted
-here. What a publication does and the configuration does not: see `note`. `--rows`: a CSV of measured steps in the format of
-github.com/VIA-Research/vTrain, data/ground_truth_*.csv; its rows without pipeline stages are predicted instead.
+here. What a publication does and the configuration does not: see `note`. Tables of measured steps: outside_rows.py.
 """
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard import Pipeline, Precision
+from autoshard import Pipeline, Plan, Precision
+from autoshard.base.graph import Graph
 from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import make_plan
@@ -109,36 +108,27 @@ class Checkpointed(gpt.Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def predicted(row: Row) -> dict:
+def planned(row: Row) -> tuple[Graph, Plan]:
+    """The graph of a row and the plan of its scheme."""
     model, inputs, loss = built(row)
-    mesh, precision, start = parse_mesh(row.mesh), Precision(param=row.half, master="fp32", reduce=row.half), process_time()
+    mesh, precision = parse_mesh(row.mesh), Precision(param=row.half, master="fp32", reduce=row.half)
     traced = microbatched.traced(model, inputs, {}, Pipeline(microbatches=row.microbatches), loss_fn=loss, training=True, precision=precision,
                                  marks={}, fallback="error")
     formulation = formulate_within(prices(traced, mesh, Options(cluster=row.cluster, precision=precision)), float("inf"))
     scheme = next(s for s in schemes(mesh) if s.name == row.scheme)
     choice = baseline(Wiring(formulation), scheme)
     solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
-    plan = make_plan(formulation, solution, model={}, settings={"optimizer": "adamw"}, seeds={})
+    return traced.graph, make_plan(formulation, solution, model={}, settings={"optimizer": "adamw"}, seeds={})
+
+
+def predicted(row: Row) -> dict:
+    start = process_time()
+    graph, plan = planned(row)
     cluster = Cluster.from_snapshot(plan.cluster)
-    step = replay(program_for(traced.graph, plan, cluster, executed=True), cluster).step_s
+    step = replay(program_for(graph, plan, cluster, executed=True), cluster).step_s
     return {"name": row.name, "published_s": row.published or None, "predicted_s": step, "objective_s": plan.objective_s,
             "error": step / row.published - 1 if row.published else None, "scheme": row.scheme, "mesh": row.mesh, "source": row.source,
             "note": row.note, "cpu_s": process_time() - start}
-
-
-def measured(path: Path) -> list[Row]:
-    """Rows of a vTrain table that have one pipeline stage."""
-    out = []
-    with path.open() as f:
-        for r in csv.reader(f):
-            if len(r) < 11 or not r[-1].replace(".", "", 1).isdigit() or int(r[-2]) != 1:
-                continue
-            gpus, total, micro, width, heads, layers, seq, tp, dp = (int(x) for x in r[-11:-2])
-            mesh = ",".join(f"{n}={k}" for n, k in (("dp", dp), ("tp", tp)) if k > 1) or "dp=1"
-            name, parts = f"gpt {layers}x{width}, {gpus} GPUs, {mesh}", total // dp // micro
-            out.append(Row(f"{name}, {parts} x {micro}", float(r[-1]) / 1e3, VTRAIN, "a100-dgx", mesh, total, seq,
-                           "Megatron TP" if tp > 1 else "DDP", "gpt", gpt_sizes(layers, width, heads), True, "fp16", parts))
-    return out
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
@@ -172,10 +162,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="rows to predict, by a part of their names; default: all")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rows", type=Path, help="measured steps in vTrain's format, instead of the published rows")
-    parser.add_argument("--every", type=int, default=1, help="of --rows, each so many only")
     given = parser.parse_args()
-    rows = [r for r in (measured(given.rows)[::given.every] if given.rows else ROWS) if not given.names or any(n in r.name for n in given.names)]
+    rows = [r for r in ROWS if not given.names or any(n in r.name for n in given.names)]
     found = []
     for row in rows:
         found.append(predicted(row))

@@ -100,10 +100,10 @@ class Repeated:
         self.more = layers - SHORT
         self.labels = (*pricer.labels[:self.first], *(pricer.labels[self.first],) * layers, *pricer.labels[self.first + SHORT:])
 
-    def chain(self, slot: Slot) -> Chain:
+    def chain(self, slot: Slot, split: bool) -> Chain:
         def price(a: int, b: int) -> StagePrice:
             shift = self.more if a > self.first + 1 else 0
-            return self.pricer.price(a - shift, b - shift, slot, 0)
+            return self.pricer.price(a - shift, b - shift, slot, 0, split)
 
         weights = self.pricer.weights
         more = [weights[self.first]] * self.more

@@ -3,14 +3,16 @@
     python benchmarks/units.py [MODEL] [--mesh dp=8,tp=8] [--batch 16] [--seq 8192]
     python benchmarks/units.py --gain [MODEL ...] [--meshes a=8 a=2,b=4 a=2,b=2,c=2] [--batch 1] [--precision param=bf16,master=fp32,reduce=bf16]
 
-`--gain` takes the models of models/ at real widths with few layers. "+" stands at gaps of a search that ended at its time limit: op by op
-is a harder problem, and where its search does not close, its bound says what it gains at most.
+`--gain` takes the models of models/ at real widths with few layers. "+" stands at gaps of a search that did not close. The columns: the best
+plan over units; the same refined (decide/refine.py), what that gains and takes; and what the search op by op still gains from there in
+`--prove` seconds. That is a harder problem, and where its search does not close, its bound says what it gains at most.
 """
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -20,14 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies be
 from autoshard.base.mesh import parse_mesh
 from autoshard.cli.read import parse_precision
 from autoshard.cost.cluster import load_cluster
+from autoshard.decide.how import How
+from autoshard.decide.memory.attempts import search
 from autoshard.decide.options import Options
+from autoshard.decide.program import formulate_within, with_starts
+from autoshard.decide.refine import SHARE, lifted, refine
+from autoshard.decide.variants import Variants
 from autoshard.formulate.problem_of import formulate
 from autoshard.planner.one_stage import prices
 from autoshard.program.load import load_model
 from autoshard.program.trace import trace
-from autoshard.search import solve
+from autoshard.search import Clock, solve
 from autoshard.seeds.seeds import Seeds
-from autoshard.space.cost_table import Training, build_cost_table
+from autoshard.space.cost_table import CostTable, Training, build_cost_table
 from autoshard.space.decision_units import find_units, singletons
 from autoshard.space.strategies import enumerate_strategies
 
@@ -35,8 +42,8 @@ WIDE = {"bert": ("base", {"layers": 2}), "dlrm": ("small", {}), "gpt": ("124M", 
         "mlp": ("wide", {}), "moe": ("small", {"layers": 2}), "resnet": ("18", {}), "t5": ("small", {"layers": 1}), "vit": ("b16", {"layers": 2})}
 
 
-def gain(names: list[str], meshes: list[str], clusters: list[str], batch: int, policy: str | None, seconds: float) -> None:
-    """A line per model, mesh and cluster: what units cost, what op by op costs and is bound by."""
+def gain(names: list[str], meshes: list[str], clusters: list[str], batch: int, policy: str | None, seconds: float, prove: float) -> None:
+    """A line per model, mesh and cluster: what units cost, what the refined plan costs, and what op by op costs and is bound by."""
     precision = parse_precision(policy) if policy else None
     for name in names:
         module, (size, shape) = importlib.import_module(f"models.{name}"), WIDE[name]
@@ -45,11 +52,27 @@ def gain(names: list[str], meshes: list[str], clusters: list[str], batch: int, p
         traced = trace(model, inputs, loss_fn=module.loss, training=True, precision=precision)
         for mesh in meshes:
             for cluster in clusters:
-                table = prices(traced, parse_mesh(mesh), Options(cluster=cluster, precision=precision))
-                units, single = (solve(formulate(table, units=u).problem, time_limit=seconds) for u in (find_units(table), singletons(table)))
-                print(f"{name:7} {mesh:12} {cluster:9} units {units.cost * 1e6:14.2f} us (gap {units.gap:.1e}{'+' * (units.gap > 1e-9)})  op by op "
-                      f"{single.cost * 1e6:14.2f} us (gap {single.gap:.1e}{'+' * (single.gap > 1e-9)})  "
-                      f"gains {100 * (units.cost / single.cost - 1):6.2f} %, at most {100 * (units.cost / single.bound - 1):6.2f} %", flush=True)
+                options = Options(cluster=cluster, precision=precision, time_limit=seconds)
+                table = prices(traced, parse_mesh(mesh), options)
+                print(f"{name:7} {mesh:12} {cluster:9} {gained(table, options, prove)}", flush=True)
+
+
+def gained(table: CostTable, options: Options, prove: float) -> str:
+    """Of one program: units, refined, and, for `prove` seconds from there, op by op."""
+    program = with_starts(formulate_within(table, options.memory_limit(table.cluster)), options.settings(True, True))
+    clock = Clock(options.time_limit)
+    units = search(Variants(program, How(clock.part(1.0 - SHARE)))).solution
+    spent, (refined, better) = time.process_time(), refine(program, units, How(clock))
+    spent = time.process_time() - spent
+    said = (f"units {units.cost * 1e6:14.2f} us (gap {units.gap:.1e}{'+' * (units.gap > 1e-9)})  refined {better.cost * 1e6:14.2f} us: "
+            f"{100 * (units.cost / better.cost - 1):5.2f} %, {spent:5.1f} CPU s")
+    if not prove:
+        return said
+    finer = formulate_within(table, program.formulation.budget.limit, singletons(table))
+    start = better.choice if refined is not program else lifted(program.formulation, units.choice, finer)
+    single = solve(finer.problem, time_limit=prove, starts=[start])
+    return (f"{said}  op by op {single.cost * 1e6:14.2f} us (gap {single.gap:.1e}{'+' * (single.gap > 1e-9)}): "
+            f"{100 * (better.cost / single.cost - 1):5.2f} %, at most {100 * (better.cost / single.bound - 1):6.2f} %")
 
 
 def main() -> None:
@@ -60,13 +83,14 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="+", default=["cpu-gloo", "h100-dgx"])
     parser.add_argument("--precision", help="a policy, such as param=bf16,master=fp32,reduce=bf16")
     parser.add_argument("--time-limit", type=float, default=60.0)
+    parser.add_argument("--prove", type=float, default=60.0, help="seconds for the search op by op; 0: none")
     parser.add_argument("--mesh", default="dp=8,tp=8")
     parser.add_argument("--batch", type=int, help="16; with --gain, 1")
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--cluster", default="h100-dgx")
     args = parser.parse_args()
     if args.gain:
-        gain(args.models or list(WIDE), args.meshes, args.clusters, args.batch or 1, args.precision, args.time_limit)
+        gain(args.models or list(WIDE), args.meshes, args.clusters, args.batch or 1, args.precision, args.time_limit, args.prove)
         return
     model = (args.models or ["llama:1b"])[0]
     spec = load_model(model, batch=args.batch or 16, seq=args.seq, dtype="bf16")

@@ -38,18 +38,26 @@ WEIGHT = "weight"
 class TensorMeta:
     """Shape and dtype of a value. `factors[d]` are the logical dims that tensor dim d is made of,
     major first; `(n,)` for an ordinary dim. Specs refer to logical dims, numbered across dims. `part_dims`: logical dims that
-    count the parts of a dim (q|k|v); they are never split, so a shard of such a dim takes its share of every part."""
+    count the parts of a dim (q|k|v); they are never split, so a shard of such a dim takes its share of every part. `unpadded`: the
+    shape that users see of a parameter, and of its gradient, where dims are longer in the graph so that they split evenly; what is
+    beyond it is zero. () where nothing is padded."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     factors: tuple[tuple[int, ...], ...] = ()
     part_dims: tuple[int, ...] = field(default=(), repr=False)
+    unpadded: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.factors and self.shape:
             object.__setattr__(self, "factors", tuple((n,) for n in self.shape))
         if tuple(prod(f) for f in self.factors) != self.shape:
             raise ValueError(f"factors {self.factors} do not multiply to the shape {self.shape}")
+
+    @property
+    def true_shape(self) -> tuple[int, ...]:
+        """The shape without what it is padded by."""
+        return self.unpadded or self.shape
 
     @cached_property
     def logical_shape(self) -> tuple[int, ...]:
@@ -93,6 +101,17 @@ class TensorMeta:
     def split_dim(self, dim: int) -> int:
         """The logical dim that a shard of tensor dim `dim` splits: its major one, behind the number of its parts."""
         return next(i for i in self.logical_dims(dim) if i not in self.part_dims)
+
+    def on_tensor_dims(self, spec: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`spec` with tensor dims in place of logical ones; None where a rank's piece is no block of its tensor dim, as where a minor factor
+        is split."""
+        out = []
+        for p in spec:
+            dim = self.tensor_dim(p) if p >= 0 else p
+            if p >= 0 and p != next(i for i in self.logical_dims(dim) if self.logical_shape[i] > 1 and i not in self.part_dims):
+                return None
+            out.append(dim)
+        return tuple(out)
 
     def unflatten(self, logical: tuple[int, ...]) -> tuple[int, ...]:
         """Tensor shape for a (local) logical shape with the same factor structure."""
@@ -352,6 +371,8 @@ class Graph:
         h.update(repr((self.training, self.in_tree, self.out_tree, self.tied)).encode())
         if parts := [(op.name, m.part_dims) for op in self.ops for m in op.outputs if m is not None and m.part_dims]:
             h.update(repr(parts).encode())
+        if padded := [(op.name, m.unpadded) for op in self.ops for m in op.outputs if m is not None and m.unpadded]:
+            h.update(repr(padded).encode())
         if self.microbatches > 1:
             h.update(f"{self.microbatches} micro-batches".encode())
         return h.hexdigest()[:32]

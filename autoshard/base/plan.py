@@ -182,6 +182,10 @@ class StagePlan:
         return self.memory.get("total") or 0.0
 
 
+NOT_FOUND = "no way to fit was found (no proof)"
+"""How `TriedShape.why` begins for a shape none of whose stages fit at prices of blocks."""
+
+
 @dataclass(frozen=True)
 class TriedShape:
     """A mesh with a number of micro-batches and a schedule, where these were to be chosen. Seconds of a step, bytes of the fullest rank.

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.errors import MeshError, UsageError
 
@@ -84,6 +85,18 @@ def divides(shape: tuple[int, ...], spec: Spec, sizes: tuple[int, ...]) -> bool:
         return False
     return all(n % c == 0 and n >= c for n, c in zip(shape, shard_counts(len(shape), spec, sizes), strict=True)
                if c > 1)
+
+
+def stores(meta: TensorMeta, spec: Spec, sizes: tuple[int, ...]) -> bool:
+    """Whether a tensor may be stored so: its dims split evenly, and the pieces of a padded one are those that DTensor makes of its true
+    length, ceil(n / k) each with the rest on the last ranks, so that the pad is where they end."""
+    if not divides(meta.logical_shape, spec, sizes):
+        return False
+    for d, (n, true) in enumerate(zip(meta.shape, meta.true_shape, strict=True)):
+        here = [size for p, size in zip(spec, sizes, strict=True) if size > 1 and p in meta.logical_dims(d)]
+        if n != true and here and (len(here) > 1 or n != here[0] * -(-true // here[0])):
+            return False
+    return True
 
 
 def local_shape(shape: tuple[int, ...], spec: Spec, sizes: tuple[int, ...]) -> tuple[int, ...]:

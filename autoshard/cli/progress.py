@@ -24,13 +24,19 @@ def progress_shown(on: bool) -> Iterator[Any]:
         yield _PhaseLog()
 
 
+NEWS = frozenset({"shapes"})
+"""Phases whose every detail is a line of its own."""
+
+
 class _PhaseLog:
-    """Writes each phase once, when it begins."""
+    """Writes each phase once, when it begins, and all news."""
 
     def __init__(self) -> None:
         self._last = ""
 
     def __call__(self, phase: str, detail: str) -> None:
-        if phase != self._last:
+        if phase in NEWS and detail:
+            typer.echo(f"{phase}: {detail}", err=True)
+        elif phase != self._last:
             typer.echo(f"{phase} {detail}".rstrip() + " ...", err=True)
             self._last = phase

@@ -64,6 +64,11 @@ class Request:
     precision: Annotated[str | None, typer.Option(
         help="Mixed precision: bf16 (weights and gradients in fp32), or param=bf16,master=fp32,reduce=fp32; each bf16, fp16, fp32 or fp64.")] = None
     hf: Annotated[Path | None, typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None
+    inputs: Annotated[str, typer.Option(
+        help="global (every rank gets the whole batch), or local: inputs come in split along dim 0 over the first mesh axis.")] = "global"
+    outputs: Annotated[str, typer.Option(
+        help="How outputs reach the user: replicate (whole on every rank), dtensor or local (as the plan splits them), or auto: whole, but what a "
+             "model returns beside its loss stays split. One for all outputs, or one for each with commas: replicate,dtensor.")] = "replicate"
     inference: Annotated[bool, typer.Option("--inference", help="Forward pass only.")] = False
     seed: Annotated[list[str] | None, typer.Option(
         help="Fix a sharding: 'GLOB=AXIS,...', per tensor dim an axis, - for whole, ? for open. May be repeated.")] = None
@@ -174,7 +179,7 @@ class Request:
         mesh = self.given_mesh
         spec, batch = self._batch(options)
         with (clock or PhaseTimer(progress))("trace"):
-            traced = batch.cut(options.pipeline)
+            traced = batch.on(mesh, options.pipeline)
         return TracedRequest(traced, mesh, options, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings},
                              {"its own tp_plan": hand_plan(spec.model, mesh, others_whole=True)} if has_plan(spec.model) else {})
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from autoshard.base import quantities
-from autoshard.base.plan import Plan, TriedShape
+from autoshard.base.plan import NOT_FOUND, Plan, TriedShape
 from autoshard.report.tables import report_console, section, table
 
 
@@ -14,11 +14,11 @@ def show_shapes(plan: Plan, console: Console | None = None) -> None:
     """A line for every mesh: the best of its shapes. All of them are in the plan file."""
     if not plan.shapes:
         return
-    grid = table("mesh", ">micro-batches", "!schedule", ">step", ">memory", ">gap", "what is known")
+    grid = table("", "mesh", ">micro-batches", "!schedule", ">step", ">memory", ">gap", "what is known")
     for shape in lines_of(plan.shapes):
         gap = quantities.share(shape.step_s - (shape.bound_s or 0.0), shape.step_s) if shape.step_s else ""
-        grid.add_row(shape.mesh, str(shape.microbatches), _schedule(shape), quantities.seconds(shape.step_s), quantities.size(shape.memory), gap,
-                     says(shape), style="bold" if shape.chosen else None)
+        grid.add_row("*" if shape.chosen else "", shape.mesh, str(shape.microbatches), _schedule(shape), quantities.seconds(shape.step_s),
+                     quantities.size(shape.memory), gap, says(shape), style="bold" if shape.chosen else None)
     (console or report_console()).print(section(f"{len(plan.shapes)} shapes tried, the best of each mesh", grid))
 
 
@@ -47,6 +47,6 @@ def says(shape: TriedShape) -> str:
         return "planned"
     if shape.about_s is not None:
         return f"about {quantities.seconds(shape.about_s)}" + (" or more" if shape.why else "")
-    if shape.bound_s is not None and not shape.why.startswith("does not fit"):
+    if shape.bound_s is not None and not shape.why.startswith(NOT_FOUND):
         return f"not searched: at least {quantities.seconds(shape.bound_s)}"
     return shape.why

@@ -34,13 +34,11 @@ PlansOption = Annotated[str | None, typer.Option(
     help="Kinds of plans to make and run, with commas: searched, split, data_parallel, fully_sharded, tensor_parallel, random:SEED.")]
 StepsOption = Annotated[int, typer.Option(min=1, help="Training steps, each with an update by --optimizer.")]
 ProcessesOption = Annotated[bool, typer.Option("--processes", help="Real gloo processes, instead of all ranks in this one.")]
-InputsOption = Annotated[str, typer.Option(
-    help="global (every rank gets the whole batch), or local: inputs come in split along dim 0 over the first mesh axis.")]
 ToleranceOption = Annotated[float | None, typer.Option(help="Largest error of a tensor, as a part of its norm.")]
 
 
 def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None, steps: StepsOption = 1,
-           processes: ProcessesOption = False, inputs: InputsOption = "global", tolerance: ToleranceOption = None, as_json: JsonOption = False,
+           processes: ProcessesOption = False, tolerance: ToleranceOption = None, as_json: JsonOption = False,
            quiet: QuietOption = False) -> None:
     """Run plans of MODEL with real numbers and compare with the model on one device: outputs, loss, every gradient, buffers
     and updated weights. On a mismatch the first wrong op is named. A model too big for this machine is scaled down."""
@@ -51,7 +49,7 @@ def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None,
         raise UsageError("--offload: numbers are the same wherever state lies; leave it out, or give a plan that offloads with --plan, "
                          "and --processes")
     with progress_shown(not quiet) as progress, tempfile.TemporaryDirectory() as folder:
-        report, ran_as = _verified(request, plan, plans, steps, processes, inputs, tolerance, folder, progress)
+        report, ran_as = _verified(request, plan, plans, steps, processes, tolerance, folder, progress)
     if as_json:
         sys.stdout.write(json.dumps(report.as_data(), indent=1) + "\n")
     elif not quiet:
@@ -62,12 +60,11 @@ def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None,
         raise typer.Exit(MISMATCH)
 
 
-def _verified(request: Request, path: Path | None, plans: str | None, steps: int, processes: bool, inputs: str, tolerance: float | None,
+def _verified(request: Request, path: Path | None, plans: str | None, steps: int, processes: bool, tolerance: float | None,
               folder: str, progress: Any) -> tuple[Any, str]:
     progress("load", request.what)
     from dataclasses import replace
 
-    from autoshard.decide.options import Passing
     from autoshard.verification.check import DEFAULT_PLANS, verify
     from autoshard.verification.models.small import Source, fitting
     from autoshard.verification.plans import check_names
@@ -81,12 +78,12 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
         plan, source = _given(path, source)
     source, notes = fitting(source, mesh.size, folder, whole=plan is not None)
     spec = source.load()
-    options = replace(request.options, passing=Passing(inputs)).filled(plan, "precision", "expert_capacity", "pipeline")
+    options = request.options.filled(plan, "precision", "expert_capacity", "pipeline")
     elsewhere = Processes(source, mesh, options) if processes else None
     report = verify(spec.model, mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn, plan=plan, plans=names,
                     steps=steps, training=not request.inference, optimizer=request.optimizer, tolerance=tolerance,
-                    memory_budget=options.memory_budget, inputs=inputs, fallback=options.fallback,
-                    expert_capacity=options.expert_capacity, seeds=options.seeds,
+                    memory_budget=options.memory_budget, inputs=request.inputs, outputs=request.outputs,
+                    fallback=options.fallback, expert_capacity=options.expert_capacity, seeds=options.seeds,
                     cluster=options.cluster, time_limit=options.time_limit, precision=options.precision, pipeline=options.pipeline,
                     elsewhere=elsewhere, progress=progress)
     where = f"as {mesh.size} gloo processes" if processes else f"all {mesh.size} ranks in one process"

@@ -3,11 +3,11 @@
 Seconds of one collective over one mesh axis: alpha-beta models, the cheapest algorithm as a library would pick.
 
 **Bytes convention**, per rank, used everywhere (plans, reports, run-time checks): `nbytes` is
-    all_gather                          the OUTPUT buffer (n times the local input)
-    reduce_scatter                      the INPUT buffer (n times the local output)
-    all_reduce, all_to_all, broadcast   the local buffer (input and output have the same size)
-    all_to_all_rows                     the rows that a rank sends in a balanced load
-    send_recv                           the buffer one rank sends while it receives another
+    all_gather                                  the OUTPUT buffer (n times the local input)
+    reduce_scatter                              the INPUT buffer (n times the local output)
+    all_reduce, all_to_all, mirror, broadcast   the local buffer (input and output have the same size)
+    all_to_all_rows                             the rows that a rank sends in a balanced load
+    send_recv                                   the buffer one rank sends while it receives another
 
 **Symbols**: S = nbytes, n = ranks; a link has o = overhead (s per call), a = latency (s per step) and
 B = bandwidth x efficiency / oversubscription (bytes/s, the bus bandwidth of nccl-tests). On an axis with levels
@@ -46,11 +46,12 @@ from autoshard.collectives.all_to_all_rows import ALL_TO_ALL_ROWS
 from autoshard.collectives.broadcast import BROADCAST
 from autoshard.collectives.kind import Collective
 from autoshard.collectives.levels import Axis
+from autoshard.collectives.mirror import MIRROR
 from autoshard.collectives.reduce_scatter import REDUCE_SCATTER
 from autoshard.collectives.send_recv import SEND_RECV
 from autoshard.errors import ClusterError
 
-KINDS: dict[str, Collective] = {c.name: c for c in (ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER, BROADCAST, SEND_RECV,
+KINDS: dict[str, Collective] = {c.name: c for c in (ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER, MIRROR, BROADCAST, SEND_RECV,
                                                  ALL_TO_ALL_ROWS)}
 """In the order in which equally cheap steps of a redistribution are preferred."""
 RUN: dict[str, Collective] = {name: c for name, c in KINDS.items() if c.exchange is not None}

@@ -9,7 +9,7 @@ from autoshard import _torch
 from autoshard.base.spec import R, is_shard
 from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective, Emitter
-from autoshard.collectives.levels import Levels, flat, ranks
+from autoshard.collectives.levels import Levels, flat, one_shot, ranks
 
 LOW_LATENCY_BANDWIDTH = 0.5
 """Low-latency protocols send a flag beside every word of data, so half of what travels is data."""
@@ -18,11 +18,13 @@ LOW_LATENCY_BANDWIDTH = 0.5
 def seconds(size: np.ndarray, levels: Levels, kind: str = "all_gather") -> np.ndarray:
     """min of   ring       o + A_ring + W/B            W = (n-1)/n S
                 log        o + A_log  + W/(B/2)
+                one shot   o" + W/B                    S small, see `levels.one_shot`
                 per level  all_gather(S/n_0) across nodes, then all_gather(S) inside.
 
     8 H100, S = 1e9: ring, 2.409 ms.  2 nodes, S = 1e9: ring, B = min(369e9, 8 x 46e9) = 368e9: 2.638 ms."""
     n = ranks(levels)
     best = flat(kind, (n - 1) / n * size, levels, 1, LOW_LATENCY_BANDWIDTH)
+    best = np.minimum(best, one_shot(size, (n - 1) / n * size, levels))
     if len(levels) > 1:
         best = np.minimum(best, seconds(size / levels[0][1], levels[1:], kind) + seconds(size, levels[:1], kind))
     return best

@@ -8,7 +8,7 @@ from autoshard.base.spec import R, is_partial
 from autoshard.collectives.all_gather import seconds as all_gather_seconds
 from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective
-from autoshard.collectives.levels import Levels, bandwidth, flat, log_latency, overhead, ranks
+from autoshard.collectives.levels import Levels, bandwidth, flat, log_latency, one_shot, overhead, ranks
 from autoshard.collectives.reduce_scatter import seconds as reduce_scatter_seconds
 
 
@@ -16,6 +16,7 @@ def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
     """min of   ring       o + 2 A_ring + W/B          W = 2 (n-1)/n S
                 tree       o + 2 A_log + 2 S/B
                 in switch  see `_in_network`
+                one shot   o" + (n-1) S/B, or in two steps 2 o" + 2 (n-1)/n S/B        S small, see `levels.one_shot`
                 per level  reduce_scatter(S) inside, all_reduce(S/n_0) across nodes, all_gather(S) inside.
 
     8 H100, S = 1e9: in switch, 95e-6 + 1e9 / 275e9 = 3.731 ms; the ring would take 4.793.
@@ -23,6 +24,7 @@ def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
     n = ranks(levels)
     best = flat("all_reduce", 2 * (n - 1) / n * size, levels, 2, (n - 1) / n)
     best = np.minimum(best, _in_network(size, levels))
+    best = np.minimum(best, np.minimum(one_shot(size, (n - 1) * size, levels), one_shot(size, 2 * (n - 1) / n * size, levels, 2)))
     if len(levels) > 1:
         inside = reduce_scatter_seconds(size, levels[:1]) + all_gather_seconds(size, levels[:1])
         best = np.minimum(best, inside + seconds(size / levels[0][1], levels[1:]))

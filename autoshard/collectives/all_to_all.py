@@ -10,12 +10,13 @@ from autoshard import _torch
 from autoshard.base.spec import is_shard
 from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective, Emitter
-from autoshard.collectives.levels import Levels, overhead
+from autoshard.collectives.levels import Levels, one_shot, overhead
 
 
 def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
     """o + sum over levels of the min of   direct  (n_l-1) a_l + (n_l-1)/n_l S/B_l
                                            Bruck   ceil(log2 n_l) a_l + ceil(log2 n_l)/2 S/B_l
+                                           one shot  o" + (n_l-1)/n_l S/B_l    S small, see `levels.one_shot`; without o on one level
 
     Nothing is shared between ranks, so across nodes every device's bytes pass its own network card.
     8 H100, S = 1e9: direct, 2.409 ms.  2 nodes, S = 1e9: 13.318 ms."""
@@ -26,8 +27,9 @@ def seconds(size: np.ndarray, levels: Levels) -> np.ndarray:
             total = total + direct + curve((n - 1) / n * size)
             continue
         rounds, per_byte = ceil(log2(n)), size / link.bus_bandwidth
-        total = total + np.minimum(direct + (n - 1) / n * per_byte, rounds * link.latency + rounds / 2 * per_byte)
-    return total
+        best = np.minimum(direct + (n - 1) / n * per_byte, rounds * link.latency + rounds / 2 * per_byte)
+        total = total + np.minimum(best, one_shot(size, (n - 1) / n * size, ((link, n),)))
+    return total if len(levels) > 1 else np.minimum(total, one_shot(size, (levels[0][1] - 1) / levels[0][1] * size, levels))
 
 
 def before(emit: Emitter, x: Any, step: Any, n: int) -> Any:

@@ -19,6 +19,15 @@ class InNetwork(Protocol):
     def bandwidth(self) -> float: ...
 
 
+class OneShot(Protocol):
+    """What kernels of one step reach: see `cost.cluster.OneShot`."""
+
+    @property
+    def overhead(self) -> float: ...
+    @property
+    def up_to(self) -> float: ...
+
+
 class Link(Protocol):
     """One level of the network, as formulas see it: see `cost.cluster.Link`."""
 
@@ -32,6 +41,8 @@ class Link(Protocol):
     def bus_bandwidth(self) -> float: ...
     @property
     def in_network(self) -> InNetwork | None: ...
+    @property
+    def one_shot(self) -> OneShot | None: ...
     def curve_of(self, kind: str) -> Callable[[np.ndarray], np.ndarray] | None: ...
 
 
@@ -55,6 +66,15 @@ def flat(kind: str, wire: np.ndarray, levels: Levels, passes: int, share: float)
     if any(link.curve_of(kind) for link, _ in levels):
         return ring
     return np.minimum(ring, passes * log_latency(levels) + overhead(levels) + wire / share / bandwidth(levels))
+
+
+def one_shot(size: np.ndarray, sent: np.ndarray, levels: Levels, calls: int = 1) -> np.ndarray:
+    """o" + sent/B per call, of kernels that reach into peers' memory: no steps, so no latency of steps. inf on more than one level, above
+    the size that the kernels are for, and where there are none."""
+    kernels = levels[0][0].one_shot
+    if kernels is None or len(levels) > 1:
+        return np.full_like(size, np.inf)
+    return np.where(size <= kernels.up_to, calls * kernels.overhead + sent / levels[0][0].bus_bandwidth, np.inf)
 
 
 def on_the_wire(kind: str, wire: np.ndarray, levels: Levels) -> np.ndarray:

@@ -7,7 +7,7 @@ several nodes does, so the slowest of them counts. Alone on links as the profile
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 import numpy as np
@@ -54,7 +54,7 @@ def _whole(kind: str, nbytes: float, axis: Axis) -> Phases:
     """Of a kind that nobody has taken apart: all of it on the outermost link."""
     link, wire, total = axis.levels[-1][0], wire_bytes(kind, nbytes, axis.size), seconds(kind, nbytes, axis)
     moving = min(wire / link.bus_bandwidth, total)
-    return ((Phase(link.name, total - moving, wire, wire / moving),),)
+    return ((Phase(link.name, total - moving, wire, wire / moving if moving else link.bus_bandwidth),),)
 
 
 def _cheapest(*algorithms: Phases) -> Phases:
@@ -83,7 +83,7 @@ def _together(kind: str, wire: float, levels: Levels, latency: float) -> Group:
 def _measured(link: Link, curve: Callable[[np.ndarray], np.ndarray], wire: float, latency: float) -> Phase:
     total = float(curve(np.asarray(wire)))
     moving = min(wire / link.bus_bandwidth, total)
-    return Phase(link.name, latency + total - moving, wire, wire / moving)
+    return Phase(link.name, latency + total - moving, wire, wire / moving if moving else link.bus_bandwidth)
 
 
 def _sent(wire: float, levels: Levels) -> list[tuple[Link, float]]:
@@ -95,11 +95,20 @@ def _sent(wire: float, levels: Levels) -> list[tuple[Link, float]]:
     return out
 
 
+def _one_shot(size: float, sent: float, levels: Levels, calls: int = 1) -> list[Phases]:
+    """`levels.one_shot`."""
+    link, kernels = levels[0][0], levels[0][0].one_shot
+    if kernels is None or len(levels) > 1 or size > kernels.up_to:
+        return []
+    return [((Phase(link.name, calls * kernels.overhead, sent, link.bus_bandwidth),),)]
+
+
 def _gather(kind: str) -> Callable[[float, Levels], Phases]:
     def of(size: float, levels: Levels) -> Phases:
-        flat = _flat(kind, wire_bytes(kind, size, ranks(levels)), levels, 1, LOW_LATENCY_BANDWIDTH)
+        wire = wire_bytes(kind, size, ranks(levels))
+        flat = _flat(kind, wire, levels, 1, LOW_LATENCY_BANDWIDTH)
         if len(levels) == 1:
-            return flat
+            return _cheapest(flat, *_one_shot(size, wire, levels))
         return _cheapest(flat, of(size / levels[0][1], levels[1:]) + of(size, levels[:1]))
 
     return of
@@ -107,7 +116,8 @@ def _gather(kind: str) -> Callable[[float, Levels], Phases]:
 
 def _all_reduce(size: float, levels: Levels) -> Phases:
     n = ranks(levels)
-    found = [_flat("all_reduce", wire_bytes("all_reduce", size, n), levels, 2, (n - 1) / n), *_in_network(size, levels)]
+    found = [_flat("all_reduce", wire_bytes("all_reduce", size, n), levels, 2, (n - 1) / n), *_in_network(size, levels),
+             *_one_shot(size, (n - 1) * size, levels), *_one_shot(size, wire_bytes("all_reduce", size, n), levels, 2)]
     if len(levels) > 1:
         scatter, gather = (_PHASES[kind](size, levels[:1]) for kind in ("reduce_scatter", "all_gather"))
         found.append(scatter + _all_reduce(size / levels[0][1], levels[1:]) + gather)
@@ -136,20 +146,21 @@ def _all_to_all(size: float, levels: Levels) -> Phases:
         else:
             direct = Phase(link.name, before + (n - 1) * link.latency, wire, link.bus_bandwidth)
             bruck = Phase(link.name, before + rounds * link.latency, rounds / 2 * size, link.bus_bandwidth)
-            out.append((min(direct, bruck, key=Phase.seconds),))
+            kernels = [replace(group[0], fixed=before + group[0].fixed) for (group,) in _one_shot(size, wire, ((link, n),))]
+            out.append((min(direct, bruck, *kernels, key=Phase.seconds),))
         before = 0.0
-    return tuple(out)
+    return tuple(out) if len(levels) > 1 else _cheapest(tuple(out), *_one_shot(size, wire_bytes("all_to_all", size, levels[0][1]), levels))
 
 
 def _broadcast(size: float, levels: Levels) -> Phases:
     return (_together("broadcast", size, levels, log_latency(levels)),)
 
 
-def _send_recv(size: float, levels: Levels) -> Phases:
-    return (_together("send_recv", size, levels[-1:], levels[-1][0].latency),)
+def _pairs(kind: str) -> Callable[[float, Levels], Phases]:
+    """Every rank sends to one other, the slowest pairs over the outermost link."""
+    return lambda size, levels: (_together(kind, size, levels[-1:], levels[-1][0].latency),)
 
 
 _PHASES: dict[str, Callable[[float, Levels], Phases]] = {
     "all_gather": _gather("all_gather"), "reduce_scatter": _gather("reduce_scatter"), "all_reduce": _all_reduce, "all_to_all": _all_to_all,
-    "all_to_all_rows": _all_to_all,
-    "broadcast": _broadcast, "send_recv": _send_recv}
+    "all_to_all_rows": _all_to_all, "broadcast": _broadcast, "send_recv": _pairs("send_recv"), "mirror": _pairs("mirror")}

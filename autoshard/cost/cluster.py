@@ -44,6 +44,11 @@ class Device:
     memory_bandwidth  bytes/s;  memory_capacity  bytes;  kernel_overhead  seconds an op costs at least
     efficiency        achievable fraction of peak or bandwidth by op family: every family in `PRICED`, others where they differ from
                       what they are priced as
+    bandwidth_efficiency  achievable fraction of the bandwidth, for families that count FLOP: what they reach where memory is the limit
+                      (one row times a matrix). Families left out reach the same fraction of both
+    multiprocessors   how many tiles of a matrix product it computes at once, see tiles.py; None: shapes play no part
+    launch            seconds in which its host issues one op in an eager stream, ahead of the device: simulations then wait for the
+                      host where ops are short. None: the host is never waited for, or computes itself
     measured          seconds over amount, by what they stand in for on the roofline; see `curve_of`
     fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
     allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
@@ -63,6 +68,9 @@ class Device:
     allocator_slack: Fraction = 0.0
     updates_together: bool = True
     host_link: HostLink | None = None
+    bandwidth_efficiency: Mapping[str, Share] = field(default_factory=dict, hash=False)
+    multiprocessors: Positive | None = None
+    launch: Positive | None = None
     imbalance: Positive = 1.0
 
     @cached_property
@@ -97,6 +105,12 @@ class Device:
             raise ClusterError(f"{self.name} has no efficiency for op family {family.priced_as.value!r}; give one for each of {', '.join(PRICED)}")
         return self._efficiency[family]
 
+    def reached_bandwidth(self, family: Family) -> float:
+        """Bytes/s that ops of a family move where memory is the limit. Raises ClusterError as `efficiency_of`."""
+        given = self.bandwidth_efficiency
+        share = given[family] if family in given else given.get(family.priced_as)
+        return self.memory_bandwidth * (self.efficiency_of(family) if share is None else share)
+
 
 @dataclass(frozen=True)
 class InNetwork:
@@ -105,6 +119,14 @@ class InNetwork:
 
     overhead: Positive
     bandwidth: Positive
+
+
+@dataclass(frozen=True)
+class OneShot:
+    """Kernels that read and write peers' memory, without steps: `overhead` s per call, for buffers of at most `up_to` bytes."""
+
+    overhead: Positive
+    up_to: Positive
 
 
 @dataclass(frozen=True)
@@ -117,6 +139,8 @@ class Link:
     efficiency  fraction of it that collectives reach (bus bandwidth / bandwidth)
     oversubscription  bandwidth of all devices below a switch / bandwidth out of it, when all send at once
     in_network  what an all_reduce in the switch reaches (NVLS, SHARP); None: the switch cannot reduce
+    one_shot    all_reduce, all_gather and reduce_scatter of small buffers by kernels of one step, where the library that runs the plan
+                has them; None: it has not
     measured    seconds over bytes on the wire by collective: overhead and transfer without the steps'
                 latency, instead of overhead + bytes / bus bandwidth
     """
@@ -130,6 +154,7 @@ class Link:
     oversubscription: Positive = 1.0
     in_network: InNetwork | None = None
     measured: Mapping[str, Points] = field(default_factory=dict, hash=False)
+    one_shot: OneShot | None = None
 
     @cached_property
     def bus_bandwidth(self) -> float:
@@ -307,6 +332,12 @@ def _check_device(device: Device) -> None:
     for key in device.efficiency:
         if key not in families:
             raise ValueError(not_a_key(f"device.efficiency.{key}", families))
+    heavy = [f.value for f in Family if f.heavy]
+    for key in device.bandwidth_efficiency:
+        if key not in heavy:
+            raise ValueError(not_a_key(f"device.bandwidth_efficiency.{key}", heavy))
+    if (device.multiprocessors or 1) % 1:
+        raise ValueError(f"device.multiprocessors is {device.multiprocessors:g}; a whole number is needed")
     for key, points in device.measured.items():
         if "::" not in key and key.partition("/")[0] not in (*Family, OPTIMIZER):
             raise ValueError(f"device.measured has a curve for {key!r}; name an op (aten::gelu) or a family "

@@ -1,8 +1,10 @@
 """Seconds of an op on one device: a roofline on local shapes, and the optimizer update.
 
-    seconds = max(FLOPs / (peak x e), bytes / (bandwidth x e), overhead)        views: 0
+    seconds = max(FLOPs / (peak x e x filled), bytes / (bandwidth x e'), overhead)        views: 0
 
-e is the profile's efficiency of the op's family. Where the profile holds a measured curve for the op or its family
+e is the profile's efficiency of the op's family, e' the share of the bandwidth that it reaches (its own, or e), filled the share of the device
+that the shape of a matrix product can use (tiles.py), where the profile says how many multiprocessors there are. Where
+the profile holds a measured curve for the op or its family
 (`autoshard calibrate` writes them), seconds = curve(bytes), or max(curve(FLOPs), bytes / (bandwidth x e)) for the
 families that count FLOPs. Bytes are those of all local inputs and outputs, except
 that an op which only picks rows of an input is charged for what it picks. Every shape entry may be a numpy
@@ -21,6 +23,7 @@ from autoshard.base.graph import Call
 from autoshard.cost.cluster import OPTIMIZER, Device, HostLink
 from autoshard.cost.fusion import NOTHING, Fused
 from autoshard.cost.optimizers import OPTIMIZERS, optimizer_row
+from autoshard.cost.tiles import filled_by
 from autoshard.errors import UsageError
 from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
@@ -42,9 +45,10 @@ NEVER_READS = {
 
 
 def op_seconds(family: Family, flops: Any, nbytes: Any, dtype: torch.dtype, device: Device, op: str = "",
-               overhead: float | None = None) -> Any:
+               overhead: float | None = None, filled: Any = 1.0) -> Any:
     """Seconds of an op; `flops` (FLOP) and `nbytes` (bytes moved) may be arrays, `op` is its name for measured curves.
-    Views cost 0. `overhead`: what a kernel costs at least, if not the device's (0 for one that another kernel runs).
+    Views cost 0. `overhead`: what a kernel costs at least, if not the device's (0 for one that another kernel runs). `filled`: share of
+    the peak rate that its shape can use.
 
     >>> op_seconds(Family.MATMUL, 2 * 4096**3, 3 * 2 * 4096**2, torch.bfloat16, h100)
     1.98...e-04                                # 137.4e9 / (989.4e12 x 0.70), compute bound
@@ -54,10 +58,10 @@ def op_seconds(family: Family, flops: Any, nbytes: Any, dtype: torch.dtype, devi
         out = np.zeros(np.broadcast_shapes(flops.shape, nbytes.shape))
     else:
         e, curve = device.efficiency_of(family), device.curve_of(op, family, dtype)
-        memory = nbytes / (device.memory_bandwidth * e)
+        memory = nbytes / device.reached_bandwidth(family)
         if curve is None:
             least = device.kernel_overhead if overhead is None else overhead
-            out = np.maximum(np.maximum(flops / (device.peak_flops(dtype) * e), memory), least)
+            out = np.maximum(np.maximum(flops / (device.peak_flops(dtype) * e * filled), memory), least)
         else:
             out = np.maximum(curve(flops), memory) if family.heavy else curve(nbytes)
             out = np.broadcast_to(out, np.broadcast_shapes(flops.shape, nbytes.shape))
@@ -77,8 +81,10 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
     rule = rule_of(call.target)
     ins, outs = [_int64(s) for s in inputs], [None if s is None else _int64(s) for s in outputs]
     flops = rule.flops(call, ins, outs) if rule.flops is not None else 0
+    tiled = rule.family is Family.MATMUL and rule.flops is not None and device.multiprocessors
+    share = filled_by(outs[0] or (), flops, int(tiled)) if tiled and outs else 1.0
     return op_seconds(rule.family, flops, call_bytes(call, ins, outs, kept), compute_dtype(call), device,
-                      op_name(call.target), 0.0 if kept.unread else None)
+                      op_name(call.target), 0.0 if kept.unread else None, share)
 
 
 def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None], kept: Fused = NOTHING) -> Any:

@@ -8,15 +8,19 @@ from typing import Any
 
 from autoshard.base.plan import Plan
 from autoshard.decide.how import How
+from autoshard.decide.least_stored import with_least_stored
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.memory.attempts import search
 from autoshard.decide.memory.leanest import Lean
 from autoshard.decide.memory.why_nothing_fits import explain_infeasible
 from autoshard.decide.notes.microbatch_notes import microbatch_notes
 from autoshard.decide.notes.opaque_notes import whole_notes
+from autoshard.decide.notes.output_notes import output_notes
+from autoshard.decide.notes.padding_notes import padding_notes
 from autoshard.decide.notes.seed_notes import seed_notes
 from autoshard.decide.options import PROPAGATE
 from autoshard.decide.program import Program
+from autoshard.decide.refine import SHARE, may_refine, refine
 from autoshard.decide.variants import Variants
 from autoshard.decide.walks.propagate import NO_SEEDS, as_solution
 from autoshard.errors import Interrupted, UsageError
@@ -40,7 +44,8 @@ class Found:
         program = self.program
         plan = make_plan(program.formulation, self.solution, model=model, settings=program.settings, seeds=seeds, notes=seed_notes(table),
                          timelines=program.timelines)
-        notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan))
+        notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan), *padding_notes(table.graph),
+                 *output_notes(table.graph, plan))
         plan = replace(plan, notes=notes, status=self.status).recomputing(table.graph.hash)
         return replace(plan, notes=(*plan.notes, *self.warnings))
 
@@ -51,18 +56,24 @@ def find(program: Program, how: How) -> Found:
 
         find(with_starts(formulate_within(table, limit), settings), How(Clock(seconds)))
     """
-    variants = Variants(program, how)
+    finer = how.finer and how.backend not in BACKENDS
+    variants = Variants(program, how.part(1.0 - SHARE) if finer and may_refine(program.formulation.table) else how)
     found = BACKENDS.get(how.backend, _searched)(variants)
     if found.solution.choice is None and how.clock.stopped:
         raise Interrupted("interrupted before a plan that fits was found; there is no plan yet")
     if found.solution.choice is None:
         raise explain_infeasible(variants.open, found.solution, found.only or variants.leanest, How(how.clock))
-    return found
+    return _refined(found, how) if finer else found
 
 
 def _searched(variants: Variants) -> Found:
     outcome = search(variants)
-    return Found(outcome.program, outcome.solution, outcome.solution.status.value)
+    return Found(outcome.program, with_least_stored(outcome.program, outcome.solution), outcome.solution.status.value)
+
+
+def _refined(found: Found, how: How) -> Found:
+    program, solution = refine(found.program, found.solution, how)
+    return replace(found, program=program, solution=solution, status=solution.status.value)
 
 
 def _spread(variants: Variants) -> Found:

@@ -6,18 +6,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.search import Clock, solve
+from autoshard.search import Clock, improve, solve
 from autoshard.search.board import Board, Event, Progress
-from autoshard.search.problem import Problem, Solution
+from autoshard.search.problem import Problem, Solution, Status
+
+ENDED = frozenset({Status.OPTIMAL, Status.OPTIMAL_TIED, Status.GAP})
+"""Of searches that no limit ended."""
 
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement."""
+    """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement. `finer`: whether the plan over
+    decision units is refined op by op. `enough`: the relative gap at which a search ends. `known`: solutions of problems that were
+    searched to their end, by what they say (`Problem.key`): stages of equal blocks are problems with equal numbers."""
 
     clock: Clock
     backend: str = "auto"
     progress: Progress | None = None
+    finer: bool = True
+    enough: float = 0.0
+    known: dict[str, Solution] | None = None
 
     def part(self, share: float = 1.0) -> How:
         """The same for a share of the time left."""
@@ -25,7 +33,12 @@ class How:
 
     def solve(self, problem: Problem, starts: Sequence[np.ndarray] = (), near: Sequence[np.ndarray] = ()) -> Solution:
         """Minimise `problem`. `starts`, `near`: as `starts` and `near` of `search.solve`."""
-        return solve(problem, backend=self.backend, clock=self.clock, progress=self.progress, starts=starts, near=near)
+        return self._remembered(problem, lambda: solve(problem, backend=self.backend, clock=self.clock, progress=self.progress, starts=starts,
+                                                       near=near, enough=self.enough))
+
+    def improve(self, problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float] | None:
+        """A choice at most as dear as `start`, by `search.improve`, with its cost; None where `start` is not feasible."""
+        return improve(problem, start, self.clock.part(), self.progress)
 
     def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool]) -> Solution:
         """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`."""
@@ -35,5 +48,16 @@ class How:
             if event.tied and enough(board.choice):
                 board.clock.stop = True
 
-        board = Board(problem, self.clock.part(), watch)
-        return solve(problem, backend=self.backend, board=board, starts=starts)
+        board = Board(problem, self.clock.part(), watch, enough=self.enough)
+        return self._remembered(problem, lambda: solve(problem, backend=self.backend, board=board, starts=starts))
+
+    def _remembered(self, problem: Problem, search: Callable[[], Solution]) -> Solution:
+        """What is known of the problem; else what `search` finds, which is kept where no limit ended the search."""
+        if self.known is None:
+            return search()
+        found = self.known.get(problem.key)
+        if found is None:
+            found = search()
+            if found.status in ENDED:
+                self.known[problem.key] = found
+        return found

@@ -1,26 +1,73 @@
-"""A bound on what a program takes, whatever is around it."""
+"""Bounds on what a part of a program takes, whatever is around it."""
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
 
+from autoshard.base.graph import FORWARD, Graph
+from autoshard.base.windows import END, START
 from autoshard.decide.how import How
-from autoshard.formulate.problem_of import formulate, unreachable
+from autoshard.formulate.problem_of import FIRST_WINDOW, formulate, unreachable
+from autoshard.search.priced_bound import priced_bound
+from autoshard.search.problem import Problem
 from autoshard.space.cost_table import CostTable, build_cost_table
 from autoshard.space.layers import repeated_layers
 
 MANY = 2**20
 """Runs in a step. What is paid once a step is less than a millionth of the bound then."""
+CLOSE = 3e-3
+"""Relative gap of a bound that is not worth more work."""
+Prices = tuple[float, float]
+"""Of a second by which communication that may hide exceeds what hides it: in forward, and in backward."""
 
 
-def least_seconds(table: CostTable, how: How) -> tuple[float, float]:
+def least_run(table: CostTable, how: How) -> tuple[float, float]:
     """Seconds of one run of all windows that run for every micro-batch, at least, and of the optimizer's update, at least: with ample memory, and
     all communication that can be hidden is. So the sum over parts of a program is a bound of the whole, since communication that
-    one part does not hide another one may."""
+    one part does not hide another one may. What runs once a step costs nothing here."""
     graph = replace(table.graph, microbatches=MANY)
     often = build_cost_table(graph, table.mesh, table.cluster, table.strategies, table.training)
-    problem = formulate(replace(often, seeds=table.seeds), layers=repeated_layers(graph)).problem
-    free = np.array([unreachable(problem.items, r) for r in range(len(problem.row_limit))])
-    found = how.solve(replace(problem, row_limit=free))
-    return max(0.0, found.bound) / MANY, sum(float(np.min(table.ops[op.name].update)) for op in graph.of_kind("param"))
+    problem = _ample(formulate(replace(often, seeds=table.seeds), layers=repeated_layers(graph)).problem)
+    bound, _ = priced_bound(problem, how.clock, np.zeros(len(problem.row_limit)), CLOSE)
+    return max(0.0, bound) / MANY, sum(float(np.min(table.ops[op.name].update)) for op in graph.of_kind("param"))
+
+
+def least_step(table: CostTable, how: How, prices: Prices | None = None) -> tuple[float, Prices]:
+    """Seconds of a step with all its micro-batches and what it does once, at least, in ample memory, and the prices at which that holds; by default
+    the ones that make it about largest.
+
+    A window whose communication exceeds what hides it by x costs `row_price x max(0, x)`, which is at least `price x x` for each price up to that.
+    So the sum over parts at the same prices is a bound of the whole. Windows of backward have one price, and those at the ends of a step cost all
+    of it, or, where they may be one with others (one micro-batch), as much as those: then the sum holds whether backward is split or not."""
+    problem = _ample(formulate(table, layers=repeated_layers(table.graph)).problem)
+    if not np.isfinite(problem.row_price).any():  # nothing hides here
+        return max(0.0, priced_bound(problem, how.clock, np.zeros(len(problem.row_limit)), CLOSE)[0]), prices or (0.0, 0.0)
+    row_of = {name: FIRST_WINDOW + at for name, at in table.graph.window_index.items()}
+    group = _groups(table.graph)
+    into = np.arange(len(problem.row_limit))
+    for name, row in row_of.items():
+        into[row] = next(row_of[other] for other in row_of if group[other] == group[name])
+    problem = replace(problem, items=replace(problem.items, row=into[problem.items.row]))
+    given = None
+    if prices is not None:
+        at = {"forward": prices[0], "backward": prices[1]}
+        given = np.zeros(len(into))
+        for name, row in row_of.items():
+            given[row] = min(float(problem.row_price[row]), at.get(group[name], np.inf))
+        given = np.where(into == np.arange(len(into)), given, 0.0)
+    bound, found = priced_bound(problem, how.clock, given, CLOSE)
+    first = {group[name]: float(found[into[row]]) for name, row in row_of.items()}
+    return max(0.0, bound), prices or (first.get("forward", 0.0), first.get("backward", 0.0))
+
+
+def _groups(graph: Graph) -> dict[str, str]:
+    """By window, those that are one for a bound."""
+    alone = graph.microbatches > 1
+    return {name: name if alone and name in (START, END) else "forward" if name in (START, FORWARD) else "backward" for name in graph.window_index}
+
+
+def _ample(problem: Problem) -> Problem:
+    """With no limit on memory."""
+    hides = np.isfinite(problem.row_price)
+    return replace(problem, row_limit=np.array([0.0 if hides[r] else unreachable(problem.items, r) for r in range(len(hides))]))

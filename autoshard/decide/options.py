@@ -18,6 +18,7 @@ from autoshard.cost.optimizers import optimizer_name
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import PlanError, UsageError
 from autoshard.experts.capacity import EXPERT_CAPACITY
+from autoshard.program.output_modes import REPLICATE, check_modes
 
 if TYPE_CHECKING:
     from autoshard.cost.cluster import Cluster
@@ -53,11 +54,16 @@ def choices_of(part: type) -> dict[str, tuple[str, ...]]:
 @dataclass(frozen=True)
 class Passing(_Checked):
     """How tensors cross the border. With inputs "local" every rank passes its piece of dim 0, split over
-    `batch_axes` (major first in mesh order; none: the first mesh axis); DTensor inputs always bring their own placement."""
+    `batch_axes` (major first in mesh order; none: the first mesh axis); DTensor inputs always bring their own placement.
+    `outputs`: a mode for all, or one for each with commas (program/output_modes.py)."""
 
     inputs: str = one_of("global", "local")
-    outputs: str = one_of("replicate", "dtensor", "local")
+    outputs: str = REPLICATE
     batch_axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_modes(self.outputs)
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,8 @@ class Options(_Checked):
             named["optimizer"] = optimizer_name(named["optimizer"])
         named["memory_budget"] = parse_bytes(named.get("memory_budget"))
         named["batch_axes"] = tuple(named.get("batch_axes", ()))
+        if isinstance(named.get("outputs", ""), (list, tuple)):
+            named["outputs"] = ",".join(map(str, named["outputs"]))
         named["seeds"], named["pipeline"] = _stages_apart(named.get("seeds") or {}, named.get("pipeline") or Pipeline())
 
         def part(kind: type) -> dict[str, Any]:

@@ -25,9 +25,15 @@ class PhaseTimer:
         self.cpu_seconds: dict[str, float] = {}
         self._progress = progress or (lambda phase, detail: None)
 
-    def say(self, phase: str) -> None:
-        """Announce a phase that is not timed."""
-        self._progress(phase, "")
+    def say(self, phase: str, detail: str = "") -> None:
+        """Announce a phase that is not timed, or news of one."""
+        self._progress(phase, detail)
+
+    def quiet(self) -> PhaseTimer:
+        """For the phases of short searches: they are timed with all others, and nobody is told."""
+        other = PhaseTimer()
+        other.seconds, other.cpu_seconds = self.seconds, self.cpu_seconds
+        return other
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

@@ -16,6 +16,7 @@ from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.play.timeline import Timeline
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.space.cost_table import CostTable
+from autoshard.space.decision_units import DecisionUnits
 from autoshard.space.layers import repeated_layers
 
 NOTHING = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
@@ -45,9 +46,9 @@ class Program:
         return None
 
 
-def formulate_within(table: CostTable, limit: float) -> Formulation:
-    """The search problem of a cost table, within so many bytes per rank."""
-    return formulate(table, memory_limit=limit, layers=repeated_layers(table.graph), in_flight=table.training.in_flight)
+def formulate_within(table: CostTable, limit: float, units: DecisionUnits | None = None) -> Formulation:
+    """The search problem of a cost table, within so many bytes per rank. `units`: as of `formulate`."""
+    return formulate(table, memory_limit=limit, layers=repeated_layers(table.graph), units=units, in_flight=table.training.in_flight)
 
 
 def with_starts(formulation: Formulation, settings: Mapping[str, Any]) -> Program:

@@ -19,12 +19,12 @@ bound under them is valid; `memory_rows.py` adds rows for moments at which a pla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.base.graph import Op, Ref
+from autoshard.base.graph import Op, Ref, TensorMeta
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.spec import NOWHERE, Spec
 from autoshard.base.windows import START, is_accumulator, is_hold
@@ -375,8 +375,18 @@ def _tie_gradients(b: _Builder) -> None:
         _add_equality(b, graph.op(one), graph.op(other))
 
 
+def _equality(source: TensorMeta, output: TensorMeta, src: Sequence[Spec], dst: Sequence[Spec]) -> np.ndarray:
+    """0 where the two lie alike, else inf. A view may have merged dims of one of them (its factors say so): then blocks of tensor dims count."""
+    if source.factors == output.factors:
+        alike = [[s == d for d in dst] for s in src]
+    else:
+        there = [output.on_tensor_dims(d) for d in dst]
+        alike = [[(here := source.on_tensor_dims(s)) is not None and here == d for d in there] for s in src]
+    return np.where(np.array(alike), 0.0, np.inf)
+
+
 def _add_equality(b: _Builder, source: Op, output: Op) -> None:
     src, dst = (b.units.inputs(op.name, 0) if op.kind == "output" else b.units.outputs(Ref(op.name)) for op in (source, output))
-    table = b.shared(("equal", src.specs, dst.specs), lambda: np.where(
-        np.array([[s == d for d in dst.specs] for s in src.specs]), 0.0, np.inf))
+    metas = [b.table.graph.meta(op.refs[0]) if op.kind == "output" else op.outputs[0] for op in (source, output)]
+    table = b.shared(("equal", src.specs, dst.specs, *(m.factors for m in metas)), lambda: _equality(*metas, src.specs, dst.specs))
     b.edges.append(Edge(b.units.index(source.name), b.units.index(output.name), table, src.index, dst.index))

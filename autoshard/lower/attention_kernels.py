@@ -13,7 +13,7 @@ dropped in any of them: with dropout torch traces the matmuls themselves.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import pad
 
 from autoshard.errors import LoweringError
+from autoshard.rules.ops import causal_rows
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -57,6 +58,17 @@ def attention_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tens
     run = BACKWARD[kernel_of(query, key, is_causal, attn_mask)]
     grads = run(grad_out, query, key, value, out, logsumexp, is_causal, attn_mask, scale)
     return tuple(map(_tokens_first, grads))
+
+
+def causal_rows_of(query: Tensor, key: Tensor, value: Tensor, begins: Sequence[int], scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Causal attention of runs of a sequence, by `attention`."""
+    return causal_rows.attend(attention, query, key, value, begins, scale)
+
+
+def causal_rows_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, begins: Sequence[int],
+                         scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients, by `attention_backward`."""
+    return causal_rows.attend_backward(attention_backward, grad, query, key, value, out, lse, begins, scale)
 
 
 def kernel_of(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> str:
@@ -197,4 +209,6 @@ BACKWARD: dict[str, Callable[..., Any]] = {"flash": _flash_backward, "efficient"
 ELSEWHERE: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    causal_rows.FORWARD: causal_rows_of,
+    causal_rows.BACKWARD: causal_rows_backward,
 }

@@ -22,7 +22,7 @@ from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import SLICE, Step
 from autoshard.errors import PlanError
 from autoshard.lower.buckets import REDUCTIONS, Flight, shared_calls
-from autoshard.program.flow import gradient_bound, param_derived
+from autoshard.program.flow import gradient_bound, is_passing, param_derived
 from autoshard.rules.states import states
 
 Route = Callable[[tuple[int, ...], Any, Spec, Spec], tuple[Step, ...]]
@@ -124,9 +124,9 @@ class Schedule:
 
 def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int = 2) -> Schedule:
     """Play `plan`. Hideable gathers are issued `prefetch` gathers ahead of their use; gradient reductions as soon as the
-    gradient exists, waited for at the end, or, the oldest first, when more than `IN_FLIGHT` bytes are on their way, or all at
-    the end where the plan's settings say so. Small ones share calls (buckets.py). Raises PlanError where the plan lacks an op or
-    a copy."""
+    gradient exists, waited for at the end, where the casts of what they give come too, or, the oldest first, when more than
+    `IN_FLIGHT` bytes are on their way, or all at the end where the plan's settings say so. Small ones share calls (buckets.py).
+    Raises PlanError where the plan lacks an op or a copy."""
     missing = [op.name for op in graph.ops if op.name not in plan.ops]
     if missing:
         raise PlanError(f"the plan has no specs for op {missing[0]!r} ({len(missing)} in all); it was made for another graph")
@@ -210,7 +210,7 @@ class _Window:
 
     def __init__(self, moves: _Moves, window: Window) -> None:
         self.graph, self.plan, self.moves, self.window = moves.graph, moves.plan, moves, window
-        self.calls = [op for op in self.graph.ops if op.kind == "call" and op.phase == window]
+        self.calls, self.late = self._put_off([op for op in self.graph.ops if op.kind == "call" and op.phase == window])
         outputs = [op for op in self.graph.of_kind("output") if op.phase == window and op.refs]
         self.handed_out = frozenset(held for op in outputs for held in self._reads(op))
         self.end = len(self.calls)
@@ -221,6 +221,18 @@ class _Window:
                 self.first.setdefault(held, i)
         sources = {(c.value, c.spec): c.source for c in self.plan.copies if c.window == window}
         self.copies = {h: self._source(h, sources) for h in self.first if h.spec != made_as(self.plan, h.ref)}
+
+    def _put_off(self, calls: list[Op]) -> tuple[list[Op], int]:
+        """Views and casts of reduced gradients come last, behind the position that is returned: where they stand their first reader would
+        wait for the reduction, with backward behind it."""
+        late: set[str] = set()
+        for op in calls:
+            if is_passing(op) and Ref(op.name) in self.moves.gradients:
+                ref, spec = op.refs[0], self.plan.ops[op.name].inputs[0]
+                if ref.op in late or (ref in self.moves.gradients and spec != made_as(self.plan, ref)):
+                    late.add(op.name)
+        ordered = sorted(calls, key=lambda op: op.name in late)
+        return ordered, len(ordered) - len(late)
 
     def _reads(self, op: Op) -> tuple[Held, ...]:
         return tuple(Held(r, s) for r, s in zip(op.refs, self.plan.ops[op.name].inputs, strict=True))
@@ -291,9 +303,9 @@ class _Window:
             if flight.what.hideable:
                 ready = self.position.get(held.ref.op, -1) + 1
                 ahead = gathers[-prefetch] if len(gathers) >= prefetch else 0
-                at = ready if use == self.end else max(ready, min(ahead, use))
+                at = ready if use >= self.late else max(ready, min(ahead, use))
                 gathers.append(use)
-            (sent if flight.what.hideable and use == self.end else used).append(replace(flight, at=at))
+            (sent if flight.what.hideable and use >= self.late else used).append(replace(flight, at=at))
         return used + self._waited_for_early(sorted(sent, key=lambda f: f.at))
 
     def _waited_for_early(self, sent: list[Flight[Instruction]]) -> list[Flight[Instruction]]:
@@ -303,7 +315,8 @@ class _Window:
         for flight in sent:
             flying.append((flight, self.moves.nbytes(flight.what.reads[0])))
             while len(flying) > 1 and sum(n for _, n in flying) > IN_FLIGHT:
-                out.append(replace(flying.pop(0)[0], until=flight.at))
+                oldest = flying.pop(0)[0]
+                out.append(replace(oldest, until=min(oldest.until, flight.at)))
         return out + [flight for flight, _ in flying]
 
 

@@ -12,6 +12,7 @@ from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.backends import find
 from autoshard.decide.how import How
 from autoshard.decide.options import Options
+from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import formulate_within, with_starts
 from autoshard.errors import UsageError
@@ -19,6 +20,7 @@ from autoshard.formulate.problem_of import Formulation
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
+from autoshard.search.problem import Solution
 from autoshard.seeds.held import holding
 from autoshard.seeds.seeds import resolve_seeds
 from autoshard.space.cost_table import CostTable, Training, build_cost_table
@@ -35,7 +37,8 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
                          "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
     graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
     with clock("strategies"):
-        seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, fixed or {})
+        held = {**({} if step is not None else as_passed(graph, mesh, options.passing)), **(fixed or {})}
+        seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, held)
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.passing.outputs))
     with clock("costs"):
         step = step or Training(options.optimizer, graph.training, offload=options.offload == "optimizer")
@@ -43,15 +46,17 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
 
 
 def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
-           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None, interruptible: bool = True) -> Plan:
+           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None, interruptible: bool = True,
+           finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None) -> Plan:
     """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
     fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
-    best plan so far, whose status says so. Raises InfeasibleError, and Interrupted where there is no plan yet."""
+    best plan so far, whose status says so. `finer`, `enough`, `known`: see `How`. Raises InfeasibleError, and Interrupted where there is no
+    plan yet."""
     clock, settings = clock or PhaseTimer(), options.settings(table.graph.training, has_loss)
     with clock("formulate"):
         formulation = formulation or formulate_within(table, options.memory_limit(table.cluster))
         program = with_starts(formulation, settings)
-    how = How(Clock(options.time_limit), options.search, clock.search)
+    how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, known)
     with stopping(how.clock, interruptible), clock("search"):
         found = find(program, how)
     with clock("assemble"):

@@ -2,17 +2,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from autoshard.base import quantities
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_of
 from autoshard.base.plan import Plan
+from autoshard.base.spec import replicated
+from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster, load_cluster
+from autoshard.cost.memory import stored_parts
 from autoshard.decide.how import How
-from autoshard.decide.least_seconds import least_seconds
+from autoshard.decide.least_seconds import Prices, least_run, least_step
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
+from autoshard.errors import InfeasibleError
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES
@@ -21,7 +27,10 @@ from autoshard.planner.one_stage import decide, prices
 from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
-from autoshard.space.cost_table import CostTable, Training
+from autoshard.space.cost_table import CostTable, Training, trained_params
+
+ENOUGH = 0.01
+"""The relative gap at which short searches end: prices of blocks leave out that neighbours agree on layouts, which is about as much."""
 
 
 def is_open(mesh: Mesh | AnyMesh, options: Options) -> bool:
@@ -42,7 +51,7 @@ def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, cl
     if is_open(mesh, options):
         return plan_open(asked, mesh, options, clock, profile, **how)
     with clock("trace"):
-        traced = asked.cut(options.pipeline)
+        traced = asked.on(mesh_of(mesh), options.pipeline)
     options.check_offload(profile, traced.graph.training)
     return plan_traced(traced, mesh_of(mesh), options, clock=clock, profile=profile, **how)
 
@@ -53,30 +62,51 @@ def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock:
     with clock("trace"):
         whole = asked.whole
     options.check_offload(profile, whole.graph.training)
+    check_stored(whole.graph, mesh.size, options, wanted.limit, profile)
 
     def plan_shape(on: Mesh, pipeline: Pipeline) -> Plan:
         with clock("trace"):
-            traced = asked.cut(pipeline)
+            traced = asked.on(on, pipeline)
         return plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, **how)
 
-    found = choose(asked, wanted, searches(whole, options, clock, profile), plan_shape)
+    found = choose(asked, wanted, searches(whole, options, clock, profile), plan_shape, partial(clock.say, "shapes"))
     return replace(found, timings=dict(clock.seconds))
+
+
+def check_stored(graph: Graph, devices: int, options: Options, limit: float, profile: Cluster) -> None:
+    """Raises InfeasibleError where parameters, gradients and optimizer state are too much though no two devices hold the same: a proof for all
+    shapes."""
+    one, trained = Mesh(("devices",), (1,)), trained_params(graph)
+    least = 0
+    for op in graph.of_kind("param", "buffer"):
+        parts = stored_parts(op.outputs[0], replicated(one), one, options.optimizer if op.name in trained else None)
+        least += sum(parts.values()) - (parts["optimizer"] if options.offload == "optimizer" else 0)
+    each = Budget.of(profile.device, limit).taken(least / devices)
+    if each > limit:
+        raise InfeasibleError(f"parameters, gradients and optimizer state take {quantities.size(each)} on each of {devices} devices, however they "
+                              f"are divided, and a device may use {quantities.size(limit)}; give more devices, or move state to the host", True)
 
 
 def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluster) -> Searches:
     """Short searches, of which block prices are made (pipeline/mesh_prices.py)."""
-    short = replace(options, time_limit=options.time_limit / SHORT_STAGES)
+    short, quiet = replace(options, time_limit=options.time_limit / SHORT_STAGES), clock.quiet()
 
     def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1) -> CostTable:
         step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying)
-        return prices(replace(whole, graph=graph), on, short, clock=clock, profile=profile, step=step)
+        return prices(replace(whole, graph=graph), on, short, clock=quiet, profile=profile, step=step)
 
     def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, within: float) -> Plan:
-        return decide(table(graph, on, wire, flying), replace(short, memory_budget=min(within, AMPLE)), clock=clock, interruptible=False)
+        within = replace(short, memory_budget=min(within, AMPLE))
+        return decide(table(graph, on, wire, flying), within, clock=quiet, interruptible=False, finer=False, enough=ENOUGH)
 
-    def least(graph: Graph, on: Mesh) -> tuple[float, float]:
+    def run(graph: Graph, on: Mesh) -> tuple[float, float]:
         priced = table(graph, on, None)
-        with clock("bounds"):
-            return least_seconds(priced, How(Clock(short.time_limit), options.search))
+        with quiet("bounds"):
+            return least_run(priced, How(Clock(short.time_limit), options.search))
 
-    return Searches(plan_short, least)
+    def step(graph: Graph, on: Mesh, at: Prices | None) -> tuple[float, Prices]:
+        priced = table(graph, on, None)
+        with quiet("bounds"):
+            return least_step(priced, How(Clock(short.time_limit), options.search), at)
+
+    return Searches(plan_short, run, step)

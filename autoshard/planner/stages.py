@@ -20,6 +20,7 @@ from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
 from autoshard.planner.one_stage import decide, prices
 from autoshard.program.calling import Traced
+from autoshard.search.problem import Solution
 from autoshard.seeds.seeds import resolve_seeds
 from autoshard.space.cost_table import Training
 
@@ -43,12 +44,13 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
     """Cut the graph, plan every stage on its submesh, and put the plans together."""
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
     stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
+    known: dict[str, Solution] = {}
 
     def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, room: Room = ALL, within: Options = options) -> Plan:
         step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight, duty=room.duty)
         within = within if room.share == 1.0 else replace(within, memory_budget=room.share * within.memory_limit(profile))
         table = prices(replace(traced, graph=graph), stages, within, clock=clock, fixed=fixed, profile=profile, step=step)
-        return decide(table, within, clock=clock, **how)
+        return decide(table, within, clock=clock, known=known, **how)
 
     def plan_with(choice: Pipeline) -> Plan:
         with clock("cut"):

@@ -2,7 +2,7 @@
 
 Nothing is estimated. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
 followed through views. Equal ops on tensors of equal strides are written once, so a model of equal layers costs
-little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py) and
+little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py), of attention whose queries are split, and
 of experts' matmuls (experts/ops.py) the inside is an estimate.
 """
 from __future__ import annotations
@@ -22,13 +22,15 @@ from autoshard.base.plan import OpPlan
 from autoshard.base.spec import shard_counts
 from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import Cluster
-from autoshard.experts.ops import workspace
+from autoshard.experts import ops as experts
+from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lifetimes import Lifetimes, storages, tensors
-from autoshard.lower.lower import emit_op, local_tensor_shape
+from autoshard.lower.lower import emit_op
 from autoshard.lower.overwrite_table import others, swaps, takers
 from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque.opaque import opaque_of
+from autoshard.rules.ops import causal_rows
 
 Strides = tuple[int, ...]
 
@@ -130,7 +132,7 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
         if _is_swap(node, emit.mesh, apart):
             last[first + 1] = lives.position[next(iter(node.users))]
             made.append(made[0])
-        if (inside := _inside(node)):
+        if inside := _inside(node):
             last[first + len(made)] = lives.position[node]
             made.append(inside)
         makes.append(tuple(made))
@@ -145,10 +147,11 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
 
 
 def _inside(node: torch.fx.Node) -> int:
-    """Bytes that a call takes while it runs, of those that are said and not seen."""
+    """Bytes that a node takes while it runs and that no other node sees."""
     if (whole := opaque_of(node)) is not None:
         return whole.workspace
-    return workspace(node.target, torch.fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+    args = torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    return causal_rows.workspace(node.target, args) + experts.workspace(node.target, args)
 
 
 def _over(node: torch.fx.Node, buffers: Mapping[int, int]) -> Iterator[int]:

@@ -14,7 +14,7 @@ from autoshard.base.plan import Plan, Window
 from autoshard.base.roles import Role
 from autoshard.base.windows import CAT, ONCE, START, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
-from autoshard.lower.lower import local_tensor_shape
+from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 from autoshard.rules.states import states
@@ -45,12 +45,12 @@ class Buffer:
 @dataclass(frozen=True, eq=False)
 class Playback:
     """`buffers` of the whole step, with one micro-batch; `times[t]` is the (window, instruction) that makes the allocation of time t.
-    `arriving`: bytes of what the micro-batch receives of other stages; `leaving`: of what it sends, with the buffer that holds it (None: a
+    `arriving`: buffers of what the micro-batch receives of other stages; `leaving`: of what it sends, with the buffer that holds it (None: a
     copy)."""
 
     buffers: tuple[Buffer, ...]
     times: tuple[tuple[Window, Instruction | None], ...]
-    arriving: Mapping[str, int]
+    arriving: Mapping[str, Buffer]
     leaving: Mapping[str, tuple[int, Buffer | None]]
 
 
@@ -83,7 +83,7 @@ class _Player:
         self.times: list[tuple[Window, Instruction | None]] = []
         self.env: dict[Held, tuple[Buffer, Strides]] = {}
         self.started: dict[tuple[Held, ...], _Use] = {}
-        self.arriving: dict[str, int] = {}
+        self.arriving: dict[str, Buffer] = {}
         self.leaving: dict[str, tuple[int, Buffer | None]] = {}
         self.micro = False
 
@@ -116,7 +116,7 @@ class _Player:
                 continue
             buffer = self._given(held, "temporaries")
             if op.is_port:
-                self.arriving[str(op.target).removeprefix("recv:")] = buffer.nbytes
+                self.arriving[str(op.target).removeprefix("recv:")] = buffer
             if op.is_port or self.graph.microbatches > 1:
                 buffer.holders = 1
             else:

@@ -101,7 +101,9 @@ class Timeline:
                     behind[name][CATEGORIES.index("temporaries")] += op.outputs[0].nbytes
         leaving = {value: {name: 0 if b is not None and is_kept(b, name) else nbytes for name in names} | {"": nbytes}
                    for value, (nbytes, b) in self.playback.leaving.items()}
-        return Keeping(behind, self.playback.arriving, leaving)
+        arriving = self.playback.arriving
+        holding = {value: frozenset(name for name in names if is_kept(b, name)) for value, b in arriving.items()}
+        return Keeping(behind, {value: b.nbytes for value, b in arriving.items()}, leaving, holding)
 
     def _begin(self, window: Window) -> int:
         return next(t for t, (name, _) in enumerate(self.playback.times) if name == window)

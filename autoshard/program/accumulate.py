@@ -43,14 +43,15 @@ def _in_order(graph: Graph) -> Graph:
 
 def _with_holds(graph: Graph) -> Graph:
     """Parameters, casts that make them narrower, and what holds them, at the start."""
-    early = {name for ref in narrowed(graph) for name, _ in graph.users[ref]}
+    narrow = narrowed(graph)
+    early = {name for ref in narrow for name, _ in graph.users[ref]}
     held: dict[Ref, Ref] = {}
     ops: list[Op] = []
     for op in graph.ops:
         first = op.kind in ("param", "buffer") or op.name in early
         ops.append(replace(op, phase=START) if first else _reading(op, held))
         ref = Ref(op.name)
-        if (op.kind == "param" and ref not in narrowed(graph) or op.name in early) and graph.users.get(ref):
+        if (op.kind == "param" and ref not in narrow or op.name in early) and graph.users.get(ref):
             held[ref] = Ref(f"held:{op.target if op.kind == 'param' else op.name}")
             ops.append(Op(held[ref].op, "call", hold_op(), (ref,), outputs=op.outputs[:1], phase=START))
     return replace(graph, ops=tuple(ops))
@@ -60,7 +61,8 @@ def _with_accumulators(graph: Graph) -> Graph:
     """Gradients of parameters are accumulated in the dtype they are summed over ranks in; casts to the stored one come after."""
     params = {op.target for op in graph.of_kind("param")}
     leaves = [op for name, op in graph.outputs(Role.GRADIENT).items() if name in params and op.refs]
-    ways = {op.name: _way(graph, op) for op in leaves}
+    dtypes = reduction_dtypes(graph)
+    ways = {op.name: _way(graph, op, dtypes) for op in leaves}
     late = {name for way in ways.values() for name in way[1]}
     after: dict[str, list[Op]] = {}
     summed: dict[Ref, Ref] = {}
@@ -78,9 +80,9 @@ def _with_accumulators(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def _way(graph: Graph, leaf: Op) -> tuple[Ref, tuple[str, ...]]:
-    """The value of a gradient output that is accumulated, and the casts from there to the output."""
-    ref, dtypes, casts = leaf.refs[0], reduction_dtypes(graph), []
+def _way(graph: Graph, leaf: Op, dtypes: Mapping[Ref, torch.dtype]) -> tuple[Ref, tuple[str, ...]]:
+    """The value of a gradient output that is accumulated, and the casts from there to the output. `dtypes`: see `reduction_dtypes`."""
+    ref, casts = leaf.refs[0], []
     wanted: torch.dtype | None = dtypes.get(ref)
     while wanted is not None and graph.meta(ref).dtype != wanted:
         op = graph.op(ref.op)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Op, Ref, map_args
+from autoshard.base.pads import with_pad, without_pad
 from autoshard.base.roles import Role
 from autoshard.errors import UsageError
 from autoshard.program.calling import Traced, as_stored
@@ -71,7 +72,7 @@ def _given(op: Op, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch
     source = inputs if op.kind == "input" else state
     if op.target not in source:
         raise UsageError(f"{op.kind} {op.target!r} has no value; pass it in state")
-    return as_stored(source[op.target].detach())
+    return as_stored(with_pad(source[op.target].detach(), meta))
 
 
 def call_op(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
@@ -87,5 +88,6 @@ def call_op(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device)
 
 def results_of(traced: Traced, values: Mapping[str, tuple[Any, ...]]) -> Results:
     """What the output ops hand out."""
-    found = {role: {name: values[op.refs[0].op][op.refs[0].index] for name, op in traced.graph.outputs(role).items()} for role in Role}
+    found = {role: {name: without_pad(values[op.refs[0].op][op.refs[0].index], traced.graph.meta(op.refs[0]))
+                    for name, op in traced.graph.outputs(role).items()} for role in Role}
     return Results(tuple(found[Role.USER].values()), found[Role.GRADIENT], found[Role.MUTATION])

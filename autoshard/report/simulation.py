@@ -15,7 +15,7 @@ from autoshard.simulation.result import Idle, Simulation
 
 MOST_ROWS = 16
 WHY = {"stragglers": "waits for slower ranks", "queued": "waits behind an earlier call", "exposed": "exposed",
-       "finished": "done before the last rank", "pipeline": "waits for other stages"}
+       "finished": "done before the last rank", "host": "waits for the host", "pipeline": "waits for other stages"}
 MOVES = {"copy": "copies for collectives", "update": "optimizer"}
 
 

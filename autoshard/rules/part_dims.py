@@ -65,7 +65,7 @@ def _plain(meta: TensorMeta) -> TensorMeta:
         for i in here:
             f = (*f[:i], f[i] * f[i + 1], *f[i + 2:])
         factors.append(f)
-    return TensorMeta(meta.shape, meta.dtype, tuple(factors))
+    return replace(meta, factors=tuple(factors), part_dims=())
 
 
 def _refined(op: Op, counts: Mapping[tuple[int, int], int]) -> Op:
@@ -86,7 +86,7 @@ def _refined(op: Op, counts: Mapping[tuple[int, int], int]) -> Op:
                 old += 1
             new += len(sizes)
             factors.append(tuple(sizes))
-        return TensorMeta(meta.shape, meta.dtype, tuple(factors), tuple(parts))
+        return replace(meta, factors=tuple(factors), part_dims=tuple(parts))
 
     return replace(op, outputs=tuple(made(i, m) for i, m in enumerate(op.outputs)))
 

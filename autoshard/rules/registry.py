@@ -167,11 +167,20 @@ def factors(call: Call) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
         return plain
 
 
+def is_choosy(call: Call) -> bool:
+    """Whether `takes_pieces` may say no."""
+    rule = rule_of(call.target)
+    return any(hook is not None for hook in (rule.grain, rule.together, rule.takes))
+
+
 def takes_pieces(call: Call, specs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
     """Whether the op's kernel takes the pieces that inputs with `specs` are cut into on mesh axes of `sizes`, and their combination."""
-    grain, together = rule_of(call.target).grain, rule_of(call.target).together
-    if together is not None and not together(call, specs):
+    rule = rule_of(call.target)
+    if rule.together is not None and not rule.together(call, specs):
         return False
+    if rule.takes is not None and not rule.takes(call, specs, sizes):
+        return False
+    grain = rule.grain
     if grain is None:
         return True
     for meta, spec, multiples in zip(call.inputs, specs, grain(call), strict=True):

@@ -17,7 +17,7 @@ class InnerCollective:
     """A collective that runs inside an op's local implementation, over the row's own mesh axis.
 
     Its buffer is `copies` times the local shape of `tensor` ("in0", "out1", ...) without the logical dims
-    `drop`, in `dtype` (default: that tensor's). `kind`: a name in `collectives.RUN`."""
+    `drop`, and with half (rounded down) of those in `halved`, in `dtype` (default: that tensor's). `kind`: a name in `collectives.RUN`."""
 
     kind: str
     tensor: str
@@ -25,6 +25,14 @@ class InnerCollective:
     drop: tuple[int, ...] = ()
     dtype: Any = None
     copies: int = 1
+    halved: tuple[int, ...] = ()
+
+    def numel(self, local: Sequence[Any]) -> Any:
+        """Elements of the buffer; `local`: the tensor's local logical shape, whose entries may be arrays."""
+        out: Any = self.copies
+        for dim, n in enumerate(local):
+            out = out * (1 if dim in self.drop else n // 2 if dim in self.halved else n)
+        return out
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,10 @@ class LocalContext(Protocol):
         r, and as many as that of `gets` come from it. Waits for a tensor of `room` rows, those that came first and zeros after them;
         `balanced`: how many travel in an even load."""
 
+    def mirror(self, x: Any, axes: Sequence[int]) -> Any:
+        """`x` of the rank that is as far from the last one over `axes` as this one is from the first; waits for it. Runs over each of `axes` in
+        turn, minor first."""
+
 
 LocalImpl = Callable[..., Any]
 """`impl(ctx, *args, **kwargs)`: the op's own arguments with local tensors in place; returns its outputs."""
@@ -98,6 +110,7 @@ class Rule:
     private  outputs that only mean something to the gradient of the op, on the rank that made them: they are never redistributed.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
+    takes    (call, specs of the inputs, mesh sizes) -> whether the op can run on inputs that are split so together; None: always.
     family   what kind of work the op does (see family.py).
     """
 
@@ -109,6 +122,7 @@ class Rule:
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
     together: Callable[[Call, Sequence[Spec]], bool] | None = None
     private: tuple[int, ...] = ()
+    takes: Callable[[Call, Sequence[Spec], tuple[int, ...]], bool] | None = None
     family: Family = Family.POINTWISE
     origin: Origin = "own"
     notation: str = field(default="", compare=False)

@@ -7,7 +7,7 @@ from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.roles import Role
-from autoshard.base.spec import Spec, divides, format_spec, is_partial
+from autoshard.base.spec import Spec, divides, format_spec, is_partial, stores
 from autoshard.errors import PlanError
 from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.rules import registry
@@ -61,6 +61,8 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset
             return f"has the placement {format_spec(spec)}, and the mesh {mesh.ndim} axes"
         if meta is not None and not divides(meta.logical_shape, spec, mesh.sizes):
             return f"has the placement {format_spec(spec)}, which does not split a tensor of shape {meta.logical_shape} evenly"
+        if meta is not None and op.kind == "param" and not stores(meta, spec, mesh.sizes):
+            return f"has the placement {format_spec(spec)}, in which DTensor would lay other pieces of a tensor of shape {meta.true_shape}"
     if op.kind != "call":
         return "leaves a stored tensor Partial" if any(is_partial(p) for s in specs for p in s) else ""
     rows = {(r.inputs, r.outputs) for r in rows_of(graph, op, of_parts)}

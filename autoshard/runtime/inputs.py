@@ -1,17 +1,18 @@
 """From what the user passes to local tensors, and from local outputs to what the user gets."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard._torch import pytree
+from autoshard.base.graph import TensorMeta
 from autoshard.base.spec import R, Spec, format_spec
 from autoshard.decide.options import Passing
-from autoshard.errors import MeshError, UsageError
+from autoshard.errors import MeshError, PlanError, UsageError
 from autoshard.program.calling import as_stored
+from autoshard.program.output_modes import DTENSOR
 from autoshard.runtime.params.strided import placements
 from autoshard.runtime.ranks.place import Place
 
@@ -65,12 +66,16 @@ def localize(t: torch.Tensor, given: Spec | None, wanted: Spec, place: Place) ->
     return as_stored(local.detach().to(place.device))
 
 
-def wrap_output(local: torch.Tensor, spec: Spec, shape: Sequence[int], mode: str, place: Place) -> torch.Tensor:
-    """A user output: the local tensor, or a DTensor over it."""
-    if mode != "dtensor" or place.device_mesh is None:
+def wrap_output(local: torch.Tensor, spec: Spec, meta: TensorMeta, mode: str, place: Place) -> torch.Tensor:
+    """A user output: the local tensor, or a DTensor over it, whose placements count dims of the tensor."""
+    if mode != DTENSOR or place.device_mesh is None:
         return local
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(local, place.device_mesh, placements(spec), run_check=False, shape=torch.Size(shape), stride=stride)
+    dims = meta.on_tensor_dims(spec)
+    if dims is None:
+        raise PlanError(f"an output of shape {meta.shape} is planned as {format_spec(spec)} over the factors {meta.factors}, which is no "
+                        "placement of a DTensor; plan the model again")
+    stride = torch.empty(meta.shape, device="meta").stride()
+    return DTensor.from_local(local, place.device_mesh, placements(dims), run_check=False, shape=torch.Size(meta.shape), stride=stride)
 
 
 def shard_batch(batch: Any, model: Any) -> Any:

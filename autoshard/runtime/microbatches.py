@@ -19,8 +19,8 @@ from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.base.windows import END, START, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
-from autoshard.lower.lower import Lowered, Port, local_tensor_shape
-from autoshard.lower.schedule import Held
+from autoshard.lower.context import local_tensor_shape
+from autoshard.lower.lower import Lowered, Port
 from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.program.calling import Calling
 from autoshard.runtime.hand_out import hand_out, multiply
@@ -37,18 +37,32 @@ class Micro:
     inputs: dict[str, torch.Tensor]
     seed: int
     tangents: dict[int, torch.Tensor] = field(default_factory=dict)
-    saved: dict[Held, torch.Tensor] = field(default_factory=dict)
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Windows:
     """The windows of a lowered graph on this rank. `shared`: values that all micro-batches read (parameters held for the step,
-    accumulators), there between `begin` and `finish`."""
+    accumulators), there between `begin` and `finish`. Values between windows go by numbers, settled here: what they are called takes long to hash."""
 
     def __init__(self, graph: Graph, place: Place, local: Callable[[str], torch.Tensor], functions: Mapping[str, Function]) -> None:
         """`functions` by the name of their window, in order; `local`: a parameter or a buffer as this rank holds it."""
         self.graph, self.place, self.local, self.functions = graph, place, local, functions
-        self.shared: dict[Held, torch.Tensor] = {}
-        self._last = {port: name for name, function in functions.items() for port in function.takes if port.kind == "saved"}
+        self.shared: dict[int, torch.Tensor] = {}
+        every = [port for f in functions.values() for port in (*f.takes, *f.gives)]
+        self._number = {held: i for i, held in enumerate(dict.fromkeys(p.name for p in every if p.kind in ("saved", "accumulator")))}
+        self._shared = {p.name for p in functions[START].gives} if START in functions else set()
+        self._shared |= {p.name for p in every if p.kind == "accumulator"}
+        last = {port: name for name, function in functions.items() for port in function.takes if port.kind == "saved"}
+        self._takes = {name: tuple(self._way(port, last.get(port) == name, name) for port in f.takes) for name, f in functions.items()}
+        self._gives = {name: tuple((port, self._number[port.name] if port.kind == "saved" else None, port.name in self._shared) for port in f.gives)
+                       for name, f in functions.items()}
+
+    def _way(self, port: Port, last: bool, window: str) -> tuple[str, Any, bool]:
+        """Where the value of a port is, by what name or number, and whether nothing reads it behind this window."""
+        if port.kind not in ("saved", "accumulator"):
+            return port.kind, port.name, False
+        shared = port.name in self._shared
+        return "shared" if shared else "saved", self._number[port.name], port.kind == "saved" and last and (not shared or window == END)
 
     def begin(self) -> None:
         """Run the window at the start, and make the accumulators."""
@@ -57,43 +71,37 @@ class Windows:
         for held in (p.name for p in takes):
             meta = self.graph.meta(held.ref)
             shape = local_tensor_shape(meta, held.spec, self.place.mesh)
-            self.shared[held] = torch.zeros(shape, dtype=meta.dtype, device=self.place.device)
+            self.shared[self._number[held]] = torch.zeros(shape, dtype=meta.dtype, device=self.place.device)
 
     def run(self, name: str, micro: Micro) -> dict[Port, torch.Tensor]:
         """Run a window for a micro-batch; what it saves goes to `micro`, of the window at the start to all. Returns the rest that it
         gives by port. Raises what collectives raise."""
-        function = self.functions[name]
-        results = function.call([self._take(port, name, micro) for port in function.takes])
+        results = self.functions[name].call([self._take(kind, key, dies, micro) for kind, key, dies in self._takes[name]])
         out = {}
-        for port, value in zip(function.gives, results, strict=True):
-            if port.kind != "saved":
+        for (port, number, shared), value in zip(self._gives[name], results, strict=True):
+            if number is None:
                 out[port] = value
-            elif name == START or port.name in self.shared:
-                self.shared[port.name] = value
             else:
-                micro.saved[port.name] = value
+                (self.shared if shared else micro.saved)[number] = value
         return out
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Run the window at the end: local gradients by name."""
-        needed = {port.name for port in self.functions[END].takes}
-        self.shared = {held: t for held, t in self.shared.items() if held in needed}
+        needed = {key for kind, key, _ in self._takes[END] if kind == "shared"}
+        self.shared = {number: t for number, t in self.shared.items() if number in needed}
         given = self.run(END, Micro({}, 0))
         self.shared.clear()
         return {port.name: value for port, value in given.items()}
 
-    def _take(self, port: Port, name: str, micro: Micro) -> Any:
-        if port.kind == "saved":
-            found = self.shared if port.name in self.shared else micro.saved
-            dies = self._last[port] == name and (found is micro.saved or name == END)
-            return found.pop(port.name) if dies else found[port.name]
-        if port.kind == "accumulator":
-            return self.shared[port.name]
-        if port.kind == "input":  # one window alone takes it, and a tangent too
-            return micro.inputs.pop(port.name)
-        if port.kind == "tangent":
-            return micro.tangents.pop(port.name)
-        return micro.seed if port.kind == "seed" else self.local(port.name)
+    def _take(self, kind: str, key: Any, dies: bool, micro: Micro) -> Any:
+        if kind in ("saved", "shared"):
+            found = micro.saved if kind == "saved" else self.shared
+            return found.pop(key) if dies else found[key]
+        if kind == "input":  # one window alone takes it, and a tangent too
+            return micro.inputs.pop(key)
+        if kind == "tangent":
+            return micro.tangents.pop(key)
+        return micro.seed if kind == "seed" else self.local(key)
 
 
 class MicroStep(Step):
@@ -112,6 +120,7 @@ class MicroStep(Step):
         ways = Results(graph).ways
         self.shown = tuple(i for i, (how, _) in enumerate(ways) if how != WEIGHTS)
         self.user_specs = tuple(self.user_specs[i] for i in self.shown)
+        self.modes = tuple(self.modes[i] for i in self.shown)
         self.user_metas = tuple(joined_meta(self.user_metas[i], *ways[i], graph.microbatches) for i in self.shown)
 
     @property

@@ -71,7 +71,7 @@ class CompiledModule(Guidance, nn.Module):
         self._told = self.place.pulse.told if self.place.mesh.size > 1 else [0]
         self._recipes: dict[Any, list[Any]] = {}
         self._searched: tuple[Known, ...] = ()
-        self._wraps = self.passing.outputs == "dtensor" and self.place.device_mesh is not None
+        self._wraps = self.place.device_mesh is not None
         self._accumulating = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
         self._seed: int | None = None
@@ -117,9 +117,9 @@ class CompiledModule(Guidance, nn.Module):
         except (AutoshardError, RuntimeError) as e:
             self.name_who_left(e)
             raise
-        if self._wraps:
-            outs = tuple(wrap_output(t, s, m.shape, self.passing.outputs, self._stores_at)
-                         for t, s, m in zip(outs, step.user_specs, step.user_metas, strict=True))
+        if self._wraps and step.wraps:
+            outs = tuple(wrap_output(t, s, m, mode, self._stores_at)
+                         for t, s, m, mode in zip(outs, step.user_specs, step.user_metas, step.modes, strict=True))
         return step.calling.unflatten(outs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":
@@ -186,10 +186,9 @@ class CompiledModule(Guidance, nn.Module):
         args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
         begin = time.perf_counter()
-        traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, loss_fn=self.settings.loss_fn,
-                                                        precision=self.options.precision, marks=self.options.marks,
-                                                        fallback=self.options.fallback, expert_capacity=self.options.expert_capacity,
-                                                        hooks_run=True, stored={} if replan else self._stored.metas))
+        how = {"loss_fn": self.settings.loss_fn, "precision": self.options.precision, "marks": self.options.marks, "fallback": self.options.fallback,
+               "expert_capacity": self.options.expert_capacity, "hooks_run": True, "stored": {} if replan else self._stored.metas}
+        traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, self.place.mesh, **how))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         there = time.perf_counter()

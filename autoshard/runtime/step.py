@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.base.graph import Graph
+from autoshard.base.pads import shorter
 from autoshard.base.plan import Plan
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
@@ -21,6 +22,7 @@ from autoshard.errors import AutoshardError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, call_of, lower_deferred
 from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.calling import Calling, as_stored
+from autoshard.program.output_modes import DTENSOR, LOCAL, modes_of
 from autoshard.rules.states import states
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.params.stored import Stored
@@ -86,6 +88,7 @@ class Step:
         self.user_metas = tuple(graph.meta(op.refs[0]) for op in results)
         self.mutated = tuple(p.name for p in self.forward.gives if p.kind == Role.MUTATION)
         self.states = frozenset(graph.op(name).target for name in states(graph))
+        self.modes = tuple(modes_of(graph, outputs).values())
         self.n_users = len(self.user_specs)
         self.shards = tuple(_pieces(spec, place) for spec in self.user_specs)
         tangents = {op.target for op in graph.of_kind("tangent")}
@@ -103,6 +106,11 @@ class Step:
             self.saved_at = {p: i for i, p in enumerate(p for p in self.forward.gives if p.kind == "saved")}
 
         self.local = locals_of(calling, plan, place, stored)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether some output is a DTensor."""
+        return DTENSOR in self.modes
 
     @property
     def issues(self) -> tuple[CollectiveCall, ...]:
@@ -163,7 +171,7 @@ class Step:
     def _tangent(self, i: int, tangent: torch.Tensor) -> torch.Tensor:
         """Losses are means over the global batch: a rank that averages its own shard of an output sees gradients
         as many times too large as there are shards."""
-        if self.outputs == "local" and self.shards[i] > 1:
+        if self.modes[i] == LOCAL and self.shards[i] > 1:
             tangent = tangent / self.shards[i]
         return as_stored(tangent)
 
@@ -186,7 +194,8 @@ class Step:
         if self.place.device_mesh is None:
             return local if border is None else local.to(border.device)
         if border is None:
-            return _torch.dtensor_like(as_stored(local), self.stored.params[name])  # autograd sees to strides of plain tensors alone
+            p = self.stored.params[name]
+            return _torch.dtensor_like(as_stored(shorter(local, p._local_tensor.shape)), p)  # autograd sees to strides of plain tensors alone
         spec = self.input_specs[name]
         if border.local:
             return (local * _pieces(spec, self.place)).to(border.device)

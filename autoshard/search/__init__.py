@@ -18,7 +18,7 @@ from autoshard.search.problem import Edge, Intervals, Items, Problem, Solution, 
 from autoshard.search.routes.auto import search_auto, search_local, search_mip
 from autoshard.search.routes.brute import search_brute
 
-__all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "solve"]
+__all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "improve", "solve"]
 
 BACKENDS: dict[str, Callable[..., None]] = {
     "auto": search_auto,
@@ -29,20 +29,34 @@ BACKENDS: dict[str, Callable[..., None]] = {
 }
 
 
+def improve(problem: Problem, start: np.ndarray, clock: Clock, progress: Progress | None = None) -> tuple[np.ndarray, float] | None:
+    """`start` made cheaper, neighbourhood by neighbourhood, until none is cheaper or `clock` is over; with its cost. There is no bound.
+    None where `start` is not feasible. Raises ProblemError for a malformed problem."""
+    from autoshard.search.routes.neighbourhoods import improve as by_neighbourhoods  # loads what only this needs
+
+    board = Board(problem, clock, progress)
+    board.offer(np.asarray(start), "incumbent")
+    if board.choice is None:
+        return None
+    with settled_heap():
+        by_neighbourhoods(board)
+    return board.choice, board.cost
+
+
 def solve(problem: Problem, *, backend: str = "auto", time_limit: float = 60.0, work_limit: int | None = None,
           threads: int = 2, seed: int = 0, starts: Sequence[np.ndarray] = (), progress: Progress | None = None,
-          board: Board | None = None, clock: Clock | None = None, near: Sequence[np.ndarray] = ()) -> Solution:
+          board: Board | None = None, clock: Clock | None = None, near: Sequence[np.ndarray] = (), enough: float = 0.0) -> Solution:
     """Minimise `problem`. `time_limit` in seconds of wall clock, or a `clock` (a part of another's, say);
     `work_limit` in search steps, for runs that must repeat exactly; `starts` are choices to start from;
     `progress` is called with an `Event` on every improvement. `near`: choices of a problem that differs in its rows' limits
     (`Solution.near`), from which prices of the rows are guessed. `board` lets another thread watch the best choice and stop the
-    search; it has a clock, a progress and `near` of its own.
+    search; it has a clock, a progress and `near` of its own. `enough`: the relative gap at which the search may end.
 
     Raises ProblemError for a malformed problem or an unknown backend. A problem with no feasible choice is not an
     error: its status is `Status.INFEASIBLE`."""
     if backend not in BACKENDS:
         raise ProblemError(f"no search backend {backend!r}; there are {', '.join(sorted(BACKENDS))}")
-    board = board or Board(problem, clock or Clock(time_limit, work_limit), progress, near)
+    board = board or Board(problem, clock or Clock(time_limit, work_limit), progress, near, enough)
     for choice in starts:
         board.offer(np.asarray(choice), "incumbent")
     with settled_heap():

@@ -35,8 +35,9 @@ Progress = Callable[[Event], None]
 class Board:
     """Every route offers choices and raises bounds here; nothing is believed before `evaluate` has seen it."""
 
-    def __init__(self, problem: Problem, clock: Clock, progress: Progress | None = None, near: Sequence[np.ndarray] = ()):
+    def __init__(self, problem: Problem, clock: Clock, progress: Progress | None = None, near: Sequence[np.ndarray] = (), enough: float = 0.0):
         self.problem, self.clock, self.progress = problem, clock, progress
+        self.enough = enough  # the relative gap at which whoever asked wants no more
         self.lock = threading.RLock()  # walkers offer from their threads, and a signal may want the answer at any moment
         self.choice: np.ndarray | None = None
         self.cost, self.bound = math.inf, -math.inf
@@ -78,7 +79,7 @@ class Board:
 
     @property
     def done(self) -> bool:
-        return self.proven or self.infeasible or self.clock.expired()
+        return self.proven or self.infeasible or self.gap <= self.enough or self.clock.expired()
 
     def confirmed(self) -> None:
         """The choice was proven optimal in whole numbers."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,31 @@ class Problem:
     @property
     def n(self) -> int:
         return len(self.node_costs)
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for problems with the same numbers, whatever their names. Items on rows that no choice can fill are left out: they decide nothing."""
+        digest, known = blake2b(digest_size=16), {}
+
+        def say(array: np.ndarray) -> None:
+            if id(array) not in known:  # shared arrays are many times more than distinct ones
+                known[id(array)] = blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest() + str(array.shape).encode()
+            digest.update(known[id(array)])
+
+        for costs in self.node_costs:
+            say(costs)
+        digest.update(np.array([(e.u, e.v) for e in self.edges], dtype=np.int64).tobytes())
+        for e in self.edges:
+            for array in (e.table, e.rows, e.cols):
+                say(array)
+        size = np.bincount(self.items.row, np.maximum(self.items.amount, 0.0), minlength=len(self.row_limit))
+        binds = ~(np.isinf(self.row_price) & (size <= self.row_limit))
+        kept = binds[self.items.row]
+        rest = (np.where(binds, self.row_limit, np.inf), self.row_price, *(x[kept] for x in (self.items.node, self.items.strategy, self.items.row,
+                                                                                            self.items.amount)))
+        for array in rest:
+            digest.update(array.tobytes())
+        return digest.hexdigest() if self.intervals is None else f"{id(self)}"
 
     @cached_property
     def flat_nodes(self) -> "FlatNodes":

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
-from autoshard.base.spec import R, ShardingSpec, Spec, divides, format_spec, parse_spec
+from autoshard.base.spec import R, ShardingSpec, Spec, format_spec, parse_spec, stores
 from autoshard.errors import MeshError, SeedError
 
 OPEN = (..., "?", "...")
@@ -101,15 +101,17 @@ def _per_axis(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> Spec:
     if len(spec) != mesh.ndim or max(spec) >= len(meta.shape):
         raise SeedError(f"seed {origin}: give one Shard or Replicate per mesh axis ({mesh}) on dims below {len(meta.shape)}")
     spec = tuple(meta.split_dim(p) if p >= 0 else p for p in spec)
-    if not divides(meta.logical_shape, spec, mesh.sizes):
-        raise SeedError(f"seed {origin} splits a tensor of shape {meta.shape} unevenly ({format_spec(spec)} on mesh {mesh}); "
+    if not stores(meta, spec, mesh.sizes):
+        raise SeedError(f"seed {origin} splits a tensor of shape {meta.true_shape} unevenly ({format_spec(spec)} on mesh {mesh}); "
                         f"shard a dim that the axis size divides{in_parts(meta)}")
     return spec
 
 
 def in_parts(meta: TensorMeta) -> str:
-    """For messages: which dims consist of parts."""
+    """For messages: which dims consist of parts, and which are padded."""
     found = [f"dim {d} consists of {meta.parts_of(d)} parts, each of which is split" for d in range(len(meta.shape)) if meta.parts_of(d) > 1]
+    found += [f"dim {d} is padded to {n}, for an axis that {true} does not divide over; other axes do not split it"
+              for d, (true, n) in enumerate(zip(meta.true_shape, meta.shape, strict=True)) if true != n]
     return f" ({'; '.join(found)})" if found else ""
 
 
@@ -150,5 +152,5 @@ def _expand(dims: list[tuple[str, ...] | None], meta: TensorMeta, mesh: Mesh) ->
         spec = list(base)
         for a, p in zip(free, choice, strict=True):
             spec[a] = p
-        if divides(meta.logical_shape, tuple(spec), mesh.sizes):
+        if stores(meta, tuple(spec), mesh.sizes):
             yield tuple(spec)

@@ -169,7 +169,7 @@ class _Found:
 
     def allowed(self, text: str, meta: TensorMeta, name: str, origin: str) -> frozenset[Spec]:
         if not (allowed := specs_of(text, meta, self.mesh, origin)):
-            raise SeedError(f"seed {origin} splits {name} of shape {meta.shape} unevenly on mesh {self.mesh}; "
+            raise SeedError(f"seed {origin} splits {name} of shape {meta.true_shape} unevenly on mesh {self.mesh}; "
                             f"shard a dim that the axis size divides{in_parts(meta)}")
         return allowed
 

@@ -2,7 +2,8 @@
 
 It is followed back from the rank that ends last. Work leads to what the same rank did before. A wait that stops the rank leads to its
 collective, and that to the rank of the group which came last; where this one was held up by an earlier call of its stream, to that call. The
-legs follow each other without a gap, so their seconds are those of the step.
+legs follow each other without a gap, so their seconds are those of the step. Where the device waits for its host, the path is the host's: it
+has issued ops since the step began.
 """
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.simulation.program import Call, Stretch, Wait
+from autoshard.simulation.program import Call, Host, Stretch, Wait
 from autoshard.simulation.replay import Replay
 
 
@@ -28,8 +29,8 @@ class Leg:
 
 @dataclass(frozen=True)
 class Share:
-    """Seconds of the critical path by what is done ("compute", "copy", "update" or a kind of collective), over which axis, in which module (the
-    numbers of repeated layers as *). `times`: how often."""
+    """Seconds of the critical path by what is done ("compute", "copy", "update", "host" or a kind of collective), over which axis, in which
+    module (the numbers of repeated layers as *). `times`: how often."""
 
     what: str
     axis: str
@@ -52,6 +53,9 @@ def _backwards(played: Replay) -> Iterator[Leg]:
         if isinstance(event, Stretch):
             yield Leg(rank, at, now, _at(played.clock[at], rank))
             at = before[at]
+        elif isinstance(event, Host) and event.seconds > now:
+            yield Leg(rank, at, 0.0, event.seconds)
+            return
         elif isinstance(event, Wait) and _at(played.clock[at], rank) > now:
             call: int | None = event.call
             while call is not None:
@@ -115,6 +119,8 @@ def shares(played: Replay, path: tuple[Leg, ...]) -> tuple[Share, ...]:
         event = played.program.events[leg.at]
         if isinstance(event, Call):
             found.setdefault((event.kind, event.axis, _folded(event.module)), []).append(leg.end - leg.begin)
+        elif isinstance(event, Host):
+            found.setdefault(("host", "", ""), []).append(leg.end - leg.begin)
         elif isinstance(event, Stretch) and event.seconds:
             for work in event.works:
                 key = ("compute" if work.kind == "op" else work.kind, "", _folded(work.module))

@@ -10,7 +10,7 @@ share calls (lower/buckets.py), as it runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -76,7 +76,14 @@ class Wait:
     call: int
 
 
-Event = Stretch | Call | Wait
+@dataclass(frozen=True)
+class Host:
+    """The compute stream stops until the host has come to what follows, `seconds` after the step began."""
+
+    seconds: float
+
+
+Event = Stretch | Call | Wait | Host
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,32 @@ def program_of(graph: Graph, plan: Plan, order: Schedule, cluster: Cluster, *, e
         maker.put(made[name])
     if windows is None:
         maker.put(tuple(_updates(graph, plan, cluster)))
-    return Program(maker.finished(), plan.mesh, cluster.overlap.interference if maker.overlaps else 0.0)
+    program = Program(maker.finished(), plan.mesh, cluster.overlap.interference if maker.overlaps else 0.0)
+    return host_bound(program, cluster.device.launch) if cluster.device.launch else program
+
+
+def host_bound(program: Program, launch: float) -> Program:
+    """The program on a device whose host issues one op or collective per `launch` seconds, ahead of it and on its own clock, which nothing
+    in the step stops. The optimizer's update is issued in one piece."""
+    events: list[Event] = []
+    moved: dict[int, int] = {}
+    issued = 0
+    for at, event in enumerate(program.events):
+        if isinstance(event, Wait):
+            events.append(Wait(moved[event.call]))
+            continue
+        for piece in _issued(event):
+            issued += 1
+            events += [Host(issued * launch), piece]
+        moved[at] = len(events) - 1
+    return replace(program, events=tuple(events))
+
+
+def _issued(event: Event) -> Sequence[Event]:
+    """What the host issues one by one of an event."""
+    if isinstance(event, Stretch) and any(w.kind != "update" for w in event.works):
+        return [Stretch((w,), w.seconds) for w in event.works]
+    return [event]
 
 
 def update_program(graph: Graph, plan: Plan, cluster: Cluster) -> Program:

@@ -7,6 +7,7 @@ Every rank has a clock of its compute stream and one per stream of collectives. 
     call      a rank is ready when it has come to the call and its stream is free. The collective starts when the last rank of its group is
               ready, and ends on all of them after its seconds
     wait      the clock is at least the end of the call
+    host      the clock is at least the host's, which issues ops one by one
 
 Nothing is shared between streams: two collectives that run at once on one link both have all of it.
 """
@@ -18,11 +19,11 @@ import numpy as np
 
 from autoshard.cost.cluster import Cluster
 from autoshard.simulation.conditions import Conditions, Jitter, seconds_of
-from autoshard.simulation.program import Call, Program, Stretch, Wait
+from autoshard.simulation.program import Call, Host, Program, Stretch, Wait
 
-STRAGGLERS, QUEUED, EXPOSED, FINISHED = "stragglers", "queued", "exposed", "finished"
+STRAGGLERS, QUEUED, EXPOSED, FINISHED, HOST = "stragglers", "queued", "exposed", "finished", "host"
 """Why a rank is idle: another rank of the group is late; an earlier call of the stream runs; the collective itself runs; its step is over
-and that of another rank is not."""
+and that of another rank is not; the host has not issued the next op."""
 Cause = tuple[str, str, str]
 """(why, kind of collective, axis)."""
 
@@ -68,6 +69,8 @@ def replay(program: Program, cluster: Cluster, conditions: Conditions | None = N
             player.stretch(event)
         elif isinstance(event, Call):
             player.call(at, event)
+        elif isinstance(event, Host):
+            player.host(event)
         else:
             player.wait(event)
     return player.finished()
@@ -122,6 +125,12 @@ class _Player:
             if (end > begin).any():
                 key = (why, call.kind, call.axis)
                 self.idle[key] = self.idle.get(key, 0.0) + np.maximum(end - begin, 0.0)
+        self._at(until)
+
+    def host(self, event: Host) -> None:
+        until = np.maximum(self.now, event.seconds)
+        if (until > self.now).any():
+            self.idle[HOST, "", ""] = self.idle.get((HOST, "", ""), 0.0) + (until - self.now)
         self._at(until)
 
     def _at(self, time: np.ndarray) -> None:

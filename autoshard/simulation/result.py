@@ -21,7 +21,8 @@ from autoshard.simulation.traffic import LinkUse, Size
 @dataclass(frozen=True)
 class Idle:
     """Seconds of a step in which ranks do no work. `why`: "stragglers" (another rank of the group is late), "queued" (an earlier collective
-    of the stream runs), "exposed" (the collective itself runs), "finished" (the step of another rank is not over), and in pipelines
+    of the stream runs), "exposed" (the collective itself runs), "finished" (the step of another rank is not over), "host" (it has not
+    issued the next op), and in pipelines
     "pipeline" (waiting for other stages). `mean_s`: of all ranks; `most_s`: of the one that has most."""
 
     why: str

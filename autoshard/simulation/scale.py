@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
 from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
@@ -56,6 +55,6 @@ def _inside(plan: Plan, graph: Graph, op: Op, axis: int, of_parts: frozenset[str
         meta = metas[i]
         assert meta is not None, f"{op.name}: a collective inside sends {inner.tensor}, which is not there"
         local, dtype = local_shape(meta.logical_shape, specs[i], plan.mesh.sizes), inner.dtype or meta.dtype
-        nbytes = inner.copies * prod(n for dim, n in enumerate(local) if dim not in inner.drop) * dtype.itemsize
+        nbytes = inner.numel(local) * dtype.itemsize
         yield Collective(inner.kind, plan.mesh.names[axis], nbytes, 0.0, op.phase, op.name, op.name, inner.reduce_op,
                          str(dtype).removeprefix("torch."), False, True, op.module, op.source)

@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard.base.plan import write_atomically
 from autoshard.errors import UsageError
-from autoshard.simulation.program import Call, Stretch, Wait
+from autoshard.simulation.program import Call, Host, Stretch, Wait
 from autoshard.simulation.replay import Replay
 
 MOST_TRACKS = 16
@@ -84,6 +84,8 @@ def _spans(played: Replay, rank: int) -> Iterator[Span]:
             call = played.program.events[event.call]
             assert isinstance(call, Call), "a wait is for a call"
             yield Span(COMPUTE, f"wait for {call.kind} {call.value}", now, then, "idle", {"axis": call.axis, "module": call.module})
+        elif isinstance(event, Host) and then > now:
+            yield Span(COMPUTE, "wait for the host", now, then, "idle")
         now = then
 
 

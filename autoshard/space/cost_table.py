@@ -222,8 +222,5 @@ def inner_bytes(inner: InnerCollective, found: StrategySet, ins: list, outs: lis
     """Buffer bytes of an inner collective per strategy, from the local shapes."""
     side, index = (ins, found.input_metas) if inner.tensor.startswith("in") else (outs, found.output_metas)
     i = int(inner.tensor.lstrip("inout"))
-    numel = np.full(len(found), float(inner.copies))
-    for dim, n in enumerate(side[i]):
-        numel = numel * (1 if dim in inner.drop else n)
-    return numel * (inner.dtype or index[i].dtype).itemsize
+    return np.broadcast_to(np.asarray(inner.numel(side[i]), float), (len(found),)) * (inner.dtype or index[i].dtype).itemsize
 

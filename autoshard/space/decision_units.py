@@ -107,6 +107,11 @@ def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> Decisio
     return DecisionUnit(name, (name,), (memo[key],))
 
 
+def are_coarse(table: CostTable) -> bool:
+    """Whether units leave out more than they do on a mesh of one axis."""
+    return sum(size > 1 for size in table.mesh.sizes) > 1
+
+
 def find_units(table: CostTable) -> DecisionUnits:
     """Group the ops as described above and enumerate every unit's strategies; equal units share their arrays."""
     graph, memo = table.graph, {}
@@ -207,7 +212,7 @@ class _Walk:
             blocked = list(main)
         open_units = {self.unit_of[r.op] for r in main if r not in blocked and self.graph.op(r.op).kind == "call"}
         if not open_units:
-            return self.joinable.get(frozenset(main))
+            return None if self._is_cut_result(op) else self.joinable.get(frozenset(main))
         found = {self.sources[u] for u in open_units}
         if len(found) != 1 and len(open_units) > 1:
             return None
@@ -222,6 +227,11 @@ class _Walk:
         while registry.is_view(maker) and len(maker.refs) == 1:
             maker = self.graph.op(maker.refs[0].op)
         return "expand" in str(op.target) and maker.kind == "call" and not _is_cheap(maker)
+
+    def _is_cut_result(self, op: Op) -> bool:
+        """A view for the user alone that needs a dim whole, as logits without their pad do: nobody who reads the value besides has to."""
+        readers = self.graph.users.get(Ref(op.name), ())
+        return registry.is_view(op) and bool(readers) and all(self.graph.op(name).kind == "output" for name, _ in readers)
 
     def _widens_dtype(self, op: Op) -> bool:
         """A cast to a wider dtype: what it reads moves for less than what it makes."""

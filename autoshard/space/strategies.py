@@ -14,9 +14,10 @@ import numpy as np
 from autoshard.base.graph import Call, Graph, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
-from autoshard.base.spec import PSUM, R, Spec, divides, format_spec
+from autoshard.base.spec import PSUM, R, Spec, format_spec, stores
 from autoshard.errors import SeedError
 from autoshard.program.flow import casts_of_parts, rows_of
+from autoshard.program.output_modes import REPLICATE, modes_of
 from autoshard.rules import registry
 from autoshard.rules.states import free
 from autoshard.rules.types import Row
@@ -84,17 +85,17 @@ Strategies = Mapping[str, StrategySet]
 
 
 def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str = "replicate") -> dict[str, StrategySet]:
-    """A StrategySet per op name. `outputs` is compile's mode: "replicate" fixes user outputs to Replicate.
+    """A StrategySet per op name. `outputs` is compile's mode, or modes: "replicate" fixes a user output to Replicate.
 
-    Raises SeedError when a seed leaves an op without a strategy."""
+    Raises SeedError when a seed leaves an op without a strategy, UsageError for another number of modes than of outputs."""
     cache: dict[object, StrategySet] = {}
     result: dict[str, StrategySet] = {}
-    of_parts, chosen = casts_of_parts(graph), free(graph)
+    of_parts, chosen, modes = casts_of_parts(graph), free(graph), modes_of(graph, outputs)
     for op in graph.ops:
         seed = seeds.specs.get(op.name)
         reads = tuple((i, seeds.reads[op.name, i]) for i in range(len(op.refs)) if (op.name, i) in seeds.reads) if seeds.reads else ()
-        fixed = op.name not in chosen and _is_fixed(op, outputs)
-        key = (graph.calls[op.name] if op.kind == "call" else (op.kind, fixed, _placed(op, graph)), seed, reads, op.name in of_parts)
+        fixed = op.name not in chosen and _is_fixed(op, modes)
+        key = (graph.calls[op.name] if op.kind == "call" else (op.kind, _is_result(op), fixed, _placed(op, graph)), seed, reads, op.name in of_parts)
         if key not in cache:
             cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, fixed, of_parts), reads, seeds)
         result[op.name] = cache[key]
@@ -117,15 +118,21 @@ def _placed(op: Op, graph: Graph) -> TensorMeta:
     return op.outputs[0] if op.kind != "output" else graph.meta(op.refs[0])
 
 
-def _is_fixed(op: Op, outputs: str) -> bool:
+def _is_result(op: Op) -> bool:
+    """Whether it is an output that the user gets."""
+    return op.kind == "output" and op.target.role is Role.USER
+
+
+def _is_fixed(op: Op, modes: Mapping[int, str]) -> bool:
     """Whether the op's only placement is Replicate: inputs, buffers that are no state and what is written back to them. Where a stage of a
     pipeline receives or sends a value, its placement is free."""
     if op.is_port:
         return False
     if op.kind in ("buffer", "input"):
         return True
-    role = op.target.role if op.kind == "output" else None
-    return outputs == "replicate" if op.kind == "tangent" or role is Role.USER else role is Role.MUTATION
+    if op.kind == "tangent" or _is_result(op):
+        return modes.get(op.target if op.kind == "tangent" else op.target.name, REPLICATE) == REPLICATE
+    return op.kind == "output" and op.target.role is Role.MUTATION
 
 
 def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, of_parts: frozenset[str]) -> StrategySet:
@@ -137,21 +144,23 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
     else:
         meta = _placed(op, graph)
         if seed is not None:
-            specs: Sequence[Spec] = sorted(s for s in seed if divides(meta.logical_shape, s, mesh.sizes))
+            specs: Sequence[Spec] = sorted(s for s in seed if stores(meta, s, mesh.sizes))
         else:
             specs = [(R,) * mesh.ndim] if fixed else storage_specs(meta, mesh)
+        if _is_result(op) and not op.is_port:  # the user counts dims of the tensor
+            specs = [s for s in specs if meta.on_tensor_dims(s) is not None]
         found = _placeholder_set(op, meta, specs, mesh)
     if not len(found):
         wanted = " or ".join(format_spec(s) for s in sorted(seed or ()))
         raise SeedError(f"seed {seeds.origins.get(op.name, '')} on {op.where} asks for {wanted}, which none of its strategies allows "
-                        f"(shape {op.outputs[0].shape if op.outputs else '?'} on mesh {mesh}); shard a dim that divides evenly")
+                        f"(shape {op.outputs[0].true_shape if op.outputs else '?'} on mesh {mesh}); shard a dim that divides evenly")
     return found
 
 
 def storage_specs(meta: TensorMeta, mesh: Mesh) -> list[Spec]:
-    """Every way to store a tensor without Partial, evenly divided. All-Replicate first."""
+    """Every way to store a tensor without Partial, evenly divided, as DTensor would lay it. All-Replicate first."""
     choices = (R, *(d for d in range(meta.ndim) if d not in meta.part_dims))
-    return [s for s in product(choices, repeat=mesh.ndim) if divides(meta.logical_shape, s, mesh.sizes)]
+    return [s for s in product(choices, repeat=mesh.ndim) if stores(meta, s, mesh.sizes)]
 
 
 def _placeholder_set(op: Op, meta: TensorMeta, specs: Sequence[Spec], mesh: Mesh) -> StrategySet:
@@ -188,7 +197,7 @@ def call_strategies(call: Call, mesh: Mesh, rows: tuple[Row, ...] | None = None)
         if meta is not None and mesh.ndim > 1:
             ok &= _divisible(meta.logical_shape, placements[:, t], mesh.sizes)
     ok &= ~_mixed_partial(placements)
-    if (rule := registry.rule_of(call.target)).grain is not None or rule.together is not None:
+    if registry.is_choosy(call):
         ok &= [bool(found) and registry.takes_pieces(call, [tuple(p) for p in inputs], mesh.sizes)
                for found, inputs in zip(ok, placements[:, :n_in].tolist(), strict=True)]
     placements, picked = placements[ok], picked[ok]

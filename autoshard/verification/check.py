@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
-from autoshard.base.spec import R, Spec, divides
 from autoshard.decide.arguments import check_arguments, check_called, loaded
 from autoshard.decide.options import Options
+from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.experts.capacity import EXPERT_CAPACITY
@@ -36,7 +35,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
            loss_fn: Callable[..., Any] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
            plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
            tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
-           memory_budget: str | float | None = None, inputs: str = "global", fallback: str = "error",
+           memory_budget: str | float | None = None, inputs: str = "global", outputs: str = "replicate", fallback: str = "error",
            expert_capacity: float = EXPERT_CAPACITY, time_limit: float = 60.0,
            precision: Precision | None = None, pipeline: Pipeline | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
            progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:
@@ -58,6 +57,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
                  1e-9 in float64, and where the program has less precise floats, the rounding measured (see verify/run.py)
     seeds, cluster, memory_budget, fallback, expert_capacity, time_limit   as for `autoshard.plan`
     inputs       "local": plans are made for inputs that come in split along dim 0 over the first mesh axis
+    outputs      as for `autoshard.plan`; numbers are compared whole in any case
     elsewhere    what runs the plans instead (real processes); the program in this process then only finds a wrong op
 
     One process holds every rank: weights, activations and their whole values. Random ops draw on the ranks what they
@@ -75,7 +75,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     if elsewhere is not None and options.pipeline.stages(mesh) > 1:
         raise UsageError(f"mesh {mesh} has a pipeline, which is verified with all ranks in one process: leave out --processes (elsewhere=)")
     call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training, options,
-                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None, mesh)
     progress("trace", "")
     with torch.autocast("cpu", enabled=False):  # the model alone runs in it
         subject = subject_of(call, given, mesh, dtype)
@@ -100,25 +100,13 @@ def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Me
         return
     if options.pipeline.stages(mesh) > 1:
         progress("plan", ", ".join(names))
-        inputs = _as_passed(subject.traced.graph, submesh(mesh, options.pipeline.axis), options)
+        inputs = as_passed(subject.traced.graph, submesh(mesh, options.pipeline.axis), options.passing)
         yield from pipeline_plans(subject.traced, mesh, options, names, inputs, subject.call.loss_fn is not None)
         return
     progress("costs", "")
-    table = prices(subject.traced, mesh, options, fixed=_as_passed(subject.traced.graph, mesh, options))
+    table = prices(subject.traced, mesh, options)
     plans = Plans(table, options, subject.call.loss_fn is not None)
     for name in names:
         progress("plan", name)
         yield from plans.named((name,))
 
-
-def _as_passed(graph: Graph, mesh: Mesh, options: Options) -> dict[str, Spec]:
-    """Inputs whose placement is how they come in: local ones, split along dim 0 over the first mesh axis. Raises UsageError
-    for an input that does not divide."""
-    if options.passing.inputs == "global":
-        return {}
-    split = (0, *(R,) * (mesh.ndim - 1))
-    found = {op.target: op.outputs[0] for op in graph.of_kind("input") if op.outputs[0].shape}
-    for name, meta in found.items():
-        if not divides(meta.logical_shape, split, mesh.sizes):
-            raise UsageError(f"{name} of shape {meta.shape} does not split along dim 0 over {mesh.names[0]}={mesh.sizes[0]}; choose a multiple")
-    return dict.fromkeys(found, split)

@@ -13,6 +13,7 @@ WANTED = {
     "all_to_all": lambda xs, op: [torch.cat([x[2 * r:2 * r + 2] for x in xs]) for r in range(N)],
     "all_reduce": lambda xs, op: [combined(xs, op)] * N,
     "reduce_scatter": lambda xs, op: [combined(xs, op)[2 * r:2 * r + 2] for r in range(N)],
+    "mirror": lambda xs, op: xs[::-1],
 }
 
 

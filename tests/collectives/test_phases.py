@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.collectives import KINDS, seconds, wire_bytes
 from autoshard.collectives.phases import _PHASES, alone, phases
-from autoshard.cost.cluster import Cluster, available, load_cluster
+from autoshard.cost.cluster import Cluster, OneShot, available, load_cluster
 from autoshard.errors import ClusterError
 
 
@@ -33,8 +33,14 @@ def measured(level: int) -> Cluster:
     return replace(c, links=tuple(links))
 
 
+def with_kernels() -> Cluster:
+    """Small buffers by kernels of one step."""
+    c = unlimited(load_cluster("h100-dgx"))
+    return replace(c, links=(replace(c.links[0], one_shot=OneShot(5e-6, 512 << 10)), *c.links[1:]))
+
+
 CLUSTERS = {name: unlimited(load_cluster(name)) for name in available()} | {
-    "three": three_levels(), "inner curve": measured(0), "outer curve": measured(1)}
+    "kernels": with_kernels(), "three": three_levels(), "inner curve": measured(0), "outer curve": measured(1)}
 powers = st.integers(0, 6).map(lambda k: 2**k)
 
 

@@ -64,9 +64,19 @@ def test_call_is_priced_by_its_rule():
     c = mm(4096, 4096, 4096)
     shapes = [(4096, 4096), (4096, 4096)], [(4096, 4096)]
     assert call_bytes(c, *shapes) == 3 * 2 * 4096**2
-    assert call_seconds(c, *shapes, H100) == 2 * 4096**3 / (989.4e12 * 0.70)
-    halved = call_seconds(c, [(2048, 4096), (4096, 4096)], [(2048, 4096)], H100)
-    assert halved == pytest.approx(call_seconds(c, *shapes, H100) / 2)
+    whole = replace(H100, multiprocessors=None)
+    assert call_seconds(c, *shapes, whole) == 2 * 4096**3 / (989.4e12 * 0.70)
+    halved = call_seconds(c, [(2048, 4096), (4096, 4096)], [(2048, 4096)], whole)
+    assert halved == pytest.approx(call_seconds(c, *shapes, whole) / 2)
+    assert call_seconds(c, *shapes, H100) == pytest.approx(2 * 4096**3 / (989.4e12 * 0.70) * (4 * 132 / 512)), "512 tiles in 4 rounds of 132"
+
+
+def test_a_row_times_a_matrix_costs_the_bytes_of_the_matrix():
+    """Decode of 8B: 16.06e9 bytes take 4.79 ms at the full bandwidth; at 0.85 of it, not at the 0.70 of its FLOP."""
+    one = call_seconds(mm(1, 4096, 14336), [(1, 4096), (4096, 14336)], [(1, 14336)], H100)
+    assert one == pytest.approx(2 * (4096 * 14336 + 4096 + 14336) / (3.35e12 * 0.85))
+    as_flop = replace(H100, bandwidth_efficiency={})
+    assert call_seconds(mm(1, 4096, 14336), [(1, 4096), (4096, 14336)], [(1, 14336)], as_flop) == pytest.approx(one * 0.85 / 0.70)
 
 
 def test_views_are_free():

@@ -10,9 +10,10 @@ import torch
 from autoshard.errors import LoweringError
 from autoshard.lower import attention_kernels
 from autoshard.lower.attention_kernels import ELSEWHERE, attention, attention_backward, kernel_of
+from autoshard.rules.ops import causal_rows
 
 aten = torch.ops.aten
-ON_CPU, BACKWARD_ON_CPU = ELSEWHERE
+ON_CPU, BACKWARD_ON_CPU, ROWS_ON_CPU, ROWS_BACKWARD_ON_CPU = ELSEWHERE
 META = torch.device("meta")
 CASES = {
     "plain": ((2, 4, 8, 16), (2, 4, 8, 16), {}),
@@ -103,3 +104,22 @@ def test_dropout_is_refused() -> None:
     (query, key, value, _), _ = arguments("plain", torch.float32)
     with pytest.raises(LoweringError, match="dropout_p=0.1"):
         attention(query, key, value, 0.1)
+
+
+@pytest.mark.parametrize("begins", [[0], [6], [2, 5]], ids=str)
+def test_rows_of_a_causal_attention_are_those_of_the_whole(begins: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU and in the matmul form of other devices; keys serve two heads each."""
+    monkeypatch.setattr(attention_kernels, "kernel_of", lambda *args: "math")
+    (query, key, value, grad), _ = arguments("grouped", torch.float64)
+    out, lse = ON_CPU(query, key, value, 0.0, True)
+    lengths = causal_rows.lengths(2 if begins == [6] else 3, len(begins))
+    here = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)])
+    alone = torch.zeros_like(grad).index_copy(2, here, grad[:, :, here])
+    wanted = BACKWARD_ON_CPU(alone, query, key, value, out, lse, 0.0, True)
+    for forward, backward in ((ROWS_ON_CPU, ROWS_BACKWARD_ON_CPU), (ELSEWHERE[ROWS_ON_CPU], ELSEWHERE[ROWS_BACKWARD_ON_CPU])):
+        mine, logs = forward(query[:, :, here], key, value, begins)
+        gradients = backward(grad[:, :, here], query[:, :, here], key, value, mine, logs, begins)
+        want = (out[:, :, here], lse[:, :, here], wanted[0][:, :, here], *wanted[1:])
+        for got, expected in zip((mine, logs, *gradients), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+            assert got.stride() == torch.empty_like(expected.transpose(1, 2).contiguous()).transpose(1, 2).stride()

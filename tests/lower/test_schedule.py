@@ -17,16 +17,27 @@ import pytest
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
+from autoshard.base.precision import Precision
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
+from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
+from autoshard.decide.pipeline_options import Pipeline
+from autoshard.decide.program import formulate_within
+from autoshard.decide.walks.baselines import baseline, schemes
+from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import LoweringError
 from autoshard.lower.buckets import BUCKET, SMALL, Flight, shared_calls
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import COMPUTE, STORED, Held, Schedule, WindowSchedule, reductions, schedule
+from autoshard.pipeline.microbatches import batch as batches
+from autoshard.planner.one_stage import prices
 from autoshard.planner.stages import plan_traced
+from autoshard.program.flow import gradient_bound, is_passing
 from autoshard.program.trace import trace
+from autoshard.rules import registry
 from autoshard.runtime.route import route_of
+from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.verification.reprice import collectives_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
@@ -201,3 +212,31 @@ def test_deferred_reductions_share_calls_too() -> None:
     window = reductions(graph, plan, plan.mesh, route_of(plan))
     assert [sorted(c.bucket) for c in window.calls if c.bucket] == [sorted(c.bucket) for c in order.calls if c.bucket]
     assert not any(ins.kind == "compute" for ins in window.instructions)
+
+
+@pytest.mark.parametrize("reduce", ["bf16", "fp32"])
+def test_backward_goes_on_while_gradients_under_a_policy_are_reduced(reduce):
+    """Reduced in bf16, they are cast to fp32 afterwards: that cast does not stand in backward, where it would wait for the reduction."""
+    graph, _, order = by_hand("DDP", "dp=4", Precision(param="bf16", master="fp32", reduce=reduce))
+    backward = order.windows[-1].instructions
+    waits = [i for i, ins in enumerate(backward) if ins.kind == "wait" and ins.hideable]
+    work = [i for i, ins in enumerate(backward) if ins.kind == "compute" and not is_passing(graph.op(ins.op))]
+    casts = [i for i, ins in enumerate(backward) if ins.kind == "compute" and registry.is_cast(graph.op(ins.op)) and ins.op in bound_names(graph)]
+    assert waits and casts and waits[0] > work[-1], "nothing of backward waits"
+    assert (min(casts) > work[-1]) == (reduce == "bf16"), "casts before a reduction stay where they are, so that it can start"
+
+
+def by_hand(scheme: str, on: str, precision: Precision) -> tuple[Graph, Plan, Schedule]:
+    """A baseline's plan of gpt under a policy."""
+    module, mesh = import_module("models.gpt"), parse_mesh(on)
+    model, batch = module.build()
+    traced = batches.traced(model, batch, {}, Pipeline(), loss_fn=module.loss, training=True, precision=precision, marks={}, fallback="error")
+    formulation = formulate_within(prices(traced, mesh, Options(cluster="h100-dgx", precision=precision)), float("inf"))
+    choice = baseline(Wiring(formulation), next(s for s in schemes(mesh) if s.name == scheme))
+    solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
+    plan = make_plan(formulation, solution, model={}, settings={"optimizer": "adamw"}, seeds={})
+    return traced.graph, plan, schedule(traced.graph, plan, mesh, route_of(plan))
+
+
+def bound_names(graph: Graph) -> set[str]:
+    return {ref.op for ref in gradient_bound(graph)}

@@ -14,7 +14,7 @@ from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
-from autoshard.errors import ClusterError, MeshError, UsageError
+from autoshard.errors import ClusterError, InfeasibleError, MeshError, UsageError
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.shapes.choose import Asked
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes
@@ -74,9 +74,10 @@ def test_bounds_hold_for_plans():
     asked = Asked(2, None, OPTIONS.pipeline, cluster, 1e15)
     pricer = MeshPricer(Sizes(batch, OPTIONS.pipeline, 6, 2), 2, asked.mesh_of, cluster, 1e15, found)
     for mesh, slot in (("dp=2", Slot(2, 1, 2)), ("tp=2", Slot(1, 2, 2))):
-        floor = pricer.floor(slot)
+        floor = pricer.floor(slot, close=True)
         made = plan(mesh, pipeline=Pipeline(microbatches=3))
         assert 0.3 * made.objective_s < 3 * floor.whole.sum() + floor.once.sum() <= made.objective_s * (1 + 1e-6)
+        assert 0.3 * made.objective_s < floor.step.sum() <= made.objective_s * (1 + 1e-6)
         assert (floor.forward <= floor.whole).all()
 
 
@@ -127,3 +128,10 @@ def test_compile_needs_inputs_to_choose_a_mesh():
 def test_meshes_as_text():
     assert mesh_or_any("auto:64") == AnyMesh(64) and str(AnyMesh(64)) == "auto:64"
     assert mesh_or_any("dp=2,tp=4") == parse_mesh("dp=2,tp=4") == Mesh(("dp", "tp"), (2, 4))
+
+
+def test_too_little_memory_for_any_shape_is_proven_without_a_search(monkeypatch):
+    monkeypatch.setattr("autoshard.planner.open_mesh.choose", None)
+    with pytest.raises(InfeasibleError, match="on each of 2 devices, however they are divided") as found:
+        plan("auto:2", memory_budget=65536)
+    assert found.value.proven

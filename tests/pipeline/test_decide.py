@@ -3,6 +3,7 @@ import pytest
 from random_chains import all_cuts
 from synthetic_pricer import Synthetic
 
+from autoshard.base.plan import NOT_FOUND
 from autoshard.errors import InfeasibleError
 from autoshard.pipeline.shapes.decide import TOLERANCE, ranked, try_shapes
 from autoshard.pipeline.shapes.meshes import Room, shapes
@@ -15,7 +16,7 @@ def by_trying_all(pricer, shape, limit):
     """Every partition, at the first lean level at which one fits."""
     table = shape.table()
     for lean in range(pricer.leanest + 1):
-        chain = chain_from(pricer.labels, lambda a, b: pricer.price(a, b, shape.slot, lean))
+        chain = chain_from(pricer.labels, lambda a, b: pricer.price(a, b, shape.slot, lean, table.split_backward))
         chain = chain if table.split_backward else chain.undivided()
         cuts = all_cuts(len(pricer.labels), shape.stages)
         cuts = cuts[(rank_bytes(chain, course_of(table), cuts) <= limit).all(1)]
@@ -74,12 +75,12 @@ def test_a_heavy_head_gets_fewer_layers_beside_it():
 def test_a_shape_that_does_not_fit_says_so():
     tried = try_shapes(Synthetic(5), shapes(Room(2, 2, 4, 7)), 1.0)
     assert not ranked(tried)
-    assert {t.why for t in tried} == {"does not fit"}
+    assert {t.why for t in tried} == {NOT_FOUND}
 
     class Fat(Synthetic):
-        def price(self, first, end, slot, lean):
+        def price(self, first, end, slot, lean, split):
             if lean:
                 raise InfeasibleError("a stage of blocks 0 to 1 needs 7 bytes")
-            return super().price(first, end, slot, lean)
+            return super().price(first, end, slot, lean, split)
 
-    assert {t.why for t in try_shapes(Fat(5), shapes(Room(2, 2, 4, 7)), 1.0)} == {"does not fit: a stage of blocks 0 to 1 needs 7 bytes"}
+    assert {t.why for t in try_shapes(Fat(5), shapes(Room(2, 2, 4, 7)), 1.0)} == {f"{NOT_FOUND}: a stage of blocks 0 to 1 needs 7 bytes"}

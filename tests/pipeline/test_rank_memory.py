@@ -53,6 +53,7 @@ def peaks(steps: list[Any], batch: tuple[torch.Tensor, ...]) -> list[int]:
 @pytest.mark.parametrize(("name", "mesh", "options", "layers"), [
     ("gpt", "pp=2", Pipeline(4, "gpipe", ["h.1"]), 2), ("gpt", "pp=2", Pipeline(4, "1f1b", ["h.1"]), 2),
     ("gpt", "pp=2", Pipeline(3, "interleaved", ["h.1", "h.2", "h.3"], 2), 4), ("gpt", "pp=2", Pipeline(4, "zb1p", ["h.1"]), 2),
+    ("gpt", "pp=2", Pipeline(4, "zbv", ["h.1", "h.2", "h.3"], 2), 4),
     ("llama", "pp=3", Pipeline(5, "zb1p", ["layers.1", "layers.2"]), 3), ("t5", "pp=2", Pipeline(3, "1f1b", ["decoder.blocks.0"]), 2)])
 def test_every_byte_of_a_rank(name, mesh, options, layers):
     what = subject(name, 2 * options.microbatches, options.microbatches, layers=layers)

@@ -60,3 +60,11 @@ def test_a_room_below_an_even_load_is_refused():
     model, (ids,) = build("exact")
     with pytest.raises(autoshard.AutoshardError, match="expert_capacity=0.5: give the rows of tokens"):
         autoshard.plan(model, "ep=2", (), {"input_ids": ids, "labels": ids}, expert_capacity=0.5)
+
+
+@pytest.mark.parametrize("name", ["exact", "mixtral"])
+def test_micro_batches_pass_layers_of_experts(name):
+    model, (ids,) = build(name)
+    report = autoshard.verify(model, "dp=2", (), {"input_ids": ids, "labels": ids}, plans=("searched", "data_parallel"), steps=2,
+                              pipeline=autoshard.Pipeline(microbatches=2))
+    assert report.ok and [p.name for p in report.plans] == ["searched", "data_parallel"], report

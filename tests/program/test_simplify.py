@@ -156,3 +156,40 @@ def test_backward_of_batch_norm_in_training_reads_no_running_statistics():
     traced = check_parity(model, example, loss_fn=MODELS["resnet"].loss, rewrite=simplify)
     backward = calls(simplify(traced.graph), aten.native_batch_norm_backward.default)
     assert backward and all(op.args[3:5] == (None, None) for op in backward)
+
+
+class Grouped(nn.Module):
+    """Attention of four heads over two of keys, repeated as older models do."""
+
+    def __init__(self, way, again=False):
+        super().__init__()
+        self.q, self.kv = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.way, self.again = way, again
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
+        k, v = (self.way(t) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y + k if self.again else y
+
+
+def repeat_kv(t):
+    """As transformers writes it."""
+    b, h, s, d = t.shape
+    return t[:, :, None, :, :].expand(b, h, 2, s, d).reshape(b, 2 * h, s, d)
+
+
+@pytest.mark.parametrize("way, again, heads", [
+    (lambda t: t.repeat_interleave(2, dim=1), False, 2),
+    (repeat_kv, False, 2),
+    (repeat_kv, True, 4),                    # the repeated keys are read besides: their gradient is no sum alone
+    (lambda t: t.repeat(1, 2, 1, 1), False, 4),  # another order of heads
+])
+def test_attention_reads_heads_that_are_not_repeated(way, again, heads):
+    traced = check_parity(Grouped(way, again), (torch.randn(2, 6, 8),), rewrite=simplify)
+    simple = simplify(traced.graph)
+    attention = [op for op in simple.of_kind("call") if "attention" in str(op.target)]
+    keys = {simple.meta(op.refs[2 if op.phase == "backward" else 1]).shape[1] for op in attention}
+    assert len(attention) == 2 and keys == {heads}
+    assert heads == 4 or not calls(simple, aten.expand.default)

@@ -19,7 +19,7 @@ from sample_plan import LAYERS, sample_plan
 
 from autoshard import cli
 from autoshard.base import quantities
-from autoshard.base.plan import Alive, Fallback, Moment, PlacedTensor, Plan
+from autoshard.base.plan import CATEGORIES, Alive, Fallback, Moment, PlacedTensor, Plan
 from autoshard.report.html import document, embedded, page, write
 from autoshard.report.tree import tree
 from autoshard.study.explain import EdgeRow, EdgeTable, OpRow, OpTable
@@ -395,3 +395,22 @@ def test_the_schedule_of_a_pipeline_is_drawn(show):
 def test_the_schedule_of_a_pipeline_fits_a_phone(show):
     shown = show(page(sample_pipeline("zb1p"))).open(390, 844)
     assert shown.js("document.documentElement.scrollWidth") == 390 and shown.errors == []
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_names_of_narrow_windows_do_not_cover_each_other(show, width):
+    """The end of a step and the update are a few moments of hundreds."""
+    plan = sample_plan()
+    (stage,) = plan.stages
+    names = ["start"] + ["forward"] * 60 + ["backward"] * 90 + ["weight"] * 2 + ["end"] * 2 + ["update"]
+    moments = tuple(Moment(t, name, "compute", "op", "", "", tuple(2**30 for _ in CATEGORIES)) for t, name in enumerate(names))
+    shown = show(page(replace(plan, stages=(replace(stage, timeline=moments),)))).open(width, 900)
+    boxes = shown.js("[...document.querySelectorAll('.memory .chart .window')].map(e => { const r = e.getBoundingClientRect(); "
+                     "return [e.textContent, r.left, r.right, r.top, r.bottom]; })")
+    assert [b[0] for b in boxes] == list(dict.fromkeys(names))
+    for i, (a, *one) in enumerate(boxes):
+        assert one[1] <= width, a
+        for b, *other in boxes[i + 1:]:
+            apart = one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] + 1 or other[3] <= one[2] + 1
+            assert apart, f"{a} covers {b}"
+    assert shown.errors == []

@@ -6,8 +6,9 @@ import torch
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import PSUM, R, divides, local_shape
+from autoshard.collectives import KIND_OF
+from autoshard.lower.context import Context
 from autoshard.lower.emit import Emitter
-from autoshard.lower.lower import Context
 from autoshard.rules import registry
 from autoshard.rules.check import oracle
 from autoshard.rules.check.oracle import wrong_rows
@@ -26,7 +27,7 @@ def test_rows_are_true(s):
 
 
 def declared(call, rows, mesh):
-    """The all-reduces the rows promise on a mesh: (axis, reduce op, bytes)."""
+    """The collectives that the rows promise on a mesh: (axis, kind, reduce op, bytes)."""
     out = []
     for axis, row in enumerate(rows):
         for c in row.inner:
@@ -34,8 +35,8 @@ def declared(call, rows, mesh):
             i = int(c.tensor.lstrip("inout"))
             spec = tuple(getattr(r, specs)[i] for r in rows)
             shape = local_shape(metas[i].logical_shape, spec, mesh.sizes)
-            n = torch.Size(m for d, m in enumerate(shape) if d not in c.drop).numel()
-            out.append((axis, c.reduce_op, c.copies * n * (c.dtype or metas[i].dtype).itemsize))
+            n = torch.Size(m // 2 if d in c.halved else m for d, m in enumerate(shape) if d not in c.drop).numel()
+            out.append((axis, c.kind, c.reduce_op, c.copies * n * (c.dtype or metas[i].dtype).itemsize))
     return sorted(out)
 
 
@@ -45,14 +46,20 @@ COMMUNICATING = [s for s in SPECIAL if any(row.inner for row in registry.rows(bu
 @pytest.mark.parametrize("s", COMMUNICATING, ids=[f"{i}-{s.op}" for i, s in enumerate(COMMUNICATING)])
 def test_inner_collectives_are_those_declared(s, monkeypatch):
     call, tensors = build(s)
-    rows, seen, original = registry.rows(call), [], oracle._Exchange.all_reduce
+    rows, seen = registry.rows(call), []
 
-    def record(self, rank, x, reduce_op, axis):
-        if rank == 0:
-            seen.append((axis, reduce_op, x.numel() * x.itemsize))
-        return original(self, rank, x, reduce_op, axis)
+    def recording(kind):
+        original = getattr(oracle._Exchange, kind)
 
-    monkeypatch.setattr(oracle._Exchange, "all_reduce", record)
+        def record(self, rank, x, *how):
+            if rank == 0:
+                seen.append((how[-1], kind, how[0] if how[1:] else "sum", x.numel() * x.itemsize))
+            return original(self, rank, x, *how)
+
+        return record
+
+    for kind in ("all_reduce", "mirror"):
+        monkeypatch.setattr(oracle._Exchange, kind, recording(kind))
     mesh, checked = Mesh(("a", "b"), (2, 2)), 0
     for pair in [(a, b) for a in rows for b in rows if a.inner or b.inner]:
         seen.clear()
@@ -209,5 +216,5 @@ def test_local_implementations_lower_to_nodes(s):
         for i, (value, meta) in enumerate(zip(got if isinstance(got, tuple) else (got,), call.outputs, strict=True)):
             if meta is not None:
                 assert (tuple(value.shape), value.dtype) == (context.local_out(i), meta.dtype), (row, i)
-        sent = [n.args[0].meta["val"].nbytes for n in emit.graph.nodes if "all_reduce" in str(n.target)]
-        assert sorted(sent) == sorted(b for _, _, b in declared(call, (row, registry.rows(call)[0]), mesh)), row
+        sent = [n.args[0].meta["val"].nbytes for n in emit.graph.nodes if n.target in KIND_OF]
+        assert sorted(sent) == sorted(d[-1] for d in declared(call, (row, registry.rows(call)[0]), mesh)), row

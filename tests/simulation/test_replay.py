@@ -15,8 +15,8 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.errors import UsageError
 from autoshard.simulation.conditions import Conditions
 from autoshard.simulation.critical_path import critical_path, shares
-from autoshard.simulation.program import Call, Program, Stretch, Wait, Work
-from autoshard.simulation.replay import FINISHED, Replay, replay
+from autoshard.simulation.program import Call, Program, Stretch, Wait, Work, host_bound
+from autoshard.simulation.replay import FINISHED, HOST, Replay, replay
 
 CLUSTER = load_cluster("h100-dgx")
 MESHES = [Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 3)), Mesh(("a", "b", "c"), (4, 2, 2))]
@@ -115,6 +115,31 @@ def test_step_is_between_its_bounds() -> None:
             streams[c.stream] += c.seconds
         assert max([work, *streams.values()]) <= replay(program, CLUSTER).step_s * (1 + 1e-12)
         assert replay(program, CLUSTER).step_s <= (work + sum(streams.values())) * (1 + 1e-12)
+
+
+def test_a_device_that_waits_for_its_host() -> None:
+    """Ops of 1 s, one issued every 3: the host decides. Of 5 s: it is far ahead, and only the first op waits. A call is issued too."""
+    mesh = MESHES[0]
+    short = host_bound(Program((stretch(1.0, 1.0), call(mesh, (0,), 0.5, "s"), Wait(1), stretch(1.0)), mesh), 3.0)
+    played = replay(short, CLUSTER)
+    assert played.step_s == 4 * 3.0 + 1.0 and played.idle[HOST, "", ""].tolist() == [3.0 + 2.0 + 2.0 + 2.5] * 3
+    path = critical_path(played)
+    assert [s.what for s in shares(played, path)] == ["host", "compute"] and sum(leg.end - leg.begin for leg in path) == played.step_s
+    assert replay(host_bound(Program((stretch(5.0, 5.0, 5.0),), mesh), 3.0), CLUSTER).step_s == 3.0 + 15.0
+    update = Stretch((Work("update", "w", 1.0, "update"), Work("update", "v", 1.0, "update")), 2.0)
+    assert replay(host_bound(Program((update,), mesh), 3.0), CLUSTER).step_s == 3.0 + 2.0, "issued in one piece"
+
+
+def test_random_programs_with_a_host_lie_between_their_bounds() -> None:
+    """No sooner than the host, no sooner than without one, no later than one after the other."""
+    rng = random.Random(11)
+    for _ in range(60):
+        program, launch = random_program(rng, rng.choice(MESHES), 25), rng.random()
+        bound, free = replay(host_bound(program, launch), CLUSTER), replay(program, CLUSTER)
+        issued = launch * sum(len(e.works) if isinstance(e, Stretch) else isinstance(e, Call) for e in program.events)
+        assert max(free.step_s, issued) <= bound.step_s * (1 + 1e-12) and bound.step_s <= (free.step_s + issued) * (1 + 1e-12)
+        assert np.allclose(bound.worked + sum(bound.idle.values()), bound.step_s, rtol=1e-12), "work and idle time are the step"
+        assert sum(leg.end - leg.begin for leg in critical_path(bound)) == pytest.approx(bound.step_s, rel=1e-12)
 
 
 def covered(intervals: list[tuple[float, float]], begin: float, end: float) -> float:

@@ -15,15 +15,15 @@ PROFILES = json.loads((Path(__file__).parent.parent / "search" / "partition" / "
 BANDWIDTH = 1.25e9
 
 
-def stage_costs(model: str, machines: int, transfers: bool) -> np.ndarray:
+def stage_costs(model: str, machines: int, transfers: bool, larger: bool = False) -> np.ndarray:
     """[k, j, m - 1]: (compute + 4 (m-1) P / (m bw)) / m seconds, or with `transfers` at least 2 A / (m bw) of what comes in or goes out.
-    The program divides the sum by m where the paper takes a larger of two, and a first stage pays nothing for what goes out."""
+    The program divides the sum by m where the paper takes the larger of the two (`larger`), and a first stage pays nothing for what goes out."""
     profile = PROFILES[model]
     seconds, parameters = (np.concatenate([[0.0], profile[key]]) for key in ("milliseconds", "parameter_bytes"))
     m = np.arange(1, machines + 1)
     compute = (seconds[None] - seconds[:, None])[:, :, None] / 1e3
     bytes_ = (parameters[None] - parameters[:, None])[:, :, None]
-    cost = (compute + 4 * (m - 1) * bytes_ / (BANDWIDTH * m)) / m
+    cost = (np.maximum if larger else np.add)(compute, 4 * (m - 1) * bytes_ / (BANDWIDTH * m)) / m
     if transfers:
         out = np.array([0.0, *profile["activation_bytes"]])[:, None] * 2.0 / (BANDWIDTH * m)
         leaving = out.copy()

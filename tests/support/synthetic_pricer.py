@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.pipeline.shapes.decide import Floor
+from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.price import StagePrice
 
@@ -41,7 +41,7 @@ class Synthetic:
     def ideal(self, slot: Slot) -> float:
         return 3 * sum(self.work(k) for k in range(len(self.labels))) * slot.rows / (slot.dp * slot.tp)
 
-    def price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
+    def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         self.asked.append((first, end, slot, lean))
         rows = slot.rows / slot.dp
         work = sum(self.work(k) for k in range(first, end))
@@ -52,6 +52,6 @@ class Synthetic:
             stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
             wire_out=self.hop * rows, wire_in=self.hop * rows)
 
-    def floor(self, slot: Slot) -> Floor:
+    def floor(self, slot: Slot, close: bool) -> Floor:
         work = np.array([self.work(k) for k in range(len(self.labels))]) * slot.rows / (slot.dp * slot.tp)
-        return Floor(work, 3 * work, np.zeros(len(work)))
+        return Floor(work, 3 * work, np.zeros(len(work)), np.zeros(len(work)))

@@ -11,9 +11,11 @@ from autoshard.base.precision import Precision
 from autoshard.base.spec import R
 from autoshard.collectives.exchange import Exchange
 from autoshard.errors import UsageError
+from autoshard.formulate.problem_of import formulate
 from autoshard.rules.check import oracle
 from autoshard.rules.types import Row
-from autoshard.verification import run
+from autoshard.space.decision_units import singletons
+from autoshard.verification import plans, run
 from autoshard.verification.check import verify
 
 aten = torch.ops.aten
@@ -55,6 +57,14 @@ def test_right_plans_pass_on_two_axes_over_three_steps():
     named = {(c.kind, c.name) for c in report.plans[0].checks}
     assert ("buffer", "norm.running_mean") in named and ("gradient", "down.bias") not in named
     assert max(c.error for p in report.plans for c in p.checks) > 0, "a comparison of a thing with itself"
+
+
+def test_layouts_may_change_at_every_op(monkeypatch):
+    """Refined plans change them inside decision units too."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(plans, "formulate", lambda table: formulate(table, units=singletons(table)))
+    report = verify(Net(), "dp=2,tp=2", batch(), loss_fn=loss, plans=("tensor_parallel", "random:0", "random:1", "random:2"))
+    assert report.ok and all(p.split > 20 for p in report.plans), str(report)
 
 
 def test_dropout_is_compared_under_the_numbers_that_the_ranks_drew():

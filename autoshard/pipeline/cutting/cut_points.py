@@ -64,6 +64,12 @@ def balanced(blocks: Blocks, cluster: Cluster, stages: int, allowed: np.ndarray 
     return best[stages, n][1][1:]
 
 
+def even_cuts(graph: Graph, cluster: Cluster, stages: int) -> tuple[str, ...]:
+    """`balanced`, by name."""
+    blocks = Blocks.of(graph)
+    return tuple(blocks.names[at] for at in balanced(blocks, cluster, stages))
+
+
 def block_seconds(blocks: Blocks, cluster: Cluster, phase: str | None = None) -> list[float]:
     """Seconds of each block on one device; `phase`: of ops of that window alone. Ops of backward count for the block of their forward op."""
     out = [0.0] * len(blocks.blocks)

@@ -15,20 +15,24 @@ from torch import nn
 
 from autoshard._torch import pytree
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Output, Role
 from autoshard.base.windows import CAT, JOIN, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
+from autoshard.padding.padded import padded
 from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same, by_shape, partners, walk
 from autoshard.program.accumulate import accumulating
 from autoshard.program.calling import Calling, Traced
 from autoshard.program.trace import trace
 
 
-def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pipeline: Pipeline, **how: Any) -> Traced:
-    """`program.trace.trace` of a step whose batch is cut as `pipeline` says; `args` and `kwargs` are of the whole batch. Raises UsageError
-    for a batch that does not divide, for a loss that is not in the graph, and for a model that computes something else on micro-batches."""
-    return Batch(model, args, kwargs, how).cut(pipeline)
+def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pipeline: Pipeline, mesh: Mesh | None = None, **how: Any) -> Traced:
+    """`program.trace.trace` of a step whose batch is cut as `pipeline` says, with the dims that are padded on `mesh`; `args` and `kwargs` are of
+    the whole batch. Raises UsageError for a batch that does not divide, for a loss that is not in the graph, and for a model that computes
+    something else on micro-batches."""
+    asked = Batch(model, args, kwargs, how)
+    return asked.cut(pipeline) if mesh is None else asked.on(mesh, pipeline)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +62,11 @@ class Batch:
         if key not in self._known:
             self._known[key] = self._cut(key)
         return self._known[key]
+
+    def on(self, mesh: Mesh, pipeline: Pipeline) -> Traced:
+        """`cut`, as ranks of `mesh` run it: dims that do not divide over its axes are padded. Stages of a pipeline keep them whole."""
+        found = self.cut(pipeline)
+        return found if pipeline.axis in mesh.names else padded(found, mesh, self.how.get("stored"))
 
     def as_one(self, pipeline: Pipeline) -> Graph:
         """The batch as a micro-batch by itself: the program of the batch with what `cut` adds to that of a part. For prices."""

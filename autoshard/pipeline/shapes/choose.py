@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
+import numpy as np
+
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan, TriedShape
 from autoshard.cost.cluster import Cluster
@@ -85,21 +87,38 @@ def _named(*axes: tuple[str, int]) -> Mesh | None:
     return Mesh(tuple(n for n, _ in found), tuple(s for _, s in found)) if found else None
 
 
-def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape) -> Plan:
-    """The cheapest plan of the shapes that are planned; its `shapes` have a line for every shape. Raises InfeasibleError where none
-    fits, UsageError."""
+def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape, tell: Callable[[str], None] = lambda text: None) -> Plan:
+    """The cheapest plan of the shapes that are planned; its `shapes` have a line for every shape. `tell` hears of shapes as they are looked at.
+    Raises InfeasibleError where none fits, UsageError."""
     rows = batch.rows(asked.options)
     pricer, why = _pricer(batch, asked, searches, rows)
-    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit)
     names, plans, failures = pricer.sizes.first.blocks.names, {}, []
+
+    def planned(tried: Tried) -> Plan:
+        tell(f"{tried.shape}: planning it")
+        plans[tried.shape] = plan = plan_shape(asked.whole_mesh(tried.shape), asked.options_of(tried, names))
+        return plan
+
+    def plan_whole(shape: Shape) -> Tried:
+        try:
+            plan = planned(Tried(shape, 0.0))
+        except InfeasibleError as e:
+            failures.append(e)
+            raise
+        return Tried(shape, plan.bound_s, plan.objective_s, memory=plan.memory.get("total"), planned=True)
+
+    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, plan_whole)
+    staged = 0
     for candidate in ranked(tried)[:FINALISTS]:
-        if len(plans) < PLANNED:
+        best = min((plan.objective_s for plan in plans.values()), default=np.inf)
+        if candidate.shape not in plans and staged < PLANNED and (candidate.seconds or 0.0) < best:
             try:
-                plans[candidate] = plan_shape(asked.whole_mesh(candidate.shape), asked.options_of(candidate, names))
+                planned(candidate)
+                staged += 1
             except InfeasibleError as e:
                 failures.append(e)
     if not plans:
-        raise failures[0] if failures else InfeasibleError(_nothing_fits(tried, asked), proven=False)
+        raise failures[0] if failures else InfeasibleError(_nothing_fits(tried, asked), proven=all(t.bound == np.inf for t in tried))
     return _chosen(asked, tried, plans, why)
 
 
@@ -118,26 +137,21 @@ def _pricer(batch: Batch, asked: Asked, searches: Searches, rows: int) -> tuple[
         return made(1), str(e)
 
 
-def _chosen(asked: Asked, tried: Sequence[Tried], plans: dict[Tried, Plan], why: str) -> Plan:
-    best = min(plans, key=lambda t: plans[t].objective_s)
+def _chosen(asked: Asked, tried: Sequence[Tried], plans: dict[Shape, Plan], why: str) -> Plan:
+    best = min(plans, key=lambda shape: plans[shape].objective_s)
     plan = plans[best]
-    bound = min(plan.objective_s, *(_proven(t, plans.get(t)) for t in tried))
+    bound = min(plan.objective_s, *(t.bound for t in tried))
     notes = [f"mesh, micro-batches, schedule and cuts were chosen among {len(tried)} shapes of {asked.devices} devices; bound and gap are for all "
              "of them"] + ([f"no stages and no micro-batches: {why}"] if why else [])
     status = plan.status if plan.interrupted else "the cheapest of the shapes that were tried"
     return replace(plan, bound_s=bound, gap=1.0 - bound / plan.objective_s if plan.objective_s else 0.0, status=status,
-                   notes=(*plan.notes, *notes), shapes=tuple(_line(asked, t, plans.get(t), t is best) for t in tried))
-
-
-def _proven(tried: Tried, plan: Plan | None) -> float:
-    """The bound of a shape. That of a plan without stages holds for all plans of its shape."""
-    return max(tried.bound, plan.bound_s) if plan is not None and tried.shape.pp == 1 else tried.bound
+                   notes=(*plan.notes, *notes), shapes=tuple(_line(asked, t, plans.get(t.shape), t.shape == best) for t in tried))
 
 
 def _line(asked: Asked, tried: Tried, plan: Plan | None, chosen: bool) -> TriedShape:
-    shape, bound = tried.shape, _proven(tried, plan)
+    shape, bound = tried.shape, min(tried.bound, plan.objective_s if plan else tried.bound)
     return TriedShape(str(asked.whole_mesh(shape)), shape.microbatches, shape.schedule if shape.pp > 1 else "", shape.chunks,
-                      bound if isfinite(bound) else None, plan.objective_s if plan else None, tried.seconds,
+                      bound if isfinite(bound) else None, plan.objective_s if plan else None, None if tried.planned else tried.seconds,
                       plan.memory.get("total") if plan else tried.memory, tried.why, chosen)
 
 

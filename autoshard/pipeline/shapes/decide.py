@@ -11,35 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 import numpy as np
 
+from autoshard.base.plan import NOT_FOUND
 from autoshard.errors import InfeasibleError
 from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.action_lists.network import Network, network_of
 from autoshard.pipeline.action_lists.step_end import with_step_end
+from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Shape, Slot
 from autoshard.pipeline.shapes.partitions import course_of, price_on
 from autoshard.pipeline.shapes.price import StagePrice, chain_from, with_ends
-from autoshard.search.partition import Chain, Course, chain_of_blocks, partition, rank_bytes
+from autoshard.search.partition import Chain, Course, partition, rank_bytes
 from autoshard.search.partition.feasible import Stages
 
 MARGIN = 1.05
 """A partition search ends where it finds nothing within this factor of the best price."""
 TOLERANCE = 0.02
 """A shape is not searched if its bound is at most this part below the best price."""
+LOOKS = 2
+"""Bounds of a shape that are looked at before it is searched, besides that of all its ops."""
 PARTITIONS = 200
 """About how many partitions of a shape are priced at most."""
-
-
-@dataclass(frozen=True, eq=False)
-class Floor:
-    """Of every block, what no plan is below: seconds of a micro-batch for forward, for all of it, and seconds of a step besides."""
-
-    forward: np.ndarray
-    whole: np.ndarray
-    once: np.ndarray
 
 
 class Pricer(Protocol):
@@ -54,17 +50,18 @@ class Pricer(Protocol):
     def ideal(self, slot: Slot) -> float:
         """Seconds of a micro-batch of the whole model, at least, on one stage's devices; 0 if that is not known."""
 
-    def floor(self, slot: Slot) -> Floor:
-        """The same by blocks, and closer."""
+    def floor(self, slot: Slot, close: bool) -> Floor:
+        """The same by blocks; `close`: as high as can be shown, which takes longer."""
 
-    def price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
-        """The stage of blocks first..end-1, whatever it holds. Raises InfeasibleError where it cannot be that lean."""
+    def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
+        """The stage of blocks first..end-1, whatever it holds; `split`: with backward in two windows. Raises InfeasibleError where it
+        cannot be that lean."""
 
 
 @dataclass(frozen=True)
 class Tried:
     """A shape with its bound. Where it was searched, `seconds` is its price at block prices: that of `cuts`, or, without them, what all
-    cuts are above. `memory`: bytes of the fullest rank. `why`: it was not searched, or has no cuts."""
+    cuts are above; where it was `planned`, that of its plan. `memory`: bytes of the fullest rank. `why`: it was not searched, or has no cuts."""
 
     shape: Shape
     bound: float
@@ -73,6 +70,7 @@ class Tried:
     lean: int = 0
     memory: float | None = None
     why: str = ""
+    planned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,25 +93,46 @@ def make_run(shape: Shape) -> Run:
     return Run(table, course_of(table))
 
 
-def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf) -> tuple[Tried, ...]:
-    """In the order of what they can be at best, so that most of those behind the best need not be searched. `limit`: bytes of a rank."""
-    search = _Search(pricer, limit)
-    return tuple(search.tried(shape) for shape in sorted(shapes, key=search.promise))
+PlanWhole = Callable[[Shape], Tried]
+"""Plans a shape without stages: its step, and a bound for all of its plans. Raises InfeasibleError."""
 
 
-def chain_of(pricer: Pricer, slot: Slot, lean: int) -> Chain:
-    """Every stage that can be on a slot. Raises InfeasibleError."""
-    return chain_from(pricer.labels, with_ends(pricer.labels, lambda first, end: pricer.price(first, end, slot, lean), pricer.weights))
+def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, tell: Callable[[str], None] = lambda text: None,
+               plan_whole: PlanWhole | None = None) -> tuple[Tried, ...]:
+    """Those without stages first: their price is nearest to that of a plan, so what comes after is held against it. Among either, the one with the
+    least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank. `tell` hears of
+    every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices of blocks are
+    four and say less."""
+    search = _Search(pricer, limit, tell, plan_whole)
+    waiting = [(shape.pp > 1, search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
+    heapify(waiting)
+    done: dict[int, Tried] = {}
+    while waiting:
+        staged, bound, promise, at, looked = heappop(waiting)
+        if bound >= search.enough:
+            done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
+        elif looked < LOOKS:
+            heappush(waiting, (staged, max(bound, search.bound(shapes[at], close=looked > 0)), promise, at, looked + 1))
+        else:
+            done[at] = search.searched(Tried(shapes[at], bound))
+    return tuple(done[at] for at in sorted(done, key=lambda at: done[at].bound))
+
+
+def chain_of(pricer: Pricer, slot: Slot, lean: int, split: bool) -> Chain:
+    """Every stage that can be on a slot; `split`: for schedules with backward in two parts. Raises InfeasibleError."""
+    made = chain_from(pricer.labels, with_ends(pricer.labels, lambda first, end: pricer.price(first, end, slot, lean, split), pricer.weights))
+    return made if split else made.undivided()
 
 
 class _Search:
     """What is known while shapes are tried: chains per slot and lean level, runs per schedule, the best price so far."""
 
-    def __init__(self, pricer: Pricer, limit: float) -> None:
-        self.pricer, self.limit, self.best = pricer, limit, np.inf
+    def __init__(self, pricer: Pricer, limit: float, tell: Callable[[str], None], plan_whole: PlanWhole | None) -> None:
+        self.pricer, self.limit, self.best, self.plan_whole = pricer, limit, np.inf, plan_whole
         self.levels = range(1 + pricer.leanest if np.isfinite(limit) else 1)
-        self.chain = cache(lambda slot, lean: chain_of(pricer, slot, lean))
+        self.chain = cache(lambda slot, lean, split: chain_of(pricer, slot, lean, split))
         self.floor = cache(pricer.floor)
+        self.tell = tell
         self._run = cache(make_run)
 
     def run(self, shape: Shape) -> Run:
@@ -127,32 +146,37 @@ class _Search:
         """Seconds if all stages were equal and perfect: what is tried first."""
         return self.least(shape) * (1 + (shape.pp - 1) / (shape.chunks * shape.microbatches))
 
-    def tried(self, shape: Shape) -> Tried:
-        enough = (1 - TOLERANCE) * self.best
-        bound = self.least(shape)
-        if bound < enough:
-            bound = max(bound, self._bound(shape, enough))
-        if bound >= enough:
-            return Tried(shape, bound, why="not searched: its bound says enough")
-        return self._searched(Tried(shape, bound))
+    @property
+    def enough(self) -> float:
+        """A bound above which a shape is not searched."""
+        return (1 - TOLERANCE) * self.best
 
-    def _bound(self, shape: Shape, enough: float) -> float:
-        """At the floors of blocks. The terms `turns` of the bound would need floors of every window; the others know sums alone."""
-        floor, run = self.floor(shape.slot), self.run(shape)
-        rest = floor.whole - floor.forward
-        parts = {"backward": np.zeros_like(rest), "weight": rest} if run.table.split_backward else {"backward": rest}
-        chain = chain_of_blocks(floor.forward, parts.pop("backward"), once=floor.once, **parts)
-        return Stages(chain, replace(run.course, turns=np.zeros_like(run.course.turns))).bound(enough)
+    def bound(self, shape: Shape, close: bool) -> float:
+        """At the floors of blocks."""
+        floor, run = self.floor(shape.slot, close), self.run(shape)
+        return Stages(floor.chain(run.table.split_backward), run.course, work=floor.work(shape.microbatches)).bound(self.enough)
+
+    def searched(self, tried: Tried) -> Tried:
+        """The best partition at the first lean level where one fits."""
+        found = self._planned(tried, self.plan_whole) if self.plan_whole and tried.shape.pp == 1 else self._searched(tried)
+        self.tell(f"{tried.shape}: {_said(found)}")
+        return found
+
+    def _planned(self, tried: Tried, plan: PlanWhole) -> Tried:
+        try:
+            found = plan(tried.shape)
+        except InfeasibleError as e:
+            return replace(tried, bound=np.inf if e.proven else tried.bound, why=f"does not fit: {e}" if e.proven else f"{NOT_FOUND}: {e}")
+        self.best = min(self.best, found.seconds or np.inf)
+        return replace(found, bound=max(tried.bound, found.bound))
 
     def _searched(self, tried: Tried) -> Tried:
-        """The best partition at the first lean level where one fits."""
         run, enough, why = self.run(tried.shape), MARGIN * self.best, ""
         for lean in self.levels:
             try:
-                chain = self.chain(tried.shape.slot, lean)
+                chain = self.chain(tried.shape.slot, lean, run.table.split_backward)
             except InfeasibleError as e:
-                return replace(tried, why=f"does not fit: {e}")
-            chain = chain if run.table.split_backward else chain.undivided()
+                return replace(tried, why=f"{NOT_FOUND}: {e}")
             found = partition(chain, run.course, run.price(chain), self.limit, PARTITIONS, enough)
             if found.cuts:
                 self.best = min(self.best, found.seconds)
@@ -160,10 +184,16 @@ class _Search:
                 return replace(tried, seconds=found.seconds, cuts=found.cuts, lean=lean, memory=memory)
             if Stages(chain, run.course).bound(enough) >= enough:  # whatever the memory
                 return replace(tried, seconds=enough, lean=lean, why="it is not near the best")
-            why = "does not fit"
+            why = NOT_FOUND
         return replace(tried, why=why)
 
 
+def _said(tried: Tried) -> str:
+    known = f", at least {tried.bound:.4g} s"
+    found = f"{tried.seconds:.4g} s" if tried.planned else f"about {tried.seconds:.4g} s" if tried.cuts else tried.why
+    return found + known
+
+
 def ranked(tried: Sequence[Tried]) -> list[Tried]:
-    """Those with cuts, the cheapest first."""
-    return sorted((t for t in tried if t.cuts), key=lambda t: t.seconds or 0.0)
+    """Those with a plan or cuts, the cheapest first."""
+    return sorted((t for t in tried if t.cuts or t.planned), key=lambda t: t.seconds or 0.0)

@@ -15,6 +15,7 @@ from autoshard.base.graph import FORWARD, Graph, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import AxisLink, Cluster
+from autoshard.decide.least_seconds import Prices
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.cut import Hop, Stage
@@ -22,7 +23,7 @@ from autoshard.pipeline.cutting.cut_points import block_seconds
 from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.microbatches.resize import Between, Unlike
-from autoshard.pipeline.shapes.decide import Floor
+from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.price import StagePrice
 from autoshard.pipeline.shapes.stage_prices import price_of
@@ -31,10 +32,12 @@ from autoshard.pipeline.shapes.stage_prices import price_of
 @dataclass(frozen=True, eq=False)
 class Searches:
     """The ordinary search, as the pricer asks it. `plan`: (graph of a stage, its mesh, the wire, micro-batches in flight, bytes a rank may
-    use) -> plan; `least`: (graph, mesh) -> seconds of one run at least, and of the update."""
+    use) -> plan; `run`: (graph, mesh) -> seconds of one run at least, and of the update; `step`: (graph, mesh, prices or None) -> seconds
+    of a step at least, and at which prices."""
 
     plan: Callable[[Graph, Mesh, AxisLink, int, float], Plan]
-    least: Callable[[Graph, Mesh], tuple[float, float]]
+    run: Callable[[Graph, Mesh], tuple[float, float]]
+    step: Callable[[Graph, Mesh, Prices | None], tuple[float, Prices]]
 
 
 class Sizes:
@@ -45,27 +48,27 @@ class Sizes:
         self.batch, self.options, self.rows, self.count = batch, options, rows, count
         self.of = cache(self._of)
         self.stage = cache(self._stage)
-        self._cut = cache(lambda first, end, count: self.of(count).stage(first, end))
+        self._cut = cache(lambda first, end, count, split: replace(self.of(count), split=split).stage(first, end))
 
     def _of(self, count: int) -> Stretches:
         options = replace(self.options, microbatches=max(count, self.count))
         graph = self.batch.as_one(options) if count < self.count else self.batch.cut(options).graph
-        return Stretches(graph, Blocks.of(graph), split=graph.training)
+        return Stretches(graph, Blocks.of(graph), split=False)
 
     @property
     def first(self) -> Stretches:
         return self.of(self.count)
 
-    def _stage(self, first: int, end: int, count: int) -> Stage:
-        """Blocks first..end-1, of which a step runs `count` micro-batches."""
+    def _stage(self, first: int, end: int, count: int, split: bool) -> Stage:
+        """Blocks first..end-1, of which a step runs `count` micro-batches; `split`: with backward in two windows."""
         if count in (1, self.count):
-            return self._cut(first, end, count)
-        a, b = (self._cut(first, end, n) for n in (self.count, 1))
+            return self._cut(first, end, count, split)
+        a, b = (self._cut(first, end, n, split) for n in (self.count, 1))
         try:
             between = Between.of(self.rows // count, self.rows // self.count, self.rows)
             return _resized(a, between.graph(a.graph, b.graph, count))
         except Unlike:
-            return self._cut(first, end, count)
+            return self._cut(first, end, count, split)
 
 
 def traced_count(rows: int) -> int:
@@ -93,8 +96,9 @@ class MeshPricer:
         self.sizes, self.devices, self.mesh_of, self.cluster, self.limit, self.searches = sizes, devices, mesh_of, cluster, limit, searches
         known: dict[Hashable, int] = {}
         self.labels: tuple[Hashable, ...] = tuple(label and known.setdefault(label, len(known)) for label in sizes.first.labels)
-        self.price = cache(self._price)
-        self._least = cache(self._least_of)
+        self._first_of: dict[tuple[Hashable, ...], int] = {}
+        self._cached = cache(self._price)
+        self._run, self._step = cache(self._run_of), cache(self._step_of)
 
     @cached_property
     def kinds(self) -> dict[Hashable, int]:
@@ -114,38 +118,60 @@ class MeshPricer:
         blocks = Blocks.of(self.sizes.batch.whole.graph)
         return block_seconds(blocks, self.cluster), block_seconds(blocks, self.cluster, FORWARD)
 
-    def floor(self, slot: Slot) -> Floor:
-        """Of the batch as one micro-batch, scaled to the slot's rows: many small ones are never faster than a large one. Every block is by
-        itself, with free transfers at its ends, and hides all communication that can be hidden."""
-        share, whole_batch = slot.rows / self.sizes.rows, replace(slot, rows=self.sizes.rows)
-        least = {label: self._least(whole_batch, block) for label, block in self.kinds.items()}
-        whole, once = np.array([least[label] for label in self.labels]).T
-        forward = np.minimum(np.array(self._seconds[1]) / (slot.dp * slot.tp), whole)
-        return Floor(forward * share, whole * share, once)
+    def floor(self, slot: Slot, close: bool) -> Floor:
+        """Every block is by itself, with free transfers at its ends. What a micro-batch takes is that of the batch as one, scaled to the slot's rows:
+        many small ones are never faster than a large one. `close`: all kinds of blocks are looked at, and the steps of this slot; else the
+        main kind, and micro-batches alone."""
+        share, all_rows = slot.rows / self.sizes.rows, replace(slot, rows=self.sizes.rows)
+        forward, whole = np.array(self._seconds)[::-1] / (slot.dp * slot.tp)
+        once, step = np.zeros_like(whole), np.zeros_like(whole)
+        for label in self.kinds if close else (self.main,):
+            here = [k for k, other in enumerate(self.labels) if other == label]
+            whole[here], once[here] = self._run(all_rows, label)
+            if close:
+                step[here] = self._step(slot, label)[0]
+        return Floor(np.minimum(forward, whole) * share, whole * share, once, step)
 
-    def _least_of(self, slot: Slot, block: int) -> tuple[float, float]:
-        graph = self._stage(block, block + 1, slot).graph
-        return self.searches.least(graph, self.mesh_of(slot)) if graph.of_kind("call") else (0.0, 0.0)
+    @cached_property
+    def main(self) -> Hashable:
+        """The label of the blocks that take most of a step."""
+        of = list(zip(self.labels, self.weights, strict=True))
+        return max(self.kinds, key=lambda label: sum(seconds for other, seconds in of if other == label))
 
-    def _stage(self, first: int, end: int, slot: Slot) -> Stage:
-        return self.sizes.stage(first, end, self.sizes.rows // slot.rows)
+    def _run_of(self, slot: Slot, label: Hashable) -> tuple[float, float]:
+        graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
+        return self.searches.run(graph, self.mesh_of(slot)) if graph.of_kind("call") else (0.0, 0.0)
 
-    def _price(self, first: int, end: int, slot: Slot, lean: int) -> StagePrice:
+    def _step_of(self, slot: Slot, label: Hashable) -> tuple[float, Prices]:
+        """At the prices of the main kind, so that kinds add up."""
+        prices = None if label == self.main else self._step(slot, self.main)[1]
+        graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
+        return self.searches.step(graph, self.mesh_of(slot), prices) if graph.of_kind("call") else (0.0, (0.0, 0.0))
+
+    def _stage(self, first: int, end: int, slot: Slot, split: bool = False) -> Stage:
+        return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)
+
+    def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
+        """That of the first blocks of the same kinds, see `_price`."""
+        at = self._first_of.setdefault(self.labels[first:end], first)
+        return self._cached(at, at + end - first, slot, lean, split)
+
+    def _price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         """At level 0 with ample memory. At level 1 with as many micro-batches in flight as there are stages, in the part of the ranks' memory
         that these blocks need at level 0. Raises InfeasibleError."""
-        stage, wire = self._stage(first, end, slot), self._wire(slot)
+        stage, wire = self._stage(first, end, slot, split), self._wire(slot)
         if not stage.graph.of_kind("call"):  # all its ops run in blocks that read them
             return StagePrice(0.0, 0.0)
-        flying, limit = (1, np.inf) if lean == 0 else (self._pp(slot), self._part(first, end, slot))
+        flying, limit = (1, np.inf) if lean == 0 else (self._pp(slot), self._part(first, end, slot, split))
         return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, limit), wire)
 
     def _pp(self, slot: Slot) -> int:
         return self.devices // (slot.dp * slot.tp)
 
-    def _part(self, first: int, end: int, slot: Slot) -> float:
+    def _part(self, first: int, end: int, slot: Slot, split: bool) -> float:
         """Bytes of a rank for these blocks."""
-        alone = {label: self.price(at, at + 1, slot, 0) for label, at in self.kinds.items()}
-        own, flying = self.price(first, end, slot, 0), self._pp(slot)
+        alone = {label: self.price(at, at + 1, slot, 0, split) for label, at in self.kinds.items()}
+        own, flying = self.price(first, end, slot, 0, split), self._pp(slot)
         room = max(0.0, flying * (self.limit - max(p.peak for p in alone.values())))
         needed = sum(alone[label].stored + flying * alone[label].saved for label in self.labels)
         return own.peak + min(1.0, room / needed) * (own.stored + flying * own.saved)

@@ -7,7 +7,7 @@ being together makes (what they need not send or gather twice).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 import numpy as np
 
@@ -75,6 +75,8 @@ def with_ends(labels: Sequence[Hashable], price: Range, weights: Sequence[float]
         own, near, whole = (range(first), first, (0, first + 1)) if block < first else (range(last + 1, count), last, (last, count))
         alone, all_of_it = price(near, near + 1), price(*whole)
         share = weights[block] / (sum(weights[k] for k in own) or 1.0)
+        if block < first and not all_of_it.input:  # no gradient is sent back, so that all of backward is in the weight part
+            alone = replace(alone, input=0.0, weight=alone.input + alone.weight)
         parts = {name: max(0.0, share * (getattr(all_of_it, name) - getattr(alone, name))) for name in SUMS}
         return StagePrice(**parts, peak=all_of_it.peak, wire_out=alone.wire_out, wire_in=alone.wire_in)
 

@@ -31,16 +31,28 @@ function chart(moments, peak) {
   const marker = (style) => svg("line", { "vector-effect": "non-scaling-stroke", style: { stroke: "var(--text)", ...style } });
   const above = marker({ strokeWidth: 2 }), below = marker({ opacity: .4 }); // the stack itself stays visible
   out.append(above, below);
-  const labels = [
-    ...ticks(most).slice(1).map((t) => h("span", { style: { left: 0, bottom: `${100 - 100 * y(t) / (tall + foot)}%` } }, size(t))),
-    ...moments.flatMap((m, i) => (i === 0 || m.window !== moments[i - 1].window)
-      ? [h("span", { class: m.window === "update" ? "last" : "", style: m.window === "update" ? { right: 0, bottom: 0 } : { left: `${100 * i / moments.length}%`, bottom: 0 } }, m.window)] : [])];
+  const amounts = ticks(most).slice(1).map((t) => h("span", { style: { left: 0, bottom: `${100 - 100 * y(t) / (tall + foot)}%` } }, size(t)));
+  const windows = moments.flatMap((m, i) => (i === 0 || m.window !== moments[i - 1].window) ? [{ name: m.window, at: `${100 * i / moments.length}%` }] : [])
+    .map(({ name, at }) => ({ at, label: h("span", { class: "window" }, name) }));
+  const area = h("div", { class: "chart", "aria-hidden": "true" }, out, ...amounts, ...windows.map(({ label }) => label));
+  function settle() { // windows may be narrower than their names: none leaves the chart, and one that would cover another moves up
+    const edge = area.getBoundingClientRect().right, placed = [];
+    for (const { label, at } of windows) {
+      Object.assign(label.style, { left: at, right: "auto", bottom: 0 });
+      if (label.getBoundingClientRect().right > edge) Object.assign(label.style, { left: "auto", right: 0 });
+      const own = label.getBoundingClientRect();
+      let row = 0;
+      while (placed.some((p) => p.row === row && own.left < p.right && p.left < own.right)) row += 1;
+      label.style.bottom = `${1.25 * row}em`;
+      placed.push({ row, left: own.left, right: own.right });
+    }
+  }
   function show(i) {
     const at = y(total(moments[i]));
     for (const [line, from, to] of [[above, 0, at], [below, at, tall]])
       for (const [name, value] of [["x1", x(i + .5)], ["x2", x(i + .5)], ["y1", from], ["y2", to]]) line.setAttribute(name, value);
   }
-  return { area: h("div", { class: "chart", "aria-hidden": "true" }, out, ...labels), out, show };
+  return { area, out, show, settle };
 }
 
 function memory() {
@@ -77,4 +89,6 @@ function memory() {
       h("button", { type: "button", onclick: () => show(peak) }, "Go to the peak"), h("span", { class: "quiet" }, "Move the slider, or point at the chart.")), detail),
     h("h3", {}, "At the peak"), amounts,
     h("h3", {}, TITLES.largest), table("largest"));
+  drawn.settle();
+  addEventListener("resize", drawn.settle);
 }

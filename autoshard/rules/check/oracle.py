@@ -122,9 +122,13 @@ class _Exchange:
         out: torch.Tensor = reduce(COMBINE[reduce_op], self.gathered(rank, x, axis)[1])
         return out
 
+    def mirror(self, rank: int, x: torch.Tensor, axis: int) -> torch.Tensor:
+        me, found = self.gathered(rank, x, axis)
+        out: torch.Tensor = found[-1 - me]
+        return out
 
     def gathered(self, rank: int, x: Any, axis: int) -> tuple[int, list[Any]]:
-        """What the ranks along `axis` have, and which of them this one is."""
+        """Which of the ranks along `axis` this one is, and what they have, in their order."""
         self.held[rank] = x
         self.barrier.wait(_PATIENCE_S)
         mine = self.mesh.coordinates(rank)
@@ -170,6 +174,11 @@ class ThreadContext:
     def all_reduce(self, x: torch.Tensor, reduce_op: str, axes: Sequence[int]) -> torch.Tensor:
         for axis in sorted(axes, reverse=True):
             x = self.exchange.all_reduce(self.rank, x, reduce_op, axis)
+        return x
+
+    def mirror(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        for axis in sorted(axes, reverse=True):
+            x = self.exchange.mirror(self.rank, x, axis)
         return x
 
     def all_to_all(self, x: torch.Tensor, axis: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ _identity = _linear("... -> ...")
 _fill = rule("..., ~... -> ...", partial=_fills_additive)
 
 # op(gradient, what forward saved): linear in the gradient only
-_backwards = (
+BACKWARDS = (
     "threshold_backward", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "elu_backward",
     "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward", "softplus_backward",
     "mish_backward", "native_dropout_backward", "log_sigmoid_backward", "logit_backward", "rrelu_with_noise_backward",
@@ -74,7 +74,7 @@ _backwards = (
 
 def _backward_rules() -> dict[Any, Rule]:
     out = {}
-    for name in _backwards:
+    for name in BACKWARDS:
         op = getattr(aten, name).default
         saved = sum("Tensor" in str(a.type) for a in op._schema.arguments) - 1
         out[op] = _linear("..., " + ", ".join(["~..."] * saved) + " -> ...")

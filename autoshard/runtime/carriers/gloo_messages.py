@@ -68,6 +68,8 @@ def exchange(kind: Collective, x: torch.Tensor, op: str, group: Members, in_plac
     """Start a collective of any kind. `op`: how it combines, if it does; `in_place`: `x` may be overwritten, if the kind can."""
     if kind.runs is Exchange.REDUCE:
         return _reduce_whole(kind, x if in_place else x.clone(), op, group)
+    if kind.runs.paired:
+        return _swap(kind, x, group)
     sent = [x] * group.n if kind.runs.whole else list(x.chunk(group.n))
     return (_reduce if kind.runs.reduces else _concatenate)(kind, x, sent, op, group)
 
@@ -84,6 +86,16 @@ def exchange_rows(kind: Collective, x: torch.Tensor, sends: torch.Tensor, gets: 
     works = [group.group.recv([got[r]], r, TAG) for r in reversed(others) if len(got[r])]
     works += [group.group.send([sent[r]], r, TAG) for r in others if len(sent[r])]
     return Flight(works, lambda: out, (x,))
+
+
+def _swap(kind: Collective, x: torch.Tensor, group: Members) -> Flight:
+    """With the mirrored rank, which may be this one."""
+    note(kind.name, x, group)
+    other = group.n - 1 - group.me
+    if other == group.me:
+        return Flight([], x.clone, (x,))
+    out = torch.empty_like(x)
+    return Flight([group.group.recv([out], other, TAG), group.group.send([x], other, TAG)], lambda: out, (x,))
 
 
 def _concatenate(kind: Collective, x: torch.Tensor, sent: list[torch.Tensor], op: str, group: Members) -> Flight:

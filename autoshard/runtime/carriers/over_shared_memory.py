@@ -20,7 +20,25 @@ def exchange(kind: Collective, x: torch.Tensor, op: str, shared: Shared, in_plac
         return gloo_messages.exchange(kind, x, op, shared.group, in_place)
     if kind.runs is Exchange.REDUCE:
         return _reduce_whole(kind, x, op, shared, post)
+    if kind.runs.paired:
+        return _swap(kind, x, shared, post)
     return (_reduce_chunks if kind.runs.reduces else _concatenate)(kind, x, op, shared, post)
+
+
+def _swap(kind: Collective, x: torch.Tensor, shared: Shared, post: Post) -> Flight:
+    note(kind.name, x, shared.group)
+
+    def finish() -> torch.Tensor:
+        shared.wait(post)
+        out, other = torch.empty_like(x), shared.n - 1 - shared.me
+        if other == shared.me:
+            out.copy_(x)
+        else:
+            shared.copy(post, other, 0, out)
+        shared.land(post)
+        return out
+
+    return Flight([], finish, (x,))
 
 
 def _concatenate(kind: Collective, x: torch.Tensor, op: str, shared: Shared, post: Post) -> Flight:

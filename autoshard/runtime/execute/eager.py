@@ -20,7 +20,7 @@ from autoshard.lower.lifetimes import Lifetimes
 
 def straight(graph: Graph, name: str, lifetimes: Lifetimes | None = None) -> Callable[[list[Any]], Sequence[Any]]:
     """A function of one list (placeholders in order), which it empties so that arguments die at their last use."""
-    writer = _Writer(graph, lifetimes or Lifetimes.of(graph))
+    writer = Writer(graph, lifetimes or Lifetimes.of(graph))
     source = "\n".join(writer.lines()) + "\n"
     file = f"<autoshard {name} {id(graph):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # tracebacks show the line
@@ -28,7 +28,7 @@ def straight(graph: Graph, name: str, lifetimes: Lifetimes | None = None) -> Cal
     return writer.scope["run"]
 
 
-class _Writer:
+class Writer:
     """`scope` is filled with what the lines name: ops and constants."""
 
     def __init__(self, graph: Graph, lifetimes: Lifetimes) -> None:

@@ -21,8 +21,9 @@ from autoshard import _torch
 from autoshard.base.graph import Graph, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.base.random import mix
-from autoshard.base.spec import Spec, format_spec, replicated
+from autoshard.base.spec import Spec, format_spec, local_shape, replicated
 from autoshard.errors import ModelError, PlanError, UsageError
+from autoshard.runtime.params.rooms import Rooms
 from autoshard.runtime.params.strided import cut, placements
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
@@ -39,6 +40,7 @@ class Stored:
         self.place, self.precision = place, precision
         self.specs: dict[str, Spec] = {}
         self.metas: dict[str, TensorMeta] = {}
+        self.rooms = Rooms()
         self._meta: set[str] = set()
         memo: dict[int, Any] = {}
         for name, t in (*model.named_parameters(), *model.named_buffers()):
@@ -77,7 +79,7 @@ class Stored:
         if self._meta:
             raise UsageError("a model built on the meta device has no memory to copy yet; call it once, or prepare(...), before")
         out = copy.copy(self)
-        out.specs, out._meta = dict(self.specs), set()
+        out.specs, out.rooms, out._meta = dict(self.specs), Rooms(), set()
         memo: dict[int, Any] = {}
         for _, t in self._named():
             value = t.detach().clone()
@@ -98,6 +100,13 @@ class Stored:
         self._meta &= set(names)
 
     def local(self, name: str) -> torch.Tensor:
+        """What this rank has of it, as programs take it: with its pad."""
+        held, meta = self._held(name), self.metas.get(name)
+        if meta is None or not meta.unpadded:
+            return held
+        return self.rooms.padded(name, held, _padded_shape(meta, self.specs[name], self.place))
+
+    def _held(self, name: str) -> torch.Tensor:
         t = self.params[name] if name in self.params else self.buffers[name]
         return t if self.place.device_mesh is None else t._local_tensor
 
@@ -142,7 +151,7 @@ class Stored:
         share(self.place, "initialised", lambda: "")  # what follows are collectives: no rank may be missing
         for name, t in self._named():
             if name not in self._meta:
-                self._put(name, self._own_copy(name, self._agreed(self.local(name)), specs[name]), specs[name])
+                self._put(name, self._own_copy(name, self._agreed(self._held(name)), specs[name]), specs[name])
             elif name in loaded:
                 self._put(name, self._empty(name, t, specs[name]), specs[name])
         if checkpoint is not None:
@@ -172,7 +181,8 @@ class Stored:
             for moved in (t, t.grad, *state.values()) if self.place.device_mesh is not None else ():
                 if isinstance(moved, type(t.data)) and hasattr(moved, "_spec") and moved.shape == t.shape:
                     here = _torch.dtensor_like(moved.to_local().detach().to(self.place.device), moved)  # it may lie on the host
-                    _torch.swap(moved, self._moved(here, placements(spec, self.metas.get(name))), placements(spec, self.metas.get(name)))
+                    local = self._moved(here, placements(spec, self.metas.get(name)))
+                    _torch.swap(moved, self._with_room(name, local, spec) if moved is t else local, placements(spec, self.metas.get(name)))
             self.specs[name] = spec
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
@@ -190,6 +200,10 @@ class Stored:
             module._buffers[key] = value
         self.buffers[name] = value
 
+    def renew(self, name: str) -> None:
+        """Give a parameter other memory with the same numbers: who holds the old local tensor keeps it as it is."""
+        self._put(name, self._held(name).detach().clone(), self.specs[name])
+
     def _moved(self, here: DTensor, placed: Sequence[Any]) -> torch.Tensor:
         """The local tensor under other placements; where one of them is strided, by way of the whole."""
         if all(isinstance(p, (Shard, Replicate)) for p in (*here.placements, *placed)):
@@ -203,11 +217,15 @@ class Stored:
     def _put(self, name: str, local: torch.Tensor, spec: Spec) -> None:
         t = self.params[name] if name in self.params else self.buffers[name]
         if self.place.device_mesh is not None:
-            _torch.swap(t, local, placements(spec, self.metas.get(name)))
+            _torch.swap(t, self._with_room(name, local, spec), placements(spec, self.metas.get(name)))
         elif name in self.params:
             t.data = local
         else:
             self.write(name, local)
+
+    def _with_room(self, name: str, local: torch.Tensor, spec: Spec) -> torch.Tensor:
+        meta = self.metas.get(name)
+        return local if meta is None or not meta.unpadded else self.rooms.lay(name, local, _padded_shape(meta, spec, self.place))
 
     def _empty(self, name: str, t: torch.Tensor, spec: Spec) -> torch.Tensor:
         shape = cut(torch.empty(t.shape, device="meta"), placements(spec, self.metas.get(name)), self.place.mesh.sizes, self.place.coordinates).shape
@@ -268,6 +286,10 @@ class Stored:
         """Memory of the global shape, NaN so that a tensor which is never filled is noticed."""
         out = torch.empty(t.shape, dtype=t.dtype, device=self.place.device)
         return out.fill_(float("nan")) if t.dtype.is_floating_point else out.zero_()
+
+
+def _padded_shape(meta: TensorMeta, spec: Spec, place: Place) -> tuple[int, ...]:
+    return meta.unflatten(local_shape(meta.logical_shape, spec, place.mesh.sizes))
 
 
 def _metas(graph: Graph) -> dict[str, TensorMeta]:

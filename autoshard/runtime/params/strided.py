@@ -33,9 +33,14 @@ def placements(spec: Spec, meta: TensorMeta | None = None) -> tuple[Any, ...]:
 
 
 def cut(whole: torch.Tensor, placed: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]) -> torch.Tensor:
-    """The piece of the rank at `coordinates` on a mesh of `sizes`; a view where it is one block. Axes in mesh order, major first."""
+    """The piece of the rank at `coordinates` on a mesh of `sizes`; a view where it is one block. Axes in mesh order, major first. Of a
+    dim that does not divide, the last pieces are shorter, or empty, as DTensor has them."""
     for p, size, c in zip(placed, sizes, coordinates, strict=True):
-        if isinstance(p, (Shard, StridedShard)):
+        if type(p) is Shard:
+            n = whole.shape[p.dim]
+            start = min(c * -(-n // size), n)
+            whole = whole.narrow(p.dim, start, min(-(-n // size), n - start))
+        elif isinstance(p, StridedShard):
             parts = whole.unflatten(p.dim, (getattr(p, "split_factor", 1), -1))
             length = parts.shape[p.dim + 1] // size
             whole = parts.narrow(p.dim + 1, c * length, length).flatten(p.dim, p.dim + 1)

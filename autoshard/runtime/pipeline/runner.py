@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,13 +13,15 @@ import torch
 from autoshard.base.graph import BACKWARD, FORWARD
 from autoshard.base.turns import HERE, Turn
 from autoshard.base.windows import ONCE
-from autoshard.lower.lower import Port
 from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.cutting.cut import Hop
 from autoshard.runtime.microbatches import Micro
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.pipeline.stage_program import StageProgram
 from autoshard.runtime.pipeline.wires import Message, Wires
+
+RAN: ContextVar[Callable[[Turn, float, float, float], None] | None] = ContextVar("ran", default=None)
+"""Told of every window that was run: its turn, when the rank came to it, when its values were there, and when it was done (`perf_counter`)."""
 
 
 @dataclass(eq=False)
@@ -62,17 +66,19 @@ class Runner:
             run.grads.update(((stage, name), g) for name, g in program.finish().items())
 
     def _compute(self, run: Run, turn: Turn) -> None:
-        key = turn.stage, turn.microbatch
+        key, told, came = (turn.stage, turn.microbatch), RAN.get(), perf_counter()
         if key not in run.micros:
             run.micros[key] = run.micro(*key)
+        self._arrive(run, run.micros[key], turn)
+        there = perf_counter()
         self._window(run, turn.stage, turn.window, turn.microbatch)
         if turn.window == self._last[turn.stage]:
             del run.micros[key]
+        if told is not None:
+            told(turn, came, there, perf_counter())
 
     def _window(self, run: Run, stage: int, window: str, m: int) -> None:
         program, micro = self.programs[stage], run.micros[stage, m]
-        function = program.windows.functions[window]
-        self._arrive(run, program, micro, function.takes, m)
         if window != FORWARD and m in run.empty and stage == self.table.stages - 1:
             return self._nothing(run, program, window, m)
         out = program.windows.run(window, micro)
@@ -92,15 +98,19 @@ class Runner:
             if tangents is None:
                 run.empty.add(m)
 
-    def _arrive(self, run: Run, program: StageProgram, micro: Micro, takes: tuple[Port, ...], m: int) -> None:
+    @cached_property
+    def _arrivals(self) -> dict[tuple[int, str], tuple[tuple[str, str, Hop], ...]]:
+        """What the windows of stages take of other stages: "input" or "tangent", the port, its hop."""
+        return {(s, window): tuple((port.kind, port.name, program.stage.received(port.name)) for port in function.takes
+                                   if port.kind in ("input", "tangent") and str(port.name).startswith("recv:"))
+                for s, program in self.programs.items() for window, function in program.windows.functions.items()}
+
+    def _arrive(self, run: Run, micro: Micro, turn: Turn) -> None:
         """Wait for what the window takes of other stages."""
-        for port in takes:
-            name = str(port.name)
-            if port.kind in ("input", "tangent") and name.startswith("recv:"):
-                hop = program.stage.received(name)
-                value = run.local.pop((hop.name, m)) if self._is_here(hop) else self.wires.take(self._message(hop, m))
-                micro.inputs, micro.tangents = ({**micro.inputs, name: value}, micro.tangents) if port.kind == "input" else (
-                    micro.inputs, {**micro.tangents, name: value})  # type: ignore[dict-item]
+        for kind, port, hop in self._arrivals[turn.stage, turn.window]:
+            value = run.local.pop((hop.name, turn.microbatch)) if self._is_here(hop) else self.wires.take(self._message(hop, turn.microbatch))
+            given: dict[Any, torch.Tensor] = micro.inputs if kind == "input" else micro.tangents
+            given[port] = value
 
     def _nothing(self, run: Run, program: StageProgram, window: str, m: int) -> None:
         """The backward of a micro-batch that counts nothing (all its targets ignored): a mean of nothing has no gradient, its part of the

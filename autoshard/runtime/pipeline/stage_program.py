@@ -3,13 +3,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from autoshard.base.graph import BACKWARD, WEIGHT
 from autoshard.base.plan import Plan
-from autoshard.base.windows import END, START
-from autoshard.lower.lower import Lowered, local_tensor_shape
+from autoshard.base.spec import Spec
+from autoshard.base.windows import END, START, batch_dim_of
+from autoshard.lower.context import local_tensor_shape
+from autoshard.lower.lower import Lowered
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.program.calling import Calling
 from autoshard.runtime.microbatches import Windows
@@ -44,6 +47,12 @@ class StageProgram:
     def grad_names(self) -> tuple[str, ...]:
         return tuple(p.name for w in (BACKWARD, WEIGHT, END) if w in self.windows.functions
                      for p in self.windows.functions[w].gives if p.kind == "grad")
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, str, int | None, Spec], ...]:
+        """Inputs of the model that the stage reads: the number in the call, the name, the batch dim, the placement."""
+        return tuple((int(op.target.removeprefix("input:")), op.target, batch_dim_of(op), self.plan.ops[op.name].outputs[0])
+                     for op in self.stage.graph.of_kind("input") if not op.is_port)
 
     def wire_shape(self, hop: Hop) -> tuple[int, ...]:
         """Of the piece that crosses a wire, at either of its ends here."""

@@ -14,12 +14,13 @@ from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
-from autoshard.base.windows import WEIGHTS, batch_dim_of
+from autoshard.base.windows import WEIGHTS
 from autoshard.errors import AutoshardError
-from autoshard.lower.lower import local_tensor_shape
+from autoshard.lower.context import local_tensor_shape
 from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.program.calling import Calling
+from autoshard.program.output_modes import DTENSOR, REPLICATE, modes_of
 from autoshard.runtime.hand_out import hand_out, multiply
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.microbatches import Micro
@@ -43,7 +44,8 @@ class Shown:
 class PipelineStep:
     """`place`: of this rank on the stage's submesh. `leaves` of autograd are the parameters of this rank's stages."""
 
-    def __init__(self, made: Pipelined, calling: Calling, plan: Plan, runner: Runner, place: Place, stored: Stored) -> None:
+    def __init__(self, made: Pipelined, calling: Calling, plan: Plan, runner: Runner, place: Place, stored: Stored,
+                 outputs: str = REPLICATE) -> None:
         self.made, self.calling, self.plan, self.runner, self.place, self.stored = made, calling, plan, runner, place, stored
         self.graph, self.calls, self.tied = made.cut.graph, 0, Tied(made, runner.wires, stored)
         self.training = self.graph.training
@@ -53,9 +55,11 @@ class PipelineStep:
         self.shown = tuple(Shown(i, joined_meta(self.graph.meta(op.refs[0]), *way, self.graph.microbatches), plan.ops[op.name].inputs[0])
                            for i, (op, way) in enumerate(zip(outputs, self.ways, strict=True)) if way[0] != WEIGHTS)
         self.user_specs, self.user_metas = tuple(s.spec for s in self.shown), tuple(s.meta for s in self.shown)
+        modes = list(modes_of(self.graph, outputs).values())
+        self.modes = tuple(modes[s.index] for s in self.shown)
+        self.wraps = DTENSOR in self.modes
         self.loss = next((op.target for op in self.graph.of_kind("tangent")), None)
         self.weighted = any(how == WEIGHTS for how, _ in self.ways)
-        self.batch_dims = {op.target: batch_dim_of(op) for op in self.graph.of_kind("input")}
         self.grad_names = tuple(dict.fromkeys(n for program in runner.programs.values() for n in program.grad_names))
 
     @property
@@ -103,12 +107,9 @@ class PipelineStep:
 
     def _micro(self, stage: int, m: int, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> Micro:
         """Local inputs of a micro-batch, as the stage reads them."""
-        program, out = self.runner.programs[stage], {}
-        for op in program.stage.graph.of_kind("input"):
-            if not op.is_port:
-                i = int(op.target.removeprefix("input:"))
-                part = piece(tensors[i], self.batch_dims[op.target], m, self.graph.microbatches)
-                out[op.target] = localize(part, stage_spec(given[i], self.place), program.plan.ops[op.name].outputs[0], self.place)
+        out = {}
+        for i, name, dim, spec in self.runner.programs[stage].reads:
+            out[name] = localize(piece(tensors[i], dim, m, self.graph.microbatches), stage_spec(given[i], self.place), spec, self.place)
         return Micro(out, of_microbatch(seed, m) if self.graph.microbatches > 1 else seed)
 
     # --- results on all ranks ---

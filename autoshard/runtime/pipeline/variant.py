@@ -78,7 +78,8 @@ class PipelineVariant(Variant):
         programs = {s: StageProgram.of(made.cut.stages[s], plans[s], lowered[s], place, self.stored, self.traced.calling, backend_of(running.backend))
                     for s in mine}
         turns = turns_of(made.table, made.cut.stages, wires.me)
-        step = PipelineStep(made, self.traced.calling, plan, Runner(programs, made.table, turns, wires, self.stored), place, self.stored)
+        step = PipelineStep(made, self.traced.calling, plan, Runner(programs, made.table, turns, wires, self.stored), place, self.stored,
+                            self.settings.options.passing.outputs)
         if self.traced.graph.training:
             step.tied.make_equal()
         return step

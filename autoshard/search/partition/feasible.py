@@ -3,7 +3,8 @@
     room(s, a) = max over b of min(T - M t_ab, room(s + 1, b) - t_ab - c_b),   room(S, K) = inf
 
 is the largest sum of t = f + b and hops in front of a stage s that begins at block a. It is exact for the path term of the bound with one stage
-per rank: O(S K^2) per T. The other terms strike out stages that are too long whatever the others are.
+per rank: O(S K^2) per T. The same recursion with f in front and M (f + b + w) + once inside is exact for the term `work` (`spare`). The other
+terms strike out stages that are too long whatever the others are.
 """
 from __future__ import annotations
 
@@ -19,11 +20,19 @@ PRECISION = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """The dynamic programs over a chain that all T share. Index [s, a]: stage s begins at block a, or the row has ended."""
+    """The dynamic programs over a chain that all T share. Index [s, a]: stage s begins at block a, or the row has ended. `work`: where more is known
+    of what a stage does in a step than what its parts make of it, as in `Chain`."""
 
     chain: Chain
     course: Course
     memory_limit: float = np.inf
+    work: np.ndarray | None = None
+
+    @cached_property
+    def worked(self) -> np.ndarray:
+        """[a, b]: seconds of a step that the rank of blocks a..b-1 works on them."""
+        chain = self.chain
+        return self.course.microbatches * (chain.both + chain.weight) + chain.once if self.work is None else self.work
 
     @cached_property
     def fits(self) -> np.ndarray:
@@ -85,18 +94,41 @@ class Stages:
             turns = begun + self.least_before[:-1, :, None] + np.maximum(passed, drained)
             worked = begun + self.least_early[:-1, :, None] + after + chain.once
             little = self.least_before[:-1, :, None] + course.microbatches * (chain.both + away) / course.in_flight[:, None, None]
-            return np.where(self.fits, np.maximum.reduce([turns, worked, little]), np.inf)
+            terms = [turns, worked, little] if self.work is None else [little, *self._turned(own, away)]
+            return np.where(self.fits, np.maximum.reduce(terms), np.inf)
+
+    def _turned(self, own: np.ndarray, away: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The term `turns` where of a stage nothing but sums of its windows is known. A stage whose first backward comes before its last forward
+        does at least `turned` micro-batches' worth of its windows besides waiting for `away` twice."""
+        chain, course = self.chain, self.course
+        least = np.minimum(own[:, 1, :2].min(1) + 1, own[:, 1, 2] if chain.weight.any() else np.inf)  # one forward before, one backward after
+        turned = np.where(course.drains, least, 0.0)[:, None, None]
+        twice = np.where(course.drains, 2.0, 0.0)[:, None, None] * away
+        ended = turned * (chain.both + chain.weight) + twice + self.least_before[:-1, :, None]
+        worked = turned / course.microbatches * self.worked + twice + self.least_early[:-1, :, None]
+        return ended, worked
 
     @cached_property
     def floor(self) -> float:
         """No partition is faster: the ranks together have all the work, and each waits for its first stage."""
         ranks = len(self.course.of_rank)
         waits = sum(float(self.least_early[stages[0]].min()) for stages in self.course.of_rank)
-        return (self.course.microbatches * self._least_work() + waits) / ranks
+        return (self._least_work() + waits) / ranks
 
     def _least_work(self) -> float:
         none = np.zeros((self.course.stages, self.chain.blocks + 1))
-        return float(self._least_before(self.chain.both + self.chain.weight, none)[-1, -1])
+        return float(self._least_before(self.worked, none)[-1, -1])
+
+    def spare(self, seconds: float) -> np.ndarray:
+        """`room` for the term `work`: the largest sum of forwards and their hops in front of a stage."""
+        spare = np.full((self.course.stages + 1, self.chain.blocks + 1), -np.inf)
+        spare[-1, -1] = np.inf
+        hops = np.where(np.append(self.course.crosses, False)[:, None], self.chain.hop_forward, 0.0)
+        for s in reversed(range(self.course.stages)):
+            with np.errstate(invalid="ignore"):
+                here = np.minimum(seconds - self.worked, spare[s + 1] - self.chain.forward - hops[s])
+            spare[s] = np.where(self.alone[s] <= seconds, here, -np.inf).max(1)
+        return spare
 
     def room(self, seconds: float) -> np.ndarray:
         room = np.full((self.course.stages + 1, self.chain.blocks + 1), -np.inf)
@@ -112,7 +144,7 @@ class Stages:
             return np.minimum(here, after - self.chain.both - self.hops[s])
 
     def feasible(self, seconds: float) -> bool:
-        return bool(self.room(seconds)[0, 0] >= 0.0)
+        return bool(self.room(seconds)[0, 0] >= 0.0 and self.spare(seconds)[0, 0] >= 0.0)
 
     def bound(self, enough: float = np.inf) -> float:
         """A T that no partition is below: the largest that bisection finds to be infeasible, or `enough`. Infinite where nothing fits."""

@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.search.board import Board
 from autoshard.search.clock import Clock, Phase
 from autoshard.search.problem import Problem, Solution
-from autoshard.search.reductions import Infeasible, reduce_core
+from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.reductions.core import Core, build, table_entries
 from autoshard.search.reductions.pairs import merge_pairs
 from autoshard.search.tie import tie
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from autoshard.search.dual.dual import Dual
 
 
-def minimise(problem: Problem, known: Iterable[np.ndarray] = (), seconds: float = SECONDS) -> Solution:
+def minimise(problem: Problem, known: Iterable[np.ndarray] = (), seconds: float = SECONDS, like: Core | None = None) -> Solution:
     """The cheapest choice found, and a valid bound (-inf where layers were tied). `known`: choices to start from. Rows of the problem are not
-    looked at: give one without. The status is OPTIMAL where the choice is proven."""
+    looked at: give one without. `like`: a core of much the same arrays, whose memo it shares. The status is OPTIMAL where the choice is proven."""
     board = Board(problem, Clock(seconds))
     for choice in known:
         board.offer(choice)
     try:
-        core, _ = build(problem)
+        core, _ = build(problem, like)
         reduce_core(core, board.clock.expired)
         quotient = tie(problem) if table_entries(core) > LARGE else None
         if quotient is None or quotient.problem.n == problem.n:
@@ -57,6 +57,8 @@ def _solve(board: Board, core: Core) -> None:
     try:
         for largest in PAIRS:
             merge_pairs(core, largest, board.clock.expired)
+            if board.clock.expired():
+                drop_forbidden(core)
             core = _answered(board, core)
             if board.done or table_entries(core) > LARGE:
                 return

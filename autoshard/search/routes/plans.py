@@ -102,7 +102,7 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
         _spare(core)
         return None, _planes(board, core), []
     tied, quotient = layers
-    own = Board(tied.problem, _share(board))
+    own = Board(tied.problem, _share(board), enough=board.enough)
     try:
         settle_rows(quotient)
         if stored_entries(quotient) > STORED:
@@ -153,7 +153,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     Returns the best prices' answer, all planes and the choices found."""
     best: Priced | None = None
     found: list[np.ndarray] = []
-    planes, largest = list(planes), like.largest if like else LARGEST_PAIR
+    planes, largest, rough = list(planes), like.largest if like else LARGEST_PAIR, max(rough, board.enough / 4)
     asked = [at for at, *_ in planes]
     for _ in range(TRIALS):
         if board.done:

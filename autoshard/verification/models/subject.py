@@ -27,7 +27,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, t
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A model and how it is called; `autocast`: the dtype, or None."""
+    """A model, how it is called; `autocast`: the dtype, or None; `mesh`: that it is run on."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -36,12 +36,13 @@ class Call:
     training: bool | None
     options: Options = field(default_factory=Options)
     autocast: torch.dtype | None = None
+    mesh: Mesh | None = None
 
     def traced(self) -> Traced:
         with self.casting():
-            return batch.traced(self.model, self.args, self.kwargs, self.options.pipeline, loss_fn=self.loss_fn, training=self.training,
-                                marks=self.options.marks, fallback=self.options.fallback,
-                                expert_capacity=self.options.expert_capacity, precision=self.options.precision)
+            return batch.traced(self.model, self.args, self.kwargs, self.options.pipeline, self.mesh, loss_fn=self.loss_fn, training=self.training,
+                                marks=self.options.marks, fallback=self.options.fallback, expert_capacity=self.options.expert_capacity,
+                                precision=self.options.precision)
 
     def casting(self) -> Any:
         """The autocast context that the model is called in."""

@@ -7,6 +7,7 @@ import torch
 
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
+from autoshard.base.pads import with_pad, without_pad
 from autoshard.base.spec import REDUCE_OPS, R, Spec, local_shape
 from autoshard.collectives.reduce_ops import combined
 from autoshard.program.calling import as_stored
@@ -22,8 +23,8 @@ class Joined:
 
 
 def cut(whole: torch.Tensor, meta: TensorMeta, spec: Spec, mesh: Mesh) -> Ranked:
-    """Every rank's contiguous piece; ranks with the same piece share it. `spec` has no Partial."""
-    pieces = [as_stored(whole).reshape(meta.logical_shape)]
+    """Every rank's contiguous piece, with its pad; ranks with the same piece share it. `spec` has no Partial."""
+    pieces = [as_stored(with_pad(whole, meta)).reshape(meta.logical_shape)]
     for placement, n in zip(spec, mesh.sizes, strict=True):
         pieces = [part for p in pieces for part in ([p] * n if placement == R else p.chunk(n, placement))]
     made: dict[int, torch.Tensor] = {}
@@ -44,6 +45,11 @@ def joined(pieces: Ranked, meta: TensorMeta, spec: Spec, mesh: Mesh) -> Joined:
         else:
             parts = [combined(s, REDUCE_OPS[placement]) for s in sets]
     return Joined(parts[0].reshape(meta.shape), off)
+
+
+def seen(found: Joined, meta: TensorMeta) -> Joined:
+    """What users see of a tensor put together: not its pad."""
+    return Joined(without_pad(found.whole, meta), found.disagreement)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -14,7 +14,8 @@ from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
 from autoshard.base.windows import END, START
 from autoshard.errors import LoweringError
-from autoshard.lower.lower import LocalGraph, Port, local_tensor_shape, lower
+from autoshard.lower.context import local_tensor_shape
+from autoshard.lower.lower import LocalGraph, Port, lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.microbatches.results import Results, pieces_of
 from autoshard.program.calling import Traced
@@ -22,7 +23,7 @@ from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.execute.backends import as_run
 from autoshard.runtime.route import route_of
 from autoshard.verification.one_process.collectives import Ranked
-from autoshard.verification.one_process.pieces import Joined, cut, joined
+from autoshard.verification.one_process.pieces import Joined, cut, joined, seen
 from autoshard.verification.one_process.ranks import OpFailed, Watch, run_ranks
 from autoshard.verification.references.microbatches import loss_of
 
@@ -108,7 +109,7 @@ class Program:
 
     def weights(self) -> dict[str, Joined]:
         """Parameters by name, put together."""
-        return {op.target: joined(self.local[op.target], op.outputs[0], self.plan.ops[op.name].outputs[0], self.mesh)
+        return {op.target: seen(joined(self.local[op.target], op.outputs[0], self.plan.ops[op.name].outputs[0], self.mesh), op.outputs[0])
                 for op in self.graph.of_kind("param")}
 
     def update(self, make: MakeOptimizer) -> None:
@@ -143,8 +144,9 @@ class Program:
         return Outcome(users, self._joined(Role.GRADIENT, outcome), self._joined(Role.MUTATION, outcome))
 
     def _joined(self, role: Role, outcome: Mapping[Port, Ranked]) -> dict[Any, Joined]:
-        return {name: joined(outcome[Port(role, name)], self.graph.meta(op.refs[0]), self.plan.ops[op.name].inputs[0], self.mesh)
-                for name, op in self.graph.outputs(role).items()}
+        graph = self.graph
+        return {name: seen(joined(outcome[Port(role, name)], graph.meta(op.refs[0]), self.plan.ops[op.name].inputs[0], self.mesh),
+                           graph.meta(op.refs[0])) for name, op in graph.outputs(role).items()}
 
 
 def _counts(results: Results | None) -> bool:

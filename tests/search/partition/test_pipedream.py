@@ -39,6 +39,17 @@ def test_seven_and_one_is_the_published_configuration_of_vgg16():
     assert [n for _, _, n in least_bottleneck(stage_costs("vgg16", 8, True)).stages] == [7, 1]
 
 
+@pytest.mark.parametrize("transfers", [False, True])
+@pytest.mark.parametrize(("model", "machines"), sorted({row[:2] for row in WITHOUT_TRANSFERS}))
+def test_the_papers_recursion_beside_the_programs(model, machines, transfers):
+    """The paper's stage takes the larger of compute and synchronisation, where its program adds them: never slower, and on one machine per stage
+    the same."""
+    added, larger = (stage_costs(model, machines, transfers, kind) for kind in (False, True))
+    assert least_bottleneck(larger).seconds <= least_bottleneck(added).seconds
+    alone = np.isfinite(added[:, :, 0])
+    assert np.array_equal(added[:, :, 0][alone], larger[:, :, 0][alone])
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_least_bottleneck_equals_trying_all(seed):
     """States of a random order with branches, random costs."""

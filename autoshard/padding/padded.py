@@ -1,0 +1,92 @@
+"""Which dims of parameters are padded on a mesh, and the program with them: what planning, compiling and verifying use."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autoshard.base.graph import Graph, Op, Ref, TensorMeta
+from autoshard.base.mesh import Mesh
+from autoshard.base.roles import Role
+from autoshard.padding.travel import classes, moves, pointwise, products, reductions
+from autoshard.padding.values import Source
+from autoshard.padding.walk import Travel, Walk
+from autoshard.program.calling import Traced
+from autoshard.rules.factors import factor_graph
+from autoshard.rules.part_dims import with_parts
+
+MOST_WASTE = 0.125
+"""Of what a dim has, the largest part that its pad may be: the pad is computed on, too."""
+TABLES = (moves, products, classes, reductions, pointwise)
+
+
+def padded(traced: Traced, mesh: Mesh, stored: Mapping[str, TensorMeta] | None = None) -> Traced:
+    """The program with dims of parameters padded that do not divide over an axis of the mesh; the same one where there are none.
+    `stored`: parameters that lie on ranks already, which are padded as they are there."""
+    graph = traced.graph
+    sources = _wanted(graph, mesh, stored)
+    plain = without_factors(graph)
+    while sources:
+        walk = Walk(plain, sources, travel_of)
+        found = walk.run()
+        if stored or not walk.spilled & sources.keys():
+            with_dims = with_parts(factor_graph(found), stored)
+            calling = replace(traced.calling, constants={**traced.calling.constants, **walk.constants})
+            return replace(traced, graph=marked(with_dims), calling=calling)
+        sources = {s: n for s, n in sources.items() if s not in walk.spilled}
+    return traced
+
+
+def travel_of(target: Any) -> Travel | None:
+    for table in TABLES:
+        if target in table.TRAVELS:
+            return table.TRAVELS[target]
+    return pointwise.elementwise if pointwise.is_pointwise(target) else None
+
+
+def _wanted(graph: Graph, mesh: Mesh, stored: Mapping[str, TensorMeta] | None) -> dict[Source, int]:
+    """Dims of weights that the last axis which does not divide them would split, with the length that it would; of vectors those as long."""
+    found: dict[Source, int] = {}
+    params = [(op.target, op.outputs[0]) for op in graph.of_kind("param") if op.outputs[0] is not None]
+    if any(meta.unpadded for _, meta in params):
+        return {}
+    if stored:
+        return {(name, d): stored[name].shape[d] for name, meta in params if name in stored and stored[name].unpadded
+                for d, n in enumerate(meta.shape) if stored[name].shape[d] != n}
+    lengths: dict[int, int] = {}
+    for _, meta in (p for p in params if len(p[1].shape) > 1):
+        for d, n in enumerate(meta.shape):
+            if meta.parts_of(d) == 1 and (length := length_on(mesh, n)) is not None:
+                lengths[n] = length
+    for name, meta in params:
+        found |= {(name, d): lengths[n] for d, n in enumerate(meta.shape) if n in lengths and meta.parts_of(d) == 1}
+    return found
+
+
+def length_on(mesh: Mesh, n: int) -> int | None:
+    """How long a dim of `n` becomes; None for one that every axis divides, or whose pad would be too large a part of it."""
+    for size in reversed(mesh.sizes):
+        if n % size:
+            length = size * -(-n // size)
+            return length if length - n <= MOST_WASTE * n else None
+    return None
+
+
+def without_factors(graph: Graph) -> Graph:
+    """With tensor dims as its logical dims."""
+    return replace(graph, ops=tuple(replace(op, outputs=tuple(m and TensorMeta(m.shape, m.dtype) for m in op.outputs)) for op in graph.ops))
+
+
+def marked(graph: Graph) -> Graph:
+    """With the true shapes of parameters at their gradients."""
+    true = {op.target: op.outputs[0].unpadded for op in graph.of_kind("param") if op.outputs[0] and op.outputs[0].unpadded}
+    marks: dict[Ref, tuple[int, ...]] = {op.refs[0]: true[name] for name, op in graph.outputs(Role.GRADIENT).items() if op.refs and name in true}
+
+    def with_mark(op: Op) -> Op:
+        if not any(Ref(op.name, i) in marks for i in range(len(op.outputs))):
+            return op
+        return replace(op, outputs=tuple(m and replace(m, unpadded=marks.get(Ref(op.name, i), ())) for i, m in enumerate(op.outputs)))
+
+    return replace(graph, ops=tuple(map(with_mark, graph.ops)))
+
+

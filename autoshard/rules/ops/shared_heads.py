@@ -1,0 +1,89 @@
+"""Attention whose heads of keys and values serve several heads of the query, split further than there are heads of keys.
+
+Eight heads of keys on sixteen ranks, or on eight ranks of which keys are whole for another reason: a rank holds some heads of the query, all
+(or more) heads of keys, and picks those that its own share. Gradients of keys and values are Partial: zeros but for the heads picked.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.base.graph import Call
+from autoshard.base.spec import PSUM, R, Spec, local_shape
+from autoshard.rules.parts import input_axes
+from autoshard.rules.types import LocalContext, Row, Rule
+
+aten = torch.ops.aten
+HEADS = 1
+KEYS = ("key", "value")
+
+
+def over_shared_heads(base: Rule) -> Rule:
+    """`base`, of an attention of the CPU or its backward, with rows that split the query's heads alone."""
+    def local(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
+        whole_run = base.local or ctx.call.target
+        run = whole_run if base.local is None else lambda *a, **k: whole_run(ctx, *a, **k)
+        extra = _extra_axes(ctx)
+        return _picked(ctx, extra, run, args, kwargs) if extra else run(*args, **kwargs)
+
+    return replace(base, rows=lambda call: (*base.rows(call), *_rows(call)), local=local, takes=takes)
+
+
+def group(call: Call) -> int:
+    """Heads of the query for each one of keys."""
+    query, key = (call.tensor(name).shape[HEADS] for name in ("query", "key"))
+    return query // key if key else 1
+
+
+def _rows(call: Call) -> tuple[Row, ...]:
+    queries = [i for i, m in enumerate(call.inputs) if i not in _slots(call)]
+    metas = [call.inputs[i] for i in queries]
+    if group(call) == 1 or call.argument("dropout_p") or any(len(m.logical_dims(HEADS)) != 1 for m in (*metas, *filter(None, call.outputs))):
+        return ()
+    inputs = [R] * len(call.inputs)
+    for i in queries:  # a mask may have one row for all heads
+        meta = call.inputs[i]
+        inputs[i] = meta.logical_dims(HEADS).start if len(meta.shape) > 2 and meta.shape[HEADS] != 1 else R
+    mask = call.given("attn_mask")
+    if mask is not None and len(mask.shape) != 4:
+        return ()
+    split = tuple(R if m is None else m.logical_dims(HEADS).start for m in call.outputs)
+    return (Row(tuple(inputs), (split[0], PSUM, PSUM, *split[3:]) if call.given("grad_out") is not None else split),)
+
+
+def _slots(call: Call) -> tuple[int, ...]:
+    return tuple(call.argument(name).index for name in KEYS)
+
+
+def takes(call: Call, inputs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
+    """Whether the heads of keys that a rank holds are those that its heads of the query share: the axes that split the query alone come after
+    those that split both, and the heads of a rank share whole ones, or are all of one."""
+    query, key = call.argument("query").index, call.argument("key").index
+    dims = [call.inputs[i].logical_dims(HEADS) for i in (query, key)]
+    mine, theirs = ([a for a, p in enumerate(inputs[i]) if p in d and sizes[a] > 1] for i, d in zip((query, key), dims, strict=True))
+    if mine == theirs:
+        return True
+    heads = local_shape(call.inputs[query].logical_shape, inputs[query], sizes)[dims[0].start]
+    return mine[:len(theirs)] == theirs and (heads % group(call) == 0 or group(call) % heads == 0)
+
+
+def _extra_axes(ctx: LocalContext) -> tuple[int, ...]:
+    query, key = (input_axes(ctx, ctx.call.argument(name).index, HEADS) for name in ("query", "key"))
+    return tuple(a for a in query if a not in key)
+
+
+def _picked(ctx: LocalContext, extra: Sequence[int], run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`run` on the heads of keys that this rank's heads share."""
+    heads, there = (ctx.local_in(ctx.call.argument(name).index)[HEADS] for name in ("query", "key"))
+    each = group(ctx.call)
+    first, count = ctx.index(extra) * heads // each, max(heads // each, 1)
+    names = [a.name for a in ctx.call.target._schema.arguments]
+    picked = tuple(aten.slice.Tensor(x, HEADS, first, first + count) if name in KEYS else x for name, x in zip(names, args, strict=False))
+    found = run(*picked, **kwargs)
+    if ctx.call.given("grad_out") is None:
+        return found
+    rest = [0, 0, 0, 0, first, first * -1 + (there - count)]
+    return found[0], *(aten.constant_pad_nd.default(grad, rest) for grad in (found[1], found[2]))

@@ -1,0 +1,164 @@
+"""Dims that do not divide, on two and four processes: computed with a pad, stored as DTensor's chunks, and no user sees more than the true shape."""
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+from harness import assert_near, assert_same_training, on_ranks, same_gradients, twins, whole  # noqa: E402
+from uneven_models import HIDDEN, SPLIT, VOCAB, build  # noqa: E402
+
+import autoshard  # noqa: E402
+
+pytestmark = pytest.mark.dist
+COLUMNS = {"words.weight": (None, "tp"), "up.weight": (None, "tp"), "down.weight": ("tp", None)}
+"""The same weights split along their other dims."""
+
+
+def compiled(model, seeds, mesh="tp=2", **options):
+    return autoshard.compile(model, mesh, cluster="cpu-gloo", cache=False, seeds=seeds, **options)
+
+
+def loss_of(model, batch):
+    return model(*batch)["loss"]
+
+
+def chunk(whole: torch.Tensor, dim: int, fast) -> torch.Tensor:
+    """What torch.chunk gives this rank along the last axis, which may be nothing."""
+    size, place = fast.place.mesh.sizes[-1], fast.place.coordinates[-1]
+    pieces = whole.chunk(size, dim)
+    return pieces[place] if place < len(pieces) else whole.narrow(dim, 0, 0)
+
+
+def trains_alike(mesh: str, tied: bool, backend: str = "eager") -> None:
+    model, reference, batch = twins(lambda: build(tied), torch.float64)
+    original = {n: p.detach().clone() for n, p in model.named_parameters()}
+    fast = compiled(model, SPLIT, mesh, backend=backend)
+    logits = fast(*batch)["logits"]
+    assert_near("logits", logits, reference(*batch)["logits"], 1e-9)
+    for name, dim in (("words.weight", 0), ("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
+        p = fast.get_parameter(name)
+        assert p.shape == original[name].shape and torch.equal(p.full_tensor(), original[name])
+        assert torch.equal(p.to_local(), chunk(original[name], dim, fast)), f"{name} lies as DTensor's chunks"
+    assert any(f"{VOCAB} computed as" in note for note in fast.plan.notes), fast.plan.notes
+    assert_same_training(fast, reference, [batch] * 3, loss_of)
+    for name in ("words.weight", "up.weight", "down.weight"):
+        held, piece = fast._stored.local(name), fast.get_parameter(name).to_local()
+        assert held.numel() > piece.numel() or fast.place.coordinates[-1] < fast.place.mesh.sizes[-1] - 1, f"{name} has a pad on the last rank"
+        assert_near(f"{name} behind its pad", held.norm(), piece.norm(), 1e-15)
+
+
+def in_both_forms(mesh: str) -> None:
+    for tied in (True, False):
+        trains_alike(mesh, tied)
+
+
+def clips_alike() -> None:
+    for clip in (torch.nn.utils.clip_grad_norm_, None):
+        model, reference, batch = twins(build, torch.float64)
+        fast = compiled(model, SPLIT)
+        loss_of(fast, batch).backward()
+        loss_of(reference, batch).backward()
+        want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        got = clip(fast.parameters(), 0.1) if clip else autoshard.clip_grad_norm_(fast, 0.1)
+        assert_near("norm", whole(got), want, 1e-12)
+        same_gradients(fast, reference, 1e-9)
+
+
+def goes_on(folder: str, at: int, seeds: dict, mesh: str) -> None:
+    """Step number `at` of a training that goes from one form and number of ranks to another through checkpoints."""
+    model, reference, batch = twins(build, torch.float64)
+    fast = compiled(model, seeds, mesh)
+    fast.prepare(*batch)
+    one, two = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (fast, reference))
+    for _ in range(at):
+        loss_of(reference, batch).backward()
+        two.step()
+        two.zero_grad()
+    if at:
+        params, state = get_state_dict(fast, one)
+        dcp.load({"model": params, "optimizer": state}, checkpoint_id=f"{folder}/{at - 1}")
+        set_state_dict(fast, one, model_state_dict=params, optim_state_dict=state)
+        for name, p in reference.named_parameters():
+            assert_near(f"{name} read in step {at}", fast.get_parameter(name), p, 1e-9)
+    assert_same_step(fast, reference, batch, one, two)
+    params, state = get_state_dict(fast, one)
+    dcp.save({"model": params, "optimizer": state}, checkpoint_id=f"{folder}/{at}")
+    dist.barrier()
+
+
+def assert_same_step(fast, reference, batch, one, two) -> None:
+    got, want = loss_of(fast, batch), loss_of(reference, batch)
+    assert_near("loss", got, want, 1e-9)
+    got.backward()
+    want.backward()
+    for optimizer in (one, two):
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, p in reference.named_parameters():
+        assert_near(f"{name} after the step", fast.get_parameter(name), p, 1e-9)
+
+
+def other_ways_in(folder: str) -> None:
+    """A model on the meta device from a checkpoint, whole tensors, evaluation, a copy, `replan`, updates of pieces, and `no_sync`."""
+    _, reference, batch = twins(build, torch.float64)
+    dcp.save({n: t.detach() for n, t in reference.state_dict().items()}, checkpoint_id=folder)
+    with torch.device("meta"):
+        empty = build()[0].double()
+    fast = compiled(empty, SPLIT, checkpoint=folder)
+    assert_near("loss", loss_of(fast, batch), loss_of(reference, batch), 1e-9)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(1.5)
+        fast.load_state_dict(reference.state_dict())
+        assert_near("logits of evaluation", fast(*batch)["logits"], reference(*batch)["logits"], 1e-9)
+    twin = copy.deepcopy(fast)
+    assert_near("loss of a copy", loss_of(twin, batch), loss_of(reference, batch), 1e-9)
+    one, two = autoshard.local_update(torch.optim.AdamW(fast.parameters(), lr=1e-2, eps=1e-5)), torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-5)
+    with fast.no_sync():
+        loss_of(fast, batch).backward()
+    loss_of(reference, batch).backward()
+    assert_same_step(fast, reference, batch, one, two)
+    with torch.enable_grad():
+        loss_of(fast, batch)  # the variant to plan anew
+    fast.replan(one)
+    assert_same_step(fast, reference, batch, one, two)
+
+
+def test_training_is_that_of_one_process():
+    on_ranks(2, in_both_forms, "tp=2")
+
+
+def test_training_on_four_ranks():
+    on_ranks(4, trains_alike, "dp=2,tp=2", True)
+
+
+def test_norms_see_no_pad():
+    on_ranks(2, clips_alike)
+
+
+def test_checkpoints_go_on_elsewhere(tmp_path):
+    on_ranks(4, goes_on, str(tmp_path), 0, SPLIT, "tp=4")
+    on_ranks(2, goes_on, str(tmp_path), 1, SPLIT, "tp=2")
+    on_ranks(2, goes_on, str(tmp_path), 2, COLUMNS, "tp=2")
+
+
+def test_other_ways_in(tmp_path):
+    on_ranks(2, other_ways_in, str(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_four_pieces_and_inductor():
+    on_ranks(4, in_both_forms, "tp=4")
+    on_ranks(2, trains_alike, "tp=2", True, "inductor")
+
+
+assert HIDDEN % 2 and VOCAB % 2, "the sizes are what this file is about"

@@ -1,0 +1,74 @@
+"""A choice made cheaper, neighbourhood by neighbourhood: never dearer, within the rows, and the optimum where one is the whole."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_problems import random_problem
+
+from autoshard.search import Board, Clock, Edge, Problem, evaluate, improve, solve
+from autoshard.search.routes import neighbourhoods
+
+
+def connected(seed: int) -> Problem | None:
+    """A random problem whose nodes all hang together, without time intervals; None where nothing is feasible. What is a group is no copy."""
+    problem = replace(random_problem(seed), intervals=None, groups=None)
+    links = tuple(Edge(v, v + 1, np.zeros((1, 1)), *(np.zeros(len(problem.node_costs[w]), dtype=np.int64) for w in (v, v + 1)))
+                  for v in range(problem.n - 1))
+    problem = replace(problem, edges=(*problem.edges, *links))
+    return problem if solve(problem, backend="brute").choice is not None else None
+
+
+def a_choice(problem: Problem, seed: int) -> np.ndarray:
+    """Some feasible choice, seldom the best."""
+    rng = np.random.default_rng(seed)
+    drawn = (np.array([rng.integers(len(c)) for c in problem.node_costs]) for _ in range(200))
+    return next((c for c in drawn if np.isfinite(evaluate(problem, c))), solve(problem, backend="brute").choice)
+
+
+@pytest.mark.parametrize("start", range(0, 90, 30))
+def test_a_neighbourhood_of_all_nodes_gives_the_optimum(start):
+    better = 0
+    for seed in range(start, start + 30):
+        problem = connected(seed)
+        if problem is None:
+            continue
+        first = a_choice(problem, seed)
+        choice, cost = improve(problem, first, Clock(20.0))
+        assert cost == evaluate(problem, choice)
+        assert cost == pytest.approx(solve(problem, backend="brute").cost, rel=1e-9, abs=1e-12), seed
+        better += cost < evaluate(problem, first)
+    assert better > 5, "starts are seldom the best"
+
+
+def test_small_neighbourhoods_never_make_it_dearer_nor_break_a_row():
+    better = 0
+    for seed in range(60):
+        problem = replace(random_problem(seed, nodes=9, most=3), intervals=None)
+        first = a_choice(problem, seed) if solve(problem).choice is not None else None
+        if first is None:
+            continue
+        board = Board(problem, Clock(20.0))
+        board.offer(first)
+        neighbourhoods.improve(board, nodes=3)
+        assert board.cost == evaluate(problem, board.choice) <= evaluate(problem, first), seed
+        better += board.cost < evaluate(problem, first)
+    assert better > 10
+
+
+def test_copies_that_are_alike_stay_alike():
+    """A chain of equal layers, each of two nodes: one of them is looked at."""
+    rng = np.random.default_rng(0)
+    inner, between, cost = rng.random((4, 4)), rng.random((4, 4)), rng.random(4)
+    every = np.arange(4)
+    edges = [Edge(2 * i, 2 * i + 1, inner, every, every) for i in range(6)] + [Edge(2 * i + 1, 2 * i + 2, between, every, every) for i in range(5)]
+    problem = Problem((cost,) * 12, tuple(edges), groups=np.array([0, 1] * 6))
+    choice, found = improve(problem, np.array([3, 3] * 6), Clock(20.0))
+    assert len({tuple(pair) for pair in choice.reshape(-1, 2).tolist()}) == 1
+    assert found < evaluate(problem, np.array([3, 3] * 6))
+
+
+def test_what_is_not_feasible_is_no_start():
+    problem = Problem((np.array([np.inf, 1.0]),))
+    assert improve(problem, np.array([0]), Clock(5.0)) is None
