@@ -21,6 +21,7 @@ from autoshard.decide.options import Options, Progress, default_cluster, default
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import UsageError
+from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.pipeline.cutting.cut_points import even_cuts
 from autoshard.pipeline.microbatches import batch
 from autoshard.planner.open_mesh import check_mesh, plan_batch
@@ -44,7 +45,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
          outputs: str | Sequence[str] = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
-         pipeline: Pipeline | None = None, progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
+         expert_capacity: float = EXPERT_CAPACITY, pipeline: Pipeline | None = None, progress: Progress | None = None,
+         model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
     mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh; "auto:64": any mesh of 64 devices, with or without pipeline stages and
@@ -68,6 +70,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    "error": a TraceError lists all places that cannot be traced
     offload        "none"; "optimizer": the optimizer's state of a parameter may lie in the host's memory, where that pays and the profile has a
                    host_link; step with `autoshard.local_update(optimizer)` then
+    expert_capacity rows of tokens that a rank has room for where experts are split and tokens travel, over those of an even load; a CapacityError
+                   above it (docs/experts.md)
     pipeline       Pipeline(microbatches=4): the batch in so many parts, see docs/pipeline.md; Pipeline(...) also names stages. With
                    Pipeline(microbatches="auto") their number is searched, as it is on a mesh "auto:64" without `pipeline`
     progress       called with (phase, detail)
@@ -89,8 +93,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0,
-            search: str = "auto",
-            fallback: str = "error", offload: str = "none", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
+            search: str = "auto", fallback: str = "error", offload: str = "none", expert_capacity: float = EXPERT_CAPACITY,
+            pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
             backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
             join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,
             progress: Progress | None = None) -> CompiledModule:
@@ -135,7 +139,8 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         return variant.bind(plan, variant.lower(plan, order))
 
     check_compilable(model, mesh_of(mesh), options)
-    settings = Settings(build, options.filled(chosen, "seeds", "fallback", "pipeline"), loss_fn, chosen, planner_key(options, profile),
+    filled = options.filled(chosen, "seeds", "fallback", "expert_capacity", "pipeline")
+    settings = Settings(build, filled, loss_fn, chosen, planner_key(options, profile),
                         partial(keep_plan, options, profile) if keep_within > 0 else None)
     many = options.pipeline.stages(mesh_of(mesh)) > 1
     made = partial(pipeline_module, has_inputs=example_inputs is not None) if many else CompiledModule

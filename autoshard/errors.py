@@ -57,6 +57,10 @@ class PlanError(UsageError):
     """A plan that is malformed or was made for another model, mesh or version."""
 
 
+class CapacityError(AutoshardError):
+    """More rows of tokens go to the experts of a rank than it has room for."""
+
+
 class ScheduleError(UsageError):
     """A pipeline schedule that is malformed, never ends, or cannot be made for these numbers of ranks and micro-batches."""
 

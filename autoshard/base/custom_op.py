@@ -17,6 +17,11 @@ def custom_op(name: str, signature: str, run: Callable[..., Any], shape: Callabl
     return getattr(torch.ops.autoshard, name).default
 
 
+def differentiable(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """Give an op that was defined here its gradient; the two functions are those of `torch.library.register_autograd`."""
+    torch.library.register_autograd(f"autoshard::{name}", backward, setup_context=save, lib=_library())
+
+
 @cache
 def _library() -> torch.library.Library:
     return torch.library.Library("autoshard", "FRAGMENT")

@@ -161,6 +161,8 @@ def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tenso
     tag, wait = place.groups[name], _torch.WAIT
     carrier = place.carriers().get(tag)
     for kind, collective in RUN.items():
+        if collective.runs.sized:  # priced as the kind that it is with even sizes
+            continue
         local, arguments = part if collective.counted == "out" else x, collective.arguments(numel, n, "sum")
         if carrier is not None:  # in place, as programs run it where its input dies
             yield kind, partial(_carried, start(collective, carrier, in_place=True), local, collective.reduce_op(arguments), carrier)

@@ -15,6 +15,7 @@ from autoshard.cli.common import INTERRUPTED
 from autoshard.cli.read import parse_count, parse_precision, parse_seeds
 from autoshard.cost.optimizers import OPTIMIZERS, optimizer_row, verified
 from autoshard.errors import UsageError
+from autoshard.experts.capacity import EXPERT_CAPACITY
 
 if TYPE_CHECKING:
     from autoshard.base.plan import Plan
@@ -82,6 +83,9 @@ class Request:
         help="What to do with submodules that cannot be traced: error, or replicate (run them whole on every rank).")] = "error"
     offload: Annotated[str, typer.Option(
         help="none, or optimizer: its state may lie in the host's memory where that pays (the cluster needs a host_link).")] = "none"
+    expert_capacity: Annotated[float, typer.Option(
+        help="Of models with experts: rows of tokens that a rank has room for where tokens travel to their experts, over those of an even load; more "
+             "is an error.")] = EXPERT_CAPACITY
     microbatches: Annotated[str | None, typer.Option(
         help="Parts of the batch, which run one after the other with gradients added up (gradient accumulation, or what fills a pipeline): "
              "a number that divides the batch, or auto. Default: 1; where the mesh is chosen, auto.")] = None

@@ -6,6 +6,7 @@ Seconds of one collective over one mesh axis: alpha-beta models, the cheapest al
     all_gather                                  the OUTPUT buffer (n times the local input)
     reduce_scatter                              the INPUT buffer (n times the local output)
     all_reduce, all_to_all, mirror, broadcast   the local buffer (input and output have the same size)
+    all_to_all_rows                             the rows that a rank sends in a balanced load
     send_recv                                   the buffer one rank sends while it receives another
 
 **Symbols**: S = nbytes, n = ranks; a link has o = overhead (s per call), a = latency (s per step) and
@@ -41,6 +42,7 @@ import numpy as np
 from autoshard.collectives.all_gather import ALL_GATHER
 from autoshard.collectives.all_reduce import ALL_REDUCE
 from autoshard.collectives.all_to_all import ALL_TO_ALL
+from autoshard.collectives.all_to_all_rows import ALL_TO_ALL_ROWS
 from autoshard.collectives.broadcast import BROADCAST
 from autoshard.collectives.kind import Collective
 from autoshard.collectives.levels import Axis
@@ -49,7 +51,8 @@ from autoshard.collectives.reduce_scatter import REDUCE_SCATTER
 from autoshard.collectives.send_recv import SEND_RECV
 from autoshard.errors import ClusterError
 
-KINDS: dict[str, Collective] = {c.name: c for c in (ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER, MIRROR, BROADCAST, SEND_RECV)}
+KINDS: dict[str, Collective] = {c.name: c for c in (ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER, MIRROR, BROADCAST, SEND_RECV,
+                                                 ALL_TO_ALL_ROWS)}
 """In the order in which equally cheap steps of a redistribution are preferred."""
 RUN: dict[str, Collective] = {name: c for name, c in KINDS.items() if c.exchange is not None}
 """Those that plans run."""

@@ -1,7 +1,7 @@
 """What a collective means, whoever carries it: what each rank sends to each, and what it makes of what it gets.
 
-The five ways of this table are all there is to run: one process that stands for all ranks, messages, and shared memory carry any
-kind by them. Chunks are cut along dim 0, equally large.
+The first five ways of this table are all there is to run: one process that stands for all ranks, messages, and shared memory carry any
+kind by them. Chunks are cut along dim 0, equally large but for `ROWS`.
 """
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from autoshard.collectives.reduce_ops import combined
 
 class Exchange(Enum):
     """(whether a rank sends all of its tensor to every rank, else one chunk to each; whether what a rank gets is combined, else
-    put one after another, in order of ranks; whether it gets that of one rank alone)."""
+    put one after another, in order of ranks; whether it gets that of one rank alone; whether sizes of chunks are known at run time only:
+    see all_to_all_rows.py)."""
 
     GATHER = (True, False)  # every rank gets all tensors
     TRANSPOSE = (False, False)  # rank r gets the r-th chunk of every tensor
     REDUCE = (True, True)  # every rank gets all tensors combined
     REDUCE_CHUNKS = (False, True)  # rank r gets the r-th chunks combined
     MIRROR = (True, False, True)  # rank r of n gets the tensor of rank n - 1 - r
+    ROWS = (False, False, False, True)  # rank r gets as many rows of every tensor as its sender says
 
-    def __init__(self, whole: bool, reduces: bool, paired: bool = False) -> None:
-        self.whole, self.reduces, self.paired = whole, reduces, paired
+    def __init__(self, whole: bool, reduces: bool, paired: bool = False, sized: bool = False) -> None:
+        self.whole, self.reduces, self.paired, self.sized = whole, reduces, paired, sized
 
     def rows(self, rows: int, n: int) -> int:
         """Rows of the result, from rows of the tensor that a rank has."""

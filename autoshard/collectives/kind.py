@@ -40,6 +40,8 @@ class Collective:
                 plans do not run
     target      torch's functional op, or one made with base/custom_op.py;  in_place: its form that overwrites the tensor
     arguments   (rows of the tensor, ranks, reduce op) -> what `target` takes between tensor and group; a reduce op comes first
+    nbytes      (what `target` takes after the tensor, tensor that goes in, tensor that comes out) -> bytes of a call, where sizes are known at
+                run time only; None: those of the buffer that counts
     changes     (source, target placement) -> whether this kind is the step between them
     before      makes of a local tensor what `target` is called on: (emitter, tensor, step, ranks);  after: of its result
                 the local tensor
@@ -55,6 +57,7 @@ class Collective:
     target: Any = None
     in_place: Any = None
     arguments: Callable[[int, int, str], tuple[Any, ...]] = lambda rows, n, reduce_op: ()
+    nbytes: Callable[[Sequence[Any], Any, Any], int] | None = None
     changes: Callable[[int, int], bool] = lambda source, target: False
     before: Callable[[Emitter, Any, Any, int], Any] = unchanged
     after: Callable[[Emitter, Any, Any, int], Any] = unchanged
@@ -73,6 +76,13 @@ class Collective:
     def reduce_op(self, arguments: Sequence[Any]) -> str:
         """The reduce op among what `target` is called with after the tensor; "" for a kind that combines nothing."""
         return str(arguments[0]) if self.runs.reduces else ""
+
+    def call_bytes(self, arguments: Sequence[Any], sent: Any, received: Any) -> int:
+        """Bytes that a call of `target` counts; `arguments` are those after the tensor."""
+        if self.nbytes is not None:
+            return self.nbytes(arguments, sent, received)
+        counted = self.buffer(sent, received)
+        return int(counted.numel() * counted.dtype.itemsize)
 
     def buffer(self, sent: Any, received: Any) -> Any:
         """The one of the two whose bytes count."""

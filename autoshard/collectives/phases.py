@@ -163,4 +163,4 @@ def _pairs(kind: str) -> Callable[[float, Levels], Phases]:
 
 _PHASES: dict[str, Callable[[float, Levels], Phases]] = {
     "all_gather": _gather("all_gather"), "reduce_scatter": _gather("reduce_scatter"), "all_reduce": _all_reduce, "all_to_all": _all_to_all,
-    "broadcast": _broadcast, "send_recv": _pairs("send_recv"), "mirror": _pairs("mirror")}
+    "all_to_all_rows": _all_to_all, "broadcast": _broadcast, "send_recv": _pairs("send_recv"), "mirror": _pairs("mirror")}

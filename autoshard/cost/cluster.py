@@ -54,6 +54,7 @@ class Device:
     allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
     updates_together  whether the optimizer updates all parameters in one call (foreach), or one by one
     host_link         to the host's memory; None: nothing can be offloaded
+    imbalance         work of the busiest rank over that of an even load, where the data decides which rank works (experts)
     """
 
     name: str
@@ -70,6 +71,7 @@ class Device:
     bandwidth_efficiency: Mapping[str, Share] = field(default_factory=dict, hash=False)
     multiprocessors: Positive | None = None
     launch: Positive | None = None
+    imbalance: Positive = 1.0
 
     @cached_property
     def _curves(self) -> dict[str, Curve]:
@@ -324,6 +326,8 @@ def _check_device(device: Device) -> None:
     missing = ["device.peak.float32"] * ("float32" not in device.peak) + [f"device.efficiency.{f}" for f in PRICED if f not in device.efficiency]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
+    if device.imbalance < 1:
+        raise ValueError(f"device.imbalance is {device.imbalance:g}; it is 1 (even loads) or more")
     families = [f.value for f in Family if not f.free]
     for key in device.efficiency:
         if key not in families:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from autoshard.base.precision import Precision
 from autoshard.cost.optimizers import optimizer_name
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import PlanError, UsageError
+from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.output_modes import REPLICATE, check_modes
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ class Options(_Checked):
     search: str = "auto"
     fallback: str = one_of("error", "replicate", recorded=True)
     offload: str = one_of("none", "optimizer", recorded=True)
+    expert_capacity: float = field(default=EXPERT_CAPACITY, metadata={"recorded": True})
     pipeline: Pipeline = Pipeline()
     running: Running = Running()
 
@@ -130,6 +133,9 @@ class Options(_Checked):
         super().__post_init__()
         if not self.time_limit > 0:
             raise UsageError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
+        if not (isinstance(self.expert_capacity, (int, float)) and 1 <= self.expert_capacity < inf):
+            raise UsageError(f"expert_capacity={self.expert_capacity!r}: give the rows of tokens that a rank has room for over those of an even "
+                             "load, at least 1")
         if self.memory_budget is not None and not self.memory_budget > 0:
             raise UsageError(f"memory_budget={self.memory_budget!r}: give a positive number of bytes")
 
@@ -149,7 +155,8 @@ class Options(_Checked):
 
     def tracing(self, loss_fn: Callable | None, training: bool | None) -> dict[str, Any]:
         """What `program.trace.trace` is told besides the call."""
-        return {"loss_fn": loss_fn, "training": training, "precision": self.precision, "marks": self.marks, "fallback": self.fallback}
+        return {"loss_fn": loss_fn, "training": training, "precision": self.precision, "marks": self.marks, "fallback": self.fallback,
+                "expert_capacity": self.expert_capacity}
 
     def memory_limit(self, cluster: Cluster) -> float:
         """Bytes a rank may use: the budget, else what the device has."""

@@ -22,6 +22,7 @@ from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.random import seeded
 from autoshard.collectives import KIND_OF, RUN
+from autoshard.collectives.all_to_all_rows import ALL_TO_ALL_ROWS
 from autoshard.cost.redistribute import SLICE
 from autoshard.errors import LoweringError
 from autoshard.program.opaque.opaque import Opaque, SeededOpaque
@@ -197,6 +198,10 @@ class Emitter:
             raise LoweringError(f"no collective of kind {kind!r}; there are {', '.join(RUN)}")
         rows = next(iter(self.value(x).shape), 1)
         return RUN[kind].target(x, *RUN[kind].arguments(rows, n, reduce_op), group)
+
+    def rows_apart(self, x: Proxy, sends: Proxy, gets: Proxy, room: int, balanced: int, axis: int) -> Proxy:
+        """Start the all-to-all of rows over one mesh axis."""
+        return ALL_TO_ALL_ROWS.target(aten.contiguous.default(x), sends, gets, room, balanced, f"axis:{self.mesh.label((axis,))}")
 
     def _of_nothing(self, kind: str, x: Proxy, n: int) -> Proxy:
         """What the collective would make: a tensor of size 0 as well."""

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import BACKWARD, FORWARD, Call, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import BACKWARD, FORWARD, Call, Graph, Op, Ref, map_args
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan, Window
 from autoshard.base.roles import Role
-from autoshard.base.spec import Spec, is_shard, local_shape, shard_counts
+from autoshard.base.spec import is_shard, shard_counts
 from autoshard.base.windows import is_accumulator
 from autoshard.collectives import KIND_OF
 from autoshard.errors import LoweringError
 from autoshard.lower.attention_kernels import on_device
+from autoshard.lower.context import Context, local_tensor_shape
 from autoshard.lower.emit import Emitter, Part, Pending, is_dense
 from autoshard.lower.schedule import (
     CollectiveCall,
@@ -143,50 +144,6 @@ def _reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> LocalGrap
         takes.append((port, Held(op.refs[0], made_as(plan, op.refs[0]))))
         gives.append((port, Held(op.refs[0], plan.ops[op.name].inputs[0])))
     return _Lowering(graph, plan, mesh, reductions(graph, plan, mesh, route)).run(takes, gives)
-
-
-@dataclass(frozen=True)
-class Context:
-    """`rules.types.LocalContext` on FX proxies."""
-
-    call: Call
-    inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
-    mesh: Mesh
-    emit: Emitter
-
-    def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
-        return tuple(i for i, p in enumerate(spec) if p == dim and self.mesh.sizes[i] > 1)
-
-    def ranks(self, axes: Sequence[int]) -> int:
-        out = 1
-        for a in axes:
-            out *= self.mesh.sizes[a]
-        return out
-
-    def index(self, axes: Sequence[int]) -> Any:
-        return self.emit.index(axes)
-
-    def local_in(self, i: int) -> tuple[int, ...]:
-        return local_tensor_shape(self.call.inputs[i], self.inputs[i], self.mesh)
-
-    def local_out(self, i: int) -> tuple[int, ...]:
-        return local_tensor_shape(self.call.outputs[i], self.outputs[i], self.mesh)
-
-    def all_reduce(self, x: Any, reduce_op: str, axes: Sequence[int]) -> Any:
-        for axis in sorted(axes, reverse=True):
-            x = self.emit.wait(self.emit.collective("all_reduce", x, (axis,), reduce_op))
-        return x
-
-    def mirror(self, x: Any, axes: Sequence[int]) -> Any:
-        for axis in sorted(axes, reverse=True):
-            x = self.emit.wait(self.emit.collective("mirror", x, (axis,)))
-        return x
-
-
-def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the tensor a rank holds, flattened dims flattened."""
-    return meta.unflatten(local_shape(meta.logical_shape, spec, mesh.sizes))
 
 
 class _Lowering:
@@ -372,8 +329,8 @@ def _bound(node: torch.fx.Node, graph: torch.fx.Graph, values: dict[torch.fx.Nod
 def call_of(node: torch.fx.Node, axis: str) -> CollectiveCall:
     """A node that starts a collective over `axis`, in the words of the schedule."""
     kind = KIND_OF[node.target]
-    buffer = kind.buffer(node.args[0].meta["val"], node.meta["val"])
-    return CollectiveCall(kind.name, axis, buffer.numel() * buffer.dtype.itemsize, node.meta.get("bucket", ()))
+    nbytes = kind.call_bytes(node.args[1:], node.args[0].meta["val"], node.meta["val"])
+    return CollectiveCall(kind.name, axis, nbytes, node.meta.get("bucket", ()))
 
 
 def _has_node(value: Any) -> bool:

@@ -2,8 +2,8 @@
 
 Nothing is estimated. The op is written by the same emitter that writes the real program, on fake tensors, and storages are
 followed through views. Equal ops on tensors of equal strides are written once, so a model of equal layers costs
-little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py), and of attention whose queries are split, the
-inside is an estimate.
+little more than one layer. Only of a submodule that runs whole (program/opaque/opaque.py), of attention whose queries are split, and
+of experts' matmuls (experts/ops.py) the inside is an estimate.
 """
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from autoshard.base.plan import OpPlan
 from autoshard.base.spec import shard_counts
 from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import Cluster
+from autoshard.experts import ops as experts
+from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lifetimes import Lifetimes, storages, tensors
-from autoshard.lower.lower import emit_op, local_tensor_shape
+from autoshard.lower.lower import emit_op
 from autoshard.lower.overwrite_table import others, swaps, takers
 from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque.opaque import opaque_of
-from autoshard.rules.ops.causal_rows import workspace
+from autoshard.rules.ops import causal_rows
 
 Strides = tuple[int, ...]
 
@@ -146,8 +148,10 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
 
 def _inside(node: torch.fx.Node) -> int:
     """Bytes that a node takes while it runs and that no other node sees."""
-    whole = opaque_of(node)
-    return workspace(node.target, torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])) if whole is None else whole.workspace
+    if (whole := opaque_of(node)) is not None:
+        return whole.workspace
+    args = torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    return causal_rows.workspace(node.target, args) + experts.workspace(node.target, args)
 
 
 def _over(node: torch.fx.Node, buffers: Mapping[int, int]) -> Iterator[int]:

@@ -14,7 +14,7 @@ from autoshard.base.plan import Plan, Window
 from autoshard.base.roles import Role
 from autoshard.base.windows import CAT, ONCE, START, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
-from autoshard.lower.lower import local_tensor_shape
+from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 from autoshard.rules.states import states

@@ -12,6 +12,7 @@ from autoshard._torch import pytree
 from autoshard.base.graph import TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
+from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.calling import Traced
 from autoshard.program.opaque.opaque_probe import CannotRunWhole
 from autoshard.program.simplify import simplify
@@ -27,7 +28,7 @@ MODES = ("eager", "compiling", "exporting")
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
           precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False,
-          raw: bool = False, stored: Mapping[str, TensorMeta] | None = None) -> Traced:
+          raw: bool = False, stored: Mapping[str, TensorMeta] | None = None, expert_capacity: float = EXPERT_CAPACITY) -> Traced:
     """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`, to its canonical graph: simplified, with the factors and
     parts of every dim (`stored`: parameters that have theirs already); `raw`: as it was recorded. Arguments are bound as Python does; the
     target may also be given by the name that only `loss_fn` has.
@@ -38,6 +39,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     for the forward. `marks` (glob over module paths -> seed text) hold what leaves these modules as
     `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
     `hooks_run`: gradient hooks of parameters run outside of the graph, as those of a compiled module do; else they are refused.
+    `expert_capacity`: see experts/ops.py.
     `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see program/opaque/opaque.py).
 
     Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for
@@ -51,7 +53,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     def run(whole: Collection[str], survey: Survey | None = None, mode: str = MODES[-1]) -> Traced:
         with torch.random.fork_rng(devices=()):
             return OneTrace(model, args, kwargs or {}, loss_fn, training, precision, marks or {}, whole, survey,
-                            mode=mode, hooks_run=hooks_run).traced()
+                            mode=mode, hooks_run=hooks_run, expert_capacity=expert_capacity).traced()
 
     found = _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
     return found if raw else Traced(with_parts(factor_graph(simplify(found.graph)), stored), found.calling)

@@ -18,12 +18,15 @@ import torch
 
 from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta
 from autoshard.base.roles import Role
+from autoshard.experts.ops import EXPERTS
 from autoshard.rules import registry
 
 aten = torch.ops.aten
 MOST_PARTS = 8
 """More are no parts: positions of a sequence, experts, heads."""
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.chunk.default)
+UP = 3
+"""Of a layer of experts the matrices with gate and up in one."""
 PICKS = (aten.unbind.int, aten.select.int)
 
 Dim = tuple[Ref, int]
@@ -102,6 +105,8 @@ def _seen(graph: Graph) -> Iterator[tuple[Dim, int]]:
     """(dim, number of parts) wherever forward takes a dim apart."""
     slices: dict[tuple[Dim, int], set[int]] = defaultdict(set)
     for op in graph.of_kind("call"):
+        if op.phase == "forward" and op.target is EXPERTS and graph.calls[op.name].argument("gated"):
+            yield (op.refs[UP], 1), 2
         if op.phase != "forward" or op.target not in (*SPLITS, *PICKS, aten.slice.Tensor):
             continue
         call = graph.calls[op.name]

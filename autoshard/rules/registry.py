@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Call, Op, TensorMeta
+from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta
 from autoshard.base.spec import PSUM, Placement, R, Spec, is_partial, local_shape, shard_counts
 from autoshard.rules.borrowed import borrowed
 from autoshard.rules.family import Family
@@ -22,6 +22,7 @@ from autoshard.rules.ops import (
     conv,
     distance,
     embedding,
+    experts,
     factory,
     grouped,
     images,
@@ -38,7 +39,7 @@ from autoshard.rules.ops import (
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
 
 TABLES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
-          grouped, marker, images, distance, linalg)
+          grouped, experts, marker, images, distance, linalg)
 
 
 def all_replicate(call: Call) -> Row:
@@ -98,6 +99,11 @@ def family_of(op: Op) -> Family | None:
 def is_view(op: Op) -> bool:
     """Whether the op is free: its value lies in the buffer of what it reads."""
     return op.kind == "call" and rule_of(op.target).family.free
+
+
+def private_values(graph: Graph) -> frozenset[Ref]:
+    """Values that lie as the op that made them knows alone (`Rule.private`)."""
+    return frozenset(Ref(op.name, i) for op in graph.of_kind("call") for i in rule_of(op.target).private)
 
 
 def is_heavy(op: Op) -> bool:
@@ -164,12 +170,14 @@ def factors(call: Call) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
 def is_choosy(call: Call) -> bool:
     """Whether `takes_pieces` may say no."""
     rule = rule_of(call.target)
-    return rule.grain is not None or rule.takes is not None
+    return any(hook is not None for hook in (rule.grain, rule.together, rule.takes))
 
 
 def takes_pieces(call: Call, specs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
-    """Whether the op's kernel takes the pieces that inputs with `specs` are cut into on mesh axes of `sizes`."""
+    """Whether the op's kernel takes the pieces that inputs with `specs` are cut into on mesh axes of `sizes`, and their combination."""
     rule = rule_of(call.target)
+    if rule.together is not None and not rule.together(call, specs):
+        return False
     if rule.takes is not None and not rule.takes(call, specs, sizes):
         return False
     grain = rule.grain

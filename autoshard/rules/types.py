@@ -38,11 +38,13 @@ class InnerCollective:
 @dataclass(frozen=True)
 class Row:
     """One way to run an op over ONE mesh axis: a placement per tensor input and per tensor output
-    (R for outputs that are None). The strategies on a mesh are the product of rows over axes."""
+    (R for outputs that are None). The strategies on a mesh are the product of rows over axes. `uneven`: what a rank computes and
+    sends depends on the data, and is priced with the profile's `imbalance`."""
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     inner: tuple[InnerCollective, ...] = ()
+    uneven: bool = False
 
 
 class LocalContext(Protocol):
@@ -77,6 +79,14 @@ class LocalContext(Protocol):
     def all_reduce(self, x: Any, reduce_op: str, axes: Sequence[int]) -> Any:
         """All-reduce `x` over each of `axes` in turn, minor first; waits for the result."""
 
+    def all_to_all(self, x: Any, axis: int) -> Any:
+        """Chunk r of dim 0 to rank r of mesh axis `axis`; waits for what came, in order of ranks."""
+
+    def all_to_all_rows(self, x: Any, sends: Any, gets: Any, room: int, balanced: int, axis: int) -> Any:
+        """Rows of `x` to the ranks of mesh axis `axis`, one after another: as many as the r-th equal part of `sends` adds up to go to rank
+        r, and as many as that of `gets` come from it. Waits for a tensor of `room` rows, those that came first and zeros after them;
+        `balanced`: how many travel in an even load."""
+
     def mirror(self, x: Any, axes: Sequence[int]) -> Any:
         """`x` of the rank that is as far from the last one over `axes` as this one is from the first; waits for it. Runs over each of `axes` in
         turn, minor first."""
@@ -96,6 +106,8 @@ class Rule:
     sizes    schema argument name -> "out0" / "in1": that argument is replaced by the local tensor shape.
     flops    (call, local input shapes, local output shapes) -> FLOP; shapes are per logical dim and may
              hold numpy arrays (one entry per strategy); None: 0.
+    together (call, specs of the inputs) -> whether rows may be combined so over the mesh axes. None: any may.
+    private  outputs that only mean something to the gradient of the op, on the rank that made them: they are never redistributed.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
     takes    (call, specs of the inputs, mesh sizes) -> whether the op can run on inputs that are split so together; None: always.
@@ -108,6 +120,8 @@ class Rule:
     sizes: tuple[tuple[str, str], ...] = ()
     flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
+    together: Callable[[Call, Sequence[Spec]], bool] | None = None
+    private: tuple[int, ...] = ()
     takes: Callable[[Call, Sequence[Spec], tuple[int, ...]], bool] | None = None
     family: Family = Family.POINTWISE
     origin: Origin = "own"

@@ -30,6 +30,11 @@ def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
             known[key] = _wrong(op, chosen, graph, mesh, of_parts)
         if known[key]:
             raise PlanError(f"the plan's strategy for {op.where} {known[key]}; {REPLAN}")
+    for ref in registry.private_values(graph):
+        for reader, i in graph.users.get(ref, ()):
+            if plan.ops[reader].inputs[i] != plan.ops[ref.op].outputs[ref.index]:
+                raise PlanError(f"the plan's strategy for {graph.op(reader).where} takes other rows than {graph.op(ref.op).where} saves: "
+                                f"they must run the same way; {REPLAN}")
     _check_storage(plan, graph)
     if unknown := sorted(set(plan.offload) - {op.target for op in graph.of_kind("param")}):
         raise PlanError(f"the plan keeps the optimizer state of {unknown[0]} on the host, which is no parameter; {REPLAN}")

@@ -19,7 +19,8 @@ from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.base.windows import END, START, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
-from autoshard.lower.lower import Lowered, Port, local_tensor_shape
+from autoshard.lower.context import local_tensor_shape
+from autoshard.lower.lower import Lowered, Port
 from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.program.calling import Calling
 from autoshard.runtime.hand_out import hand_out, multiply

@@ -33,7 +33,7 @@ class _Recorder(_torch.DispatchMode):
         out = func(*args, **(kwargs or {}))
         kind = KIND_OF.get(func)
         if kind is not None:
-            self.note(kind.name, str(args[-1]), kind.buffer(args[0], out))
+            self.found.append(Issued(kind.name, self.axis_of(str(args[-1])), kind.call_bytes(args[1:], args[0], out)))
         return out
 
     def note(self, kind: str, group: str, buffer: torch.Tensor) -> None:

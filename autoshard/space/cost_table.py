@@ -22,6 +22,7 @@ from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.cost.redistribute import Redistribution, Step
 from autoshard.program import flow
+from autoshard.rules import registry
 from autoshard.rules.types import InnerCollective
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet, local_shape_array, with_host
@@ -107,9 +108,9 @@ class CostTable:
     @cached_property
     def _still(self) -> frozenset[Ref]:
         """Values that move on the other side of a cast alone: parameters behind the one that makes them narrow, gradients
-        in the dtype that a precision policy wants them summed in."""
+        in the dtype that a precision policy wants them summed in. And what lies as its op alone knows."""
         early = {ref for ref, dtype in flow.reduction_dtypes(self.graph).items() if dtype != self.graph.meta(ref).dtype}
-        return flow.narrowed(self.graph) | early
+        return flow.narrowed(self.graph) | early | registry.private_values(self.graph)
 
     def hideable(self, ref: Ref) -> bool:
         """Whether redistributing this value can overlap compute (design: parameter gathers, gradient reductions)."""
@@ -163,7 +164,8 @@ def _op_cost(op: Op, found: StrategySet, mesh: Mesh, cluster: Cluster, links, tr
     if op.kind == "call":
         ins, outs = local_shapes(found, mesh)
         seconds = np.broadcast_to(np.asarray(compute.call_seconds(found.call, ins, outs, cluster.device, kept), float), zero.shape)
-        return OpCost(seconds, inner_seconds(found, ins, outs, mesh, links), zero)
+        load = load_of(found, mesh, cluster.device.imbalance)
+        return OpCost(seconds * load, inner_seconds(found, ins, outs, mesh, links) * load, zero)
     if op.kind == "param" and trained:
         meta = op.outputs[0]
         local = np.array([prod(local_shape(meta.logical_shape, s, mesh.sizes)) * meta.dtype.itemsize
@@ -205,6 +207,15 @@ def inner_seconds(found: StrategySet, ins: list, outs: list, mesh: Mesh, links) 
                 nbytes = inner_bytes(inner, found, ins, outs)
                 total[hit] += np.asarray(collectives.seconds(inner.kind, nbytes, links[axis]))[hit]
     return total
+
+
+def load_of(found: StrategySet, mesh: Mesh, imbalance: float) -> float | np.ndarray:
+    """Per strategy what the busiest rank takes, over what a rank takes in an even load."""
+    uneven = np.array([row.uneven for row in found.rows])
+    if imbalance == 1.0 or not uneven.any() or found.picked is None:
+        return 1.0
+    axes = [a for a, size in enumerate(mesh.sizes) if size > 1]
+    return np.where(uneven[found.picked[:, axes]].any(axis=1), imbalance, 1.0)
 
 
 def inner_bytes(inner: InnerCollective, found: StrategySet, ins: list, outs: list) -> np.ndarray:

@@ -90,6 +90,8 @@ def _strategies(graph: Graph, op: Op, mesh: Mesh) -> list[OpPlan]:
 def _reachable(op: Op, chosen: OpPlan, graph: Graph, ops: Mapping[str, OpPlan], route) -> bool:
     for ref, spec in zip(op.refs, chosen.inputs, strict=True):
         own, meta = ops[ref.op].outputs[ref.index], graph.meta(ref)
+        if own != spec and ref in registry.private_values(graph):
+            return False
         try:
             route(meta.logical_shape, meta.dtype, own, spec)
         except LoweringError:

@@ -10,8 +10,9 @@ from autoshard.base.spec import PSUM, R, Spec, shard_counts
 from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
+from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.emit import Emitter, Part
-from autoshard.lower.lower import LocalGraph, Port, local_tensor_shape
+from autoshard.lower.lower import LocalGraph, Port
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.verification.one_process.ranks import run_ranks
 

@@ -18,7 +18,8 @@ from autoshard.base.roles import Role
 from autoshard.base.windows import batch_dim_of
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.lower.lower import Lowered, Port, bind, local_tensor_shape, lower
+from autoshard.lower.context import local_tensor_shape
+from autoshard.lower.lower import Lowered, Port, bind, lower
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.microbatches.results import Results, piece

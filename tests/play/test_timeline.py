@@ -16,7 +16,8 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.lower.lower import LocalGraph, Lowered, bind, local_tensor_shape, lower
+from autoshard.lower.context import local_tensor_shape
+from autoshard.lower.lower import LocalGraph, Lowered, bind, lower
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.lower.schedule import Route, schedule
 from autoshard.play.footprint import Footprints

@@ -6,8 +6,8 @@ import torch
 
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import PSUM, R, divides
+from autoshard.lower.context import Context
 from autoshard.lower.emit import Emitter
-from autoshard.lower.lower import Context
 from autoshard.rules import registry
 from autoshard.rules.check import oracle
 from autoshard.rules.check.oracle import check_rows, missing_rows, wrong_rows

@@ -7,8 +7,8 @@ from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import PSUM, R, divides, local_shape
 from autoshard.collectives import KIND_OF
+from autoshard.lower.context import Context
 from autoshard.lower.emit import Emitter
-from autoshard.lower.lower import Context
 from autoshard.rules import registry
 from autoshard.rules.check import oracle
 from autoshard.rules.check.oracle import wrong_rows

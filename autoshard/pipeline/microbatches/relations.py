@@ -103,7 +103,8 @@ def _by_rule(pair: Pair, added: Added) -> tuple[Relation, ...]:
         raise pair.refuse("it mixes samples" if not pair.added else "it is not linear in a sum over samples")
     if found.inner:
         raise pair.refuse("it needs numbers of the whole batch")
-    if rule.local is not None and PSUM in found.outputs and not pair.added and pair.whole.target not in AS_THEY_ARE:
+    read = [p for i, p in enumerate(found.outputs) if i not in rule.private]  # the others are the gradient's, of the same micro-batch
+    if rule.local is not None and PSUM in read and not pair.added and pair.whole.target not in AS_THEY_ARE:
         raise pair.refuse("it adds samples up with other factors than one micro-batch does")
     if any(is_partial(p) and p != PSUM for p in found.outputs):
         raise pair.refuse("it takes the largest or smallest of the whole batch")

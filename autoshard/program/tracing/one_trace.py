@@ -33,9 +33,11 @@ from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.precision import Precision
 from autoshard.base.roles import Output, Role
 from autoshard.errors import TraceError
+from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.binding import Binding
 from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain
+from autoshard.program.tracing.expert_layers import forward_as_op
 from autoshard.program.tracing.known_values import Constants
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
@@ -54,9 +56,10 @@ class OneTrace:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
                  marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
-                 answers: Answers | None = None, mode: str = "exporting", hooks_run: bool = False) -> None:
+                 answers: Answers | None = None, mode: str = "exporting", hooks_run: bool = False,
+                 expert_capacity: float = EXPERT_CAPACITY) -> None:
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
-        self.marks, self.hooks_run = marks, hooks_run
+        self.marks, self.hooks_run, self.expert_capacity = marks, hooks_run, expert_capacity
         self.binding = Binding.of(model, loss_fn)
         self.flat, self.in_spec = pytree.tree_flatten(self.binding.arguments(args, kwargs))  # as `flatten` has it, and checked
         self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
@@ -142,6 +145,8 @@ class OneTrace:
                     memo.setdefault(id(value), value if value.device.type in ("cpu", "meta") else value.cpu())
         twin = _copy_tree(self.model, memo)
         for name, module in twin.named_modules():
+            if name not in self.whole and (as_op := forward_as_op(module, self.expert_capacity)) is not None:
+                module.forward = as_op
             if name in self.whole:
                 module._forward_hooks.clear(), module._forward_pre_hooks.clear()  # they run inside, with the original
                 module.forward = self._runs_whole(name, module)

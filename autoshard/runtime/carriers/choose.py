@@ -19,9 +19,12 @@ def carry(graph: Graph, carriers: Mapping[str, Carrier]) -> None:
     """Replace collectives of groups (by name) and their waits. Comes after passes that look at collectives."""
     for node, kind, carrier in carried(graph, carriers):
         (wait,) = node.users
+        wait.target = gloo_messages.land
+        if kind.runs.sized:
+            node.target, node.args = start_rows(kind), (*node.args[:-1], carrier)
+            continue
         node.target = start(kind, carrier, node.target is kind.in_place)
         node.args = (node.args[0], kind.reduce_op(node.args[1:]), carrier)
-        wait.target = gloo_messages.land
 
 
 def carried(graph: Graph, carriers: Mapping[str, Carrier]) -> Iterator[tuple[Node, Collective, Carrier]]:
@@ -38,5 +41,15 @@ def start(kind: Collective, carrier: Carrier, in_place: bool) -> Callable[[torch
 
     def begin(x: torch.Tensor, op: str, carrier: Carrier) -> gloo_messages.Flight:
         return exchange(kind, x, op, carrier, in_place)
+
+    return begin
+
+
+def start_rows(kind: Collective) -> Callable[..., gloo_messages.Flight]:
+    """A function that starts a collective with sizes of its own: (tensor, sends, gets, room, balanced, carrier). By messages, in shared memory
+    too: its posts are of one size on all ranks."""
+    def begin(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int, carrier: Carrier) -> gloo_messages.Flight:
+        group = carrier.group if isinstance(carrier, Shared) else carrier
+        return gloo_messages.exchange_rows(kind, x, sends, gets, room, balanced, group)
 
     return begin

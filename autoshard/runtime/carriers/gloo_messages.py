@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
+from autoshard.collectives.all_to_all_rows import parts, result
 from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective
 from autoshard.collectives.reduce_ops import combine_into
@@ -71,6 +72,20 @@ def exchange(kind: Collective, x: torch.Tensor, op: str, group: Members, in_plac
         return _swap(kind, x, group)
     sent = [x] * group.n if kind.runs.whole else list(x.chunk(group.n))
     return (_reduce if kind.runs.reduces else _concatenate)(kind, x, sent, op, group)
+
+
+def exchange_rows(kind: Collective, x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int,
+                  group: Members) -> Flight:
+    """Start an exchange of as many rows as counts say. Ranks that have nothing for each other send no message. Raises CapacityError."""
+    to, come = parts(sends, group.n), parts(gets, group.n)
+    out, got = result(x, come, room)
+    sent, me = list(x[:sum(to)].split(to)), group.me
+    note(kind.name, x.new_empty((balanced, *x.shape[1:]), device="meta"), group)
+    got[me].copy_(sent[me])
+    others = [r % group.n for r in range(me + 1, me + group.n)]
+    works = [group.group.recv([got[r]], r, TAG) for r in reversed(others) if len(got[r])]
+    works += [group.group.send([sent[r]], r, TAG) for r in others if len(sent[r])]
+    return Flight(works, lambda: out, (x,))
 
 
 def _swap(kind: Collective, x: torch.Tensor, group: Members) -> Flight:

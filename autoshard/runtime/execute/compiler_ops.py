@@ -15,7 +15,7 @@ from torch.fx import Graph
 
 from autoshard.base.custom_op import custom_op
 from autoshard.collectives import RUN
-from autoshard.runtime.carriers.choose import Carrier, carried, start
+from autoshard.runtime.carriers.choose import Carrier, carried, start, start_rows
 from autoshard.runtime.carriers.gloo_messages import land
 
 
@@ -24,7 +24,10 @@ def enclose(graph: Graph, carriers: Mapping[str, Carrier]) -> None:
     for node, kind, carrier in carried(graph, carriers):
         (wait,) = node.users
         _known()[id(carrier)] = carrier
-        node.target, node.args = _op(), (node.args[0], kind.name, kind.reduce_op(node.args[1:]), id(carrier))
+        if kind.runs.sized:
+            node.target, node.args = _rows_op(), (*node.args[:-1], kind.name, id(carrier))
+        else:
+            node.target, node.args = _op(), (node.args[0], kind.name, kind.reduce_op(node.args[1:]), id(carrier))
         wait.replace_all_uses_with(node)
         graph.erase_node(wait)
 
@@ -47,3 +50,15 @@ def _op() -> Any:
         return x.new_empty((*rows, *x.shape[1:]))
 
     return custom_op("carried", "(Tensor x, str kind, str op, int carrier) -> Tensor", run, shape)
+
+
+@cache
+def _rows_op() -> Any:
+    """The same for a kind whose sizes are known at run time only."""
+    def run(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int, kind: str, carrier: int) -> torch.Tensor:
+        return land(start_rows(RUN[kind])(x.contiguous(), sends, gets, room, balanced, _known()[carrier]))
+
+    def shape(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int, kind: str, carrier: int) -> torch.Tensor:
+        return x.new_empty((room, *x.shape[1:]))
+
+    return custom_op("carried_rows", "(Tensor x, Tensor sends, Tensor gets, int room, int balanced, str kind, int carrier) -> Tensor", run, shape)

@@ -16,7 +16,7 @@ from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.base.windows import WEIGHTS
 from autoshard.errors import AutoshardError
-from autoshard.lower.lower import local_tensor_shape
+from autoshard.lower.context import local_tensor_shape
 from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.program.calling import Calling

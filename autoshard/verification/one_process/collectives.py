@@ -11,6 +11,7 @@ from typing import Any
 from autoshard import _torch
 from autoshard.base.mesh import Mesh
 from autoshard.collectives import KIND_OF
+from autoshard.collectives.all_to_all_rows import reference as rows_reference
 
 Ranked = list[Any]
 """One value per rank, in mesh order."""
@@ -25,13 +26,18 @@ def groups(mesh: Mesh, axes: Sequence[int]) -> list[list[int]]:
     return list(found.values())
 
 
-def run_collective(target: Any, x: Ranked, arguments: Sequence[Any], mesh: Mesh) -> Ranked:
-    """`arguments` are those after the tensor; the last names the mesh axes. Raises LoweringError for what is none."""
+def run_collective(target: Any, x: Ranked, arguments: Sequence[Sequence[Any]], mesh: Mesh) -> Ranked:
+    """`arguments` are each rank's after the tensor; the last names the mesh axes. Raises LoweringError for what is none."""
     if target is _torch.WAIT:
         return x
-    kind, axes = KIND_OF[target], mesh.axes(str(arguments[-1]).removeprefix("axis:"))
+    kind, axes = KIND_OF[target], mesh.axes(str(arguments[0][-1]).removeprefix("axis:"))
     out: Ranked = [None] * mesh.size
     for ranks in groups(mesh, axes):
-        for rank, piece in zip(ranks, kind.runs.reference([x[r] for r in ranks], kind.reduce_op(arguments)), strict=True):
+        given = [x[r] for r in ranks]
+        if kind.runs.sized:
+            found = rows_reference(given, *([arguments[r][i] for r in ranks] for i in (0, 1)), arguments[0][2])
+        else:
+            found = kind.runs.reference(given, kind.reduce_op(arguments[0]))
+        for rank, piece in zip(ranks, found, strict=True):
             out[rank] = piece
     return out

@@ -14,7 +14,8 @@ from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
 from autoshard.base.windows import END, START
 from autoshard.errors import LoweringError
-from autoshard.lower.lower import LocalGraph, Port, local_tensor_shape, lower
+from autoshard.lower.context import local_tensor_shape
+from autoshard.lower.lower import LocalGraph, Port, lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.microbatches.results import Results, pieces_of
 from autoshard.program.calling import Traced

@@ -63,7 +63,8 @@ def _run(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mesh
 
 def _call(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mesh, device: torch.device) -> Ranked:
     if node.target is _torch.WAIT or node.target in KIND_OF:
-        return run_collective(node.target, values[node.args[0]], node.args[1:], mesh)
+        rest = [torch.fx.node.map_arg(node.args[1:], lambda n: values[n][rank]) for rank in range(mesh.size)]  # noqa: B023
+        return run_collective(node.target, values[node.args[0]], rest, mesh)
     extra = {"device": device} if makes_tensor_from_nothing(node) else {}
     ranks = {tuple(_identity(values[n][rank]) for n in node.all_input_nodes): rank for rank in reversed(range(mesh.size))}
     found = {key: torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][rank]) for key, rank in ranks.items()}  # noqa: B023

@@ -20,7 +20,8 @@ from autoshard.base.roles import Role
 from autoshard.base.turns import HERE, Turn
 from autoshard.base.windows import END, START
 from autoshard.errors import LoweringError
-from autoshard.lower.lower import Port, local_tensor_shape
+from autoshard.lower.context import local_tensor_shape
+from autoshard.lower.lower import Port
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.pipeline.microbatches.results import Results, pieces_of
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
