@@ -81,7 +81,7 @@ def test_one_very_long_sequence_is_split_along_the_sequence():
 def test_both_phases_have_one_layout_and_the_gap_is_small():
     for p in swept().points:
         assert stored(p.phases.prompt) == stored(p.phases.token)
-        assert p.phases.bound_s <= p.phases.request_s and p.phases.gap <= 0.01
+        assert p.phases.bound_s <= p.phases.request_s and p.phases.gap <= 0.02
         assert p.phases.request_s == pytest.approx(p.first_s + (NEW - 1) * p.token_s)
 
 
