@@ -17,6 +17,7 @@ from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import InfeasibleError, UsageError
+from autoshard.padding.padded import padded
 from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
@@ -169,7 +170,7 @@ def plan_point(decoder: Decoder, batch: int, mesh: Mesh, options: Options, workl
 def plan_decoder(decoder: Decoder, mesh: Mesh, options: Options, workload: Workload, profile: Cluster,
                  clock: PhaseTimer) -> tuple[Phases, dict[str, TensorMeta]]:
     """Prompt and token of one decoder together, and its states. Raises InfeasibleError."""
-    prompt, token = (_traced(decoder, options, clock, new, start) for new, start in ((workload.prompt, 0), (1, workload.prompt)))
+    prompt, token = (padded(_traced(decoder, options, clock, new, start), mesh) for new, start in ((workload.prompt, 0), (1, workload.prompt)))
 
     def plan_one(traced: Traced, fixed: Mapping[str, Spec]) -> Plan:
         return plan_traced(traced, mesh, options, clock=clock, fixed=fixed, profile=profile)

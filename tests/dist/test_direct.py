@@ -28,7 +28,7 @@ def same_as_gloo() -> int:
     group, n, count = gloo_messages.Members(dist.group.WORLD), dist.get_world_size(), 0
     for dtype in DTYPES:
         x = torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(dist.get_rank())).mul(9).to(dtype)
-        calls = [(kind, op) for kind, c in RUN.items() if c.holds_input and (dtype is not torch.bool or not c.runs.reduces)
+        calls = [(kind, op) for kind, c in RUN.items() if c.holds_input and kind != "all_to_all_rows" and (dtype is not torch.bool or not c.runs.reduces)
                  for op in (COMBINE if c.runs.reduces else ("",))]
         wanted = [gloos(kind, x, op) for kind, op in calls]
         pending = [(kind, gloo_messages.exchange(RUN[kind], x, op, group)) for kind, op in calls]  # all under way
