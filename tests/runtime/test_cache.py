@@ -18,7 +18,8 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.runtime.cache import planner_key, source_digest
 
 OTHER = {"optimizer": "sgd", "precision": Precision("bf16"), "seeds": {"0.weight": "dp,-"}, "passing": Passing("local"),
-         "memory_budget": 1e9, "time_limit": 5.0, "search": "milp", "fallback": "replicate", "offload": "optimizer", "pipeline": Pipeline(2)}
+         "memory_budget": 1e9, "time_limit": 5.0, "search": "milp", "fallback": "replicate", "offload": "optimizer", "pipeline": Pipeline(2),
+         "expert_capacity": 1.5}
 PASSING = {"inputs": "local", "outputs": "dtensor", "batch_axes": ("dp",)}
 
 

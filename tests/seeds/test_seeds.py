@@ -150,16 +150,16 @@ def test_bad_seeds(seeds, words):
 
 def test_uneven_shards_are_refused():
     with pytest.raises(SeedError, match=r"splits a.up.weight of shape \(256, 64\) unevenly.*dim 0 is padded to 258"):
-        plan(Two(), "dp=2,tp=3", seeds={"a.up.weight": "dp*tp,-"})
+        plan(Two(), "dp=5,tp=3", seeds={"a.up.weight": "dp*tp,-"})
 
 
 def test_uneven_placements_are_refused():
-    with pytest.raises(SeedError, match=r"splits a tensor of shape \(256, 64\) unevenly \(S0,R on mesh dp=2,tp=3\).*padded to 258, for an axis"):
-        plan(Two(), "dp=2,tp=3", seeds={"a.up.weight": "S(0),R"})
+    with pytest.raises(SeedError, match=r"splits a tensor of shape \(256, 64\) unevenly \(S0,R on mesh dp=5,tp=3\).*padded to 258, for an axis"):
+        plan(Two(), "dp=5,tp=3", seeds={"a.up.weight": "S(0),R"})
 
 
 def test_a_padded_dim_follows_its_axis():
-    assert plan(Two(), "dp=2,tp=3", seeds={"a.up.weight": "tp,-"}).placements["a.up.weight"] == (-1, 0)
+    assert plan(Two(), "dp=5,tp=3", seeds={"a.up.weight": "tp,-"}).placements["a.up.weight"] == (-1, 0)
 
 
 def test_a_seed_that_an_op_cannot_follow_is_named():
