@@ -15,7 +15,9 @@ from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.reductions.gather import gather
 from autoshard.search.reductions.pairs import merge_pairs
+from autoshard.search.routes.joining import close_by_joining
 from autoshard.search.routes.milp import MipAnswer, solve_mip
+from autoshard.search.routes.neighbourhoods import improve
 from autoshard.search.routes.small import SMALL_TABLES, shrink
 
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
@@ -26,6 +28,8 @@ MANY = 100  # strategies of the largest node, from which on the largest pairs ar
 LARGE = 4_000_000  # table entries; above, no MIP follows
 STORED = 2_000_000  # of distinct tables; above, what one price computed is not kept for the next
 MIP_NODES = 2000
+FAR = 1e-3  # relative gap of the bound, above which nodes are joined
+JOINABLE = 1_500_000  # table entries up to which they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +100,8 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         full = np.zeros(len(core.cost), dtype=np.int64)
         full[dual.nodes] = picked
         choice = dual.core.lift(full)
+    if value - bound > max(FAR, enough, rough) * abs(bound) and table_entries(dual.core) <= JOINABLE:
+        bound, value, choice = _joined(board, core, prices, dual, bound, value, choice, max(enough, rough))
     loose = value - bound > MARGIN * abs(bound)
     if value - bound > max(MARGIN, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
         bound, choice = _widen(board, dual, bound, value, choice, seed)
@@ -103,6 +109,23 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     if choice is not None:
         value = choice_value(board, core, prices, choice)
     return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
+
+
+def _joined(board: Board, core: Core, prices: np.ndarray, dual: Dual, bound: float, value: float, choice: np.ndarray | None,
+            enough: float) -> tuple[float, float, np.ndarray | None]:
+    """(bound, value, choice) after nodes were joined. The best choice known comes first, made cheaper, for what it costs at `prices`
+    limits what is looked for."""
+    if board.choice is not None:
+        if not board.stats.get("improved"):
+            improve(board)
+            board.stats["improved"] = True
+        known = choice_value(board, core, prices, board.choice)
+        if known < value:
+            value, choice = known, board.choice
+    joined = close_by_joining(dual.core, board.clock.part(0.5), bound, value, enough)
+    if joined.choice is not None:
+        value, choice = joined.value, dual.core.lift(joined.choice)
+    return joined.bound, value, choice
 
 
 def choice_value(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> float:
