@@ -67,7 +67,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     free = core.copy(own_memo=large)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
-    plain = None if large else free.copy()
+    plain = free.copy() if not large and table_entries(free) <= JOINABLE and not board.clock.expired() else None
     if max((len(free.cost[v]) for v in free.alive), default=0) >= MANY:
         largest = LARGER_PAIRS[-1]
     merge_pairs(free, largest, board.clock.expired)
@@ -90,7 +90,9 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     were made."""
     bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
     for larger in LARGER_PAIRS:
-        if larger > largest and LOOSE_TO_JOIN * abs(bound) > value - bound > max(LOOSE, enough, rough) * abs(bound) and stored_entries(dual.core) <= LARGE:
+        most = math.inf if plain is None else LOOSE_TO_JOIN
+        worth = max(LOOSE, enough, rough) * abs(bound) < value - bound <= most * abs(bound)
+        if larger > largest and worth and stored_entries(dual.core) <= LARGE:
             joined = dual.core.copy()
             merge_pairs(joined, larger, board.clock.expired)
             if board.clock.expired():
@@ -104,7 +106,7 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         full = np.zeros(len(core.cost), dtype=np.int64)
         full[dual.nodes] = picked
         choice = dual.core.lift(full)
-    if plain is not None and value - bound > max(FAR, enough, rough) * abs(bound) and table_entries(plain) <= JOINABLE:
+    if plain is not None and value - bound > max(FAR, enough, rough) * abs(bound):
         bound, value, choice = _joined(board, core, prices, plain, bound, value, choice, enough, rough)
     loose = value - bound > MARGIN * abs(bound)
     if value - bound > max(MARGIN, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
