@@ -19,8 +19,10 @@ from autoshard.search.problem import Edge, Problem
 from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.reductions.core import Core, table_entries
 from autoshard.search.reductions.joins import join_best
+from autoshard.search.reductions.pairs import merge_pairs
 from autoshard.search.routes.neighbourhoods import improve
 
+FEW = 100  # joint strategies of pairs (`reductions/pairs.py`) that are made before
 FIRST, LARGEST = 64, 3000  # possible strategies of a joint node: at first, and at most
 GROWTH, SLOW = 1.5, 0.05  # they may be so many times more after a round that raised the bound by less than this part of the gap
 LARGE = 3_000_000  # table entries, above which joint nodes grow no more
@@ -41,11 +43,15 @@ class Joined:
 def close_by_joining(core: Core, clock: Clock, bound: float, value: float, enough: float = 0.0) -> Joined:
     """Raise `bound` to the optimum of `core`, which has no rows, or to within a relative gap of `enough`, as far as that is possible. `value`: a cost
     that is known to be reached. `core` is left as it is."""
-    known = Joined(bound, value)
-    search = _Search(core, clock, known, enough)
+    known, start = Joined(bound, value), core.copy(own_memo=True)
+    merge_pairs(start, FEW, clock.expired)
+    drop_forbidden(start)
+    search = _Search(start, clock, known, enough)
     for assumed in (bound + ASSUMED * abs(bound), math.inf):
         if search.closed or not search.attempt(assumed):
             break
+    if known.choice is not None:
+        known.choice = start.lift(known.choice, len(core.undo))
     return known
 
 

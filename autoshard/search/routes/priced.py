@@ -107,7 +107,8 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         full[dual.nodes] = picked
         choice = dual.core.lift(full)
     if plain is not None and value - bound > max(FAR, enough, rough) * abs(bound):
-        bound, value, choice = _joined(board, core, prices, plain, bound, value, choice, enough, rough)
+        rows = bool((np.isfinite(core.price) & (core.price > 0)).any())  # without, these prices are the last
+        bound, value, choice = _joined(board, core, prices, plain, bound, value, choice, enough if rows else board.enough, rough)
     loose = value - bound > MARGIN * abs(bound)
     if value - bound > max(MARGIN, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
         bound, choice = _widen(board, dual, bound, value, choice, seed)
