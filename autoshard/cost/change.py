@@ -82,13 +82,14 @@ def _follow(tables: dict[str, Any], path: str, factor: float) -> None:
     """What changes with a number: measured curves that stand in its place, reductions in a switch. Raises ClusterError."""
     room, _, rest = path.partition(".")
     if room == "links":
-        link = tables["links"][rest.partition(".")[0]]
-        if rest.endswith(".bandwidth") and rest.count(".") == 1:
+        name, _, number = rest.partition(".")
+        link = tables["links"][name]
+        if number == "bandwidth":
             link["measured"] = {kind: _faster(points, factor) for kind, points in link["measured"].items()}
             if link["in_network"]:
                 link["in_network"]["bandwidth"] *= factor
-        elif link["measured"] and rest.partition(".")[2] in ("overhead", "efficiency", "oversubscription"):
-            raise ClusterError(f"{path} plays no part: collectives of this link are measured; change links.{link['name']}.bandwidth or .latency")
+        elif link["measured"] and number in ("overhead", "efficiency", "oversubscription"):
+            raise ClusterError(f"{path} plays no part: collectives of this link are measured; change links.{name}.bandwidth or .latency")
     if room == "device":
         _follow_device(tables["device"], rest, factor)
 

@@ -111,19 +111,18 @@ def _row(bench: Workbench, mesh: Mesh, options: Options, asked: Scenario, today:
 
 def what_changed(before: Plan, after: Plan) -> list[str]:
     """How a plan differs from another one of the same model, in words: nothing where both run the same."""
-    out = [f"{after.kind}" for _ in (0,) if after.kind != before.kind]
     stored = sum(spec != after.placements.get(name) for name, spec in before.placements.items())
     ops = sum(op != after.ops.get(name) for name, op in before.ops.items() if name in after.ops)
     recomputed = len(before.recompute), len(after.recompute)
     away = len(before.offload), len(after.offload)
     calls = len(before.collectives), len(after.collectives)
-    out += [f"{stored} weight{'s' * (stored > 1)} stored otherwise"] * bool(stored)
+    out = [f"{stored} weight{'s' * (stored > 1)} stored otherwise"] * bool(stored)
     out += [f"{ops} ops split otherwise"] * bool(ops)
     out += [_from_to(pair, what) for pair, what in ((recomputed, "ops recomputed"), (away, "optimizer states on the host"), (calls, "collectives"))
             if pair[0] != pair[1]]
     if not out and set(before.copies) != set(after.copies):
         out.append("copies kept or gathered otherwise")
-    return out
+    return out + [f"now: {after.kind}"] * (after.kind != before.kind)
 
 
 def _from_to(pair: tuple[int, int], what: str) -> str:
