@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--cluster", default="h100-dgx")
     parser.add_argument("--share", type=float, default=0.85, help="of what the fastest plan takes: the budget")
     parser.add_argument("--step", type=float, default=0.1, help="of it: more and less")
-    parser.add_argument("--time-limit", type=float, default=10.0)
+    parser.add_argument("--time-limit", type=float, default=60.0)
     options = parser.parse_args()
     print("| model | fastest takes | budget | step | gap | priced, a MiB | solved, a MiB | differ | CPU s priced |\n" + "|---" * 9 + "|")
     worst = 0.0
