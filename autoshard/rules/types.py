@@ -114,11 +114,10 @@ class Rule:
     sizes    schema argument name -> "out0" / "in1": that argument is replaced by the local tensor shape.
     flops    (call, local input shapes, local output shapes) -> FLOP; shapes are per logical dim and may
              hold numpy arrays (one entry per strategy); None: 0.
-    together (call, specs of the inputs) -> whether rows may be combined so over the mesh axes. None: any may.
     private  outputs that only mean something to the gradient of the op, on the rank that made them: they are never redistributed.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
-    takes    (call, specs of the inputs, mesh sizes) -> whether the op can run on inputs that are split so together; None: always.
+    takes    (call, specs of the inputs, mesh sizes) -> whether the op can run on inputs that are split so over all axes together; None: always.
     family   what kind of work the op does (see family.py).
     """
 
@@ -128,7 +127,6 @@ class Rule:
     sizes: tuple[tuple[str, str], ...] = ()
     flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
-    together: Callable[[Call, Sequence[Spec]], bool] | None = None
     private: tuple[int, ...] = ()
     takes: Callable[[Call, Sequence[Spec], tuple[int, ...]], bool] | None = None
     family: Family = Family.POINTWISE
