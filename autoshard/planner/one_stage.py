@@ -40,9 +40,9 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
         with clock("costs"):
             return replace(build_cost_table(graph, mesh, profile, like.strategies, like.training), seeds=like.seeds)
     with clock("strategies"):
-        seeded = any(name.startswith("input:") for name in options.seeds or ())  # who places inputs knows how they come in
-        held = {**({} if step is not None or seeded else as_passed(graph, mesh, options.passing)), **(fixed or {})}
-        seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, held)
+        seeds = resolve_seeds(graph, mesh, options.seeds, stage=step is not None)
+        passed = as_passed(graph, mesh, options.passing, seeds.specs) if step is None else {}
+        seeds = holding(seeds, graph, {**passed, **(fixed or {})})
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.passing.outputs))
     with clock("costs"):
         step = step or Training(options.optimizer, graph.training, offload=options.offload == "optimizer")
