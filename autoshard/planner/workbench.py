@@ -95,7 +95,8 @@ def _same(mesh: Mesh, options: Options) -> str:
 def program_like(like: Program, table: CostTable, limit: float) -> Program:
     """The program of `table`, whose strategies are those of `like`: its plans are starting plans, where they are plans here."""
     old = like.formulation
-    formulation = formulate_within(table, limit, replace(old.units, table=table) if table.strategies is old.table.strategies else None)
+    same = table.strategies is old.table.strategies and (table.cluster.overlap.eta > 0) == (old.table.cluster.overlap.eta > 0)
+    formulation = formulate_within(table, limit, replace(old.units, table=table) if same else None)  # `find_units` asks whether anything overlaps
     choices = () if not _alike(old.problem.node_costs, formulation.problem.node_costs) else (*like.starts, *like.learned.choices)
     starts = tuple(possible(formulation.problem, choices))
     if len(starts) < len(like.starts):

@@ -94,6 +94,14 @@ def test_starting_plans_of_another_profile_are_plans_here():
     assert all(any(np.array_equal(a, b) for b in same.starts) for a in like.starts)
 
 
+def test_a_profile_without_overlap_groups_ops_as_a_first_plan_does():
+    """On one axis views decide with their contraction only where nothing overlaps."""
+    on, still = bench("gpt", 64), changed(H100, "overlap.eta", lambda number: 0.0)
+    asked = (on, H100), (on, still), (bench("gpt", 64), still)
+    before, after, fresh = ({u.members for u in b.program(MESH, OPTIONS, profile, PhaseTimer()).formulation.units.units} for b, profile in asked)
+    assert after == fresh != before
+
+
 def test_few_programs_are_kept(monkeypatch):
     monkeypatch.setattr(workbench, "MOST_PROGRAMS", 2)
     on = bench()
