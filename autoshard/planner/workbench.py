@@ -30,7 +30,7 @@ from autoshard.search.problem import Solution
 from autoshard.space.cost_table import CostTable
 
 MOST_PROGRAMS = 3
-"""Programs that are kept; that of llama 8B on two axes takes about 0.2 GiB."""
+"""Programs that are kept."""
 
 
 @dataclass(eq=False)

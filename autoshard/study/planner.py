@@ -34,7 +34,7 @@ class Planner:
 
         planner = autoshard.Planner(model, (x, y), loss_fn=loss)      # options: those of autoshard.plan
         plan = planner.plan("dp=8,tp=8")
-        less = planner.plan("dp=8,tp=8", memory_budget="40GiB")       # llama 8B: below a second instead of 12
+        less = planner.plan("dp=8,tp=8", memory_budget="40GiB")       # llama 8B: below a CPU second
         table = planner.what_if("dp=8,tp=8", ["links.infiniband.bandwidth=2x", "memory=+16GiB"])
 
     Options given here hold for all plans, those of a call come before them. A model whose parameters are frozen or put into another mode is
