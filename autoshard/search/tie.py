@@ -23,6 +23,11 @@ class Tied:
     copies: int
     place: np.ndarray  # per node of the whole problem, its node here
 
+    @property
+    def first(self) -> np.ndarray:
+        """Per node here, the first of the whole problem that it stands for."""
+        return np.unique(self.place, return_index=True)[1]
+
     def lift(self, choice: np.ndarray) -> np.ndarray:
         """The choice of the whole problem that treats the copies alike."""
         return np.asarray(choice)[self.place]

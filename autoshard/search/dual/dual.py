@@ -126,9 +126,9 @@ class Dual:
         messages.sweep(self.packed, cost, self.message, theta, False)
         return cost, constant
 
-    def converge(self, phase: Pace, enough: float = TIGHT) -> tuple[float, np.ndarray, float]:
+    def converge(self, phase: Pace, enough: float = TIGHT, upper: float = math.inf) -> tuple[float, np.ndarray, float]:
         """Without rows: sweep until the decoded choice costs what the messages prove, within `enough` of it, or too little
-        is gained. Called again it goes on.
+        is gained. Called again it goes on. `upper`: a bound so high is enough too.
 
         Ends by work, not by the clock, unless the phase is over. Returns (bound, choice per packed node, its cost)."""
         p, bound, value = self.packed, -np.inf, np.inf
@@ -147,10 +147,10 @@ class Dual:
             messages.sweep(p, p.cost, self.message, theta, False)
             self.proven = self.message.copy()
             now = float(messages.decouple(p, p.cost, self.proven, grid)) + constant
-            flat = flat + 1 if now <= bound + _too_little(bound, value) else 0
+            flat = flat + 1 if now <= bound + _too_little(bound, value, upper) else 0
             bound = max(bound, now)
             phase.tick(sweeps)
-            if value - bound <= max(TIGHT, enough) * abs(bound) or flat >= STALL or phase.over():
+            if value - bound <= max(TIGHT, enough) * abs(bound) or bound > upper or flat >= STALL or phase.over():
                 break
         self.state[messages.BOUND] = bound - constant
         return bound, choice, value
@@ -181,8 +181,9 @@ class Dual:
         bound = float(math.fsum([*least, *edge_least.values()])) + constant + self.core.constant
         room = upper - bound + 1e-9 * max(abs(upper), abs(bound))
         messages.sweep(p, cost, self.message, theta, True)  # sharper on each node than the decoupled form
-        alive = (theta <= room) & (marginal - np.repeat(least, np.diff(p.start)) <= room)
-        self.write(core, incoming, tables, edge_least, alive, room)
+        dearer = marginal - np.repeat(least, np.diff(p.start))
+        alive = (theta <= room) & (dearer <= room)
+        self.write(core, incoming, tables, edge_least, alive, dearer, room)
         return core, bound
 
     def slacks(self, message: np.ndarray) -> tuple[dict[tuple[int, int], np.ndarray], dict[tuple[int, int], float]]:
@@ -200,11 +201,13 @@ class Dual:
         return tables, least
 
     def write(self, core: Core, incoming: np.ndarray, tables: dict[tuple[int, int], np.ndarray],
-              least: dict[tuple[int, int], float], alive: np.ndarray, room: float) -> None:
+              least: dict[tuple[int, int], float], alive: np.ndarray, dearer: np.ndarray, room: float) -> None:
+        """`dearer`: what each strategy costs more than the best of its node. A pair costs that of both, and its own."""
         p = self.packed
+        ends = list(zip(p.start[:-1].tolist(), p.start[1:].tolist(), strict=True))
         for (v, w), slack in tables.items():
-            low = least[v, w]
-            table = Table(np.where(slack - low <= room, slack - low, np.inf))
+            low, own, other = least[v, w], dearer[slice(*ends[v])], dearer[slice(*ends[w])]
+            table = Table(np.where(slack - low + own[:, None] + other[None, :] <= room, slack - low, np.inf))
             u, x = int(self.nodes[v]), int(self.nodes[w])
             core.adj[u][x], core.adj[x][u] = table, table.T
             core.constant += low
@@ -217,12 +220,12 @@ class Dual:
                 core.keep(node, np.flatnonzero(mask))
 
 
-def _too_little(bound: float, value: float) -> float:
+def _too_little(bound: float, value: float, upper: float) -> float:
     """The gain of a round of `converge` that does not count."""
     if not math.isfinite(bound):
         return 0.0
-    gap = value - bound
-    return max(GAINED * abs(bound), SLOW * gap if gap < NEAR * abs(bound) else 0.0)
+    gap = min(value, upper) - bound
+    return max(GAINED * abs(bound), SLOW * gap if gap < NEAR * abs(bound) or math.isfinite(upper) else 0.0)
 
 
 def _adapt(guess: float, gained: float, aimed: float) -> float:

@@ -133,7 +133,7 @@ def reduce_exactly(dual: Dual, upper: float, grid: float) -> Core:
         raise Infeasible(-1)
     alive = marginal - np.repeat(least, np.diff(p.start)) <= room
     out = core.copy()
-    dual.write(out, incoming, tables, edge_least, alive, room)
+    dual.write(out, incoming, tables, edge_least, alive, np.zeros_like(marginal), room)  # sums of more terms might round
     return out
 
 

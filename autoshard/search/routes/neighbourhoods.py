@@ -28,7 +28,7 @@ def improve(board: Board, nodes: int = NODES) -> None:
     if board.choice is None:
         return
     tied, known = tie(board.problem), board.choice
-    _, first = np.unique(tied.place, return_index=True)
+    first = tied.first
     if evaluate(board.problem, tied.lift(known[first])) > board.cost + MARGIN * abs(board.cost):
         tied = Tied(board.problem, 1, np.arange(board.problem.n))  # it does not treat the layers alike
         first = tied.place

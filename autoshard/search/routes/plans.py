@@ -103,6 +103,8 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
         return None, _planes(board, core), []
     tied, quotient = layers
     own = Board(tied.problem, _share(board), enough=board.enough)
+    if board.choice is not None:
+        own.offer(board.choice[tied.first])  # what its first layer does, all may
     try:
         settle_rows(quotient)
         if stored_entries(quotient) > STORED:

@@ -15,7 +15,9 @@ from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.reductions.gather import gather
 from autoshard.search.reductions.pairs import merge_pairs
+from autoshard.search.routes.joining import close_by_joining
 from autoshard.search.routes.milp import MipAnswer, solve_mip
+from autoshard.search.routes.neighbourhoods import improve
 from autoshard.search.routes.small import SMALL_TABLES, shrink
 
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
@@ -26,6 +28,10 @@ MANY = 100  # strategies of the largest node, from which on the largest pairs ar
 LARGE = 4_000_000  # table entries; above, no MIP follows
 STORED = 2_000_000  # of distinct tables; above, what one price computed is not kept for the next
 MIP_NODES = 2000
+LOOSE_TO_JOIN = 5e-3  # above, larger pairs are not tried before
+FAR = 1e-3  # relative gap of the bound, above which nodes are joined
+JOIN_SHARE, ROUGH_SHARE = 0.9, 0.3  # of the time left, a net
+JOINABLE = 1_500_000  # table entries up to which they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +67,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     free = core.copy(own_memo=large)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
+    plain = free.copy() if not large and table_entries(free) <= JOINABLE and not board.clock.expired() else None
     if max((len(free.cost[v]) for v in free.alive), default=0) >= MANY:
         largest = LARGER_PAIRS[-1]
     merge_pairs(free, largest, board.clock.expired)
@@ -68,7 +75,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
         drop_forbidden(free)
     if large:
         free.forget()
-    return _answer(board, core, prices, Dual(free, nodes=None if large else along(free)), len(core.undo), seed, largest, enough, rough)
+    return _answer(board, core, prices, Dual(free, nodes=None if large else along(free)), len(core.undo), seed, largest, enough, rough, plain)
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
@@ -77,12 +84,15 @@ def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
 
 
 def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, largest: int,
-            enough: float, rough: float = 0.0) -> Priced:
+            enough: float, rough: float = 0.0, plain: Core | None = None) -> Priced:
     """Where layouts compete, larger pairs are worth their size: those of activations that both windows read, of 16 layouts each
-    (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27."""
+    (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27. `plain`: the core before pairs
+    were made."""
     bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
     for larger in LARGER_PAIRS:
-        if larger > largest and value - bound > max(LOOSE, enough, rough) * abs(bound) and stored_entries(dual.core) <= LARGE:
+        most = math.inf if plain is None else LOOSE_TO_JOIN
+        worth = max(LOOSE, enough, rough) * abs(bound) < value - bound <= most * abs(bound)
+        if larger > largest and worth and stored_entries(dual.core) <= LARGE:
             joined = dual.core.copy()
             merge_pairs(joined, larger, board.clock.expired)
             if board.clock.expired():
@@ -96,6 +106,9 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         full = np.zeros(len(core.cost), dtype=np.int64)
         full[dual.nodes] = picked
         choice = dual.core.lift(full)
+    if plain is not None and value - bound > max(FAR, enough, rough) * abs(bound):
+        rows = bool((np.isfinite(core.price) & (core.price > 0)).any())  # without, these prices are the last
+        bound, value, choice = _joined(board, core, prices, plain, bound, value, choice, enough if rows else board.enough, rough)
     loose = value - bound > MARGIN * abs(bound)
     if value - bound > max(MARGIN, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
         bound, choice = _widen(board, dual, bound, value, choice, seed)
@@ -103,6 +116,23 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     if choice is not None:
         value = choice_value(board, core, prices, choice)
     return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
+
+
+def _joined(board: Board, core: Core, prices: np.ndarray, plain: Core, bound: float, value: float, choice: np.ndarray | None,
+            enough: float, rough: float) -> tuple[float, float, np.ndarray | None]:
+    """(bound, value, choice) after nodes were joined. The best choice known comes first, made cheaper, for what it costs at `prices`
+    limits what is looked for. An answer that may be rough bounds nothing, and most of the time is left for others."""
+    if board.choice is not None:
+        if not board.stats.get("improved"):
+            improve(board)
+            board.stats["improved"] = True
+        known = choice_value(board, core, prices, board.choice)
+        if known < value:
+            value, choice = known, board.choice
+    joined = close_by_joining(plain, board.clock.part(ROUGH_SHARE if rough else JOIN_SHARE), bound, value, max(enough, rough))
+    if joined.choice is not None:
+        value, choice = joined.value, plain.lift(joined.choice)
+    return joined.bound, value, choice
 
 
 def choice_value(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> float:
