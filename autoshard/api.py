@@ -45,7 +45,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
          outputs: str | Sequence[str] = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
-         expert_capacity: float = EXPERT_CAPACITY, pipeline: Pipeline | None = None, progress: Progress | None = None,
+         expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", pipeline: Pipeline | None = None, progress: Progress | None = None,
          model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
@@ -72,6 +72,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    host_link; step with `autoshard.local_update(optimizer)` then
     expert_capacity rows of tokens that a rank has room for where experts are split and tokens travel, over those of an even load; a CapacityError
                    above it (docs/experts.md)
+    pad            what is padded where it does not divide: "weights" (vocabularies, hidden features), or "all": attention heads and rows of the
+                   batch too, whose pads are computed (docs/padding.md)
     pipeline       Pipeline(microbatches=4): the batch in so many parts, see docs/pipeline.md; Pipeline(...) also names stages. With
                    Pipeline(microbatches="auto") their number is searched, as it is on a mesh "auto:64" without `pipeline`
     progress       called with (phase, detail)
@@ -94,7 +96,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "replicate",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0,
             search: str = "auto", fallback: str = "error", offload: str = "none", expert_capacity: float = EXPERT_CAPACITY,
-            pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
+            pad: str = "weights", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
             backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
             join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,
             progress: Progress | None = None) -> CompiledModule:
@@ -139,7 +141,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         return variant.bind(plan, variant.lower(plan, order))
 
     check_compilable(model, mesh_of(mesh), options)
-    filled = options.filled(chosen, "seeds", "fallback", "expert_capacity", "pipeline")
+    filled = options.filled(chosen, "seeds", "fallback", "expert_capacity", "pad", "pipeline")
     settings = Settings(build, filled, loss_fn, chosen, planner_key(options, profile),
                         partial(keep_plan, options, profile) if keep_within > 0 else None)
     many = options.pipeline.stages(mesh_of(mesh)) > 1

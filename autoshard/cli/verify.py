@@ -78,12 +78,12 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
         plan, source = _given(path, source)
     source, notes = fitting(source, mesh.size, folder, whole=plan is not None)
     spec = source.load()
-    options = request.options.filled(plan, "precision", "expert_capacity", "pipeline")
+    options = request.options.filled(plan, "precision", "expert_capacity", "pad", "pipeline")
     elsewhere = Processes(source, mesh, options) if processes else None
     report = verify(spec.model, mesh, spec.example_inputs, spec.example_kwargs, loss_fn=spec.loss_fn, plan=plan, plans=names,
                     steps=steps, training=not request.inference, optimizer=request.optimizer, tolerance=tolerance,
                     memory_budget=options.memory_budget, inputs=request.inputs, outputs=request.outputs,
-                    fallback=options.fallback, expert_capacity=options.expert_capacity, seeds=options.seeds,
+                    fallback=options.fallback, expert_capacity=options.expert_capacity, pad=options.pad, seeds=options.seeds,
                     cluster=options.cluster, time_limit=options.time_limit, precision=options.precision, pipeline=options.pipeline,
                     elsewhere=elsewhere, progress=progress)
     where = f"as {mesh.size} gloo processes" if processes else f"all {mesh.size} ranks in one process"

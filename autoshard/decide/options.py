@@ -104,6 +104,7 @@ class Options(_Checked):
     fallback: str = one_of("error", "replicate", recorded=True)
     offload: str = one_of("none", "optimizer", recorded=True)
     expert_capacity: float = field(default=EXPERT_CAPACITY, metadata={"recorded": True})
+    pad: str = one_of("weights", "all", recorded=True)
     pipeline: Pipeline = Pipeline()
     running: Running = Running()
 
@@ -156,7 +157,7 @@ class Options(_Checked):
     def tracing(self, loss_fn: Callable | None, training: bool | None) -> dict[str, Any]:
         """What `program.trace.trace` is told besides the call."""
         return {"loss_fn": loss_fn, "training": training, "precision": self.precision, "marks": self.marks, "fallback": self.fallback,
-                "expert_capacity": self.expert_capacity}
+                "expert_capacity": self.expert_capacity, "pad": self.pad}
 
     def memory_limit(self, cluster: Cluster) -> float:
         """Bytes a rank may use: the budget, else what the device has."""

@@ -8,7 +8,8 @@ from typing import Any
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
-from autoshard.padding.travel import classes, moves, pointwise, products, reductions
+from autoshard.padding import where_read
+from autoshard.padding.travel import attention, classes, moves, norms, pointwise, products, reductions
 from autoshard.padding.values import Source
 from autoshard.padding.walk import Travel, Walk
 from autoshard.program.calling import Traced
@@ -17,23 +18,30 @@ from autoshard.rules.part_dims import with_parts
 
 MOST_WASTE = 0.125
 """Of what a dim has, the largest part that its pad may be: the pad is computed on, too."""
-TABLES = (moves, products, classes, reductions, pointwise)
+WEIGHTS, ALL = "weights", "all"
+"""What is padded: dims of weights as they are stored; or heads and rows of the batch too, whatever their pads cost."""
+TABLES = (moves, products, classes, reductions, attention, norms, pointwise)
 
 
-def padded(traced: Traced, mesh: Mesh, stored: Mapping[str, TensorMeta] | None = None) -> Traced:
-    """The program with dims of parameters padded that divide over no axis of the mesh; the same one where there are none.
-    `stored`: parameters that lie on ranks already, which are padded as they are there."""
+def padded(traced: Traced, mesh: Mesh, stored: Mapping[str, TensorMeta] | None = None, pad: str = WEIGHTS) -> Traced:
+    """The program with dims of parameters padded that divide over no axis of the mesh, and, if `pad` is ALL, with attention heads and rows of
+    inputs too; the same one where there are none. `stored`: parameters that lie on ranks already, which are padded as they are there."""
     graph = traced.graph
-    sources = _wanted(graph, mesh, stored)
     plain = without_factors(graph)
-    while sources:
-        walk = Walk(plain, sources, travel_of)
+    read = where_read.groups(plain, mesh) if pad == ALL else []
+    sources = _wanted(graph, mesh, stored)
+    while sources or read:
+        where = {source: n for group in read for source, n in group.items()}
+        of_heads = {(name.removeprefix("param:"), d) for name, d in where if name.startswith("param:")}
+        walk = Walk(plain, {s: n for s, n in sources.items() if s not in of_heads}, travel_of, where)
         found = walk.run()
-        if stored or not walk.spilled & sources.keys():
+        kept = [group for group in read if not walk.spilled & group.keys()]
+        if len(kept) == len(read) and (stored or not walk.spilled & sources.keys()):
             with_dims = with_parts(factor_graph(found), stored)
             calling = replace(traced.calling, constants={**traced.calling.constants, **walk.constants})
             return replace(traced, graph=marked(with_dims), calling=calling)
-        sources = {s: n for s, n in sources.items() if s not in walk.spilled}
+        read = kept
+        sources = sources if stored else {s: n for s, n in sources.items() if s not in walk.spilled}
     return traced
 
 

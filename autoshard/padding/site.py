@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.base.graph import Call, Op, Ref, TensorMeta, map_args
-from autoshard.padding.values import LOWEST, Fill, Pad, Value, is_finite, joint
+from autoshard.padding.values import FINITE, LOWEST, Fill, Pad, Value, is_finite, joint
 from autoshard.rules.registry import REPLICATE, rule_of
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 """They can be given what their last dim is filled with: their bias has it."""
-GROWS = {aten.embedding_dense_backward.default: ("num_weights", 0), aten.new_zeros.default: ("size", None), aten.zeros.default: ("size", None)}
-"""Ops that make zeros at positions nobody asks for: the argument that says how many, and the dim (None: any)."""
+GROWS = {aten.embedding_dense_backward.default: ("num_weights", 0), aten.new_zeros.default: ("size", None), aten.zeros.default: ("size", None),
+         aten.expand.default: ("size", None)}
+"""Ops that make zeros at positions nobody asks for, or the same again: the argument that says how many, and the dim (None: any)."""
 
 RESHAPES = {aten.view.default: "size", aten._unsafe_view.default: "size", aten.reshape.default: "shape", aten.view_copy.default: "size",
             aten.slice_backward.default: "input_sizes"}
@@ -105,6 +106,8 @@ class Site:
     def _grown(self, value: Value, dim: int, like: Pad) -> Value | None:
         """Made longer where it is made, by an op that fills what it is not told about with zeros; the op in place may be dropped."""
         maker = self.walk.makers[value.ref]
+        if maker.target is aten.expand.default and not self.is_new(maker, dim):
+            return None
         argument, only = GROWS.get(maker.target, ("", None)) if maker.kind == "call" else ("", None)
         if not argument or only not in (None, dim):
             return None
@@ -116,9 +119,15 @@ class Site:
         if key not in self.walk.written:
             name = f"{maker.name}_longer{dim}{_late(self.op)}"
             op = replace(maker, name=name, args=args, outputs=(TensorMeta(shape, value.dtype),), phase=self.op.phase)
-            self.walk.put(op, [{**value.pads, dim: like.filled(0.0)}])
+            self.walk.put(op, [{**value.pads, dim: like.filled(FINITE if maker.target is aten.expand.default else 0.0)}])
             self.walk.written[key] = self.walk.values[Ref(name)]
         return self.walk.written[key]
+
+    def is_new(self, expand: Op, dim: int) -> bool:
+        """Whether the dim is one that an expand makes: longer, it repeats the same numbers."""
+        source, (made,) = self.walk.values[expand.refs[0]], expand.outputs
+        at = dim - (len(made.shape) - len(source.shape)) if made is not None else 0
+        return source.is_finite and (at < 0 or source.shape[at] == 1)
 
     def _product(self, value: Value, dim: int) -> str | None:
         """The matrix product whose last dim this is, in another form; None where it is not one."""

@@ -9,10 +9,11 @@ import torch
 
 from autoshard.base.graph import Ref
 
-FINITE, ANY = "finite", "any"
+FINITE, BESIDE, ANY = "finite", "finite beside pads", "any"
 Fill = float | str
 """What is in the pad along a dim, for every position along the other dims: a number, `FINITE` (numbers, no infinity and no NaN, where the
-true values have none), or `ANY`."""
+true values have none), `BESIDE` (numbers where the other dims have true positions, and anything in their pads: rows of logits whose classes end in
+-inf), or `ANY`."""
 LOWEST = float("-inf")
 Source = tuple[str, int]
 """A dim of a parameter that is padded."""

@@ -12,24 +12,30 @@ import torch
 
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta, map_args
 from autoshard.base.roles import Role
+from autoshard.base.windows import hold_op
 from autoshard.padding.site import FillWhereMade, Outcome, Site
-from autoshard.padding.values import LOWEST, Fill, Pad, Source, Value
+from autoshard.padding.values import ANY, FINITE, LOWEST, Fill, Pad, Source, Value
+from autoshard.rules import registry
 
 aten = torch.ops.aten
 Travel = Callable[[Site], Outcome | None]
 """How pads pass an op; None: it has to read true values."""
+PADDED = "_padded"
+"""How the names of ops end that pad what is read."""
 
 
 @dataclass(eq=False)
 class Walk:
-    """`sources`: the length that dims of parameters are padded to; `travel_of`: how pads pass an op, by target; `fills`: by name,
-    what products fill their last dim with.
+    """`sources`: the length that dims of parameters are padded to; `travel_of`: how pads pass an op, by target; `read`: the length that dims of
+    parameters and inputs (by the names of their ops) have where they are read, by an op that pads them; `fills`: by name, what products fill
+    their last dim with.
 
     After `run`: `constants` of the new graph, and `spilled`, sources whose pads were cut before an op read them."""
 
     graph: Graph
     sources: Mapping[Source, int]
     travel_of: Callable[[Any], Travel | None]
+    read: Mapping[Source, int] = field(default_factory=dict)
     fills: dict[str, Fill] = field(default_factory=dict)
 
     def run(self) -> Graph:
@@ -49,6 +55,7 @@ class Walk:
         self.rows: dict[tuple[int, int, torch.dtype], str] = {}
         self.spilled: set[Source] = set()
         self.stored: dict[str, Mapping[int, Pad]] = {}
+        self.waiting: dict[Ref, tuple[str, Mapping[int, int]]] = {}
         for op in self.graph.ops:
             {"param": self._param, "output": self._output, "call": self._call}.get(op.kind, self._keep)(op)
         rows = [self.makers[Ref(f"buffer:{name}")] for name in self.constants]
@@ -56,6 +63,29 @@ class Walk:
 
     def _keep(self, op: Op) -> None:
         self.put(op, [{} for _ in op.outputs])
+        self._wait(op, op.name, {d: n for (name, d), n in self.read.items() if name == op.name})
+
+    def _wait(self, op: Op, origin: str, lengths: Mapping[int, int]) -> None:
+        if lengths:
+            self.waiting[Ref(op.name)] = origin, lengths
+
+    def _pad_where_read(self, op: Op) -> None:
+        """What `op` reads of values that wait for it, padded by an op of its own: once, and for all who read them later."""
+        for ref in dict.fromkeys(r for r in op.refs if r in self.waiting):
+            (origin, lengths), value = self.waiting.pop(ref), self.values[ref]
+            pads = {d: Pad(value.shape[d], n, 0.0, frozenset({(origin, d)})) for d, n in lengths.items()}
+            behind = tuple(x for d in reversed(range(len(value.shape))) for x in (0, lengths.get(d, value.shape[d]) - value.shape[d]))
+            meta = TensorMeta(longer(value.shape, pads), value.dtype)
+            name = f"{ref.op.replace(':', '_')}{PADDED}"
+            self.put(replace(op, name=name, target=aten.constant_pad_nd.default, args=(ref, behind, 0), kwargs=(), outputs=(meta,)), [pads])
+            self.values[ref] = self.values[Ref(name)]
+
+    def _repeat_for_pads(self, site: Site, value: Value) -> None:
+        """What is repeated for every row of the inputs (types of tokens, a first token) is for those of the pad, too."""
+        rows = next((Pad(op.outputs[0].shape[0], n, FINITE, frozenset({(name, 0)})) for (name, d), n in self.read.items()
+                     if (op := self.graph.op(name)).kind == "input" and op.outputs[0] is not None), None)
+        if rows is not None and value.shape and value.shape[0] == rows.true and 0 not in value.pads and site.is_new(site.op, 0):
+            self.values[value.ref] = site.lengthened(value, 0, rows)
 
     def _param(self, op: Op) -> None:
         (meta,) = op.outputs
@@ -65,8 +95,13 @@ class Walk:
         self.stored[op.target] = pads
         padded = TensorMeta(longer(meta.shape, pads), meta.dtype, unpadded=meta.shape if pads else ())
         self.put(replace(op, outputs=(padded,)), [pads])
+        self._wait(op, op.name, {d: n for (name, d), n in self.read.items() if name == op.name})
 
     def _call(self, op: Op) -> None:
+        if op.target is hold_op() or registry.is_cast(op):  # narrower, and still what the ranks store
+            self._wait(op, *self.waiting.get(op.refs[0], ("", {})))
+        else:
+            self._pad_where_read(op)
         values = [self.values[ref] for ref in op.refs]
         site = Site(self, op, values)
         travel = self.travel_of(op.target) if op.name in self.fills or any(v.pads for v in values) else None
@@ -74,6 +109,19 @@ class Walk:
         if outcome is None or not site.write(outcome):
             done = site.write(Outcome([site.cut(v) for v in values], [{} for _ in op.outputs]))
             assert done, f"{op.where} does not have the shapes that were traced"
+        self._settle(site)
+
+    def _settle(self, site: Site) -> None:
+        """A number per row that may be none in the pad (the scale of a norm) gets one: what is made of it has numbers again, for little."""
+        ref = Ref(site.op.name)
+        value = self.values.get(ref)
+        if value is None:
+            return
+        if site.op.target is aten.expand.default and site.op.phase == "forward":
+            self._repeat_for_pads(site, value)
+        elif value.shape and value.shape[-1] == 1:
+            for dim in [d for d, p in value.pads.items() if p.fill == ANY]:
+                self.values[ref] = site.filled(self.values[ref], dim, 0.0)
 
     def _output(self, op: Op) -> None:
         if not op.refs:
@@ -83,8 +131,10 @@ class Walk:
         pads = self.stored.get(op.target.name, {}) if op.target.role is Role.GRADIENT else {}
         for dim, pad in pads.items():
             value = site.filled(site.lengthened(value, dim, pad), dim, 0.0)
-        whole = site.cut(value, [d for d in value.pads if d not in pads], spills=op.target.role is not Role.USER)
-        self.ops.append(replace(op, args=map_args(lambda leaf: whole.ref if isinstance(leaf, Ref) else leaf, op.args)))
+        for dim in [d for d in value.pads if d not in pads]:
+            where_read = {name for name, _ in value.pads[dim].sources} <= {name for name, _ in self.read}
+            value = site.cut(value, [dim], spills=op.target.role is not Role.USER and not where_read)
+        self.ops.append(replace(op, args=map_args(lambda leaf: value.ref if isinstance(leaf, Ref) else leaf, op.args)))
 
     def put(self, op: Op, pads: Sequence[Mapping[int, Pad]]) -> None:
         """Add an op whose outputs have these pads."""

@@ -31,6 +31,7 @@ PICKS = (aten.unbind.int, aten.select.int)
 
 Dim = tuple[Ref, int]
 """A logical dim of a value."""
+Links = dict[tuple[int, int], set[tuple[int, int]]]
 
 
 def with_parts(graph: Graph, stored: Mapping[str, TensorMeta] | None = None) -> Graph:
@@ -134,7 +135,7 @@ class _Walk:
     graph: Graph
     stored: Mapping[str, TensorMeta]
     refused: set[tuple[Dim, int]] = field(default_factory=set)
-    links: dict[Call, dict[tuple[int, int], set[tuple[int, int]]]] = field(default_factory=dict)
+    links: dict[Call, Links] = field(default_factory=dict)
 
     def dims_like(self, start: Dim, count: int) -> set[Dim]:
         """All dims that have to consist of `count` parts if `start` does, dims that are no more than that number left out;
@@ -193,17 +194,21 @@ class _Walk:
             if user.kind == "output" and user.target.role is Role.GRADIENT:
                 yield Ref(self.graph.ties[name]), dim
 
-    def _links(self, call: Call) -> dict[tuple[int, int], set[tuple[int, int]]]:
-        """(tensor, dim) -> those that one row shards with it; tensors are inputs, then outputs. A dim that goes with several of one
-        tensor (any shard of `new_zeros`) goes with none."""
+    def _links(self, call: Call) -> Links:
         if call not in self.links:
-            pairs: dict[tuple[int, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-            for row in registry.rows(call):
-                placed = [(i, p) for i, p in enumerate((*row.inputs, *row.outputs)) if p >= 0]
-                for a, b in ((a, b) for a in placed for b in placed if a is not b):
-                    pairs[a][b[0]].add(b[1])
-            self.links[call] = {a: {(i, min(ds)) for i, ds in others.items() if len(ds) == 1} for a, others in pairs.items()}
+            self.links[call] = links(call)
         return self.links[call]
+
+
+def links(call: Call) -> Links:
+    """(tensor, dim) -> those that one row shards with it; tensors are inputs, then outputs. A dim that goes with several of one
+    tensor (any shard of `new_zeros`) goes with none."""
+    pairs: dict[tuple[int, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for row in registry.rows(call):
+        placed = [(i, p) for i, p in enumerate((*row.inputs, *row.outputs)) if p >= 0]
+        for a, b in ((a, b) for a in placed for b in placed if a is not b):
+            pairs[a][b[0]].add(b[1])
+    return {a: {(i, min(ds)) for i, ds in others.items() if len(ds) == 1} for a, others in pairs.items()}
 
 
 def _has_groups(call: Call) -> bool:

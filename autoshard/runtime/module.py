@@ -187,7 +187,8 @@ class CompiledModule(Guidance, nn.Module):
         self._sync_modes()
         begin = time.perf_counter()
         how = {"loss_fn": self.settings.loss_fn, "precision": self.options.precision, "marks": self.options.marks, "fallback": self.options.fallback,
-               "expert_capacity": self.options.expert_capacity, "hooks_run": True, "stored": {} if replan else self._stored.metas}
+               "expert_capacity": self.options.expert_capacity, "pad": self.options.pad, "hooks_run": True,
+               "stored": {} if replan else self._stored.metas}
         traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, self.place.mesh, **how))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}

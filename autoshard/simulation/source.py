@@ -31,7 +31,7 @@ def traced_for(plan: Plan, model: nn.Module | None, args: Sequence[Any], kwargs:
         raise UsageError("batch was given beside a model; give example inputs of that batch instead")
     marks = {key: seed_text(value) for key, value in said["seeds"].items()}
     return batch.traced(model, tuple(args), dict(kwargs or {}), said["pipeline"], plan.mesh, loss_fn=loss_fn, training=training,
-                        precision=said["precision"], marks=marks, fallback=said["fallback"])
+                        precision=said["precision"], marks=marks, fallback=said["fallback"], expert_capacity=said["expert_capacity"], pad=said["pad"])
 
 
 def named_by(plan: Plan) -> ModelSpec:

@@ -33,6 +33,7 @@ from autoshard.base.windows import START, is_accumulator
 from autoshard.program import flow
 from autoshard.rules import registry
 from autoshard.rules.family import Family
+from autoshard.rules.types import Row
 from autoshard.seeds.marks import is_user_collective
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex, Strategies, StrategySet
@@ -259,10 +260,15 @@ class _Walk:
         if not cheap or (self._is_free(op) and (joined or not reads or self.fine)) or sums or registry.is_cast(op):
             self.passing.add(op.name)
         makes = not cheap or (reads and op.name in self.passing) or any(
-            (self.fine or 0 in r.inputs) and is_partial(r.outputs[0]) and PSUM not in r.inputs for r in rows)
+            (self.fine or self._is_of_tokens(op, r)) and is_partial(r.outputs[0]) and PSUM not in r.inputs for r in rows)
         if op.kind == "call" and makes:
             self.partial |= {Ref(op.name, i) for i in range(len(op.outputs)) if any(is_partial(r.outputs[i]) for r in rows)}
 
+    def _is_of_tokens(self, op: Op, row: Row) -> bool:
+        """Whether it sums over the first dim of what the op reads, as gradients of weights do. With a batch of one that is the sequence; the
+        last dim is features, which are not split for the sake of a sum."""
+        return any(p == 0 or p >= 0 and p < len(shape) - 1 and max(shape[:p]) == 1
+                   for p, shape in ((p, self.graph.meta(r).logical_shape) for p, r in zip(row.inputs, op.refs, strict=True)))
 
     def _is_free(self, op: Op) -> bool:
         """Views cost nothing on Partial values. Other ops wait for the reduction, casts too: it is cheaper in the

@@ -36,7 +36,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
            plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
            tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
            memory_budget: str | float | None = None, inputs: str = "global", outputs: str = "replicate", fallback: str = "error",
-           expert_capacity: float = EXPERT_CAPACITY, time_limit: float = 60.0,
+           expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", time_limit: float = 60.0,
            precision: Precision | None = None, pipeline: Pipeline | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
            progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:
     """Run plans of `model` with real numbers, all ranks in this process, and compare with the model itself: user outputs,
@@ -55,7 +55,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     dtype        what to compute in: by default float64, else (ops without it, a plan that fits no float64 twin) float32
     tolerance    largest error of a tensor over its norm (or, for gradients, over 1e-6 of the norm of all of them); by default
                  1e-9 in float64, and where the program has less precise floats, the rounding measured (see verify/run.py)
-    seeds, cluster, memory_budget, fallback, expert_capacity, time_limit   as for `autoshard.plan`
+    seeds, cluster, memory_budget, fallback, expert_capacity, pad, time_limit   as for `autoshard.plan`
     inputs       "local": plans are made for inputs that come in split along dim 0 over the first mesh axis
     outputs      as for `autoshard.plan`; numbers are compared whole in any case
     elsewhere    what runs the plans instead (real processes); the program in this process then only finds a wrong op
@@ -71,7 +71,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
         raise UsageError(f"steps={steps}: give at least 1")
     names, mesh, given = check_names(plans), mesh_of(mesh), loaded(plan)
     options = Options.of(arguments, optimizer=Options.optimizer, seeds=seeds or {}, cluster=cluster or "cpu-gloo")
-    options = options.filled(given, "seeds", "fallback", "expert_capacity", "precision", "pipeline")
+    options = options.filled(given, "seeds", "fallback", "expert_capacity", "pad", "precision", "pipeline")
     if elsewhere is not None and options.pipeline.stages(mesh) > 1:
         raise UsageError(f"mesh {mesh} has a pipeline, which is verified with all ranks in one process: leave out --processes (elsewhere=)")
     call = Call(model, tuple(example_inputs), dict(example_kwargs or {}), loss_fn, training, options,

@@ -125,7 +125,7 @@ def _train(task: _Task) -> dict[str, Any]:
     with default_dtype(dtype), torch.set_grad_enabled(task.training):
         compiled = api.compile(model, str(task.on.mesh), args, kwargs, loss_fn=spec.loss_fn, training=task.training,
                                plan=Path(task.folder, "plan.json"), cache=False, inputs=options.passing.inputs, outputs=options.passing.outputs,
-                               fallback=options.fallback, expert_capacity=options.expert_capacity, precision=options.precision,
+                               fallback=options.fallback, expert_capacity=options.expert_capacity, pad=options.pad, precision=options.precision,
                                pipeline=options.pipeline)
         constants = set(range(compiled._latest[1].n_users)) - {op.target for op in compiled._latest[1].graph.of_kind("tangent")}
         steps, optimizer = [], None

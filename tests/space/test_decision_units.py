@@ -26,12 +26,13 @@ MOST = 5e-3
 POLICY = parse_precision("param=bf16,master=fp32,reduce=bf16")
 
 
-def table_of(name: str, mesh: str, cluster: str, tiny: bool = False, precision: Precision | None = None, **shape):
+def table_of(name: str, mesh: str, cluster: str, tiny: bool = False, precision: Precision | None = None,
+             dtype: torch.dtype = torch.float32, **shape):
     module = importlib.import_module(f"models.{name}")
     size, more = ("tiny", {}) if tiny else WIDE[name]
     with torch.device("meta"):
         model, inputs = module.build(size, **shape, **more)
-    traced = trace(model, inputs, loss_fn=module.loss, training=True, precision=precision)
+    traced = trace(model.to(dtype), inputs, loss_fn=module.loss, training=True, precision=precision)
     return prices(traced, mesh_of(mesh), Options(cluster=cluster, precision=precision))
 
 
@@ -66,3 +67,12 @@ def test_a_view_for_a_contraction_decides_with_it():
         made, read = units.outputs(table.graph.op(reader).refs[index]), units.inputs(reader, index)
         assert [made.specs[i] for i in made.index] == [read.specs[i] for i in read.index]
     assert all(len(unit) == len(set(zip(*(p.tolist() for p in unit.picked), strict=True))) for unit in units.units)
+
+
+def test_one_sample_may_be_split_along_its_sequence_over_all_axes():
+    """The gradient of a norm's weight sums over the sequence, and what casts it waits for that sum; the norm itself does not."""
+    table = table_of("llama", "a=2,b=2", "h100-dgx", True, dtype=torch.bfloat16, batch=1)
+    units = find_units(table)
+    values = [op.name for op in table.graph.of_kind("call") if op.phase == "backward" and op.outputs[0].shape == (1, 32, 64)]
+    assert len(values) > 50
+    assert [name for name in values if (1, 1) not in units.outputs(Ref(name)).specs] == []

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from autoshard.base.graph import Graph
+from autoshard.padding.walk import PADDED
 
 
 def more(names: list[str]) -> str:
@@ -16,7 +17,19 @@ def padding_notes(graph: Graph) -> tuple[str, ...]:
             for true, n in zip(meta.true_shape, meta.shape, strict=True) if meta is not None else ():
                 if true != n and op.target not in found.setdefault((true, n), []):
                     found[true, n].append(op.target)
-    if not found:
-        return ()
     parts = (f"{true:,} computed as {n:,} ({names[0]}{more(names)})" for (true, n), names in found.items())
-    return (f"dims that do not divide are padded: {'; '.join(parts)}; stored and saved in their true lengths",)
+    stored = (f"dims that do not divide are padded: {'; '.join(parts)}; stored and saved in their true lengths",) if found else ()
+    return stored + _where_read(graph)
+
+
+def _where_read(graph: Graph) -> tuple[str, ...]:
+    """Dims that an op of the program pads: features of heads, and rows of inputs."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for op in graph.of_kind("call"):
+        if not op.name.endswith(PADDED) or op.name.removesuffix(PADDED).partition("_")[0] not in ("param", "input"):
+            continue
+        for old, new in zip(graph.meta(op.refs[0]).shape, op.outputs[0].shape if op.outputs[0] else (), strict=True):
+            if old != new:
+                found.setdefault((old, new), []).append(graph.op(op.refs[0].op).target or op.refs[0].op)
+    parts = (f"{old:,} computed as {new:,} ({names[0]}{more(names)})" for (old, new), names in found.items())
+    return (f"heads and rows that do not divide are padded where they are read: {'; '.join(parts)}",) if found else ()

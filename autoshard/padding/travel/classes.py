@@ -5,7 +5,7 @@ import torch
 
 from autoshard.base.graph import Slot
 from autoshard.padding.site import Outcome, Site
-from autoshard.padding.values import ANY, FINITE, LOWEST, Fill, Pad, Value, is_finite
+from autoshard.padding.values import ANY, BESIDE, FINITE, LOWEST, Fill, Pad, Value, is_finite
 
 aten = torch.ops.aten
 IGNORED = "ignore_index"
@@ -16,8 +16,11 @@ def softmax(site: Site) -> Outcome:
     (value,), dim = site.values, _dim(site)
     if dim in value.pads:
         value = site.filled(value, dim, LOWEST)
-    share: Fill = LOWEST if "log" in str(site.op.target) else 0.0
-    pads = {d: p.filled(share if d == dim else FINITE if is_finite(p.fill) else ANY) for d, p in value.pads.items()}
+    log = "log" in str(site.op.target)
+    share: Fill = LOWEST if log else 0.0
+    lowest = dim in value.pads  # every row has numbers beside it, and -inf there
+    row: Fill = BESIDE if log and lowest else FINITE
+    pads = {d: p.filled(share if d == dim else row if is_finite(p.fill) or lowest and p.fill == BESIDE else ANY) for d, p in value.pads.items()}
     return Outcome([value], [pads])
 
 
@@ -34,7 +37,7 @@ def softmax_backward(site: Site) -> Outcome | None:
     for d in grad.pads:
         grad = site.filled(grad, d, 0.0) if d == dim or not is_finite(grad.pads[d].fill) else grad
     for d, pad in grad.pads.items():
-        rows = is_finite(out.pads[d].fill)
+        rows = is_finite(out.pads[d].fill) or log and dim in out.pads and out.pads[d].fill == BESIDE
         pads[d] = pad.filled(0.0 if d == dim or pad.fill == 0.0 and rows else FINITE if rows else ANY)
     return Outcome([grad, out], [pads])
 

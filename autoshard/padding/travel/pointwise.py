@@ -72,7 +72,13 @@ def _fill(site: Site, values: Sequence[Value], pads: Sequence[Pad | None], outpu
         return joint(fills[0], fills[2] if isinstance(value, Slot) else float(value))
     if others_finite and (name == "mul" and any(zero) or name in _ABSORBS and zero[0]):
         return 0.0
-    return FINITE if others_finite and name in _FINITE else ANY
+    return FINITE if others_finite and (name in _FINITE or _is_power(site, name)) else ANY
+
+
+def _is_power(site: Site, name: str) -> bool:
+    """x^n with a whole n, not negative."""
+    exponent = site.call.argument("exponent") if name == "pow" else None
+    return isinstance(exponent, (int, float)) and exponent >= 0 and exponent == int(exponent)
 
 
 def _computed(site: Site, values: Sequence[Value], fills: Sequence[Fill], output: int) -> Fill:

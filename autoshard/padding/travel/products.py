@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.padding.site import Outcome, Site
-from autoshard.padding.values import ANY, FINITE, LOWEST, Fill, Pad, Value, is_finite, joint
+from autoshard.padding.values import ANY, BESIDE, FINITE, LOWEST, Fill, Pad, Value, is_finite, joint
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ def _filled_product(site: Site, left: Value, right: Value, pads: dict[int, Pad])
     pad, (meta,) = pads[1], site.op.outputs
     assert meta is not None, f"{site.op.name} makes nothing"
     row = site.walk.constant(pad.true, pad.length, meta.dtype)
-    pads = {d: p.filled(LOWEST if d == 1 else ANY) for d, p in pads.items()}
+    pads = {d: p.filled(LOWEST if d == 1 else BESIDE if is_finite(p.fill) else ANY) for d, p in pads.items()}
     return Outcome([row, left, right], [pads], aten.addmm.default, (row.ref, left.ref, right.ref))
 
 
@@ -75,7 +75,10 @@ def _biased(site: Site, bias: Value, pads: dict[int, Pad], ndim: int, fill: Any)
             bias = site.lengthened(bias, d - first, pad)
     if fill is not None and len(bias.shape) == 1 and 0 in bias.pads:
         bias = site.filled(bias, 0, fill)
-    return bias, {d: p.filled(_sum(p.fill, bias.pads[d - first].fill if d - first in bias.pads else FINITE)) for d, p in pads.items()}
+    made = {d: p.filled(_sum(p.fill, bias.pads[d - first].fill if d - first in bias.pads else FINITE)) for d, p in pads.items()}
+    if not bias.is_finite:
+        made |= {d: p.filled(BESIDE if is_finite(p.fill) else ANY) for d, p in made.items() if d - first not in bias.pads}
+    return bias, made
 
 
 def _sum(one: Fill, other: Fill) -> Fill:

@@ -20,6 +20,7 @@ from autoshard.base.roles import Output, Role
 from autoshard.base.windows import CAT, JOIN, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
+from autoshard.padding.padded import WEIGHTS as PAD_WEIGHTS
 from autoshard.padding.padded import padded
 from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same, by_shape, partners, walk
 from autoshard.program.accumulate import accumulating
@@ -37,7 +38,8 @@ def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], p
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A model with the batch of a step, which may be cut in several ways; `how`: the rest of what `program.trace.trace` takes."""
+    """A model with the batch of a step, which may be cut in several ways; `how`: the rest of what `program.trace.trace` takes, and `pad`: what is
+    padded (padding/padded.py)."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -48,7 +50,7 @@ class Batch:
     @cached_property
     def whole(self) -> Traced:
         """The program of the batch."""
-        return trace(self.model, self.args, self.kwargs, **self.how)
+        return trace(self.model, self.args, self.kwargs, **self._tracing)
 
     def rows(self, pipeline: Pipeline) -> int:
         """The length of the batch dim. Raises UsageError."""
@@ -66,7 +68,7 @@ class Batch:
     def on(self, mesh: Mesh, pipeline: Pipeline) -> Traced:
         """`cut`, as ranks of `mesh` run it: dims that do not divide over its axes are padded. Stages of a pipeline keep them whole."""
         found = self.cut(pipeline)
-        return found if pipeline.axis in mesh.names else padded(found, mesh, self.how.get("stored"))
+        return found if pipeline.axis in mesh.names else padded(found, mesh, self.how.get("stored"), self.how.get("pad", PAD_WEIGHTS))
 
     def as_one(self, pipeline: Pipeline) -> Graph:
         """The batch as a micro-batch by itself: the program of the batch with what `cut` adds to that of a part. For prices."""
@@ -88,8 +90,12 @@ class Batch:
         dims = _batch_dims(whole, tensors, pipeline)
         pieces = iter([t if d is None else t.detach().narrow(d, 0, t.shape[d] // count) for t, d in zip(tensors, dims, strict=True)])
         some, named = pytree.tree_unflatten([next(pieces) if isinstance(v, torch.Tensor) else v for v in flat], tree)
-        part = trace(self.model, some, named, **self.how)
+        part = trace(self.model, some, named, **self._tracing)
         return replace(whole, graph=_microbatched(whole, part, dims, pipeline, loss), calling=_calling(whole.calling, part.calling))
+
+    @property
+    def _tracing(self) -> dict[str, Any]:
+        return {name: value for name, value in self.how.items() if name != "pad"}
 
     @cached_property
     def _flat(self) -> tuple[Any, Any]:

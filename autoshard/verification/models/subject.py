@@ -42,7 +42,7 @@ class Call:
         with self.casting():
             return batch.traced(self.model, self.args, self.kwargs, self.options.pipeline, self.mesh, loss_fn=self.loss_fn, training=self.training,
                                 marks=self.options.marks, fallback=self.options.fallback, expert_capacity=self.options.expert_capacity,
-                                precision=self.options.precision)
+                                pad=self.options.pad, precision=self.options.precision)
 
     def casting(self) -> Any:
         """The autocast context that the model is called in."""
