@@ -13,6 +13,7 @@ Nothing is shared between streams: two collectives that run at once on one link 
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,14 +60,15 @@ class Replay:
         return float(self.finish.max())
 
 
-def replay(program: Program, cluster: Cluster, conditions: Conditions | None = None) -> Replay:
-    """The step of `program`. Raises UsageError for conditions about ranks, links and nodes that are not there."""
-    conditions = conditions or Conditions()
+def replay(program: Program, cluster: Cluster, conditions: Conditions | None = None, own: Mapping[int, np.ndarray] | None = None) -> Replay:
+    """The step of `program`. `own`: by position among the events, seconds of a stretch on each rank (of the mesh's shape) in the place of the
+    program's. Raises UsageError for conditions about ranks, links and nodes that are not there."""
+    conditions, own = conditions or Conditions(), own or {}
     conditions.check(program.mesh, cluster)
     player = _Player(program, cluster, conditions)
     for at, event in enumerate(program.events):
         if isinstance(event, Stretch):
-            player.stretch(event)
+            player.stretch(own.get(at, event.seconds))
         elif isinstance(event, Call):
             player.call(at, event)
         elif isinstance(event, Host):
@@ -91,8 +93,8 @@ class _Player:
         self.alike = np.zeros(self.sizes)
         self.weights = np.random.default_rng(0)
 
-    def stretch(self, event: Stretch) -> None:
-        seconds = event.seconds * self.work * self.jitter()
+    def stretch(self, alone: np.ndarray | float) -> None:
+        seconds = alone * self.work * self.jitter()
         end = self._advanced(seconds)
         spent = end - self.now
         self.worked += spent
