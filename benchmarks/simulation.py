@@ -1,7 +1,7 @@
 """Simulated and measured steps of plans of small models on local processes, with prices of a profile alone and with op times of one process.
 
     torchrun --nproc-per-node 2 -m autoshard calibrate -o my.toml --seconds 45
-    torchrun --nproc-per-node 2 benchmarks/simulation.py --cluster my.toml [--rounds 8] [--models gpt,mlp] [--json out.json]
+    torchrun --nproc-per-node 2 benchmarks/simulation.py --cluster my.toml [--seconds 400] [--models gpt,mlp] [--json out.json]
     torchrun --nproc-per-node 2 benchmarks/simulation.py --cluster my.toml --quick
 
 A step is zero_grad, forward, backward and an AdamW update (lr = 0: numbers do not move), with one thread per process. The program is simulated as it
@@ -13,8 +13,8 @@ is executed, three times:
     beside    the same, taken on all processes at once, which share the machine's memory and caches
 
 None of them sees a timing of the step that it predicts, and nothing is fitted to a row. Rounds go through all plans of a model in turn, starting with
-another one each time: once to warm up and once by the clock for each of alone, beside, the step and the step again. Everything said is a median over
-rounds. "A/A" is the second series of steps over the first: closer than its error means nothing.
+another one each time: alone, beside, the step and the step again, behind a warm-up. There are as many rounds as fit into --seconds. Everything said is a
+median over rounds. "A/A" is the second series of steps over the first: closer than its error means nothing.
 """
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bert": (bert, {"layers": 2, "width": 512, "heads": 8, "vocab": 4096, "context": 128, "batch": 8}),
 }
 CONVOLUTIONS = ("resnet",)
-SEARCH_S = 15.0
-"""At most, for a plan."""
+SEARCH_S, PLANNING_S = 15.0, 3.0
+"""Of a plan: how long its search may take, and how long planning it usually takes, which is taken off its rounds' time."""
+LEAST_ROUNDS, MOST_ROUNDS = 3, 25
 MODES = ("profile", "alone", "beside")
 MEDIAN, TENTH, SIGNED, RANKS = "median error", "90 % of errors within", "signed mean", "rank correlation"
 TARGETS = {"profile": {MEDIAN: 0.05}, "alone": {MEDIAN: 0.03, TENTH: 0.08, SIGNED: 0.02, RANKS: 0.98}, "beside": {}}
@@ -76,6 +77,7 @@ class Row:
     beside: float
     measured: float
     again: float
+    rounds: int
 
     def error(self, mode: str) -> float:
         return float(getattr(self, mode)) / self.measured - 1.0
@@ -122,18 +124,16 @@ class Subject:
         self.again: list[float] = []
 
     def round(self, number: int) -> None:
+        """Every rank by itself, all of them without collectives, and the step, twice."""
+        dist.barrier()
+        self.taken.run()
         for rank in range(dist.get_world_size()):
             dist.barrier()
             if rank == dist.get_rank():
-                self.taken.run()
                 self.alone.append(self.taken.times())
-        dist.barrier()
-        self.taken.run()
         dist.barrier()
         self.beside.append(self.taken.times())
         for into in (self.steps, self.again) if number % 2 else (self.again, self.steps):
-            dist.barrier()
-            self.step()
             dist.barrier()
             start = time.perf_counter()
             self.step()
@@ -148,7 +148,7 @@ class Subject:
         """A step ends when its last rank does."""
         steps, again = ([max(ranks) for ranks in zip(*gathered(times), strict=True)] for times in (self.steps, self.again))
         return Row(name, self.label, profile, self.simulated(self.alone, cluster, mesh), self.simulated(self.beside, cluster, mesh), median(steps),
-                   median(again))
+                   median(again), len(steps))
 
 
 def training_step(model: Any, batch: tuple[Any, ...]) -> Callable[[], None]:
@@ -176,9 +176,12 @@ def rows_of(name: str, labels: Sequence[str], options: argparse.Namespace, say: 
             seeds = seeds_of(model, shapes, mesh) if seeds_of else None
             subjects.append(Subject(label, model, batch, module.loss, seeds, options.cluster, mesh))
             say(f"{name}, {label}: planned ({subjects[-1].compiled.plan.status})")
-    for i in range(options.rounds):
-        for subject in subjects[i % len(subjects):] + subjects[:i % len(subjects)]:
-            subject.round(i)
+    until, rounds = time.perf_counter() + options.seconds / len(options.models) - PLANNING_S * len(subjects), 0
+    while rounds < LEAST_ROUNDS or rounds < MOST_ROUNDS and gathered(time.perf_counter() < until)[0]:
+        for subject in subjects[rounds % len(subjects):] + subjects[:rounds % len(subjects)]:
+            subject.round(rounds)
+        rounds += 1
+    say(f"{name}: {rounds} rounds")
     for subject in subjects:
         profile = autoshard.simulate(subject.compiled.plan, model, batch, loss_fn=module.loss, executed=True).step_s
         yield subject.row(name, profile, cluster, mesh)
@@ -195,8 +198,8 @@ def met(said: str, value: float, target: float) -> bool:
     return value >= target if said == RANKS else abs(value) < target
 
 
-def show(rows: Sequence[Row], rounds: int) -> None:
-    print(f"\n{line(about(), f'{rounds} rounds')}\n")
+def show(rows: Sequence[Row]) -> None:
+    print(f"\n{line(about(), f'{min(r.rounds for r in rows)} to {max(r.rounds for r in rows)} rounds')}\n")
     print(markdown(("model", "plan", "measured ms", "A/A", *(f"{mode} ms" for mode in MODES), *(f"{mode} error" for mode in MODES)), (
         (r.model, r.plan, f"{1e3 * r.measured:.1f}", f"{r.floor:+.1%}", *(f"{1e3 * getattr(r, mode):.1f}" for mode in MODES),
          *(f"{r.error(mode):+.1%}" for mode in MODES)) for r in rows)))
@@ -218,13 +221,13 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--cluster", required=True, help="the calibrated profile, a .toml file")
     parser.add_argument("--models", help=f"some of {','.join(MODELS)}")
     parser.add_argument("--plans", help="some of the plans, by name, separated by commas")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=400.0, help="about how long all of it may take on a quiet machine")
     parser.add_argument("--quick", action="store_true", help="gpt and mlp, three plans each, three rounds: whether it works, not how well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.models = (options.models or ("gpt,mlp" if options.quick else ",".join(MODELS))).split(",")
     options.plans = options.plans.split(",") if options.plans else ["data parallel", "fully sharded", "tensor parallel"] if options.quick else []
-    options.rounds = 3 if options.quick else options.rounds
+    options.seconds = 0.0 if options.quick else options.seconds
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"no model {min(unknown)!r}; choose from {', '.join(MODELS)}")
     if unknown := set(options.plans) - set(PLANS) - set(WITH_CONVOLUTIONS):
@@ -243,10 +246,10 @@ def main() -> None:
     for name in options.models:
         rows += rows_of(name, options.plans, options, (lambda text: print(text, flush=True)) if lead else lambda text: None)
     if lead:
-        show(rows, options.rounds)
+        show(rows)
         print(f"{time.perf_counter() - start:.0f} s")
         if options.json:
-            found = {"about": about(), "rounds": options.rounds, "rows": [{**asdict(r), "floor": r.floor} for r in rows],
+            found = {"about": about(), "rows": [{**asdict(r), "floor": r.floor} for r in rows],
                      **{mode: figures(rows, mode) for mode in MODES}}
             options.json.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier()
