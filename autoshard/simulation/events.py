@@ -23,7 +23,7 @@ from autoshard.errors import UsageError
 from autoshard.simulation.classes import Classes, classes_of
 from autoshard.simulation.conditions import Conditions
 from autoshard.simulation.program import Call, Host, Program, Stretch, Wait
-from autoshard.simulation.replay import Player, Replay, Running, walk
+from autoshard.simulation.replay import Player, Replay, Running, replay, walk
 
 Port = tuple[int, str]
 """Of a class, on a level of links."""
@@ -83,6 +83,11 @@ def play_events(program: Program, cluster: Cluster, conditions: Conditions | Non
     run = _Run(program, classes, seconds, limits)
     run.play()
     return walk(_Told(program, cluster, conditions, run))
+
+
+def play(program: Program, cluster: Cluster, conditions: Conditions) -> Replay:
+    """By the engine that the conditions ask for. Raises what it raises."""
+    return (play_events if conditions.shared_links else replay)(program, cluster, conditions)
 
 
 class _Run:

@@ -172,6 +172,9 @@ def test_the_command_says_where_time_goes(file: Path, run) -> None:
     (["--mesh", "dp=4"], "the plan has the axes dp, tp"),
     (["--batch", "0"], "--batch is 0"),
     (["--jitter", "-1"], "jitter -1"),
+    (["--cluster", "h100-dgxx"], "h100-dgx"),
+    (["--cluster", "/nowhere/my.toml"], "/nowhere/my.toml"),
+    (["--cluster", "h100-dgx", "--slow-link", "loopback=0.5"], "has no link 'loopback'"),
     (["--trace", "/nowhere/t.json"], "cannot write /nowhere/t.json"),
 ])
 def test_bad_requests_are_named(file: Path, run, arguments: list[str], words: str) -> None:
@@ -190,6 +193,26 @@ def test_a_plan_of_another_model_is_refused(file: Path, tmp_path: Path, run) -> 
         code, out, err = run("simulate", path)
         assert code == 2 and out == "" and words in err and "Traceback" not in err, err
     assert run("simulate", tmp_path / "none.json")[0] == 2
+
+
+def test_a_plan_of_another_cluster_is_refused(file: Path, tmp_path: Path, run) -> None:
+    """One that has too few devices for its mesh, by name and in the plan itself, and one whose numbers are none."""
+    data = json.loads(file.read_text())
+    small = {**data["cluster"], "links": [{**data["cluster"]["links"][0], "devices": 2.0}]}
+    for cluster, words in [(small, "mesh dp=2,tp=2 needs 4 devices, cluster h100-dgx has 2"), ({**data["cluster"], "links": []}, "links"),
+                           ({"name": "h100-dgx"}, "h100-dgx")]:
+        path = tmp_path / "other.json"
+        path.write_text(json.dumps({**data, "cluster": cluster}))
+        code, out, err = run("simulate", path)
+        assert code == 2 and out == "" and words in err and "Traceback" not in err, err
+
+
+def test_the_same_plan_on_another_machine_and_with_shared_links(file: Path, run) -> None:
+    found, slower, shared = (autoshard.simulate(file, executed=True, **how) for how in ({}, {"cluster": "a100-dgx"}, {"shared_links": True}))
+    assert slower.step_s > found.step_s and slower.plan.cluster["name"] == "a100-dgx" and slower.objective_s == 0.0
+    assert shared.step_s >= found.step_s and shared.work_s + sum(row.mean_s for row in shared.idle) == pytest.approx(shared.step_s)
+    code, out, err = run("simulate", file, "--cluster", "a100-dgx", "--shared-links")
+    assert code == 0 and "a100-dgx" in out and "collectives share the links that they use at the same time" in out and "another mesh, batch or cluster" in out, err
 
 
 def test_collectives_inside_ops_are_counted_as_the_plan_counted_them() -> None:
