@@ -9,7 +9,7 @@ Every rank has a clock of its compute stream and one per stream of collectives. 
     wait      the clock is at least the end of the call
     host      the clock is at least the host's, which issues ops one by one
 
-Nothing is shared between streams: two collectives that run at once on one link both have all of it.
+Nothing is shared between streams: two collectives that run at once on one link both have all of it (events.py has them share).
 """
 from __future__ import annotations
 
