@@ -100,11 +100,11 @@ def halves(first: Callable[..., Seeds], second: Callable[..., Seeds]) -> Callabl
 
 
 PLANS: dict[str, Callable[..., Seeds] | None] = {
-    "data parallel": data_parallel, "fully sharded": fully_sharded, "tensor parallel": tensor_parallel, "tensor, then sharded":
-    halves(tensor_parallel, fully_sharded), "sharded, then tensor": halves(fully_sharded, tensor_parallel), "chosen": None}
+    "data parallel": data_parallel, "fully sharded": fully_sharded, "tensor parallel": tensor_parallel, "tensor then sharded":
+    halves(tensor_parallel, fully_sharded), "sharded then tensor": halves(fully_sharded, tensor_parallel), "chosen": None}
 WITH_CONVOLUTIONS: dict[str, Callable[..., Seeds] | None] = {
-    "data parallel": data_parallel, "fully sharded": fully_sharded, "whole, then sharded": halves(data_parallel, fully_sharded),
-    "sharded, then whole": halves(fully_sharded, data_parallel), "chosen": None}
+    "data parallel": data_parallel, "fully sharded": fully_sharded, "whole then sharded": halves(data_parallel, fully_sharded),
+    "sharded then whole": halves(fully_sharded, data_parallel), "chosen": None}
 
 
 class Subject:

@@ -6,8 +6,10 @@ import importlib
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import fused_models
 import pytest
 import torch
 from steering import MODELS, formulation_of, traced
@@ -22,6 +24,8 @@ from autoshard.decide.make_plan import make_plan
 from autoshard.decide.walks.baselines import baseline, schemes
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import PlanError, UsageError
+from autoshard.program.calling import Traced
+from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.simulation.flops import executed_seconds, model_seconds
@@ -32,8 +36,18 @@ from autoshard.simulation.simulate import program_for
 FEW = ("dlrm", "moe", "gpt")
 
 
+@cache
+def program(name: str, **shape) -> Traced:
+    """A model of models/, or a decoder with fused projections."""
+    if name != "fused":
+        return traced(name, **shape)
+    with torch.device("meta"):
+        ids = torch.zeros(4, fused_models.SEQ, dtype=torch.long)
+        return trace(fused_models.Fused(), (ids, ids), loss_fn=fused_models.loss, training=True)
+
+
 def by_hand(name: str, mesh: str, cluster: str, **shape) -> dict[str, Plan]:
-    formulation, out = formulation_of(traced(name, **shape), mesh, cluster=cluster), {}
+    formulation, out = formulation_of(program(name, **shape), mesh, cluster=cluster), {}
     wiring = Wiring(formulation)
     for scheme in (s for s in schemes(parse_mesh(mesh)) if not s.late and not s.obstacle(formulation)):
         choice = baseline(wiring, scheme)
@@ -44,10 +58,10 @@ def by_hand(name: str, mesh: str, cluster: str, **shape) -> dict[str, Plan]:
 
 def step_of(name: str, plan: Plan, executed: bool = False, graph=None) -> float:
     cluster = Cluster.from_snapshot(plan.cluster)
-    return replay(program_for(with_recompute(graph or traced(name).graph, plan.recompute), plan, cluster, executed), cluster).step_s
+    return replay(program_for(with_recompute(graph or program(name).graph, plan.recompute), plan, cluster, executed), cluster).step_s
 
 
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in (*MODELS, "fused")])
 def test_where_nothing_hides_the_step_is_the_objective(name: str) -> None:
     assert load_cluster("cpu-gloo").overlap.eta == 0.0
     plans = by_hand(name, "dp=2,tp=2", "cpu-gloo")
