@@ -12,7 +12,7 @@ import torch.distributed as dist
 from autoshard.errors import UsageError
 from autoshard.runtime.execute.watched import Doing, watched
 from autoshard.runtime.module import CompiledModule
-from autoshard.simulation.trace import COMPUTE, Span, Track
+from autoshard.simulation.trace import COMPUTE, MICROSECONDS, Span, Track
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def clocked(model: CompiledModule) -> Iterator[Clock]:
 
 
 def _spans(moments: Sequence[Moment], first: float) -> Iterator[Span]:
-    """Ops and copies on the compute stream, and waits as such; collectives on the stream of their axis, from their start to the end of their wait."""
+    """Ops and copies on the compute stream, and waits as such; collectives on the stream of their axis, from their start ("ready"), or the end of the
+    one before, to the end of their wait."""
     flying: dict[tuple[str, int], float] = {}
     free: dict[str, float] = {}
     for m in moments:
@@ -103,5 +104,6 @@ def _spans(moments: Sequence[Moment], first: float) -> Iterator[Span]:
             yield Span(COMPUTE, f"start {name}", begin, end, "copy", details)
         else:
             yield Span(COMPUTE, f"wait for {name}", begin, end, "idle", details)
-            yield Span(axis, name, max(flying.pop(key), free.get(axis, 0.0)), end, "communication", details)
+            called = flying.pop(key)
+            yield Span(axis, name, max(called, free.get(axis, 0.0)), end, "communication", {**details, "ready": MICROSECONDS * called})
             free[axis] = end

@@ -71,7 +71,7 @@ def test_a_clocked_step_is_the_step() -> None:
                 assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:])), "one after the other"
             assert sum(s.stream != COMPUTE for s in track.spans) == len(calls)
         for a, b in zip(*([s for s in t.spans if s.category == "communication"] for t in tracks), strict=True):
-            assert a.name == b.name and a.end >= b.begin and b.end >= a.begin, "a collective ends on no rank before it has started on the other"
+            assert a.name == b.name and all(1e6 * x.end >= y.details["ready"] for x, y in ((a, b), (b, a))), "no rank has it before the other starts it"
         events = [*trace_events([*simulated, *tracks])]
         named = {(e["pid"], e["tid"]) for e in events if e.get("name") == "thread_name"}
         assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"} == named, "simulated and measured ranks are processes of their own"
