@@ -16,6 +16,7 @@ _HOMES = {
     "annotate": "autoshard.seeds.marks",
     "check_rule": "autoshard.rules.outside",
     "clip_grad_norm_": "autoshard.runtime.params.clip",
+    "clocked": "autoshard.simulation.clocked",
     "compile": "autoshard.api",
     "generator": "autoshard.serve.api",
     "pad_to_bucket": "autoshard.runtime.lengths",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -39,8 +40,9 @@ from models import gpt, llama
 
 @dataclass(frozen=True)
 class Row:
-    """`published`: seconds a step; `model`: "llama" or "gpt" with `sizes` (layers, width, heads, ...); `scheme`: a baseline; `recompute`: blocks are
-    checkpointed; `batch`: of all ranks; `microbatches`: of it."""
+    """`published`: seconds a step; `model`: "llama" or "gpt" with `sizes` (layers, width, heads, ...); `scheme`: a baseline; `recompute`: every so
+    many-th block is checkpointed, 0: none; `batch`: of all ranks; `microbatches`: of it; `memory`: bytes/s of its boards, where they are not those of
+    the profile."""
 
     name: str
     published: float
@@ -52,9 +54,10 @@ class Row:
     scheme: str
     model: str
     sizes: tuple[tuple[str, int], ...] = ()
-    recompute: bool = False
+    recompute: int = 0
     half: str = "bf16"
     microbatches: int = 1
+    memory: float | None = None
     note: str = ""
 
 
@@ -62,19 +65,22 @@ def gpt_sizes(layers: int, width: int, heads: int, vocab: int = 51200) -> tuple[
     return (("layers", layers), ("width", width), ("heads", heads), ("vocab", vocab))
 
 
-TITAN = "github.com/pytorch/torchtitan, benchmarks/: 5,762 (8 GPUs) and 5,605 (128) tokens/s per GPU"
+TITAN = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 5,762 (8 GPUs) and 5,605 (128) tokens/s per GPU"
+TITAN_A100 = "github.com/pytorch/torchtitan, docs/performance.md of 2024: 2,904 tokens/s per GPU, selective by layer"
 KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, table 5"
 MEGATRON = "Shoeybi et al., arXiv 1909.08053: 77 % of one GPU's FLOP/s per GPU on 8, 74 % on 512"
 VTRAIN = "github.com/VIA-Research/vTrain, data/ground_truth_multi.csv"
-H100S = "their boards have 2.4 TB/s and 500 W"
+H100S, H100_MEMORY = "their boards run at 500 W; selective by op, here every second block", 2.4e12
+"""Boards with 96 GB HBM2e and 2.4 TB/s, says the page."""
 ROWS = (
-    Row("llama 8B, 8 H100", 16384 / 5762, TITAN, "h100-dgx", "dp=8", 16, 8192, "FSDP (ZeRO-3)", "llama", note=f"selective checkpoints; {H100S}"),
-    Row("llama 8B, 128 H100", 16384 / 5605, TITAN, "h100-dgx", "dp=128", 256, 8192, "FSDP (ZeRO-3)", "llama", note=f"selective checkpoints; {H100S}"),
-    Row("GPT 22B, 8 A100", 1.42, KORTHIKANTI, "a100-dgx", "tp=8", 4, 2048, "Megatron TP", "gpt", gpt_sizes(48, 6144, 64), True, "fp16"),
-    Row("GPT 3.6B, 64 A100", 3.5665, VTRAIN, "a100-dgx", "dp=64", 512, 2048, "DDP", "gpt", gpt_sizes(30, 3072, 32), True, "fp16"),
-    Row("GPT 1.2B, 1 V100", 0.0, MEGATRON, "v100-dgx2", "tp=1", 8, 1024, "Megatron TP", "gpt", gpt_sizes(40, 1536, 16), True, "fp16"),
-    Row("GPT 8.3B, 8 V100", 0.0, MEGATRON, "v100-dgx2", "tp=8", 8, 1024, "Megatron TP", "gpt", gpt_sizes(72, 3072, 32), True, "fp16"),
-    Row("GPT 8.3B, 512 V100", 0.0, MEGATRON, "v100-dgx2", "dp=64,tp=8", 512, 1024, "Megatron TP", "gpt", gpt_sizes(72, 3072, 32), True, "fp16"),
+    Row("llama 8B, 8 H100", 16384 / 5762, TITAN, "h100-dgx", "dp=8", 16, 8192, "FSDP (ZeRO-3)", "llama", recompute=2, memory=H100_MEMORY, note=H100S),
+    Row("llama 8B, 128 H100", 16384 / 5605, TITAN, "h100-dgx", "dp=128", 256, 8192, "FSDP (ZeRO-3)", "llama", recompute=2, memory=H100_MEMORY, note=H100S),
+    Row("llama 8B, 64 A100", 8192 / 2904, TITAN_A100, "a100-dgx", "dp=64", 64, 8192, "FSDP (ZeRO-3)", "llama", recompute=2),
+    Row("GPT 22B, 8 A100", 1.42, KORTHIKANTI, "a100-dgx", "tp=8", 4, 2048, "Megatron TP", "gpt", gpt_sizes(48, 6144, 64), 1, "fp16"),
+    Row("GPT 3.6B, 64 A100", 3.5665, VTRAIN, "a100-dgx", "dp=64", 512, 2048, "DDP", "gpt", gpt_sizes(30, 3072, 32), 1, "fp16"),
+    Row("GPT 1.2B, 1 V100", 0.0, MEGATRON, "v100-dgx2", "tp=1", 8, 1024, "Megatron TP", "gpt", gpt_sizes(40, 1536, 16), 1, "fp16"),
+    Row("GPT 8.3B, 8 V100", 0.0, MEGATRON, "v100-dgx2", "tp=8", 8, 1024, "Megatron TP", "gpt", gpt_sizes(72, 3072, 32), 1, "fp16"),
+    Row("GPT 8.3B, 512 V100", 0.0, MEGATRON, "v100-dgx2", "dp=64,tp=8", 512, 1024, "Megatron TP", "gpt", gpt_sizes(72, 3072, 32), 1, "fp16"),
 )
 
 
@@ -88,8 +94,8 @@ def built(row: Row) -> tuple[nn.Module, tuple, object]:
         for block in made.h:
             block.attn.__class__ = Unfused
     if row.recompute:
-        for block in made.h:
-            block.__class__ = Checkpointed
+        for block in (made.h if row.model == "gpt" else made.layers)[::row.recompute]:
+            block.__class__ = checkpointed(type(block))
     return made, inputs, module.loss
 
 
@@ -103,9 +109,13 @@ class Unfused(gpt.Attention):
         return self.c_proj((weights @ v).transpose(1, 2).reshape(b, s, d))
 
 
-class Checkpointed(gpt.Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
+@cache
+def checkpointed(block: type[nn.Module]) -> type[nn.Module]:
+    class Checkpointed(block):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, *args, use_reentrant=False)
+
+    return Checkpointed
 
 
 def planned(row: Row) -> tuple[Graph, Plan]:
@@ -125,6 +135,8 @@ def predicted(row: Row) -> dict:
     start = process_time()
     graph, plan = planned(row)
     cluster = Cluster.from_snapshot(plan.cluster)
+    if row.memory:
+        cluster = replace(cluster, device=replace(cluster.device, memory_bandwidth=row.memory))
     step = replay(program_for(graph, plan, cluster, executed=True), cluster).step_s
     return {"name": row.name, "published_s": row.published or None, "predicted_s": step, "objective_s": plan.objective_s,
             "error": step / row.published - 1 if row.published else None, "scheme": row.scheme, "mesh": row.mesh, "source": row.source,
@@ -139,7 +151,7 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 def weak_scaling(rows: list[dict]) -> list[str]:
     """Ratios, which do not depend on how fast one device is."""
-    by_name = {r["name"]: r["predicted_s"] for r in rows}
+    by_name, by_row = {r["name"]: r["predicted_s"] for r in rows}, {r.name: r for r in ROWS}
     out = []
     if {"llama 8B, 8 H100", "llama 8B, 128 H100"} <= by_name.keys():
         out.append(f"llama 8B, 8 to 128 GPUs: tokens/s per GPU {100 * (by_name['llama 8B, 8 H100'] / by_name['llama 8B, 128 H100'] - 1):+.1f} % "
@@ -147,7 +159,7 @@ def weak_scaling(rows: list[dict]) -> list[str]:
     one = by_name.get("GPT 1.2B, 1 V100")
     for name, published in (("GPT 8.3B, 8 V100", 77), ("GPT 8.3B, 512 V100", 74)):
         if one and name in by_name:
-            work = flops(ROWS[5]) / flops(ROWS[4]) / 8  # per GPU: 8 replicas' batch each on 512
+            work = flops(by_row["GPT 8.3B, 8 V100"]) / flops(by_row["GPT 1.2B, 1 V100"]) / 8  # per GPU: 8 replicas' batch each on 512
             out.append(f"{name}: {100 * work * one / by_name[name]:.0f} % of one GPU's FLOP/s (published {published} %)")
     return out
 

@@ -62,7 +62,7 @@ class Measured:
     def as_row(self, layers: int) -> Row:
         mesh = ",".join(f"{n}={k}" for n, k in (("dp", self.dp), ("tp", self.tp)) if k > 1) or "dp=1"
         return Row(str(self.form), self.seconds, VTRAIN, "a100-dgx", mesh, 2 * self.rows * self.dp, self.seq,
-                   "Megatron TP" if self.tp > 1 else "DDP", "gpt", gpt_sizes(layers, self.width, self.heads), True, "fp16", 2)
+                   "Megatron TP" if self.tp > 1 else "DDP", "gpt", gpt_sizes(layers, self.width, self.heads), 1, "fp16", 2)
 
 
 def table(path: Path) -> Iterator[Measured]:

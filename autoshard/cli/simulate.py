@@ -25,6 +25,8 @@ EXAMPLES = """
 
   autoshard simulate plan.json --mesh dp=64,tp=2 --batch 512       the same placements on 16 times as many ranks, no search
 
+  autoshard simulate plan.json --cluster a100-dgx                  the same plan on another machine
+
   autoshard simulate plan.json --slow-link nvlink=0.5              half the bandwidth; --slow-link infiniband@3=0.5: of node 3 only
 """
 
@@ -44,13 +46,18 @@ ExecutedOption = Annotated[bool, typer.Option(
     "--executed", help="Reductions of small gradients share calls, as it runs. Default: each by itself, as the objective prices it.")]
 
 
+SharedOption = Annotated[bool, typer.Option(
+    "--shared-links", help="Collectives that run at the same time share the links they use. Default: each has all of them.")]
+ClusterOption = Annotated[str | None, typer.Option(
+    help="At the prices of another machine: a built-in profile or a TOML file. Default: the one that the plan was made for.")]
 MeshOption = Annotated[str | None, typer.Option(
     help="The plan's placements on a mesh of other sizes: dp=128,tp=8 for a plan of dp=8,tp=8. Nothing is searched.")]
 BatchOption = Annotated[int | None, typer.Option(help="With another global batch; usually beside --mesh.")]
 
 
 def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = None, trace: TraceOption = None, rank: RankOption = None,
-             slow_rank: SlowRankOption = None, slow_link: SlowLinkOption = None, jitter: JitterOption = 0.0, seed: SeedOption = 0,
+             slow_rank: SlowRankOption = None, slow_link: SlowLinkOption = None, shared_links: SharedOption = False,
+             cluster: ClusterOption = None, jitter: JitterOption = 0.0, seed: SeedOption = 0,
              executed: ExecutedOption = False, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Play the step of a PLAN event by event on all its ranks: idle time by cause, the critical path, bytes and utilisation of the
     links, sizes of transfers, MFU. The model is loaded and traced again, on no device; nothing is searched and no rank is started."""
@@ -64,8 +71,8 @@ def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = N
         progress("simulate", str(plan))
         from autoshard.simulation.simulate import simulate as run
 
-        found = run(plan, mesh=mesh, batch=batch, ranks=rank or (), slow_ranks=slow_ranks, slow_links=slow_links, jitter=jitter, seed=seed,
-                    executed=executed)
+        found = run(plan, mesh=mesh, batch=batch, cluster=cluster, ranks=rank or (), slow_ranks=slow_ranks, slow_links=slow_links,
+                    shared_links=shared_links, jitter=jitter, seed=seed, executed=executed)
     if trace is not None:
         found.write_trace(trace)
     if as_json:

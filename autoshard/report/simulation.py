@@ -43,7 +43,7 @@ def _summary(found: Simulation) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    plan, objective = found.plan, "the plan is for another mesh or batch"
+    plan, objective = found.plan, "the plan is for another mesh, batch or cluster"
     if found.objective_s:
         objective = f"the plan's objective is {seconds(found.objective_s)} ({100 * (found.step_s / found.objective_s - 1):+.1f} %)"
     grid.add_row("step", f"{seconds(found.step_s)}; {objective}")

@@ -32,7 +32,7 @@ from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.agreement_facts import call_facts, in_words, inputs_in_words
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.ranks.same_inputs import compare_inputs, is_due
-from autoshard.runtime.step import Function, Step
+from autoshard.runtime.step import Backend, Function, Step
 
 log = logging.getLogger("autoshard")
 MOST_SEARCHED = 16
@@ -128,6 +128,21 @@ class CompiledModule(Guidance, nn.Module):
         if key not in self._steps:
             self._enter(key, flat)
         return self
+
+    @contextmanager
+    def run_by(self, backend: Backend) -> Iterator[None]:
+        """Inside, the variants that are there by now are run by another backend; those that come up inside are not. Raises UsageError for a
+        pipeline and for a model that has not been called or prepared yet."""
+        if not self._steps or not all(isinstance(step, Step) for step in self._steps.values()):
+            raise UsageError("there is no variant of the model to run" + (" by other means: it has pipeline stages" if self._steps else
+                             "; call it, or prepare(...), before"))
+        before = self._steps, self._current
+        changed = {step: step.run_by(backend) for step in self._steps.values()}
+        self._steps, self._current = {key: changed[step] for key, step in self._steps.items()}, changed.get(self._current)
+        try:
+            yield
+        finally:
+            self._steps, self._current = before
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], list[torch.Tensor]]:
         """What a variant depends on (the last part: how each tensor comes in), the leaves of the bound call, and the tensors

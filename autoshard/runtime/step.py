@@ -121,6 +121,12 @@ class Step:
         """The same program with other tensors."""
         return type(self)(self.graph, self.calling, self.plan, self.lowered, self.place, stored, self.backend, self.outputs, self.given)
 
+    def run_by(self, backend: Backend) -> "Step":
+        """The same program on the same tensors, run by another backend."""
+        made = type(self)(self.graph, self.calling, self.plan, self.lowered, self.place, self.stored, backend, self.outputs, self.given)
+        made.calls = self.calls
+        return made
+
     # --- forward ---
 
     def arguments(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> list[Any]:

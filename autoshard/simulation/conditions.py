@@ -1,4 +1,4 @@
-"""How the machine of a simulation differs from its profile: slow ranks, slow links, jitter."""
+"""How the machine of a simulation differs from its profile: slow ranks, slow links, jitter; and whether collectives share links."""
 from __future__ import annotations
 
 import re
@@ -21,6 +21,7 @@ class Conditions:
     jitter         relative standard deviation of the seconds of every stretch of work between two collectives, drawn per rank (log-normal,
                    mean 1)
     seed           of the jitter: the same seed, the same numbers
+    shared_links   collectives that run at the same time share the links they use (events.py); else each has all of them (replay.py)
 
     Raises UsageError for numbers that make no sense; `check` for ranks, links and nodes that are not there."""
 
@@ -28,6 +29,7 @@ class Conditions:
     slow_links: Mapping[str, float] = field(default_factory=dict)
     jitter: float = 0.0
     seed: int = 0
+    shared_links: bool = False
 
     def __post_init__(self) -> None:
         for rank, factor in self.slow_ranks.items():
@@ -79,7 +81,8 @@ class Conditions:
         """In words, a line each."""
         ranks = [f"rank {r} takes {f:g} times as long for its work" for r, f in sorted(self.slow_ranks.items())]
         links = [f"{_words(name)} has {100 * share:g} % of its bandwidth" for name, share in sorted(self.slow_links.items())]
-        return (*ranks, *links, *([f"work varies by {100 * self.jitter:g} % per rank and stretch, seed {self.seed}"] if self.jitter else []))
+        shared = ["collectives share the links that they use at the same time"] if self.shared_links else []
+        return (*ranks, *links, *shared, *([f"work varies by {100 * self.jitter:g} % per rank and stretch, seed {self.seed}"] if self.jitter else []))
 
 
 class Jitter:

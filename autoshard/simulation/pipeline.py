@@ -28,9 +28,10 @@ from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.check_plan import check_fits
 from autoshard.runtime.route import route_of
 from autoshard.simulation.conditions import Conditions
+from autoshard.simulation.events import play as play_program
 from autoshard.simulation.flops import executed_seconds, model_seconds
 from autoshard.simulation.program import UPDATE, program_of, update_program
-from autoshard.simulation.replay import FINISHED, Cause, Replay, replay
+from autoshard.simulation.replay import FINISHED, Cause, Replay
 from autoshard.simulation.result import Idle, Simulation, idle_rows
 from autoshard.simulation.trace import COMPUTE, Span, Track
 from autoshard.simulation.traffic import link_use, sizes
@@ -86,7 +87,7 @@ def _stage(made: Pipelined, plan: Plan, index: int, cluster: Cluster, conditions
     here = _within(conditions, made, rank, cluster)
     programs = {w.name: program_of(graph, own, order, cluster, executed=executed, windows=(w.name,)) for w in order.windows}
     update = update_program(graph, own, cluster)
-    return StageRun(index, rank, graph, own, {name: replay(p, cluster, here) for name, p in {**programs, UPDATE: update}.items() if p.events})
+    return StageRun(index, rank, graph, own, {name: play_program(p, cluster, here) for name, p in {**programs, UPDATE: update}.items() if p.events})
 
 
 

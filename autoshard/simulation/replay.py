@@ -9,10 +9,11 @@ Every rank has a clock of its compute stream and one per stream of collectives. 
     wait      the clock is at least the end of the call
     host      the clock is at least the host's, which issues ops one by one
 
-Nothing is shared between streams: two collectives that run at once on one link both have all of it.
+Nothing is shared between streams: two collectives that run at once on one link both have all of it (events.py has them share).
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,14 +60,19 @@ class Replay:
         return float(self.finish.max())
 
 
-def replay(program: Program, cluster: Cluster, conditions: Conditions | None = None) -> Replay:
-    """The step of `program`. Raises UsageError for conditions about ranks, links and nodes that are not there."""
+def replay(program: Program, cluster: Cluster, conditions: Conditions | None = None, own: Mapping[int, np.ndarray] | None = None) -> Replay:
+    """The step of `program`. `own`: by position among the events, seconds of a stretch on each rank (of the mesh's shape) in the place of the
+    program's. Raises UsageError for conditions about ranks, links and nodes that are not there."""
     conditions = conditions or Conditions()
     conditions.check(program.mesh, cluster)
-    player = _Player(program, cluster, conditions)
-    for at, event in enumerate(program.events):
+    return walk(Player(program, cluster, conditions), own)
+
+
+def walk(player: "Player", own: Mapping[int, np.ndarray] | None = None) -> Replay:
+    """Every event of its program, in order. `own`: as `replay` takes it."""
+    for at, event in enumerate(player.program.events):
         if isinstance(event, Stretch):
-            player.stretch(event)
+            player.stretch(event.seconds if own is None else own.get(at, event.seconds))
         elif isinstance(event, Call):
             player.call(at, event)
         elif isinstance(event, Host):
@@ -76,7 +82,9 @@ def replay(program: Program, cluster: Cluster, conditions: Conditions | None = N
     return player.finished()
 
 
-class _Player:
+class Player:
+    """The clocks of all ranks. `advanced` and `running` say when work and collectives end."""
+
     def __init__(self, program: Program, cluster: Cluster, conditions: Conditions) -> None:
         mesh = program.mesh
         self.program, self.sizes = program, mesh.sizes
@@ -91,26 +99,31 @@ class _Player:
         self.alike = np.zeros(self.sizes)
         self.weights = np.random.default_rng(0)
 
-    def stretch(self, event: Stretch) -> None:
-        seconds = event.seconds * self.work * self.jitter()
-        end = self._advanced(seconds)
+    def stretch(self, alone: np.ndarray | float) -> None:
+        seconds = alone * self.work * self.jitter()
+        end = self.advanced(seconds)
         spent = end - self.now
         self.worked += spent
         self.slowed += spent - seconds
         self._at(end)
 
-    def _advanced(self, seconds: np.ndarray | float) -> np.ndarray:
+    def advanced(self, seconds: np.ndarray | float) -> np.ndarray:
         if self.program.interference:
             first = self.now.min()
             self.busy = [r for r in self.busy if r.end.max() > first]
             return advance(self.now, seconds, self.busy, self.program.interference)
         return self.now + seconds
 
-    def call(self, at: int, event: Call) -> None:
+    def running(self, at: int, event: Call) -> tuple[np.ndarray, Running]:
+        """When each rank is ready for a call, and when it runs."""
         ready = np.maximum(self.now, self.free[event.stream]) if event.stream in self.free else self.now
         start = ready.max(axis=event.axes, keepdims=True)
         running = Running(start, start + seconds_of(event.phases, event.seconds, event.axes, self.links))
         self.free[event.stream] = np.broadcast_to(running.end, self.sizes)
+        return ready, running
+
+    def call(self, at: int, event: Call) -> None:
+        ready, running = self.running(at, event)
         self.calls[at] = running
         if self.program.interference:
             self.busy.append(running)

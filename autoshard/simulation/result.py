@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -84,9 +84,11 @@ class Simulation:
     def objective_s(self) -> float:
         return self.plan.objective_s
 
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """As Chrome and Perfetto read it, see trace.py. Raises UsageError where the file cannot be written."""
-        write_trace(path, trace_events(self.tracks, [(stamp.seconds, stamp.live) for stamp in self.memory]))
+    def write_trace(self, path: str | os.PathLike[str], beside: Sequence[Track] = ()) -> None:
+        """As Chrome and Perfetto read it, see trace.py. `beside`: tracks of a measured step, `autoshard.clocked(model)` has them. Raises UsageError
+        where the file cannot be written."""
+        own = [replace(t, title=f"{t.title}, simulated") for t in self.tracks] if beside else self.tracks
+        write_trace(path, trace_events([*own, *beside], [(stamp.seconds, stamp.live) for stamp in self.memory]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, `step_s` and the rest at the top."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import mesh_of
 from autoshard.base.plan import Plan
-from autoshard.cost.cluster import Cluster
+from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.options import planned_under
 from autoshard.lower.schedule import schedule
 from autoshard.recompute.rewrite import with_recompute
@@ -18,9 +19,10 @@ from autoshard.runtime.check_plan import check_fits
 from autoshard.runtime.route import route_of
 from autoshard.simulation.conditions import Conditions, check_rank
 from autoshard.simulation.critical_path import critical_path, shares
+from autoshard.simulation.events import play
 from autoshard.simulation.flops import executed_seconds, model_seconds
 from autoshard.simulation.program import Program, program_of
-from autoshard.simulation.replay import Replay, replay
+from autoshard.simulation.replay import Replay
 from autoshard.simulation.result import Simulation, idle_rows, stamped
 from autoshard.simulation.scale import at_scale
 from autoshard.simulation.source import traced_for
@@ -30,9 +32,9 @@ from autoshard.simulation.traffic import link_use, sizes
 
 def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None, example_inputs: Sequence[Any] = (),
              example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable[..., Any] | None = None, executed: bool = False,
-             mesh: Any = None, batch: int | None = None,
-             slow_ranks: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None, jitter: float = 0.0, seed: int = 0,
-             ranks: Sequence[int] = ()) -> Simulation:
+             mesh: Any = None, batch: int | None = None, cluster: Cluster | str | os.PathLike[str] | None = None,
+             slow_ranks: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None, shared_links: bool = False,
+             jitter: float = 0.0, seed: int = 0, ranks: Sequence[int] = ()) -> Simulation:
     """The step of `plan`, event by event on all ranks: who waits for whom, what is exposed, which link is used how much.
 
     plan        a Plan or its file
@@ -40,18 +42,24 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
     executed    small gradients share calls, as it runs; by default each is reduced by itself, as the objective prices it
     mesh        the same placements on a mesh with the same axes and other sizes; batch: with another global batch (of a model that the plan
                 names: with a `model` of yours give other inputs). Nothing is searched
+    cluster     at the prices of another machine: a profile's name or file. Default: the one that it was planned for
     slow_ranks  {rank: how many times as long its work takes}
     slow_links  {"nvlink": share of its bandwidth that is left}; "infiniband@3": of the ranks of node 3
+    shared_links  collectives that run at the same time share the links they use, max-min fair; default: each has all of them
     jitter      relative standard deviation of work, per rank and stretch between two collectives; `seed` of its random numbers
     ranks       those to keep tracks of, for a trace; default: one of each class of ranks that did the same
 
-    No process is started and no number computed. Raises PlanError for a plan of another model, UsageError for ranks, links and nodes that
-    are not there and for a mesh that the placements do not divide over, and what loading and tracing the model raise."""
-    conditions = Conditions(dict(slow_ranks or {}), dict(slow_links or {}), jitter, seed)
+    No process is started and no number computed. Raises PlanError for a plan of another model, ClusterError for a cluster that is not known or has
+    too few devices, UsageError for ranks, links and nodes that are not there and for a mesh that the placements do not divide over, and what loading
+    and tracing the model raise."""
+    conditions = Conditions(dict(slow_ranks or {}), dict(slow_links or {}), jitter, seed, shared_links)
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
-    cluster, on = Cluster.from_snapshot(found.cluster), found.mesh if mesh is None else mesh_of(mesh)
-    cluster.links_for(on)
-    conditions.check(on, cluster)
+    if cluster is not None:
+        other = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+        found = replace(found, cluster=other.snapshot(), objective_s=0.0)
+    machine, on = Cluster.from_snapshot(found.cluster), found.mesh if mesh is None else mesh_of(mesh)
+    machine.links_for(on)
+    conditions.check(on, machine)
     for rank in ranks:
         check_rank(rank, on)
     graph = traced_for(found, model, example_inputs, example_kwargs, loss_fn, batch).graph
@@ -60,11 +68,11 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
     if planned_under(found)["pipeline"].stages(found.mesh) > 1:
         from autoshard.simulation.pipeline import simulate_pipeline
 
-        return simulate_pipeline(graph, found, cluster, conditions, executed, ranks)
+        return simulate_pipeline(graph, found, machine, conditions, executed, ranks)
     check_fits(found, graph, found.mesh)
     graph = with_recompute(graph, found.recompute)
-    played = replay(program_for(graph, found, cluster, executed), cluster, conditions)
-    return _result(graph, found, cluster, conditions, executed, played, ranks)
+    played = play(program_for(graph, found, machine, executed), machine, conditions)
+    return _result(graph, found, machine, conditions, executed, played, ranks)
 
 
 def program_for(graph: Graph, plan: Plan, cluster: Cluster, executed: bool = False) -> Program:

@@ -1,7 +1,8 @@
 """A simulation as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open.
 
 A process per rank that is shown, with a thread for its compute stream and one per stream of collectives; counters for memory. Ranks that
-did the same at the same times are shown once, by the first of them.
+did the same at the same times are shown once, by the first of them. Measured ranks (clocked.py) are processes of their own, each below the simulated
+one of its number.
 """
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ MOST_BYTES = 200 << 20
 """Of a trace file: viewers fail on larger ones."""
 MICROSECONDS = 1e6
 COMPUTE = "compute"
+MEASURED = 1 << 20
+"""Added to the number of a rank that was measured, for a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Track:
-    """One rank. `title`: how it is called; `alike`: how many ranks did the same, itself included."""
+    """One rank. `title`: how it is called; `alike`: how many ranks did the same, itself included; `measured`: by the clock, not simulated."""
 
     rank: int
     title: str
     spans: tuple[Span, ...]
     alike: int = 1
+    measured: bool = False
+
+    @property
+    def process(self) -> int:
+        """Its number in a trace."""
+        return self.rank + MEASURED * self.measured
 
 
 def tracks_of(played: Replay, ranks: Sequence[int] = ()) -> tuple[Track, ...]:
@@ -103,17 +112,18 @@ def trace_events(tracks: Sequence[Track], memory: Iterable[tuple[float, Mapping[
     """The events of a trace, in Chrome's format: times in microseconds. `memory`: (seconds, bytes by category), of the first track."""
     for track in tracks:
         streams = [COMPUTE, *sorted({s.stream for s in track.spans} - {COMPUTE})]
-        yield {"ph": "M", "name": "process_name", "pid": track.rank, "args": {"name": track.title}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": track.rank, "args": {"sort_index": track.rank}}
+        pid = track.process
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": track.title}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": 2 * track.rank + track.measured}}
         for tid, stream in enumerate(streams):
-            yield {"ph": "M", "name": "thread_name", "pid": track.rank, "tid": tid, "args": {"name": stream}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": track.rank, "tid": tid, "args": {"sort_index": tid}}
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": stream}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
         for span in track.spans:
-            yield {"ph": "X", "name": span.name, "cat": span.category, "pid": track.rank, "tid": streams.index(span.stream),
+            yield {"ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": streams.index(span.stream),
                    "ts": MICROSECONDS * span.begin, "dur": MICROSECONDS * (span.end - span.begin),
                    "args": {k: v for k, v in span.details.items() if v != ""}}
     for seconds, live in memory:
-        yield {"ph": "C", "name": "memory", "pid": tracks[0].rank, "ts": MICROSECONDS * seconds, "args": dict(live)}
+        yield {"ph": "C", "name": "memory", "pid": tracks[0].process, "ts": MICROSECONDS * seconds, "args": dict(live)}
 
 
 def write_trace(path: str | os.PathLike[str], events: Iterable[Mapping[str, Any]]) -> None:

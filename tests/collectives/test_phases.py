@@ -61,6 +61,20 @@ def test_a_ring_sends_what_rings_send(kind):
     assert {p.link for g in across for p in g} == {"nvlink", "infiniband"}
 
 
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_ring_is_its_sends(kind, n):
+    """Chunk by chunk: a rank sends on what it got in the step before. Beside the call's overhead no tolerance."""
+    link = replace(CLUSTERS["a100-dgx"].links[0], devices=inf, in_network=None, one_shot=None, measured={})
+    size, chunk = 1e10, 1e10 / n
+    at = [0.0] * n
+    for _ in range((n - 1) * (2 if kind == "all_reduce" else 1)):
+        sent = [t + link.latency + chunk / link.bus_bandwidth for t in at]
+        at = [max(sent[r - 1], sent[r]) for r in range(n)]
+    axis = replace(CLUSTERS["a100-dgx"], links=(link,)).links_for(Mesh(("a",), (n,)))[0]
+    assert seconds(kind, size, axis) == pytest.approx(link.overhead + max(at), rel=1e-12)
+
+
 def test_a_slower_link_counts_where_it_is_the_slowest():
     """2 nodes: with half of the NVLink bandwidth a flat ring takes as long, as the cards are slower still; with half of the cards' twice as long."""
     (group,) = phases("all_gather", 4e9, CLUSTERS["l40s-ethernet-100g"].links_for(parse_mesh("a=16"))[0])

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -15,6 +16,7 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.errors import UsageError
 from autoshard.simulation.conditions import Conditions
 from autoshard.simulation.critical_path import critical_path, shares
+from autoshard.simulation.events import play_events
 from autoshard.simulation.program import Call, Program, Stretch, Wait, Work, host_bound
 from autoshard.simulation.replay import FINISHED, HOST, Replay, replay
 
@@ -194,6 +196,25 @@ def test_a_slow_card_of_one_node_slows_the_groups_that_have_it() -> None:
     across = Program((call(mesh, (0,), 1.0), Wait(0)), mesh)
     assert set(replay(across, CLUSTER, Conditions(slow_links={"nvlink@1": 0.5})).finish.ravel()) == {2.0}
     assert replay(across, CLUSTER, Conditions(slow_links={"infiniband": 0.5})).step_s == 1.0, "it does not use that link"
+
+
+def test_time_scales_with_all_prices_and_knows_no_names_of_ranks() -> None:
+    """Twice the seconds, twice the step. Ranks that swap places along an axis swap their ends, in both engines. A faster link is never slower."""
+    rng = random.Random(13)
+    for _ in range(40):
+        mesh = rng.choice(MESHES)
+        program, conditions = random_program(rng, mesh, 20), slow(rng, mesh)
+        twice = replace(program, events=tuple(
+            stretch(*(2 * w.seconds for w in e.works)) if isinstance(e, Stretch) else call(mesh, e.axes, 2 * e.seconds, e.stream)
+            if isinstance(e, Call) else e for e in program.events))
+        swapped = {int(np.ravel_multi_index([(mesh.sizes[0] - 1 - c) if i == 0 else c for i, c in enumerate(mesh.coordinates(r))], mesh.sizes)): f
+                   for r, f in conditions.slow_ranks.items()}
+        for engine in (replay, play_events):
+            step = engine(program, CLUSTER, conditions)
+            assert engine(twice, CLUSTER, conditions).finish == pytest.approx(2 * step.finish, rel=1e-9)
+            assert engine(program, CLUSTER, Conditions(slow_ranks=swapped)).finish == pytest.approx(step.finish[::-1], rel=1e-9)
+            slower = engine(program, CLUSTER, replace(conditions, slow_links={"nvlink": 0.5}))
+            assert (slower.finish >= step.finish * (1 - 1e-9)).all()
 
 
 def test_jitter_at_a_barrier_is_the_mean_of_maxima() -> None:

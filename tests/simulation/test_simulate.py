@@ -6,8 +6,10 @@ import importlib
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import fused_models
 import pytest
 import torch
 from steering import MODELS, formulation_of, traced
@@ -22,6 +24,8 @@ from autoshard.decide.make_plan import make_plan
 from autoshard.decide.walks.baselines import baseline, schemes
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import PlanError, UsageError
+from autoshard.program.calling import Traced
+from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.simulation.flops import executed_seconds, model_seconds
@@ -32,8 +36,18 @@ from autoshard.simulation.simulate import program_for
 FEW = ("dlrm", "moe", "gpt")
 
 
+@cache
+def program(name: str, **shape) -> Traced:
+    """A model of models/, or a decoder with fused projections."""
+    if name != "fused":
+        return traced(name, **shape)
+    with torch.device("meta"):
+        ids = torch.zeros(4, fused_models.SEQ, dtype=torch.long)
+        return trace(fused_models.Fused(), (ids, ids), loss_fn=fused_models.loss, training=True)
+
+
 def by_hand(name: str, mesh: str, cluster: str, **shape) -> dict[str, Plan]:
-    formulation, out = formulation_of(traced(name, **shape), mesh, cluster=cluster), {}
+    formulation, out = formulation_of(program(name, **shape), mesh, cluster=cluster), {}
     wiring = Wiring(formulation)
     for scheme in (s for s in schemes(parse_mesh(mesh)) if not s.late and not s.obstacle(formulation)):
         choice = baseline(wiring, scheme)
@@ -44,10 +58,10 @@ def by_hand(name: str, mesh: str, cluster: str, **shape) -> dict[str, Plan]:
 
 def step_of(name: str, plan: Plan, executed: bool = False, graph=None) -> float:
     cluster = Cluster.from_snapshot(plan.cluster)
-    return replay(program_for(with_recompute(graph or traced(name).graph, plan.recompute), plan, cluster, executed), cluster).step_s
+    return replay(program_for(with_recompute(graph or program(name).graph, plan.recompute), plan, cluster, executed), cluster).step_s
 
 
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in (*MODELS, "fused")])
 def test_where_nothing_hides_the_step_is_the_objective(name: str) -> None:
     assert load_cluster("cpu-gloo").overlap.eta == 0.0
     plans = by_hand(name, "dp=2,tp=2", "cpu-gloo")
@@ -172,6 +186,9 @@ def test_the_command_says_where_time_goes(file: Path, run) -> None:
     (["--mesh", "dp=4"], "the plan has the axes dp, tp"),
     (["--batch", "0"], "--batch is 0"),
     (["--jitter", "-1"], "jitter -1"),
+    (["--cluster", "h100-dgxx"], "h100-dgx"),
+    (["--cluster", "/nowhere/my.toml"], "/nowhere/my.toml"),
+    (["--cluster", "h100-dgx", "--slow-link", "loopback=0.5"], "has no link 'loopback'"),
     (["--trace", "/nowhere/t.json"], "cannot write /nowhere/t.json"),
 ])
 def test_bad_requests_are_named(file: Path, run, arguments: list[str], words: str) -> None:
@@ -190,6 +207,26 @@ def test_a_plan_of_another_model_is_refused(file: Path, tmp_path: Path, run) -> 
         code, out, err = run("simulate", path)
         assert code == 2 and out == "" and words in err and "Traceback" not in err, err
     assert run("simulate", tmp_path / "none.json")[0] == 2
+
+
+def test_a_plan_of_another_cluster_is_refused(file: Path, tmp_path: Path, run) -> None:
+    """One that has too few devices for its mesh, by name and in the plan itself, and one whose numbers are none."""
+    data = json.loads(file.read_text())
+    small = {**data["cluster"], "links": [{**data["cluster"]["links"][0], "devices": 2.0}]}
+    for cluster, words in [(small, "mesh dp=2,tp=2 needs 4 devices, cluster h100-dgx has 2"), ({**data["cluster"], "links": []}, "links"),
+                           ({"name": "h100-dgx"}, "h100-dgx")]:
+        path = tmp_path / "other.json"
+        path.write_text(json.dumps({**data, "cluster": cluster}))
+        code, out, err = run("simulate", path)
+        assert code == 2 and out == "" and words in err and "Traceback" not in err, err
+
+
+def test_the_same_plan_on_another_machine_and_with_shared_links(file: Path, run) -> None:
+    found, slower, shared = (autoshard.simulate(file, executed=True, **how) for how in ({}, {"cluster": "a100-dgx"}, {"shared_links": True}))
+    assert slower.step_s > found.step_s and slower.plan.cluster["name"] == "a100-dgx" and slower.objective_s == 0.0
+    assert shared.step_s >= found.step_s and shared.work_s + sum(row.mean_s for row in shared.idle) == pytest.approx(shared.step_s)
+    code, out, err = run("simulate", file, "--cluster", "a100-dgx", "--shared-links")
+    assert code == 0 and "a100-dgx" in out and "collectives share the links that they use at the same time" in out and "another mesh, batch or cluster" in out, err
 
 
 def test_collectives_inside_ops_are_counted_as_the_plan_counted_them() -> None:
