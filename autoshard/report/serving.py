@@ -36,16 +36,24 @@ def shown_point(serving: Serving, picked: Point | None) -> Point:
     return picked or serving.pick(Slo())
 
 
+COLUMNS = (("batch", "count"), ("front", "word"), ("first token", "seconds"), ("token", "seconds"), ("tokens/s/device", "count"),
+           ("caches", "bytes"), ("memory", "bytes"), ("gap", "word"), ("caches lie, or why not", "text"))
+
+
 def for_page(serving: Serving, point: Point) -> dict[str, Any]:
     """The section of the HTML page about serving: figures of `point`, words, and a table of all batches, in seconds and bytes."""
     w = serving.workload
-    rows = [(p.batch, "best" if p.best else "", *((p.first_s, p.token_s, round(p.rate, 1), p.cache_bytes, p.phases.memory, _percent(p.phases.gap), "; ".join(p.caches))
-                                                  if p.phases else (None,) * 5 + ("", p.why))) for p in serving.points]
-    columns = [["batch", "count"], ["front", "word"], ["first token", "seconds"], ["token", "seconds"], ["tokens/s/device", "count"], ["caches", "bytes"],
-               ["memory", "bytes"], ["gap", "word"], ["caches lie, or why not", "text"]]
-    return {"batch": point.batch, "largest": serving.largest, "first": point.first_s, "token": point.token_s, "rate": round(point.rate, 1), "cache": point.cache_bytes,
-            "title": f"prompts of {w.prompt:,} tokens, {w.new:,} new ones, caches for {w.context:,}", "notes": sentences(serving, point),
-            "table": {"columns": columns, "rows": rows, "detail": None}}
+    return {"batch": point.batch, "largest": serving.largest, "first": point.first_s, "token": point.token_s, "rate": round(point.rate, 1),
+            "cache": point.cache_bytes, "title": f"prompts of {w.prompt:,} tokens, {w.new:,} new ones, caches for {w.context:,}",
+            "notes": sentences(serving, point),
+            "table": {"columns": [list(c) for c in COLUMNS], "rows": [_row(p) for p in serving.points], "detail": None}}
+
+
+def _row(p: Point) -> list[Any]:
+    if p.phases is None:
+        return [p.batch, "", *[None] * 5, "", p.why]
+    return [p.batch, "best" if p.best else "", p.first_s, p.token_s, round(p.rate, 1), p.cache_bytes, p.phases.memory, _percent(p.phases.gap),
+            "; ".join(p.caches)]
 
 
 def sentences(serving: Serving, picked: Point | None) -> list[str]:
