@@ -13,7 +13,6 @@ splitting always pays, all ranks in one process, losses, gradients and updated w
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
-from coverage_models import PLANS, ROOT, earlier, examined, run_one, shuffled, warm_up  # noqa: E402
+from coverage_models import PLANS, ROOT, earlier, examined, run_all, shuffled, warm_up  # noqa: E402
 from zoo.build import Example, short  # noqa: E402
 from zoo.libraries import libraries  # noqa: E402
 from zoo.page import STAGES, table  # noqa: E402
@@ -34,7 +33,7 @@ MESHES = ("d=4",)
 
 def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
     """Everything about one model as data; `stage` says how far it came."""
-    found: dict[str, Any] = {"family": name, "library": library, "stage": "no model", "why": ""}
+    found: dict[str, Any] = {"family": name, "stage": "no model", "why": ""}
     torch.manual_seed(0)
     try:
         model, inputs = libraries()[library]()[name]()
@@ -101,17 +100,7 @@ def main() -> int:
     todo = [(name, library) for library in options.library or libraries() for name in shuffled(libraries()[library]())
             if (name in options.models.split(",") if options.models else name not in done)]
     warm_up()
-    started, wrong = time.time(), 0
-    for name, library in todo:
-        if options.minutes and time.time() > started + 60 * options.minutes:
-            break
-        job = (name, library, options.mesh or MESHES, PLANS)
-        result = {"library": library} | run_one(job, options.time_limit, options.memory, examine)
-        wrong += result["stage"] == "wrong"
-        with options.results.open("a") as out:
-            out.write(json.dumps(result) + "\n")
-        print(f"{library:12} {name:32} {result['stage']:10} {result.get('cpu_s', 0):6.1f} s  {result['why'][:160]}", flush=True)
-    return int(wrong > 0)
+    return run_all((({"library": library}, (name, library, options.mesh or MESHES, PLANS)) for name, library in todo), options, examine)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def worker(queue: Any, gigabytes: float, seconds: float, examine: Callable[..., 
     queue.put(result | {"cpu_s": round(time.process_time() - started, 1)})
 
 
-def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float, examine: Callable[..., dict[str, Any]] = examine) -> dict[str, Any]:
+def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float, examine: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """`examine(*job)` in a fork, which has the libraries loaded already."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
@@ -147,6 +147,22 @@ def run_one(job: tuple[Any, ...], seconds: float, gigabytes: float, examine: Cal
     process.kill()
     process.join()
     return {"family": job[0]} | answer
+
+
+def run_all(jobs: Iterable[tuple[dict[str, Any], tuple[Any, ...]]], options: argparse.Namespace, examine: Callable[..., dict[str, Any]]) -> int:
+    """Each (what its line says besides, job) in a process of its own, until the minutes are over; its result is a line in a file and on the
+    screen. The exit code."""
+    deadline = time.time() + 60 * options.minutes if options.minutes else None
+    wrong = 0
+    for facts, job in jobs:
+        if deadline and time.time() > deadline:
+            break
+        result = facts | run_one(job, options.time_limit, options.memory, examine)
+        wrong += result["stage"] == "wrong"
+        with options.results.open("a") as out:
+            out.write(json.dumps(result) + "\n")
+        print(f"{job[0]:32} {result['stage']:10} {result.get('cpu_s', 0):6.1f} s  {result['why'][:200]}", flush=True)
+    return int(wrong > 0)
 
 
 def warm_up() -> None:
@@ -201,18 +217,8 @@ def main() -> int:
         write(options.table, earlier(options.results), known, ops, commit or "unknown")
         return 0
     warm_up()
-    deadline = time.time() + 60 * options.minutes if options.minutes else None
-    wrong = 0
-    for family, types in todo(options, known):
-        if deadline and time.time() > deadline:
-            break
-        job = (family, types, options.mesh or MESHES, options.plans.split(","))
-        result = run_one(job, options.time_limit, options.memory)
-        wrong += result["stage"] == "wrong"
-        with options.results.open("a") as out:
-            out.write(json.dumps(result) + "\n")
-        print(f"{family:28} {result['stage']:10} {result.get('cpu_s', 0):6.1f} s  {result['why'][:200]}", flush=True)
-    return int(wrong > 0)
+    meshes, plans = options.mesh or MESHES, options.plans.split(",")
+    return run_all((({}, (family, types, meshes, plans)) for family, types in todo(options, known)), options, examine)
 
 
 if __name__ == "__main__":

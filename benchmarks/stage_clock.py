@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoshard.base.spec import local_tensor_shape
 from autoshard.base.turns import Turn
 from autoshard.base.windows import ONCE
-from autoshard.lower.context import local_tensor_shape
 from autoshard.pipeline.action_lists.play import Playback
 from autoshard.pipeline.playback import played, transfers_of
 from autoshard.runtime.pipeline.runner import RAN, Runner

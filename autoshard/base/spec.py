@@ -104,6 +104,11 @@ def local_shape(shape: tuple[int, ...], spec: Spec, sizes: tuple[int, ...]) -> t
     return tuple(n // c for n, c in zip(shape, shard_counts(len(shape), spec, sizes), strict=True))
 
 
+def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the tensor a rank holds, flattened dims flattened."""
+    return meta.unflatten(local_shape(meta.logical_shape, spec, mesh.sizes))
+
+
 def shard_offset(dim: int, spec: Spec, sizes: tuple[int, ...], coordinates: tuple[int, ...]) -> int:
     """Which piece of `dim` a rank holds: axes in mesh order are digits, major first."""
     index = 0

@@ -5,39 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.base.graph import Call, TensorMeta
-from autoshard.base.mesh import Mesh
-from autoshard.base.spec import Spec, local_shape
 from autoshard.lower.emit import Emitter
+from autoshard.rules.types import LocalContext
 
 
 @dataclass(frozen=True)
-class Context:
-    """`rules.types.LocalContext` on FX proxies."""
+class Context(LocalContext):
+    """On FX proxies."""
 
-    call: Call
-    inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
-    mesh: Mesh
     emit: Emitter
-
-    def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
-        return tuple(i for i, p in enumerate(spec) if p == dim and self.mesh.sizes[i] > 1)
-
-    def ranks(self, axes: Sequence[int]) -> int:
-        out = 1
-        for a in axes:
-            out *= self.mesh.sizes[a]
-        return out
 
     def index(self, axes: Sequence[int]) -> Any:
         return self.emit.index(axes)
-
-    def local_in(self, i: int) -> tuple[int, ...]:
-        return local_tensor_shape(self.call.inputs[i], self.inputs[i], self.mesh)
-
-    def local_out(self, i: int) -> tuple[int, ...]:
-        return local_tensor_shape(self.call.outputs[i], self.outputs[i], self.mesh)
 
     def all_reduce(self, x: Any, reduce_op: str, axes: Sequence[int]) -> Any:
         for axis in sorted(axes, reverse=True):
@@ -54,8 +33,3 @@ class Context:
         for axis in sorted(axes, reverse=True):
             x = self.emit.wait(self.emit.collective("mirror", x, (axis,)))
         return x
-
-
-def local_tensor_shape(meta: TensorMeta, spec: Spec, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the tensor a rank holds, flattened dims flattened."""
-    return meta.unflatten(local_shape(meta.logical_shape, spec, mesh.sizes))

@@ -19,12 +19,12 @@ from autoshard.base.graph import BACKWARD, FORWARD, Call, Graph, Op, Ref, map_ar
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan, Window
 from autoshard.base.roles import Role
-from autoshard.base.spec import is_shard, shard_counts
+from autoshard.base.spec import is_shard, local_tensor_shape, shard_counts
 from autoshard.base.windows import is_accumulator
 from autoshard.collectives import KIND_OF
 from autoshard.errors import LoweringError
 from autoshard.lower.attention_kernels import on_device
-from autoshard.lower.context import Context, local_tensor_shape
+from autoshard.lower.context import Context
 from autoshard.lower.emit import Emitter, Part, Pending, is_dense
 from autoshard.lower.schedule import (
     CollectiveCall,

@@ -37,9 +37,9 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
                          "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
     graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
     with clock("strategies"):
-        seeded = any(name.startswith("input:") for name in options.seeds or ())  # who places inputs knows how they come in
-        held = {**({} if step is not None or seeded else as_passed(graph, mesh, options.passing)), **(fixed or {})}
-        seeds = holding(resolve_seeds(graph, mesh, options.seeds, stage=step is not None), graph, held)
+        seeds = resolve_seeds(graph, mesh, options.seeds, stage=step is not None)
+        passed = as_passed(graph, mesh, options.passing, seeds.specs) if step is None else {}
+        seeds = holding(seeds, graph, {**passed, **(fixed or {})})
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.passing.outputs))
     with clock("costs"):
         step = step or Training(options.optimizer, graph.training, offload=options.offload == "optimizer")

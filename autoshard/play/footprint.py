@@ -19,11 +19,10 @@ from autoshard import _torch
 from autoshard.base.graph import Call, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan
-from autoshard.base.spec import shard_counts
+from autoshard.base.spec import local_tensor_shape, shard_counts
 from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import Cluster
 from autoshard.experts import ops as experts
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lifetimes import Lifetimes, storages, tensors
 from autoshard.lower.lower import emit_op

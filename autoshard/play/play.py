@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.plan import Plan, Window
 from autoshard.base.roles import Role
+from autoshard.base.spec import local_tensor_shape
 from autoshard.base.windows import CAT, ONCE, START, batch_dim_of, is_accumulator, join_of
 from autoshard.cost.memory import value_bytes
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.schedule import Held, Instruction, Schedule, WindowSchedule
 from autoshard.play.footprint import Footprint, Footprints, Piece, Strides
 from autoshard.rules.states import states

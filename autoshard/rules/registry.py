@@ -170,14 +170,12 @@ def factors(call: Call) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
 def is_choosy(call: Call) -> bool:
     """Whether `takes_pieces` may say no."""
     rule = rule_of(call.target)
-    return any(hook is not None for hook in (rule.grain, rule.together, rule.takes))
+    return rule.grain is not None or rule.takes is not None
 
 
 def takes_pieces(call: Call, specs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
     """Whether the op's kernel takes the pieces that inputs with `specs` are cut into on mesh axes of `sizes`, and their combination."""
     rule = rule_of(call.target)
-    if rule.together is not None and not rule.together(call, specs):
-        return False
     if rule.takes is not None and not rule.takes(call, specs, sizes):
         return False
     grain = rule.grain

@@ -1,12 +1,15 @@
 """What a rule is: the types every rule file shares."""
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from autoshard.base.graph import Call
-from autoshard.base.spec import Placement, Spec
+from autoshard.base.mesh import Mesh
+from autoshard.base.spec import Placement, Spec, local_tensor_shape
 from autoshard.rules.family import Family
 
 Origin = Literal["own", "dtensor", "replicate"]
@@ -47,46 +50,51 @@ class Row:
     uneven: bool = False
 
 
-class LocalContext(Protocol):
-    """What a local implementation may ask of the rank it runs on. The numeric oracle, the lowering and
-    the tests each provide one; tensors are real tensors or FX proxies, so implementations call
-    `torch.ops.aten.*` overloads and methods of this class only."""
+@dataclass(frozen=True)
+class LocalContext(ABC):
+    """What a local implementation may ask of the rank it runs on. The numeric oracle and the lowering each complete it; tensors are real
+    tensors or FX proxies, so implementations call `torch.ops.aten.*` overloads and methods of this class only."""
 
-    @property
-    def call(self) -> Call: ...
-
-    @property
-    def inputs(self) -> tuple[Spec, ...]: ...
-
-    @property
-    def outputs(self) -> tuple[Spec, ...]: ...
+    call: Call
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    mesh: Mesh
 
     def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
         """Mesh axis indices that split logical `dim` under `spec`, major first."""
+        return tuple(i for i, p in enumerate(spec) if p == dim and self.mesh.sizes[i] > 1)
 
     def ranks(self, axes: Sequence[int]) -> int:
         """Product of the sizes of mesh axes."""
-
-    def index(self, axes: Sequence[int]) -> Any:
-        """Which piece this rank holds over `axes` (major first): an int, or a 0-dim int64 tensor."""
+        return math.prod(self.mesh.sizes[a] for a in axes)
 
     def local_in(self, i: int) -> tuple[int, ...]:
         """Local tensor shape (flattened dims, as torch sees it) of input `i`."""
+        return local_tensor_shape(self.call.inputs[i], self.inputs[i], self.mesh)
 
     def local_out(self, i: int) -> tuple[int, ...]:
         """Local tensor shape of output `i`."""
+        return local_tensor_shape(self.call.output(i), self.outputs[i], self.mesh)
 
+    @abstractmethod
+    def index(self, axes: Sequence[int]) -> Any:
+        """Which piece this rank holds over `axes` (major first): an int, or a 0-dim int64 tensor."""
+
+    @abstractmethod
     def all_reduce(self, x: Any, reduce_op: str, axes: Sequence[int]) -> Any:
         """All-reduce `x` over each of `axes` in turn, minor first; waits for the result."""
 
+    @abstractmethod
     def all_to_all(self, x: Any, axis: int) -> Any:
         """Chunk r of dim 0 to rank r of mesh axis `axis`; waits for what came, in order of ranks."""
 
+    @abstractmethod
     def all_to_all_rows(self, x: Any, sends: Any, gets: Any, room: int, balanced: int, axis: int) -> Any:
         """Rows of `x` to the ranks of mesh axis `axis`, one after another: as many as the r-th equal part of `sends` adds up to go to rank
         r, and as many as that of `gets` come from it. Waits for a tensor of `room` rows, those that came first and zeros after them;
         `balanced`: how many travel in an even load."""
 
+    @abstractmethod
     def mirror(self, x: Any, axes: Sequence[int]) -> Any:
         """`x` of the rank that is as far from the last one over `axes` as this one is from the first; waits for it. Runs over each of `axes` in
         turn, minor first."""
@@ -106,11 +114,10 @@ class Rule:
     sizes    schema argument name -> "out0" / "in1": that argument is replaced by the local tensor shape.
     flops    (call, local input shapes, local output shapes) -> FLOP; shapes are per logical dim and may
              hold numpy arrays (one entry per strategy); None: 0.
-    together (call, specs of the inputs) -> whether rows may be combined so over the mesh axes. None: any may.
     private  outputs that only mean something to the gradient of the op, on the rank that made them: they are never redistributed.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
-    takes    (call, specs of the inputs, mesh sizes) -> whether the op can run on inputs that are split so together; None: always.
+    takes    (call, specs of the inputs, mesh sizes) -> whether the op can run on inputs that are split so over all axes together; None: always.
     family   what kind of work the op does (see family.py).
     """
 
@@ -120,7 +127,6 @@ class Rule:
     sizes: tuple[tuple[str, str], ...] = ()
     flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
-    together: Callable[[Call, Sequence[Spec]], bool] | None = None
     private: tuple[int, ...] = ()
     takes: Callable[[Call, Sequence[Spec], tuple[int, ...]], bool] | None = None
     family: Family = Family.POINTWISE

@@ -16,10 +16,9 @@ from autoshard.base.graph import BACKWARD, FORWARD, Graph
 from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
-from autoshard.base.spec import Spec
+from autoshard.base.spec import Spec, local_tensor_shape
 from autoshard.base.windows import END, START, WEIGHTS, batch_dim_of
 from autoshard.errors import AutoshardError, UsageError
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.lower import Lowered, Port
 from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.program.calling import Calling

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from fused_models import SPLIT_HEADS, build, loss  # noqa: E402
-from harness import assert_near, assert_same_training, on_ranks, same_gradients, twins, whole  # noqa: E402
+from harness import assert_near, assert_same_training, on_ranks, twins  # noqa: E402
+from stored_forms import StoredForm  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard._torch import dtensor  # noqa: E402
@@ -61,41 +60,13 @@ def trains_alike() -> None:
         heads_stay_split("tp=2", way)
 
 
-def clips_alike() -> None:
-    for clip in (torch.nn.utils.clip_grad_norm_, None):
-        model, reference, batch = twins(build, torch.float64)
-        fast = compiled(model, SPLIT_HEADS)
-        fast(*batch).backward()
-        alone(reference, batch).backward()
-        want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        got = clip(fast.parameters(), 0.1) if clip else autoshard.clip_grad_norm_(fast, 0.1)
-        assert_near("norm", whole(got), want, 1e-12)
-        same_gradients(fast, reference, 1e-9)
+FORM = StoredForm(build, compiled, loss_of, alone)
 
 
 def stored_and_read(folder: str) -> None:
     """Saved after a step from shares of parts, read into plain shards on the same ranks, saved from there, read into shares again."""
-    model, reference, batch = twins(build, torch.float64)
-    forms = [compiled(model, SPLIT_HEADS), compiled(build()[0].double(), COLUMNS), compiled(build()[0].double(), SPLIT_HEADS)]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (*forms, reference)]
-    for at, (fast, optimizer) in enumerate(zip(forms, optimizers, strict=False)):
-        fast.prepare(*batch)
-        if at:
-            params, state = get_state_dict(fast, optimizer)
-            dcp.load({"model": params, "optimizer": state}, checkpoint_id=f"{folder}/{at - 1}")
-            set_state_dict(fast, optimizer, model_state_dict=params, optim_state_dict=state)
-            for name, p in reference.named_parameters():
-                assert_near(f"{name} read in form {at}", fast.get_parameter(name), p, 1e-9)
-        got, want = fast(*batch), alone(reference, batch)
-        assert_near(f"loss in form {at}", got, want, 1e-9)
-        got.backward()
-        want.backward()
-        for o in (optimizer, optimizers[-1]):
-            o.step()
-            o.zero_grad()
-        params, state = get_state_dict(fast, optimizer)
-        dcp.save({"model": params, "optimizer": state}, checkpoint_id=f"{folder}/{at}")
-        dist.barrier()
+    for at, seeds in enumerate((SPLIT_HEADS, COLUMNS, SPLIT_HEADS)):
+        FORM.goes_on(folder, at, seeds, "tp=2")
 
 
 def loaded_whole() -> None:
@@ -115,14 +86,7 @@ def loaded_whole() -> None:
 
 
 def from_checkpoint(folder: str) -> None:
-    _, reference, batch = twins(build, torch.float64)
-    dcp.save({n: t.detach() for n, t in reference.state_dict().items()}, checkpoint_id=folder)
-    with torch.device("meta"):
-        empty = build()[0].double()
-    fast = compiled(empty, SPLIT_HEADS, checkpoint=folder)
-    assert_near("loss", fast(*batch), alone(reference, batch), 1e-9)
-    for name, p in reference.named_parameters():
-        assert torch.equal(fast.get_parameter(name).full_tensor(), p), name
+    FORM.from_checkpoint(folder, SPLIT_HEADS)
 
 
 def test_training_is_that_of_one_process():
@@ -130,7 +94,7 @@ def test_training_is_that_of_one_process():
 
 
 def test_norms_count_every_share_once():
-    on_ranks(2, clips_alike)
+    on_ranks(2, FORM.clips_alike, SPLIT_HEADS)
 
 
 def test_checkpoints_go_on_under_other_plans(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import START, on_ranks  # noqa: E402
+from harness import SPAWN, on_ranks  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
 import autoshard  # noqa: E402
@@ -106,7 +106,7 @@ def start_ranks(target, n: int, folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    ranks = [START.Process(target=target, args=(r, str(folder), port), daemon=True) for r in range(n)]
+    ranks = [SPAWN.Process(target=target, args=(r, str(folder), port), daemon=True) for r in range(n)]
     for p in ranks:
         p.start()
     for p in ranks:

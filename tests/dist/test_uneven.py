@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
-from harness import assert_near, assert_same_training, on_ranks, same_gradients, twins, whole  # noqa: E402
+from harness import assert_near, assert_same_training, on_ranks, twins  # noqa: E402
+from stored_forms import StoredForm  # noqa: E402
 from uneven_models import HIDDEN, SPLIT, VOCAB, build  # noqa: E402
 
 import autoshard  # noqa: E402
@@ -61,60 +59,12 @@ def in_both_forms(mesh: str) -> None:
         trains_alike(mesh, tied)
 
 
-def clips_alike() -> None:
-    for clip in (torch.nn.utils.clip_grad_norm_, None):
-        model, reference, batch = twins(build, torch.float64)
-        fast = compiled(model, SPLIT)
-        loss_of(fast, batch).backward()
-        loss_of(reference, batch).backward()
-        want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        got = clip(fast.parameters(), 0.1) if clip else autoshard.clip_grad_norm_(fast, 0.1)
-        assert_near("norm", whole(got), want, 1e-12)
-        same_gradients(fast, reference, 1e-9)
-
-
-def goes_on(folder: str, at: int, seeds: dict, mesh: str) -> None:
-    """Step number `at` of a training that goes from one form and number of ranks to another through checkpoints."""
-    model, reference, batch = twins(build, torch.float64)
-    fast = compiled(model, seeds, mesh)
-    fast.prepare(*batch)
-    one, two = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (fast, reference))
-    for _ in range(at):
-        loss_of(reference, batch).backward()
-        two.step()
-        two.zero_grad()
-    if at:
-        params, state = get_state_dict(fast, one)
-        dcp.load({"model": params, "optimizer": state}, checkpoint_id=f"{folder}/{at - 1}")
-        set_state_dict(fast, one, model_state_dict=params, optim_state_dict=state)
-        for name, p in reference.named_parameters():
-            assert_near(f"{name} read in step {at}", fast.get_parameter(name), p, 1e-9)
-    assert_same_step(fast, reference, batch, one, two)
-    params, state = get_state_dict(fast, one)
-    dcp.save({"model": params, "optimizer": state}, checkpoint_id=f"{folder}/{at}")
-    dist.barrier()
-
-
-def assert_same_step(fast, reference, batch, one, two) -> None:
-    got, want = loss_of(fast, batch), loss_of(reference, batch)
-    assert_near("loss", got, want, 1e-9)
-    got.backward()
-    want.backward()
-    for optimizer in (one, two):
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, p in reference.named_parameters():
-        assert_near(f"{name} after the step", fast.get_parameter(name), p, 1e-9)
+FORM = StoredForm(build, compiled, loss_of, loss_of)
 
 
 def other_ways_in(folder: str) -> None:
     """A model on the meta device from a checkpoint, whole tensors, evaluation, a copy, `replan`, updates of pieces, and `no_sync`."""
-    _, reference, batch = twins(build, torch.float64)
-    dcp.save({n: t.detach() for n, t in reference.state_dict().items()}, checkpoint_id=folder)
-    with torch.device("meta"):
-        empty = build()[0].double()
-    fast = compiled(empty, SPLIT, checkpoint=folder)
-    assert_near("loss", loss_of(fast, batch), loss_of(reference, batch), 1e-9)
+    fast, reference, batch = FORM.from_checkpoint(folder, SPLIT)
     with torch.no_grad():
         for p in reference.parameters():
             p.mul_(1.5)
@@ -126,11 +76,11 @@ def other_ways_in(folder: str) -> None:
     with fast.no_sync():
         loss_of(fast, batch).backward()
     loss_of(reference, batch).backward()
-    assert_same_step(fast, reference, batch, one, two)
+    FORM.assert_same_step(fast, reference, batch, one, two)
     with torch.enable_grad():
         loss_of(fast, batch)  # the variant to plan anew
     fast.replan(one)
-    assert_same_step(fast, reference, batch, one, two)
+    FORM.assert_same_step(fast, reference, batch, one, two)
 
 
 def test_training_is_that_of_one_process():
@@ -142,13 +92,13 @@ def test_training_on_four_ranks():
 
 
 def test_norms_see_no_pad():
-    on_ranks(2, clips_alike)
+    on_ranks(2, FORM.clips_alike, SPLIT)
 
 
 def test_checkpoints_go_on_elsewhere(tmp_path):
-    on_ranks(4, goes_on, str(tmp_path), 0, SPLIT, "tp=4")
-    on_ranks(2, goes_on, str(tmp_path), 1, SPLIT, "tp=2")
-    on_ranks(2, goes_on, str(tmp_path), 2, COLUMNS, "tp=2")
+    on_ranks(4, FORM.goes_on, str(tmp_path), 0, SPLIT, "tp=4")
+    on_ranks(2, FORM.goes_on, str(tmp_path), 1, SPLIT, "tp=2")
+    on_ranks(2, FORM.goes_on, str(tmp_path), 2, COLUMNS, "tp=2")
 
 
 def test_other_ways_in(tmp_path):

@@ -6,11 +6,10 @@ import torch
 
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import parse_mesh
-from autoshard.base.spec import PSUM, R, Spec, shard_counts
+from autoshard.base.spec import PSUM, R, Spec, local_tensor_shape, shard_counts
 from autoshard.collectives import KIND_OF
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.emit import Emitter, Part
 from autoshard.lower.lower import LocalGraph, Port
 from autoshard.lower.passes.in_place import overwrite

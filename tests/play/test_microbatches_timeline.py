@@ -15,10 +15,10 @@ from autoshard.base.graph import BACKWARD, FORWARD, Graph
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.base.roles import Role
+from autoshard.base.spec import local_tensor_shape
 from autoshard.base.windows import batch_dim_of
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.lower import Lowered, Port, bind, lower
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.lower.schedule import schedule

@@ -14,9 +14,9 @@ from autoshard import _torch
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
+from autoshard.base.spec import local_tensor_shape
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.lower import LocalGraph, Lowered, bind, lower
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.lower.schedule import Route, schedule

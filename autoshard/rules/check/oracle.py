@@ -24,7 +24,7 @@ from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.reduce_ops import COMBINE
 from autoshard.rules import registry
 from autoshard.rules.notation import is_number
-from autoshard.rules.types import Row
+from autoshard.rules.types import LocalContext, Row
 
 _PATIENCE_S = 20.0
 
@@ -140,36 +140,15 @@ class _Exchange:
 
 
 @dataclass(frozen=True, eq=False)
-class ThreadContext:
-    """The LocalContext of one thread."""
+class ThreadContext(LocalContext):
+    """Of one thread."""
 
-    call: Call
-    inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
-    mesh: Mesh
     rank: int
     exchange: _Exchange
-
-    def axes(self, spec: Spec, dim: int) -> tuple[int, ...]:
-        return tuple(i for i, p in enumerate(spec) if p == dim)
-
-    def ranks(self, axes: Sequence[int]) -> int:
-        out = 1
-        for a in axes:
-            out *= self.mesh.sizes[a]
-        return out
 
     def index(self, axes: Sequence[int]) -> int:
         chosen = tuple(0 if i in axes else R for i in range(self.mesh.ndim))
         return shard_offset(0, chosen, self.mesh.sizes, self.mesh.coordinates(self.rank))
-
-    def local_in(self, i: int) -> tuple[int, ...]:
-        meta = self.call.inputs[i]
-        return meta.unflatten(local_shape(meta.logical_shape, self.inputs[i], self.mesh.sizes))
-
-    def local_out(self, i: int) -> tuple[int, ...]:
-        meta = self.call.output(i)
-        return meta.unflatten(local_shape(meta.logical_shape, self.outputs[i], self.mesh.sizes))
 
     def all_reduce(self, x: torch.Tensor, reduce_op: str, axes: Sequence[int]) -> torch.Tensor:
         for axis in sorted(axes, reverse=True):

@@ -197,13 +197,13 @@ def _backward(ctx: LocalContext, grad: Any, x: Any, ids: Any, weights: Any, up: 
             grad_up, grad_down)
 
 
-def _one_way(call: Call, specs: Sequence[Spec]) -> bool:
+def _one_way(call: Call, specs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
     """Whether tokens travel along at most one mesh axis."""
     x, up = (specs[call.argument(name).index] for name in ("x", "up"))
     return len([a for a, b in zip(x, up, strict=True) if is_shard(a) and b == 0]) <= 1
 
 
 RULES = {
-    EXPERTS: Rule(_forward_rows, _forward_factors, _forward, flops=_forward_flops, family=Family.MATMUL, private=(1, 2, 3), together=_one_way),
-    EXPERTS_BACKWARD: Rule(_backward_rows, _backward_factors, _backward, flops=_backward_flops, family=Family.MATMUL, together=_one_way),
+    EXPERTS: Rule(_forward_rows, _forward_factors, _forward, flops=_forward_flops, family=Family.MATMUL, private=(1, 2, 3), takes=_one_way),
+    EXPERTS_BACKWARD: Rule(_backward_rows, _backward_factors, _backward, flops=_backward_flops, family=Family.MATMUL, takes=_one_way),
 }

@@ -9,9 +9,8 @@ import torch
 
 from autoshard.base.graph import BACKWARD, WEIGHT
 from autoshard.base.plan import Plan
-from autoshard.base.spec import Spec
+from autoshard.base.spec import Spec, local_tensor_shape
 from autoshard.base.windows import END, START, batch_dim_of
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.lower import Lowered
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.program.calling import Calling

@@ -13,10 +13,9 @@ from autoshard.base.graph import TensorMeta
 from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
-from autoshard.base.spec import Spec
+from autoshard.base.spec import Spec, local_tensor_shape
 from autoshard.base.windows import WEIGHTS
 from autoshard.errors import AutoshardError
-from autoshard.lower.context import local_tensor_shape
 from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.program.calling import Calling

@@ -12,9 +12,9 @@ from autoshard.base.graph import BACKWARD, FORWARD
 from autoshard.base.plan import RECOMPUTE_SUFFIX, Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
+from autoshard.base.spec import local_tensor_shape
 from autoshard.base.windows import END, START
 from autoshard.errors import LoweringError
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.lower import LocalGraph, Port, lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.microbatches.results import Results, pieces_of

@@ -17,10 +17,10 @@ from autoshard.base.graph import FORWARD, Graph
 from autoshard.base.plan import Plan
 from autoshard.base.random import of_microbatch
 from autoshard.base.roles import Role
+from autoshard.base.spec import local_tensor_shape
 from autoshard.base.turns import HERE, Turn
 from autoshard.base.windows import END, START
 from autoshard.errors import LoweringError
-from autoshard.lower.context import local_tensor_shape
 from autoshard.lower.lower import Port
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.pipeline.microbatches.results import Results, pieces_of
