@@ -48,6 +48,7 @@ class Generator:
     phases: Phases | None
     _dtype: torch.dtype
     _seen: Counted | None = None
+    _prompt: tuple[int, ...] | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -64,6 +65,8 @@ class Generator:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' `generate`, on every rank with the same arguments; all ranks draw the random numbers of the first one."""
+        given = next((t for t in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if isinstance(t, torch.Tensor)), None)
+        self._prompt = None if given is None else tuple(given.shape)
         with self.compiled.in_step():
             made = super().generate(*args, **kwargs)
         check_tokens(self.compiled.place, getattr(made, "sequences", made), self._patience)
@@ -94,10 +97,8 @@ class Generator:
         elif given is not self._seen:
             raise UsageError(f"{name} is a {type(given).__name__} that does not count what is in the caches now; leave it out, or pass the "
                              "one that the last generate(return_dict_in_generate=True) returned")
-        mask = model_kwargs.get("attention_mask")
-        begin_together(self.compiled.place, generation_config, {
-            "cached_tokens": self._seen.get_seq_length(), "input_shape": batch_size if mask is None else tuple(mask.shape),
-            "max_length": max_cache_length + 1}, self._patience)
+        facts = {"cached_tokens": self._seen.get_seq_length(), "input_shape": self._prompt or batch_size, "max_length": max_cache_length + 1}
+        begin_together(self.compiled.place, generation_config, facts, self._patience)
 
     def _valid_auto_compile_criteria(self, model_kwargs: Any, generation_config: Any) -> bool:
         return False
