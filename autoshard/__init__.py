@@ -33,6 +33,7 @@ _HOMES = {
     "AutoshardError": "autoshard.errors",
     "Mesh": "autoshard.base.mesh",
     "Pipeline": "autoshard.decide.pipeline_options",
+    "Planner": "autoshard.study.planner",
     "Plan": "autoshard.base.plan",
     "Precision": "autoshard.base.precision",
     "ShardingSpec": "autoshard.base.spec",

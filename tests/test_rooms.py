@@ -20,7 +20,7 @@ PACKAGE = Path(autoshard.__file__).parent
 # From the bottom up; a module imports from its own room and from those below it. docs/architecture.md says what each is for.
 ROOMS = ("errors _torch base experts search collectives rules cost seeds program padding space recompute lower play formulate decide pipeline planner runtime api serve "
          "study verification simulation report calibrate cli __main__").split()
-PUBLIC = ("AutoshardError Mesh Pipeline Plan Precision ShardingSpec annotate check_rule clip_grad_norm_ compile generator local_update pad_to_bucket plan "
+PUBLIC = ("AutoshardError Mesh Pipeline Plan Planner Precision ShardingSpec annotate check_rule clip_grad_norm_ compile generator local_update pad_to_bucket plan "
           "register_rule shard_batch simulate stage stale_pipeline transformers_cuts transformers_plan transformers_seeds verify").split()
 MOST_LINES, MOST_IN_FUNCTION = 400, 60
 SHOWN = 12  # of the largest files, and of the largest functions

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from autoshard.base import quantities
 from autoshard.base.notebook import facts
 from autoshard.base.typed_data import MeshText, Number, SpecText
+from autoshard.base.worth import MemoryWorth
 from autoshard.errors import PlanError, UsageError
 
 FORMAT = 2
@@ -226,6 +227,7 @@ class Plan:
     placements  stored spec per parameter and buffer
     kind        what kind of plan it is, in one sentence (see kinds.py)
     layouts     weights, inputs, module outputs and user outputs with shape and spec, for reports
+    worth       what memory is worth to it (see base/worth.py); None: nothing is known
     """
 
     graph_hash: str
@@ -253,6 +255,7 @@ class Plan:
     pipeline: Mapping[str, Any] | None = None
     shapes: tuple[TriedShape, ...] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
+    worth: MemoryWorth | None = None
     format: int = FORMAT
     timings: Mapping[str, Number] = field(default_factory=dict, compare=False)
 

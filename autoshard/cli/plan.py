@@ -1,6 +1,7 @@
 """`autoshard plan` and `autoshard report`."""
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,25 +32,55 @@ EXAMPLES = """
   autoshard plan gpt:124m --mesh dp=2,tp=2 --seed 'h.*.attn.c_attn.weight=tp,-' --seed 'input:0=dp,?'
 
   autoshard plan llama:tiny --mesh tp=2 --json | python -m json.tool
+
+  autoshard plan llama:8b --mesh dp=8,tp=8 --batch 16 --seq 8192 --dtype bf16 --memory 32GiB --worth      what a GiB more or less changes
+
+  autoshard plan llama:8b --mesh dp=8,tp=8 --batch 16 --seq 8192 --dtype bf16 --what-if links.infiniband.bandwidth=2x --what-if memory=+16GiB
+
+[bold]What if[/bold]
+
+--what-if PATH=CHANGE plans today's model for today's machine and for a changed one, and prints a table: a step now and then, what is gained, what
+a step of today's plan would take there, and how the plan differs. Changes with commas hold together: mesh.dp=2x,memory=40GiB.
+
+  memory             bytes a rank may use                 memory=96GiB, memory=+16GiB
+  mesh.AXIS          ranks of a mesh axis                 mesh.dp=16, mesh.dp=2x
+  device.NUMBER      of the cluster profile               device.peak=2x, device.memory_bandwidth=4.8TB/s
+  links.NAME.NUMBER  of a link of the profile             links.nvlink.bandwidth=900GB/s, links.infiniband.latency=-50%
+
+`autoshard clusters show NAME` prints all numbers of a profile; a path that is not there is answered with those that are.
 """
 
 
 def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
          with_baselines: Annotated[bool, typer.Option(
              "--with-baselines", help="With --html: plans made by hand (DDP, FSDP, tensor parallel ...) beside the chosen one.")] = False,
+         what_if: Annotated[list[str] | None, typer.Option(
+             "--what-if", metavar="PATH=CHANGE", help="Instead of the report, a table: the plan of today and the one under a change of the machine, "
+             "see below: links.infiniband.bandwidth=2x. May be repeated.")] = None,
+         worth: Annotated[bool, typer.Option(
+             "--worth", help="Search also within a GiB more and less (of small budgets a sixteenth): the report says what memory is worth.")] = False,
          as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Search the cheapest plan for MODEL on a mesh, and print what was chosen and why it costs what it costs."""
     from autoshard.base.plan import check_writable
 
     if with_baselines and html is None:
         raise UsageError("--with-baselines is a part of the HTML report; give --html report.html too, or use `autoshard compare`")
+    if with_baselines and worth:
+        raise UsageError("--worth and --with-baselines are asked for one at a time")
     if with_baselines and request.is_open:
         raise UsageError("--with-baselines needs --mesh and a number of micro-batches; plan again with those that were chosen")
+    if what_if and (html or worth):
+        raise UsageError(f"--what-if prints a table of its own; plan without it for {'--html' if html else '--worth'}")
     for path in filter(None, (output, html)):
         check_writable(path)
+    if what_if:
+        _print_what_if(request, what_if, output, as_json, quiet)
+        return
     with progress_shown(not quiet) as progress:
-        plain = html is None or request.is_open
-        found = _plan_and_page(request, html, progress) if plain else _plan_with_page(request, html, with_baselines, progress)
+        if worth:
+            found = _worth_plan(request, html, progress)
+        else:
+            found = _found(request, html, with_baselines, progress)
     if output is not None:
         found.save(output)
     if as_json or not quiet:
@@ -59,6 +90,53 @@ def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
     if html is not None and not (as_json or quiet):
         typer.echo(f"Report saved to {html}; open it in a browser", err=True)
     end_with([found.status], quiet)
+
+
+def _print_what_if(request: Request, asked: list[str], output: Path | None, as_json: bool, quiet: bool) -> None:
+    """The table of `--what-if`. The plan that is saved is today's."""
+    from autoshard.cost.cluster import load_cluster
+    from autoshard.study.scenario import scenarios
+
+    scenarios(asked, request.given_mesh, request.options, load_cluster(request.cluster))  # a typo, before the model is loaded
+    with progress_shown(not quiet) as progress:
+        bench, clock = _bench(request, progress)
+        from autoshard.study.what_if import what_if
+
+        found = what_if(bench, request.given_mesh, request.options, asked, clock=clock)
+    if output is not None:
+        found.today.save(output)
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
+    elif not quiet:
+        from autoshard.report.what_if import show
+
+        show(found)
+    end_with([found.today.status, *(row.plan.status for row in found.rows if row.plan is not None)], quiet)
+
+
+def _bench(request: Request, progress: Callable[[str, str], None]) -> tuple[Any, Any]:
+    from autoshard.decide.phase_timer import PhaseTimer
+    from autoshard.planner.workbench import Workbench
+
+    spec, batch = request.batch_of(progress)
+    return Workbench(batch, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings}), PhaseTimer(progress)
+
+
+def _worth_plan(request: Request, html: Path | None, progress: Callable[[str, str], None]) -> Any:
+    from autoshard.report.html import write
+    from autoshard.study.worth import with_worth
+
+    bench, clock = _bench(request, progress)
+    found = with_worth(bench, request.wanted, request.options, clock=clock)
+    if html is not None:
+        write(html, found)
+    return found
+
+
+def _found(request: Request, html: Path | None, with_baselines: bool, progress: Callable[[str, str], None]) -> Any:
+    if html is None or request.is_open:
+        return _plan_and_page(request, html, progress)
+    return _plan_with_page(request, html, with_baselines, progress)
 
 
 def report(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.base.plan import Plan
+from autoshard.base.worth import MemoryWorth
 from autoshard.decide.how import How
 from autoshard.decide.least_stored import with_least_stored
 from autoshard.decide.make_plan import make_plan
@@ -30,13 +31,14 @@ from autoshard.space.cost_table import CostTable
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """`solution` of `program`'s problem. `status` and `warnings` go into the plan. `only`: the one choice considered, where nothing was
-    searched."""
+    """`solution` of `program`'s problem. `status` and `warnings` go into the plan. `ample`: a bound of every plan whatever the memory, 0
+    where there is none. `only`: the one choice considered, where nothing was searched."""
 
     program: Program
     solution: Solution
     status: str
     warnings: tuple[str, ...] = ()
+    ample: float = 0.0
     only: Lean | None = None
 
     def plan(self, table: CostTable, model: Mapping[str, Any], seeds: Mapping[str, str]) -> Plan:
@@ -47,7 +49,7 @@ class Found:
         notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan), *padding_notes(table.graph),
                  *output_notes(table.graph, plan))
         plan = replace(plan, notes=notes, status=self.status).recomputing(table.graph.hash)
-        return replace(plan, notes=(*plan.notes, *self.warnings))
+        return replace(plan, notes=(*plan.notes, *self.warnings), worth=MemoryWorth(min(self.ample, plan.objective_s)))
 
 
 def find(program: Program, how: How) -> Found:
@@ -68,7 +70,7 @@ def find(program: Program, how: How) -> Found:
 
 def _searched(variants: Variants) -> Found:
     outcome = search(variants)
-    return Found(outcome.program, with_least_stored(outcome.program, outcome.solution), outcome.solution.status.value)
+    return Found(outcome.program, with_least_stored(outcome.program, outcome.solution), outcome.solution.status.value, ample=outcome.ample)
 
 
 def _refined(found: Found, how: How) -> Found:
@@ -83,7 +85,7 @@ def _spread(variants: Variants) -> Found:
         raise UsageError(NO_SEEDS)
     for warning in spread.warnings:
         logging.getLogger("autoshard.propagate").warning(warning)
-    return Found(program, as_solution(spread), spread.status, spread.warnings, (spread.choice, program.timelines(spread.choice)))
+    return Found(program, as_solution(spread), spread.status, spread.warnings, only=(spread.choice, program.timelines(spread.choice)))
 
 
 BACKENDS: Mapping[str, Callable[[Variants], Found]] = {PROPAGATE: _spread}

@@ -18,7 +18,8 @@ ENDED = frozenset({Status.OPTIMAL, Status.OPTIMAL_TIED, Status.GAP})
 class How:
     """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement. `finer`: whether the plan over
     decision units is refined op by op. `enough`: the relative gap at which a search ends. `known`: solutions of problems that were
-    searched to their end, by what they say (`Problem.key`): stages of equal blocks are problems with equal numbers."""
+    searched to their end, or to the best tied choice where that was enough, by what they say (`Problem.key`): stages of equal blocks are problems
+    with equal numbers, and so is one program with ample memory, whatever the budget."""
 
     clock: Clock
     backend: str = "auto"
@@ -42,6 +43,9 @@ class How:
 
     def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool]) -> Solution:
         """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`."""
+        ended = None if self.known is None else self.known.get(f"{problem.key} tied")
+        if ended is not None and ended.choice is not None and enough(ended.choice):
+            return ended
         def watch(event: Event) -> None:
             if self.progress is not None:
                 self.progress(event)
@@ -49,7 +53,10 @@ class How:
                 board.clock.stop = True
 
         board = Board(problem, self.clock.part(), watch, enough=self.enough)
-        return self._remembered(problem, lambda: solve(problem, backend=self.backend, board=board, starts=starts))
+        found = self._remembered(problem, lambda: solve(problem, backend=self.backend, board=board, starts=starts))
+        if self.known is not None and board.clock.stop:
+            self.known[f"{problem.key} tied"] = found
+        return found
 
     def _remembered(self, problem: Problem, search: Callable[[], Solution]) -> Solution:
         """What is known of the problem; else what `search` finds, which is kept where no limit ended the search."""

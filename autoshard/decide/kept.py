@@ -114,8 +114,14 @@ def _priced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, training: Tr
     if step is not None:
         stage = replace(stage, memory=step.summary(budget), timeline=step.moments(), largest=step.largest())
     seconds = predicted["step_s"] if step is None or budget.holds(step.peak) else inf
-    return replace(plan, predicted=predicted, stages=(stage,), objective_s=seconds, bound_s=0.0, gap=1.0, status=KEPT,
+    return replace(plan, predicted=predicted, stages=(stage,), objective_s=seconds, bound_s=0.0, gap=1.0, status=KEPT, worth=None,
                    layouts=layouts(whole, plan.ops, plan.placements), collectives=collectives(chosen), fallbacks=fallbacks(chosen), search={})
+
+
+def repriced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Plan:
+    """A plan of `graph` at the prices of another profile. Its memory stays as it is said to be."""
+    training = Training(options.optimizer, graph.training)
+    return _priced(plan, graph, mesh, cluster, training, Budget.of(cluster.device, options.memory_limit(cluster)), True)
 
 
 def strategies_of(plan: Plan, graph: Graph, mesh: Mesh) -> Strategies:

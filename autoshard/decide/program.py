@@ -19,19 +19,48 @@ from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import DecisionUnits
 from autoshard.space.layers import repeated_layers
 
+MOST_CHOICES, MOST_NEAR = 8, 12  # that one budget leaves for another
 NOTHING = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
+
+
+@dataclass(eq=False)
+class Learned:
+    """What searches of a program within one budget leave for those within another: its `variants` with recomputation, by name; `choices` that
+    are plans, which may fit there too; and choices `near` the best prices of its rows, from which these are guessed."""
+
+    variants: dict[str, Program] = field(default_factory=dict)
+    choices: list[np.ndarray] = field(default_factory=list)
+    near: tuple[np.ndarray, ...] = ()
+
+    def keep(self, found: Solution) -> None:
+        """Remember what a search found."""
+        self.near = found.near[-MOST_NEAR:] or self.near
+        if found.choice is not None and not any(np.array_equal(found.choice, c) for c in self.choices):
+            self.choices = [*self.choices, found.choice][-MOST_CHOICES:]
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
     """`formulation`, with the budget in it; `timelines`: the memory of a choice over one step; `starts`: choices that are plans
-    already; `settings`: those of the plan; `spread`: the starting plan that the user's seeds alone give, where there are seeds."""
+    already; `settings`: those of the plan; `spread`: the starting plan that the user's seeds alone give, where there are seeds.
+    `learned`: what holds for any budget."""
 
     formulation: Formulation
     timelines: Callable[[np.ndarray], Timeline]
     starts: tuple[np.ndarray, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     spread: Propagated | None = None
+    learned: Learned = field(default_factory=lambda: Learned())
+
+    def within(self, limit: float) -> Program:
+        """The same program within another budget, in bytes per rank. All that is known of it and does not depend on the budget is shared."""
+        formulation = self.formulation
+        if formulation.budget.limit == limit:
+            return self
+        budget = replace(formulation.budget, limit=limit)
+        limits = formulation.problem.row_limit.copy()
+        limits[list(formulation.memory_rows.values())] = budget.peak
+        return replace(self, formulation=replace(formulation, problem=replace(formulation.problem, row_limit=limits), budget=budget))
 
     def fits(self, choice: np.ndarray) -> bool:
         """Whether the timeline of a choice stays within the budget."""
@@ -51,13 +80,13 @@ def formulate_within(table: CostTable, limit: float, units: DecisionUnits | None
     return formulate(table, memory_limit=limit, layers=repeated_layers(table.graph), units=units, in_flight=table.training.in_flight)
 
 
-def with_starts(formulation: Formulation, settings: Mapping[str, Any]) -> Program:
-    """The program of a formulation with its starting plans: the user's seeds spread, greedy plans and baselines. `settings`: those
-    of the plan."""
+def with_starts(formulation: Formulation, settings: Mapping[str, Any], starts: tuple[np.ndarray, ...] | None = None) -> Program:
+    """The program of a formulation with its starting plans: the user's seeds spread, greedy plans and baselines, or `starts` where they are
+    known. `settings`: those of the plan."""
     seeds = formulation.table.seeds
     spread = propagate(formulation, seeds) if seeds else None
-    starts = (*starting_plans(formulation), *([spread.choice] if spread else []))
-    return Program(formulation, Timelines(formulation, settings), starts, settings, spread)
+    found = starting_plans(formulation) if starts is None else starts
+    return Program(formulation, Timelines(formulation, settings), (*found, *([spread.choice] if spread else [])), settings, spread)
 
 
 def starting_plans(formulation: Formulation) -> tuple[np.ndarray, ...]:

@@ -31,12 +31,12 @@ class Variants:
     @cached_property
     def open(self) -> Program:
         """The program in which recomputation is not decided yet. Every plan of the other programs is a plan of this one."""
-        return self._of(open_table)
+        return self._of("open", open_table)
 
     @cached_property
     def lean(self) -> Program:
         """The program that recomputes every op that may be recomputed."""
-        return self._of(lambda table: program_with(table, frozenset(candidates(table.graph))))
+        return self._of("lean", lambda table: program_with(table, frozenset(candidates(table.graph))))
 
     @cached_property
     def leanest(self) -> Lean | None:
@@ -52,9 +52,12 @@ class Variants:
         """`lean`, with `leanest` as its one starting plan."""
         return replace(self.lean, starts=() if self.leanest is None else (self.leanest[0],))
 
-    def _of(self, change: Callable[[CostTable], CostTable]) -> Program:
+    def _of(self, name: str, change: Callable[[CostTable], CostTable]) -> Program:
         if not self.training:
             return self.plain
-        plain, settings = self.plain.formulation, self.plain.settings
-        formulation = formulate_within(change(plain.table), plain.budget.limit)
-        return Program(formulation, Timelines(formulation, settings), starting_plans(formulation), settings)
+        plain, made = self.plain, self.plain.learned.variants
+        limit = plain.formulation.budget.limit
+        if name not in made:
+            formulation = formulate_within(change(plain.formulation.table), limit)
+            made[name] = Program(formulation, Timelines(formulation, plain.settings), starting_plans(formulation), plain.settings)
+        return made[name].within(limit)

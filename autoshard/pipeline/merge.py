@@ -38,7 +38,7 @@ def merged(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> Plan:
         collectives=tuple(replace(c, stage=s) for s, p in enumerate(plans) for c in p.collectives),
         layouts=tuple(dict.fromkeys(x for p in plans for x in p.layouts if not x.name.startswith("recv:"))),
         recompute=tuple(n for p in plans for n in p.recompute),
-        offload=tuple(dict.fromkeys(n for p in plans for n in p.offload)), stages=stages,
+        offload=tuple(dict.fromkeys(n for p in plans for n in p.offload)), stages=stages, worth=None,
         predicted=_predicted(made, plans, wire, playback, step), objective_s=step, bound_s=bound, gap=gap, status=_status(plans, gap),
         kind=f"pipeline of {len(plans)} stages, {made.options.schedule}; " + "; ".join(by_stage([p.kind] for p in plans)),
         notes=(*by_stage(p.notes for p in plans), "bound and gap are for these cuts, this schedule and these layouts of what crosses stages"),

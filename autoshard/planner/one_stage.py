@@ -14,9 +14,8 @@ from autoshard.decide.how import How
 from autoshard.decide.options import Options
 from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.phase_timer import PhaseTimer
-from autoshard.decide.program import formulate_within, with_starts
+from autoshard.decide.program import Program, formulate_within, with_starts
 from autoshard.errors import UsageError
-from autoshard.formulate.problem_of import Formulation
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
@@ -29,13 +28,17 @@ from autoshard.space.strategies import enumerate_strategies
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
-           profile: Cluster | None = None, step: Training | None = None) -> CostTable:
+           profile: Cluster | None = None, step: Training | None = None, like: CostTable | None = None) -> CostTable:
     """What every strategy and every change of layout costs; explaining and comparing plans start from here too. `step`: of a stage of a
-    pipeline, what a step does besides the graph. Raises UsageError for a mesh with an axis of stages: each of them has prices of its own."""
+    pipeline, what a step does besides the graph. `like`: prices of the same graph on the same mesh with the same options, by another profile,
+    of which only these differ. Raises UsageError for a mesh with an axis of stages: each of them has prices of its own."""
     if step is None and options.pipeline.stages(mesh) > 1:
         raise UsageError(f"this looks at the program of one stage, and axis {options.pipeline.axis!r} of mesh {mesh} cuts the model into several; "
                          "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
     graph, profile, clock = traced.graph, profile or load_cluster(options.cluster), clock or PhaseTimer()
+    if like is not None and not like.training.offload:  # with offload, strategies depend on the profile's host link
+        with clock("costs"):
+            return replace(build_cost_table(graph, mesh, profile, like.strategies, like.training), seeds=like.seeds)
     with clock("strategies"):
         seeds = resolve_seeds(graph, mesh, options.seeds, stage=step is not None)
         passed = as_passed(graph, mesh, options.passing, seeds.specs) if step is None else {}
@@ -46,17 +49,21 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
         return replace(build_cost_table(graph, mesh, profile, strategies, step), seeds=seeds)
 
 
+def program_of(table: CostTable, options: Options, *, has_loss: bool = False) -> Program:
+    """What `decide` decides about, for those who decide more than once: with other budgets, say."""
+    return with_starts(formulate_within(table, options.memory_limit(table.cluster)), options.settings(table.graph.training, has_loss))
+
+
 def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
-           model_info: Mapping[str, Any] | None = None, formulation: Formulation | None = None, interruptible: bool = True,
-           finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None) -> Plan:
+           model_info: Mapping[str, Any] | None = None, interruptible: bool = True,
+           finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None, program: Program | None = None) -> Plan:
     """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
     fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
-    best plan so far, whose status says so. `finer`, `enough`, `known`: see `How`. Raises InfeasibleError, and Interrupted where there is no
-    plan yet."""
-    clock, settings = clock or PhaseTimer(), options.settings(table.graph.training, has_loss)
+    best plan so far, whose status says so. `finer`, `enough`, `known`: see `How`. `program`: that of `table` (`program_of`), within any
+    budget, where it was made already. Raises InfeasibleError, and Interrupted where there is no plan yet."""
+    clock, limit = clock or PhaseTimer(), options.memory_limit(table.cluster)
     with clock("formulate"):
-        formulation = formulation or formulate_within(table, options.memory_limit(table.cluster))
-        program = with_starts(formulation, settings)
+        program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
     how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, known)
     with stopping(how.clock, interruptible), clock("search"):
         found = find(program, how)

@@ -35,6 +35,8 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
     if stages.is_pipeline(plan):
         yield _stages(plan)
         yield from _schedule(plan)
+    if lines := what.memory_worth(plan):
+        yield section("What memory is worth", Group(*map(Text, lines)))
     if plan.layouts:
         yield _layers(plan)
     yield _collectives(plan)

@@ -10,6 +10,7 @@ from autoshard.base.plan import Collective, PlacedTensor, Plan
 from autoshard.base.roles import Output
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.base.windows import ONCE
+from autoshard.base.worth import GIB, SAME, Neighbour
 from autoshard.report.collapse import Folded, collapse
 
 MEMORY_LABELS = {
@@ -122,6 +123,41 @@ def memory(plan: Plan) -> tuple[Amount, ...]:
     other = [Amount(key, value or 0.0) for key, value in plan.memory.items()
              if key not in MEMORY_LABELS and key not in ("total", "limit", "host")]
     return tuple(known + other)
+
+
+def memory_worth(plan: Plan) -> tuple[str, ...]:
+    """What more or less memory would change, in sentences; nothing where it is not known."""
+    worth, step = plan.worth, plan.objective_s
+    if worth is None or step <= 0 or not (worth.ample_s or worth.less or worth.more):
+        return ()
+    out = []
+    if worth.ample_s and not worth.binds(step):
+        out.append("more memory changes nothing: no plan is faster, whatever the memory (proven)")
+    elif worth.ample_s:
+        most = step - worth.ample_s
+        out.append(f"all the memory there could be saves at most {quantities.seconds(most)} ({quantities.share(most, step)}) of a step")
+    limit = plan.memory.get("limit")
+    for word, there in (("more", worth.more), ("less", worth.less)):
+        if there is not None and limit:
+            out.append(_neighbour(word, there, abs(there.budget - limit), step))
+    if worth.gib_s is not None:
+        unit, part = ("GiB", 1.0) if limit and limit >= GIB else ("MiB", 1024.0)
+        out.append(f"around this budget a {unit} per rank is worth {quantities.seconds(worth.gib_s / part)} of a step")
+    return tuple(out)
+
+
+def _neighbour(word: str, there: Neighbour, amount: float, step: float) -> str:
+    """What a step of budget changes: by the plan found, and by what is proven."""
+    start = f"{quantities.size(amount)} {word} ({quantities.size(there.budget)})"
+    if there.step_s is None:
+        return f"{start}: no plan fits, or none was found"
+    change = there.step_s - step
+    if abs(change) <= SAME * step:
+        return f"{start}: the same step"
+    proven = there.bound_s - step if word == "less" else step - there.bound_s
+    beyond = f", and {'at least' if word == 'less' else 'at most'} {quantities.seconds(proven)} (proven)" if proven > SAME * step else ""
+    saves = "costs" if change > 0 else "saves"
+    return f"{start}: {saves} {quantities.seconds(abs(change))} ({quantities.share(abs(change), step)}) of a step{beyond}"
 
 
 def peak(plan: Plan) -> tuple[str, ...]:

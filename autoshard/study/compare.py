@@ -17,7 +17,7 @@ from autoshard.decide.make_plan import Timelines, make_plan
 from autoshard.decide.memory.memory_problems import possible
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
-from autoshard.decide.program import formulate_within
+from autoshard.decide.program import formulate_within, with_starts
 from autoshard.decide.walks.baselines import Scheme, baseline, batch_size, schemes
 from autoshard.decide.walks.propagate import propagate
 from autoshard.decide.walks.reads import Wiring
@@ -133,8 +133,8 @@ def file_name(name: str) -> str:
 
 def _chosen(table: CostTable, formulation: Formulation, write: "_Writer", clock: PhaseTimer) -> Contender:
     try:
-        plan = decide(table, write.options, clock=clock, has_loss=write.has_loss, model_info=write.model,
-                          formulation=formulation)
+        program = with_starts(formulation, write.options.settings(table.graph.training, write.has_loss))
+        plan = decide(table, write.options, clock=clock, has_loss=write.has_loss, model_info=write.model, program=program)
     except InfeasibleError as e:
         return Contender(CHOSEN, "", None, False, str(e))
     return Contender(CHOSEN, "", plan, True, plan.status)

@@ -28,13 +28,15 @@ PLAIN = 0.5  # share of the time left for the search without recomputation, afte
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What the attempts so far found: `solution` of `program`'s problem, the cheapest plan that fits, or without a choice. `bound` is
-    one of every plan. `starts`: more plans of the plain program to start from. `final`: no other attempt can do better."""
+    one of every plan. `starts`: more plans of the plain program to start from. `final`: no other attempt can do better. `ample`: a bound of
+    every plan whatever the memory; 0 where that was not looked for."""
 
     program: Program
     solution: Solution = NOTHING
     bound: float = -np.inf
     starts: tuple[np.ndarray, ...] = ()
     final: bool = False
+    ample: float = 0.0
 
     @property
     def found(self) -> bool:
@@ -45,7 +47,7 @@ class Outcome:
 class Attempt:
     """A search of one variant of the program (`of`), in a `share` of the time left, where it is `due`. `covers`: the variant has every
     plan, so its bound holds for all of them, and no plan exists where it is infeasible. `enough`: its plan is the answer
-    where it fits."""
+    where it fits. `ample`: its bound holds for any memory."""
 
     of: Callable[[Variants], Program]
     search: Callable[[Program, How], Solution]
@@ -53,6 +55,7 @@ class Attempt:
     due: Callable[[Variants, Outcome], bool] = lambda variants, so_far: True
     covers: bool = False
     enough: bool = False
+    ample: bool = False
 
 
 def search(variants: Variants) -> Outcome:
@@ -81,6 +84,8 @@ def _tried(attempt: Attempt, variants: Variants, so_far: Outcome) -> Outcome:
         program = replace(program, starts=(*program.starts, *so_far.starts))
     solution = attempt.search(program, variants.how.part(attempt.share(variants.plain)))
     fits = solution.choice is not None and program.fits(solution.choice)
+    if attempt.ample and np.isfinite(solution.bound):
+        so_far = replace(so_far, ample=max(0.0, solution.bound))
     if attempt.covers:
         final = fits and attempt.enough or solution.status is Status.INFEASIBLE
         so_far = replace(so_far, bound=max(so_far.bound, solution.bound), final=final)
@@ -151,7 +156,7 @@ def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
 START = Attempt(lambda v: v.plain, _cheapest_start)
 LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
 TRAINING = (
-    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True),
+    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True, ample=True),
     Attempt(lambda v: v.open, _search_tight, _sure_share, due=_time_is_left, covers=True),
     Attempt(lambda v: v.plain, _search_tight, lambda plain: PLAIN, due=_missed),
     Attempt(lambda v: v.lean, _search_tight, due=_missed),

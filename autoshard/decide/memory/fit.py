@@ -28,12 +28,14 @@ STEP = 0.01  # of the limit, taken off per round
 
 def search_within(program: Program, how: How) -> Solution:
     """The cheapest plan found whose timeline stays within the budget."""
-    problem = program.formulation.problem
-    program = replace(program, starts=tuple(possible(problem, program.starts)))
-    answer = how.part(FIRST).solve(problem, program.starts)
+    problem, learned = program.formulation.problem, program.learned
+    program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
+    answer = how.part(FIRST).solve(problem, program.starts, possible(problem, learned.near))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
-    return answer if answer.choice is None else _corrected(program, answer, how)
+    found = answer if answer.choice is None else _corrected(program, answer, how)
+    learned.keep(found)
+    return found
 
 
 def search_ample(program: Program, how: How) -> Solution:

@@ -1,0 +1,109 @@
+"""One batch of a model, planned more than once: with other budgets, seeds, meshes or clusters. What one plan finds out and another one needs is kept.
+
+| asked anew | kept |
+| --- | --- |
+| budget, time limit | trace, strategies, prices, problem, starting plans, memory of plans played; the search with ample memory, where it ended |
+| numbers of the cluster | trace, strategies, what decides together; where the problem has the same nodes: starting plans, prices of rows |
+| mesh, seeds, optimizer | trace |
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.base.mesh import AnyMesh, Mesh, mesh_of
+from autoshard.base.plan import Plan
+from autoshard.cost.cluster import Cluster, load_cluster
+from autoshard.decide.memory.memory_problems import possible
+from autoshard.decide.options import Options
+from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.decide.program import Learned, Program, formulate_within, with_starts
+from autoshard.pipeline.microbatches.batch import Batch
+from autoshard.planner.one_stage import decide, prices, program_of
+from autoshard.planner.open_mesh import is_open, plan_open
+from autoshard.planner.stages import plan_traced
+from autoshard.program.calling import Traced
+from autoshard.search.problem import Solution
+from autoshard.space.cost_table import CostTable
+
+MOST_PROGRAMS = 3
+"""Programs that are kept."""
+
+
+@dataclass(eq=False)
+class Workbench:
+    """`batch` and what is known about it. `has_loss`, `model_info`: what its plans say about the model."""
+
+    batch: Batch
+    has_loss: bool = False
+    model_info: Mapping[str, Any] = field(default_factory=dict)
+    _traced: dict[str, Traced] = field(default_factory=dict)
+    _programs: dict[str, Program] = field(default_factory=dict)
+    _known: dict[str, Solution] = field(default_factory=dict)
+
+    def plan(self, mesh: Mesh | AnyMesh, options: Options, *, profile: Cluster | None = None, clock: PhaseTimer | None = None) -> Plan:
+        """As `plan_batch`, with all that is kept. `profile`: instead of `options.cluster`. Of a mesh that is open, and of one with pipeline
+        stages, traces alone are kept. Raises what `autoshard.plan` raises."""
+        profile, clock = profile or load_cluster(options.cluster), clock or PhaseTimer()
+        how: dict[str, Any] = {"has_loss": self.has_loss, "model_info": self.model_info}
+        if is_open(mesh, options):
+            return plan_open(self.batch, mesh, options, clock, profile, **how)
+        mesh = mesh_of(mesh)
+        if options.pipeline.stages(mesh) > 1:
+            return plan_traced(self.traced(mesh, options, clock), mesh, options, clock=clock, profile=profile, **how)
+        program = self.program(mesh, options, profile, clock)
+        return decide(program.formulation.table, options, clock=clock, known=self._known, program=program, **how)
+
+    def traced(self, mesh: Mesh, options: Options, clock: PhaseTimer) -> Traced:
+        """The program of the batch on a mesh, cut into micro-batches as the options say."""
+        key = f"{mesh} {options.pipeline}"
+        if key not in self._traced:
+            with clock("trace"):
+                self._traced[key] = self.batch.on(mesh, options.pipeline)
+        return self._traced[key]
+
+    def table(self, mesh: Mesh, options: Options, *, profile: Cluster | None = None, clock: PhaseTimer | None = None) -> CostTable:
+        """What everything costs."""
+        return self.program(mesh, options, profile or load_cluster(options.cluster), clock or PhaseTimer()).formulation.table
+
+    def program(self, mesh: Mesh, options: Options, profile: Cluster, clock: PhaseTimer) -> Program:
+        """What there is to decide, within the budget of the options."""
+        traced = self.traced(mesh, options, clock)
+        options.check_offload(profile, traced.graph.training)
+        limit, same = options.memory_limit(profile), _same(mesh, options)
+        key = f"{same} {profile!r}"
+        if key not in self._programs:
+            like = next((p for k, p in reversed(self._programs.items()) if k.startswith(same)), None)
+            table = prices(traced, mesh, options, clock=clock, profile=profile, like=like and like.formulation.table)
+            with clock("formulate"):
+                made = program_of(table, options, has_loss=self.has_loss) if like is None else program_like(like, table, limit)
+            self._programs[key] = made
+        self._programs[key] = self._programs.pop(key)  # the one used last comes last
+        for oldest in list(self._programs)[:-MOST_PROGRAMS]:
+            del self._programs[oldest]
+        return self._programs[key].within(limit)
+
+
+def _same(mesh: Mesh, options: Options) -> str:
+    """Text that is equal where strategies are: all but budget, time and cluster."""
+    return f"{mesh} {replace(options, memory_budget=None, time_limit=Options.time_limit, search=Options.search).text}"
+
+
+def program_like(like: Program, table: CostTable, limit: float) -> Program:
+    """The program of `table`, whose strategies are those of `like`: its plans are starting plans, where they are plans here."""
+    old = like.formulation
+    same = table.strategies is old.table.strategies and (table.cluster.overlap.eta > 0) == (old.table.cluster.overlap.eta > 0)
+    formulation = formulate_within(table, limit, replace(old.units, table=table) if same else None)  # `find_units` asks whether anything overlaps
+    choices = () if not _alike(old.problem.node_costs, formulation.problem.node_costs) else (*like.starts, *like.learned.choices)
+    starts = tuple(possible(formulation.problem, choices))
+    if len(starts) < len(like.starts):
+        return with_starts(formulation, like.settings)
+    near = tuple(possible(formulation.problem, like.learned.near))
+    return replace(with_starts(formulation, like.settings, starts), learned=Learned(near=near))
+
+
+def _alike(ours: tuple[np.ndarray, ...], theirs: tuple[np.ndarray, ...]) -> bool:
+    return [len(c) for c in ours] == [len(c) for c in theirs]
