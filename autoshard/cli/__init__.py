@@ -10,6 +10,7 @@ from autoshard.cli import compare as compare_command
 from autoshard.cli import diff as diff_command
 from autoshard.cli import doctor as doctor_command
 from autoshard.cli import explain as explain_command
+from autoshard.cli import generate as generate_command
 from autoshard.cli import memory as memory_command
 from autoshard.cli import plan as plan_command
 from autoshard.cli import serve_plan as serve_plan_command
@@ -43,6 +44,7 @@ app.command(epilog=memory_command.EXAMPLES)(takes_request(memory_command.memory)
 app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify, optimizer="momentum"))
 app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
 app.command("serve-plan", epilog=serve_plan_command.EXAMPLES)(serve_plan_command.serve_plan)
+app.command(epilog=generate_command.EXAMPLES)(generate_command.generate)
 app.command(epilog=solve_command.EXAMPLES)(solve_command.solve)
 app.add_typer(clusters_app, name="clusters")
 app.command(epilog=calibrate_command.EXAMPLES)(calibrate_command.calibrate)

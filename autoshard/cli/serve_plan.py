@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoshard.cli.common import INTERRUPTED, JsonOption, QuietOption, end_with
+from autoshard.cli.common import INTERRUPTED, HtmlOption, JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.read import parse_seeds
 from autoshard.errors import AutoshardError
@@ -27,6 +27,8 @@ EXAMPLES = """
   autoshard serve-plan --hf config.json --mesh tp=4 --batches 8 --json
 
   autoshard serve-plan llama:8b --mesh tp=8 --batches 64 --dtype bf16 --save-dir plans      prompt and token as plan files
+
+  autoshard serve-plan llama:1b --mesh tp=8 --prompt 1024 --new 512 --dtype bf16 --html serving.html      table, figures and the plan in a browser
 
   autoshard serve-plan package.module:factory --mesh tp=2      factory(batch=, context=) returns (model with caches as buffers, inputs)
 """
@@ -51,17 +53,14 @@ def serve_plan(
     hf: Annotated[Path | None, typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None,
     seed: Annotated[list[str] | None, typer.Option(help="Fix a sharding, as in `autoshard plan`; caches too: 'keys_*=-,tp,-,-'.")] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds of wall clock for each search; there are two to five per batch.")] = 60.0,
-    save_dir: SaveOption = None, as_json: JsonOption = False, quiet: QuietOption = False,
+    save_dir: SaveOption = None, html: HtmlOption = None, as_json: JsonOption = False, quiet: QuietOption = False,
 ) -> None:
     """Latency and throughput of a decoder on a mesh: for every batch, the prompt and the single token are planned together over one layout of
     weights and caches, and the plan says when the first token comes, how long a token takes, and how many a second there are."""
     from autoshard.serve.workload import Slo
 
     levels = Slo.parse(slo) if slo else Slo()
-    if save_dir is not None:
-        from autoshard.base.plan import check_folder
-
-        check_folder(save_dir)
+    _check_paths(save_dir, html)
     given = {"cluster": cluster, "memory_budget": memory, "time_limit": time_limit}
     try:
         found = _swept(model, hf, dtype, mesh, (prompt, new, context), batches, given, seed or [], quiet)
@@ -72,6 +71,8 @@ def serve_plan(
     if picked is not None and picked.phases is not None and save_dir is not None:
         picked.phases.prompt.save(save_dir / "prompt.json")
         picked.phases.token.save(save_dir / "token.json")
+    if html is not None and found.planned:
+        _write_page(html, found, picked, quiet)
     if as_json:
         sys.stdout.write(json.dumps({**found.to_dict(), "picked": picked and picked.batch}, indent=1, sort_keys=True) + "\n")
     elif not quiet:
@@ -81,6 +82,28 @@ def serve_plan(
     if problem is not None:
         raise problem
     end_with([plan.status for p in found.planned if p.phases for plan in (p.phases.prompt, p.phases.token)], quiet)
+
+
+def _check_paths(folder: Path | None, html: Path | None) -> None:
+    """Before the work. Raises UsageError."""
+    from autoshard.base.plan import check_folder, check_writable
+
+    if folder is not None:
+        check_folder(folder)
+    if html is not None:
+        check_writable(html)
+
+
+def _write_page(path: Path, found: Serving, picked: Point | None, quiet: bool) -> None:
+    """The sweep, and the plan of a single token of the picked batch."""
+    from autoshard.report.html import write
+    from autoshard.report.serving import for_page, shown_point
+
+    point = shown_point(found, picked)
+    if point.phases is not None:
+        write(path, point.phases.token, serving=for_page(found, point))
+        if not quiet:
+            typer.echo(f"Report saved to {path}; open it in a browser", err=True)
 
 
 def _swept(model: str | None, hf: Path | None, dtype: str | None, mesh: str, tokens: tuple[int, int, int | None], batches: str,

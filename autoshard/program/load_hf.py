@@ -37,8 +37,15 @@ def causal_model(path: str | Path) -> torch.nn.Module:
         model = _transformers().AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ModelError(f"{path} describes a {config.model_type}, and transformers makes no decoder of it: {str(error)[:300]}") from error
-    config.use_cache = True
+    config.use_cache = model.generation_config.use_cache = True
     return _in_config_dtype(model, config, {})[0].eval()
+
+
+def seeded_model(path: str | Path) -> torch.nn.Module:
+    """The decoder that a config describes, as `causal_model`, with the same random weights in every process."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return causal_model(path)
 
 
 def _transformers() -> Any:

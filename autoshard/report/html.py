@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from html import escape
 from importlib import resources
@@ -26,15 +26,16 @@ SCRIPTS = ("elements.js", "table.js", "placements.js", "memory.js", "schedule.js
 ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def write(path: str | os.PathLike[str], plan: Plan, comparison: Any = None, prices: Iterable[Any] = ()) -> None:
+def write(path: str | os.PathLike[str], plan: Plan, comparison: Any = None, prices: Iterable[Any] = (),
+          serving: Mapping[str, Any] | None = None) -> None:
     """Write `page(...)` to a file, whole or not at all. Raises UsageError when it cannot be written."""
-    write_atomically(path, page(plan, comparison, prices))
+    write_atomically(path, page(plan, comparison, prices, serving))
 
 
-def page(plan: Plan, comparison: Any = None, prices: Iterable[Any] = ()) -> str:
+def page(plan: Plan, comparison: Any = None, prices: Iterable[Any] = (), serving: Mapping[str, Any] | None = None) -> str:
     """The report as HTML. `comparison`: a `compare.Comparison`, for the chart of baselines; `prices`: `explain.EdgeTable`s
-    and `explain.OpTable`s, for what the plan decided against."""
-    data = document(plan, comparison, tuple(prices))
+    and `explain.OpTable`s, for what the plan decided against; `serving`: `report.serving.for_page` of a sweep that the plan is of."""
+    data = document(plan, comparison, tuple(prices), serving)
     script = "\n".join(map(_file, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_file("page.html")).substitute(
@@ -46,7 +47,7 @@ def embedded(data: Any) -> str:
     return json.dumps(_finite(data), separators=(",", ":"), ensure_ascii=False).translate(ESCAPED)
 
 
-def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = ()) -> dict[str, Any]:
+def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = (), serving: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Everything the page shows, as plain data in seconds and bytes."""
     mesh, played = plan.spec_mesh, stages.playback(plan)
     return {
@@ -57,9 +58,9 @@ def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = ()) -
         "step": [{"label": a.label, "seconds": a.value, "counts": a.counts} for a in what.step_time(plan)],
         "memory": _memory(plan),
         "schedule": None if played is None else stages.drawing(plan, played),
-        "comparison": _comparison(comparison),
+        "comparison": _comparison(comparison), "serving": serving,
         "tree": tree(plan), "whole_buffers": what.whole_buffers(plan),
-        "tables": {**tables(plan, prices), **price_tables(prices)},
+        "tables": {**tables(plan, prices), **price_tables(prices), **({"serving": serving["table"]} if serving else {})},
         "search": what.search_facts(plan), "timings": list(plan.timings.items()), "notes": plan.notes,
     }
 

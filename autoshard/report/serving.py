@@ -1,5 +1,7 @@
-"""Draws latency against throughput in a terminal."""
+"""Latency against throughput: drawn in a terminal, and as data of the HTML page."""
 from __future__ import annotations
+
+from typing import Any
 
 from rich.console import Console, Group
 from rich.markup import escape
@@ -8,6 +10,7 @@ from rich.text import Text
 from autoshard.base import quantities
 from autoshard.report.tables import report_console, section, table
 from autoshard.serve.sweep import Point, Serving
+from autoshard.serve.workload import Slo
 
 
 def show(serving: Serving, picked: Point | None = None, console: Console | None = None) -> None:
@@ -26,6 +29,31 @@ def show(serving: Serving, picked: Point | None = None, console: Console | None 
     lines += [Text(line) for line in sentences(serving, picked)]
     title = f"{serving.model} on {serving.mesh} of {serving.cluster}: prompts of {w.prompt:,}, {w.new:,} new tokens, caches for {w.context:,}"
     console.print(section(title, Group(grid, *lines)))
+
+
+def shown_point(serving: Serving, picked: Point | None) -> Point:
+    """The batch whose plans a page is about: the picked one, else the one with the most tokens per second. Raises InfeasibleError."""
+    return picked or serving.pick(Slo())
+
+
+COLUMNS = (("batch", "count"), ("front", "word"), ("first token", "seconds"), ("token", "seconds"), ("tokens/s/device", "count"),
+           ("caches", "bytes"), ("memory", "bytes"), ("gap", "word"), ("caches lie, or why not", "text"))
+
+
+def for_page(serving: Serving, point: Point) -> dict[str, Any]:
+    """The section of the HTML page about serving: figures of `point`, words, and a table of all batches, in seconds and bytes."""
+    w = serving.workload
+    return {"batch": point.batch, "largest": serving.largest, "first": point.first_s, "token": point.token_s, "rate": round(point.rate, 1),
+            "cache": point.cache_bytes, "title": f"prompts of {w.prompt:,} tokens, {w.new:,} new ones, caches for {w.context:,}",
+            "notes": sentences(serving, point),
+            "table": {"columns": [list(c) for c in COLUMNS], "rows": [_row(p) for p in serving.points], "detail": None}}
+
+
+def _row(p: Point) -> list[Any]:
+    if p.phases is None:
+        return [p.batch, "", *[None] * 5, "", p.why]
+    return [p.batch, "best" if p.best else "", p.first_s, p.token_s, round(p.rate, 1), p.cache_bytes, p.phases.memory, _percent(p.phases.gap),
+            "; ".join(p.caches)]
 
 
 def sentences(serving: Serving, picked: Point | None) -> list[str]:

@@ -72,7 +72,7 @@ class CompiledModule(Guidance, nn.Module):
         self._recipes: dict[Any, list[Any]] = {}
         self._searched: tuple[Known, ...] = ()
         self._wraps = self.place.device_mesh is not None
-        self._accumulating = False
+        self._accumulating = self._agreed = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
         self._seed: int | None = None
         self._calls = 0
@@ -102,6 +102,8 @@ class CompiledModule(Guidance, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         key, flat, tensors = alone(self.place, lambda: self._key(args, kwargs))
         step = self._steps.get(key)
+        if self._agreed and step is not None and step is not self._current:
+            self._current = self._again(key)
         if step is None or step is not self._current:
             step = self._enter(key, flat, tensors=tensors)
         elif self.place.mesh.size > 1 and is_due(step.calls, self.options.running.check_inputs):
@@ -121,6 +123,16 @@ class CompiledModule(Guidance, nn.Module):
             outs = tuple(wrap_output(t, s, m, mode, self._stores_at)
                          for t, s, m, mode in zip(outs, step.user_specs, step.user_metas, step.modes, strict=True))
         return step.calling.unflatten(outs)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Calls inside change between variants that are there without asking the other ranks, which takes milliseconds. For callers that
+        have made sure that all ranks make the same calls."""
+        before, self._agreed = self._agreed, True
+        try:
+            yield
+        finally:
+            self._agreed = before
 
     def prepare(self, *args: Any, **kwargs: Any) -> "CompiledModule":
         """Trace, plan and lower for these inputs now, without running."""

@@ -1,36 +1,25 @@
 """Ranks that generate together: equal settings before, equal random numbers, equal tokens after."""
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autoshard.errors import UsageError
 from autoshard.runtime.ranks.agree import gathered
 from autoshard.runtime.ranks.place import Place
 
 
-def share_random_state(place: Place) -> None:
-    """Every rank continues with the random numbers of the first one."""
+def begin_together(place: Place, config: Any, facts: Mapping[str, Any], timeout: float) -> None:
+    """Every rank continues with the random numbers of the first one. Raises UsageError on all ranks where a setting of `generate`, or one of
+    the `facts` about its arguments, differs: ranks would choose other tokens, or end at another one."""
     if place.mesh.size == 1:
         return
-    state = torch.get_rng_state().to(place.device)
-    for axis in place.mesh.names:
-        dist.broadcast(state, group=place.device_mesh.get_group(axis), group_src=0)
-    torch.set_rng_state(state.cpu())
-    if place.device.type == "cuda":
-        torch.cuda.manual_seed(int(torch.randint(2**62, ())))
-
-
-def check_settings(place: Place, config: Any, timeout: float) -> None:
-    """Raises UsageError on all ranks where a setting of `generate` differs: ranks would choose other tokens, or end at another one."""
-    if place.mesh.size == 1:
-        return
-    settings = {name: repr(value) for name, value in sorted(vars(config).items()) if not name.startswith("_")}
+    settings = {name: repr(value) for name, value in sorted({**vars(config), **facts}.items()) if not name.startswith("_")}
 
     def judge(found: Iterator[tuple[int, str]]) -> str:
         for rank, text in found:
@@ -39,9 +28,12 @@ def check_settings(place: Place, config: Any, timeout: float) -> None:
             if odd:
                 raise UsageError(f"rank {rank} generates with {odd[0]}={theirs.get(odd[0])} and rank {place.ranks[0]} with {settings.get(odd[0])}; "
                                  "every rank must call generate() with the same arguments")
-        return ""
+        return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
 
-    gathered(place, json.dumps(settings), judge, timeout)
+    state = gathered(place, json.dumps(settings), judge, timeout)
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+    if place.device.type == "cuda":
+        torch.cuda.manual_seed(int(torch.randint(2**62, ())))
 
 
 def check_tokens(place: Place, tokens: torch.Tensor, timeout: float) -> None:

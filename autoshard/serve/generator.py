@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from autoshard.base.plan import Plan
 from autoshard.errors import UsageError
 from autoshard.runtime.module import CompiledModule
-from autoshard.serve.agreement import check_settings, check_tokens, share_random_state
+from autoshard.serve.agreement import begin_together, check_tokens
 from autoshard.serve.cached_model import CachedModel, Caches, Masks
 from autoshard.serve.layers import Rows
 from autoshard.serve.phases import Phases
@@ -48,6 +48,7 @@ class Generator:
     phases: Phases | None
     _dtype: torch.dtype
     _seen: Counted | None = None
+    _prompt: tuple[int, ...] | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -64,8 +65,10 @@ class Generator:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' `generate`, on every rank with the same arguments; all ranks draw the random numbers of the first one."""
-        share_random_state(self.compiled.place)
-        made = super().generate(*args, **kwargs)
+        given = next((t for t in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if isinstance(t, torch.Tensor)), None)
+        self._prompt = None if given is None else tuple(given.shape)
+        with self.compiled.in_step():
+            made = super().generate(*args, **kwargs)
         check_tokens(self.compiled.place, getattr(made, "sequences", made), self._patience)
         return made
 
@@ -79,7 +82,6 @@ class Generator:
             raise UsageError(f"generation by {str(getattr(generation_mode, 'value', generation_mode)).replace('_', ' ')} is not supported over split "
                              "caches, whose rows it reorders or gives back; use greedy search or sampling (num_beams=1, no assistant)")
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-        check_settings(self.compiled.place, generation_config, self._patience)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
                                       max_cache_length: int) -> None:
@@ -95,6 +97,8 @@ class Generator:
         elif given is not self._seen:
             raise UsageError(f"{name} is a {type(given).__name__} that does not count what is in the caches now; leave it out, or pass the "
                              "one that the last generate(return_dict_in_generate=True) returned")
+        facts = {"cached_tokens": self._seen.get_seq_length(), "input_shape": self._prompt or batch_size, "max_length": max_cache_length + 1}
+        begin_together(self.compiled.place, generation_config, facts, self._patience)
 
     def _valid_auto_compile_criteria(self, model_kwargs: Any, generation_config: Any) -> bool:
         return False

@@ -192,7 +192,7 @@ def _traced(decoder: Decoder, options: Options, clock: PhaseTimer, new: int, sta
 
 def _lies(spec: Sequence[int], mesh: Mesh, ndim: int) -> str:
     """In the grammar of seeds: an axis or `-` per dim."""
-    return ",".join("+".join(name for name, p in zip(mesh.names, spec, strict=True) if p == dim) or "-" for dim in range(ndim))
+    return ",".join("*".join(name for name, p in zip(mesh.names, spec, strict=True) if p == dim) or "-" for dim in range(ndim))
 
 
 def _with_front(points: Sequence[Point]) -> list[Point]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -56,3 +57,18 @@ def test_a_config_of_transformers(run, tmp_path):
     code, out, err = run("serve-plan", "--hf", tmp_path / "config.json", "--mesh", "tp=2", "--prompt", "4", "--new", "4", "--batches", "2", "--json", "-q")
     assert code == 0, err
     assert json.loads(out)["points"][0]["whole_cache_bytes"] == 2 * 2 * (64 * 4 + 64 * 4) * 4  # 2 layers, 2 sequences, two states
+
+
+def test_a_page_has_the_figures_of_the_picked_batch_and_the_plan_of_its_token(run, tmp_path):
+    html = tmp_path / "serving.html"
+    code, out, err = run(*TINY, "--slo", "tpot=1s", "--html", html, "--save-dir", tmp_path, "--json")
+    assert code == 0 and str(html) in err, err
+    said = json.loads(out)["points"][1]
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html.read_text(), re.DOTALL)[1])
+    shown = data["serving"]
+    assert (shown["batch"], shown["largest"], shown["first"], shown["token"], shown["cache"]) == (
+        2, 2, said["first_token_s"], said["token_s"], said["cache_bytes"])
+    assert [row[0] for row in data["tables"]["serving"]["rows"]] == [1, 2] and data["tables"]["serving"]["rows"][1][3] == said["token_s"]
+    assert data["objective"] == Plan.load(tmp_path / "token.json").objective_s
+    code, _, err = run(*TINY, "--html", "/no/such/folder/page.html")
+    assert code == 2 and "/no/such/folder" in err and "trace" not in err

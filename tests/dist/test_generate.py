@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,8 +66,9 @@ def few() -> list[str]:
 
 
 def test_tokens_of_three_families_and_ranks_that_do_not_agree():
-    for settings, prompts, processors in on_ranks(2, few, timeout=900.0):
+    for settings, lengths, prompts, processors in on_ranks(2, few, timeout=900.0):
         assert "rank 1 generates with temperature=2.0 and rank 0 with 1.0" in settings
+        assert "rank 1 generates with input_shape=(2, 6) and rank 0 with (2, 5)" in lengths
         assert "rank 1 passes other numbers than rank 0" in prompts
         assert "rank 1 chose other tokens than rank 0" in processors
 
@@ -85,8 +87,12 @@ def disagreeing() -> list[str]:
         return scores.scatter(1, scores.argmax(1, keepdim=True), -torch.inf) if rank and found.shape[1] == 8 else scores
 
     assert served.phases.steps == 3 and served.phases.gap <= 0.01
+    first = served.generate(ids, max_new_tokens=4, **GREEDY)
+    with patch("autoshard.runtime.module.share", side_effect=AssertionError("ranks that do the same need not ask at every change of variant")):
+        assert torch.equal(served.generate(ids, max_new_tokens=4, **GREEDY), first)
     told = []
-    for ids_here, how in ((ids, {**SAMPLED, "temperature": 1.0 + rank}), (ids + rank, GREEDY), (ids, {**GREEDY, "logits_processor": [never]})):
+    for ids_here, how in ((ids, {**SAMPLED, "temperature": 1.0 + rank}), (torch.cat([ids, ids[:, :rank]], 1), GREEDY), (ids + rank, GREEDY),
+                          (ids, {**GREEDY, "logits_processor": [never]})):
         with pytest.raises(autoshard.AutoshardError) as caught:
             served.generate(ids_here, max_new_tokens=4, **how)
         told.append(str(caught.value))

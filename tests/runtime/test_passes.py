@@ -7,6 +7,7 @@ from torch.fx import Graph
 from autoshard import _torch
 from autoshard.collectives import RUN
 from autoshard.lower.passes.in_place import overwrite
+from autoshard.lower.passes.linear import join_linears
 from autoshard.runtime.execute.eager import straight
 
 aten = torch.ops.aten
@@ -93,3 +94,33 @@ def test_straight_code_empties_its_list_and_drops_defaults() -> None:
     got = straight(w.graph, "test")(values)
     assert values == [] and got[1].dtype == torch.float64 and torch.equal(got[0], torch.full((2,), 3.0))
     assert unused.name in [n.name for n in w.graph.nodes]
+
+
+def test_a_matmul_by_a_weight_is_one_call_with_the_same_numbers() -> None:
+    w = Writer()
+    x, query, key = w.take(2, 3, 4), w.take(5, 4), w.take(7, 4)
+    rows = w.call(aten.reshape.default, x, [6, 4])  # read by two matmuls
+    first = w.call(aten.reshape.default, w.call(aten.mm.default, rows, w.call(aten.t.default, query)), [2, 3, 5])
+    second = w.call(aten.mm.default, rows, w.call(aten.t.default, key))  # its rows stay joined
+    w.graph.output((first, second))
+    given = [torch.randn(n.meta["val"].shape) for n in (x, query, key)]
+    want = straight(w.graph, "apart")(list(given))
+    assert join_linears(w.graph) == 2
+    assert targets(w.graph) == [aten.reshape.default, aten.linear.default, aten.linear.default]
+    assert all(map(torch.equal, straight(w.graph, "joined")(list(given)), want))
+
+
+def test_a_matmul_stays_where_its_rows_would_be_copied_or_the_turned_weight_is_read_again() -> None:
+    w = Writer()
+    x, weight = w.take(4, 3, 2), w.take(5, 4)
+    turned = w.call(aten.t.default, weight)
+    rows = w.call(aten.reshape.default, w.call(aten.permute.default, x, [1, 2, 0]), [6, 4])
+    out = w.call(aten.reshape.default, w.call(aten.mm.default, rows, turned), [3, 2, 5])
+    w.graph.output((out, turned))
+    assert join_linears(w.graph) == 0
+    w = Writer()
+    x, weight = w.take(4, 3, 2), w.take(5, 4)
+    rows = w.call(aten.reshape.default, w.call(aten.permute.default, x, [1, 2, 0]), [6, 4])
+    w.graph.output((w.call(aten.reshape.default, w.call(aten.mm.default, rows, w.call(aten.t.default, weight)), [3, 2, 5]),))
+    assert join_linears(w.graph) == 1
+    assert targets(w.graph)[1:] == [aten.reshape.default, aten.linear.default, aten.reshape.default]

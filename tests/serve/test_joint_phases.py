@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import mesh_of
 from autoshard.base.roles import Role
 from autoshard.cost.cluster import load_cluster
@@ -16,8 +17,9 @@ from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.planner.stages import plan_traced
 from autoshard.program.trace import trace
+from autoshard.seeds.grammar import specs_of
 from autoshard.serve.phases import plan_phases, stored
-from autoshard.serve.sweep import Decoder, sweep
+from autoshard.serve.sweep import Decoder, _lies, sweep
 from autoshard.serve.workload import Slo, Workload, parse_batches
 from models.llama import decoder
 from tests.support.sample_plan import sample_plan
@@ -98,6 +100,12 @@ def test_a_joint_plan_is_no_better_than_its_bound_and_the_better_of_two():
     found = plan_phases(prompt, token, 3, plan_one, mesh=TP8, profile=PROFILE)
     assert found.request_s == pytest.approx(min(ways), rel=2e-3)
     assert found.bound_s == pytest.approx(alone[0].bound_s + 3 * alone[1].bound_s)
+
+
+def test_how_caches_lie_is_said_in_the_grammar_of_seeds():
+    mesh, meta = mesh_of("a=2,b=4"), TensorMeta((8, 8, 8, 8), torch.float32)
+    for spec in ((0, 0), (1, -1), (0, 2)):
+        assert specs_of(_lies(spec, mesh, 4), meta, mesh, "") == {spec}
 
 
 # -- how two plans are put together, with plans made up ---------------------------------------------

@@ -27,6 +27,16 @@ function summary() {
     facts(data.facts));
 }
 
+function serving() {
+  const found = data.serving;
+  if (!found) return;
+  section("serving", "Serving",
+    big([["batch", count(found.batch)], ["first token", seconds(found.first)], ["token", seconds(found.token)], ["tokens/s/device", count(found.rate)],
+         ["caches a rank", size(found.cache)], ["largest batch that fits", found.largest ? count(found.largest) : "none"]]),
+    quiet(`The plan below is that of a single token. Of all batches: ${found.title}. On the front: no other batch has a shorter token and more tokens per second.`),
+    table("serving"), ...found.notes.map(quiet));
+}
+
 function comparison() {
   const found = data.comparison;
   if (!found) return;
@@ -98,6 +108,7 @@ function theme() {
 
 theme();
 summary();
+serving();
 comparison();
 stages();
 tree();

@@ -11,6 +11,7 @@ from autoshard.base.random import seeded, seeded_op
 from autoshard.errors import UsageError
 from autoshard.lower.lifetimes import Lifetimes
 from autoshard.lower.passes.in_place import overwrite
+from autoshard.lower.passes.linear import join_linears
 from autoshard.program.opaque.opaque import opaque_of
 from autoshard.runtime.carriers.choose import carry
 from autoshard.runtime.execute.compiler_ops import enclose
@@ -18,8 +19,8 @@ from autoshard.runtime.execute.eager import straight
 
 
 def as_run(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A local graph as the eager backend runs it, but for what carries its collectives: over memory that is free. `verify` runs this
-    too."""
+    """A local graph as the eager backend runs it, but for what carries its collectives, and op by op where that joins some: over memory
+    that is free. `verify` runs this, and names the op that is wrong."""
     out = torch.fx.Graph()
     values: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in graph.nodes:  # a copy with every node's name and meta, the output's too
@@ -30,6 +31,7 @@ def as_run(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 def eager(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Op by op, over memory that is free where possible. Values die at their last use, arguments too."""
+    join_linears(module.graph)
     lifetimes = Lifetimes.of(module.graph)
     overwrite(module.graph, lifetimes)
     carry(module.graph, module.meta.get("carriers", {}))

@@ -18,7 +18,7 @@ from autoshard import _torch, errors
 from autoshard.runtime.ranks.place import Place
 
 log = logging.getLogger("autoshard")
-FIRST_WAIT, LONGEST_WAIT, NEWS = 0.001, 0.2, 15.0
+FIRST_WAIT, LONGEST_WAIT, NEWS = 5e-5, 0.2, 15.0
 """Seconds between two looks into the store, and between two lines of the log."""
 T = TypeVar("T")
 
