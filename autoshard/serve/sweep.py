@@ -17,10 +17,9 @@ from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.padding.padded import padded
+from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
-from autoshard.program.trace import trace
 from autoshard.serve.phases import Phases, plan_phases, states_of, stored
 from autoshard.serve.workload import Slo, Workload
 
@@ -170,7 +169,7 @@ def plan_point(decoder: Decoder, batch: int, mesh: Mesh, options: Options, workl
 def plan_decoder(decoder: Decoder, mesh: Mesh, options: Options, workload: Workload, profile: Cluster,
                  clock: PhaseTimer) -> tuple[Phases, dict[str, TensorMeta]]:
     """Prompt and token of one decoder together, and its states. Raises InfeasibleError."""
-    prompt, token = (padded(_traced(decoder, options, clock, new, start), mesh) for new, start in ((workload.prompt, 0), (1, workload.prompt)))
+    prompt, token = (_traced(decoder, mesh, options, clock, new, start) for new, start in ((workload.prompt, 0), (1, workload.prompt)))
 
     def plan_one(traced: Traced, fixed: Mapping[str, Spec]) -> Plan:
         return plan_traced(traced, mesh, options, clock=clock, fixed=fixed, profile=profile)
@@ -185,9 +184,9 @@ def most_sequences(model: nn.Module, batch: int, devices: int, limit: float) -> 
     return max(0, int((limit * devices - weights) * batch // caches)) if caches else batch
 
 
-def _traced(decoder: Decoder, options: Options, clock: PhaseTimer, new: int, start: int) -> Traced:
+def _traced(decoder: Decoder, mesh: Mesh, options: Options, clock: PhaseTimer, new: int, start: int) -> Traced:
     with clock("trace"), torch.no_grad():
-        return trace(decoder.model, decoder.inputs(new, start), **options.tracing(None, False))
+        return Batch(decoder.model, decoder.inputs(new, start), {}, options.tracing(None, False)).on(mesh, options.pipeline)
 
 
 def _lies(spec: Sequence[int], mesh: Mesh, ndim: int) -> str:
