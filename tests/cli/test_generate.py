@@ -4,9 +4,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-from tests.support.tiny_decoders import tiny
+from tests.support.tiny_decoders import save_llama
 
 transformers = pytest.importorskip("transformers")
 NEW = 6
@@ -14,17 +13,8 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny llama with a tokenizer of one token per character."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    characters = ["<pad>", "<s>", "</s>", *map(chr, range(32, 127)), *(f"<{i}>" for i in range(153))]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     path = tmp_path_factory.mktemp("models") / "tiny"
-    model = tiny("llama", torch.float32)
-    model.generation_config.max_length = None
-    model.save_pretrained(path)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(path)
+    save_llama(path)
     return path
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_decoders import save_llama
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -53,8 +55,9 @@ def test_readme_script_prints_what_readme_says(tmp_path):
 
 
 def test_readme_plans_without_devices(run, tmp_path, monkeypatch):  # noqa: F811
-    """Every `autoshard` line in order, then the block below them, with the names of the first script."""
+    """Every `autoshard` line in order, then the block below them, with the names of the first script. FOLDER is a user's model."""
     monkeypatch.chdir(tmp_path)
+    save_llama("FOLDER")
     lines = [line for line in README.splitlines() if line.startswith("    autoshard ")] + re.findall(r"`(autoshard [^`]*)`", README)
     assert len(lines) >= 4
     for line in lines:

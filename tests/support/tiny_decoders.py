@@ -65,3 +65,17 @@ def kept_logits(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         yield kept
     finally:
         hook.remove()
+
+
+def save_llama(folder: Any) -> None:
+    """A tiny llama with a tokenizer of one token per character, as a model folder."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    characters = ["<pad>", "<s>", "</s>", *map(chr, range(32, 127)), *(f"<{i}>" for i in range(153))]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    model = tiny("llama", torch.float32)
+    model.generation_config.max_length = None
+    model.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder)
