@@ -24,7 +24,7 @@ from autoshard.errors import UsageError
 from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.pipeline.cutting.cut_points import even_cuts
 from autoshard.pipeline.microbatches import batch
-from autoshard.planner.open_mesh import check_mesh, plan_batch
+from autoshard.planner.open_mesh import asked_for, check_mesh, plan_batch
 from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
 from autoshard.runtime.cache import cache_folder, planner_key
@@ -82,13 +82,10 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     Ctrl-C before there is a plan."""
     given = dict(locals())
     check_arguments(given)
-    options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), pipeline=pipeline or default_pipeline(mesh))
-    mesh, profile = mesh_or_any(mesh), load_cluster(options.cluster)
-    check_mesh(mesh, options, profile)  # a bad cluster or mesh is reported before the long work
-    options.check_offload(profile, training is not False)
+    mesh, options, profile = asked_for(given, mesh)
     check_called(model, example_inputs, example_kwargs)
     asked = batch.Batch(model, tuple(example_inputs), dict(example_kwargs or {}), options.tracing(loss_fn, training))
-    return plan_batch(asked, mesh, options, clock=PhaseTimer(progress), has_loss=loss_fn is not None, model_info=model_info)
+    return plan_batch(asked, mesh, options, clock=PhaseTimer(progress), profile=profile, has_loss=loss_fn is not None, model_info=model_info)
 
 
 def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, *,

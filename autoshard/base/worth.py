@@ -10,6 +10,11 @@ SAME = 1e-9
 """Relative difference of seconds that are one number."""
 
 
+def gib_seconds(less_s: float, more_s: float, apart: float) -> float:
+    """Seconds of a step that a GiB is worth, by those of plans within budgets that are `apart` bytes apart."""
+    return (less_s - more_s) / apart * GIB
+
+
 @dataclass(frozen=True)
 class Neighbour:
     """The best plan found within another budget (bytes per rank). `step_s` None: none was found, or none exists, as `why` says.
@@ -39,4 +44,4 @@ class MemoryWorth:
         """Seconds of a step that a GiB is worth: the difference of the plans around, over that of their budgets. None where one is missing."""
         if self.less is None or self.more is None or self.less.step_s is None or self.more.step_s is None:
             return None
-        return (self.less.step_s - self.more.step_s) / (self.more.budget - self.less.budget) * GIB
+        return gib_seconds(self.less.step_s, self.more.step_s, self.more.budget - self.less.budget)

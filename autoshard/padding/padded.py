@@ -10,7 +10,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
 from autoshard.padding import where_read
 from autoshard.padding.travel import attention, classes, moves, norms, pointwise, products, reductions
-from autoshard.padding.values import Source
+from autoshard.padding.values import Source, next_multiple
 from autoshard.padding.walk import Travel, Walk
 from autoshard.program.calling import Traced
 from autoshard.rules.factors import factor_graph
@@ -77,8 +77,7 @@ def length_on(mesh: Mesh, n: int) -> int | None:
     sizes = [size for size in mesh.sizes if size > 1]
     if not sizes or any(n % size == 0 for size in sizes):
         return None
-    length = sizes[-1] * -(-n // sizes[-1])
-    return length if length - n <= MOST_WASTE * n else None
+    return next_multiple(n, sizes[-1], MOST_WASTE)
 
 
 def without_factors(graph: Graph) -> Graph:

@@ -19,6 +19,12 @@ Source = tuple[str, int]
 """A dim of a parameter that is padded."""
 
 
+def next_multiple(n: int, size: int, waste: float) -> int | None:
+    """The length from `n` on that `size` divides; None where the pad would be more than the part `waste` of `n`."""
+    length = size * -(-n // size)
+    return length if length - n <= waste * n else None
+
+
 @dataclass(frozen=True)
 class Pad:
     """Along one dim: its true length and the one it has, what is behind the true one, and which dims of parameters it comes from."""

@@ -14,7 +14,7 @@ import torch
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
-from autoshard.padding.values import Source
+from autoshard.padding.values import Source, next_multiple
 from autoshard.rules.part_dims import Dim, links
 
 aten = torch.ops.aten
@@ -38,9 +38,9 @@ def longer_on(mesh: Mesh, n: int, last: bool) -> int | None:
     sizes = [size for size in mesh.sizes if size > 1]
     if not sizes or n % (size := sizes[-1 if last else 0]) == 0:
         return None
-    length = size * -(-n // size)
-    keeps = all(length % other == 0 for other in sizes if n % other == 0)
-    return length if keeps and length - n <= MOST_WASTE * n else None
+    length = next_multiple(n, size, MOST_WASTE)
+    keeps = length is not None and all(length % other == 0 for other in sizes if n % other == 0)
+    return length if keeps else None
 
 
 def _rows(graph: Graph, mesh: Mesh) -> Group:

@@ -1,13 +1,14 @@
 """From a batch to its plan: traced first, with the mesh and the number of micro-batches chosen where they are open."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from autoshard.base import quantities
 from autoshard.base.graph import Graph
-from autoshard.base.mesh import AnyMesh, Mesh, mesh_of
+from autoshard.base.mesh import AnyMesh, Mesh, mesh_of, mesh_or_any
 from autoshard.base.plan import Plan
 from autoshard.base.spec import replicated
 from autoshard.cost.budget import Budget
@@ -15,7 +16,7 @@ from autoshard.cost.cluster import AxisLink, Cluster, load_cluster
 from autoshard.cost.memory import stored_parts
 from autoshard.decide.how import How
 from autoshard.decide.least_seconds import Prices, least_run, least_step
-from autoshard.decide.options import Options
+from autoshard.decide.options import Options, default_cluster, default_pipeline
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import InfeasibleError
@@ -27,6 +28,7 @@ from autoshard.planner.one_stage import decide, prices
 from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
+from autoshard.seeds.seeds import with_held
 from autoshard.space.cost_table import CostTable, Training, trained_params
 
 ENOUGH = 0.01
@@ -45,9 +47,19 @@ def check_mesh(mesh: Mesh | AnyMesh, options: Options, profile: Cluster) -> None
         options.pipeline.stages(mesh)
 
 
-def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, clock: PhaseTimer, **how: Any) -> Plan:
-    """Trace, and plan; where mesh or micro-batches are open, choose them."""
-    profile = load_cluster(options.cluster)
+def asked_for(given: Mapping[str, Any], mesh: Any) -> tuple[Mesh | AnyMesh, Options, Cluster]:
+    """Mesh, options and cluster profile of a call of `autoshard.plan`, by its arguments. A bad one is reported here, before the long work."""
+    options = Options.of(given, seeds=with_held(given["model"], given["seeds"]), cluster=given["cluster"] or default_cluster(mesh),
+                         pipeline=given["pipeline"] or default_pipeline(mesh))
+    wanted, profile = mesh_or_any(mesh), load_cluster(options.cluster)
+    check_mesh(wanted, options, profile)
+    options.check_offload(profile, given["training"] is not False)
+    return wanted, options, profile
+
+
+def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, clock: PhaseTimer, profile: Cluster | None = None, **how: Any) -> Plan:
+    """Trace, and plan; where mesh or micro-batches are open, choose them. `profile`: instead of `options.cluster`."""
+    profile = profile or load_cluster(options.cluster)
     if is_open(mesh, options):
         return plan_open(asked, mesh, options, clock, profile, **how)
     with clock("trace"):

@@ -23,8 +23,7 @@ from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Learned, Program, formulate_within, with_starts
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.planner.one_stage import decide, prices, program_of
-from autoshard.planner.open_mesh import is_open, plan_open
-from autoshard.planner.stages import plan_traced
+from autoshard.planner.open_mesh import is_open, plan_batch
 from autoshard.program.calling import Traced
 from autoshard.search.problem import Solution
 from autoshard.space.cost_table import CostTable
@@ -49,11 +48,9 @@ class Workbench:
         stages, traces alone are kept. Raises what `autoshard.plan` raises."""
         profile, clock = profile or load_cluster(options.cluster), clock or PhaseTimer()
         how: dict[str, Any] = {"has_loss": self.has_loss, "model_info": self.model_info}
-        if is_open(mesh, options):
-            return plan_open(self.batch, mesh, options, clock, profile, **how)
+        if is_open(mesh, options) or options.pipeline.stages(mesh_of(mesh)) > 1:
+            return plan_batch(self.batch, mesh, options, clock=clock, profile=profile, **how)
         mesh = mesh_of(mesh)
-        if options.pipeline.stages(mesh) > 1:
-            return plan_traced(self.traced(mesh, options, clock), mesh, options, clock=clock, profile=profile, **how)
         program = self.program(mesh, options, profile, clock)
         return decide(program.formulation.table, options, clock=clock, known=self._known, program=program, **how)
 

@@ -10,17 +10,14 @@ from torch import nn
 
 from autoshard import api
 from autoshard._torch import pytree
-from autoshard.base.mesh import mesh_or_any
 from autoshard.base.plan import Plan
-from autoshard.cost.cluster import load_cluster
 from autoshard.decide.arguments import check_arguments, check_called
-from autoshard.decide.options import Options, default_cluster, default_pipeline, parse_bytes
+from autoshard.decide.options import Options, parse_bytes
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import UsageError
 from autoshard.pipeline.microbatches.batch import Batch
-from autoshard.planner.open_mesh import check_mesh
+from autoshard.planner.open_mesh import asked_for
 from autoshard.planner.workbench import Workbench
-from autoshard.seeds.seeds import with_held
 from autoshard.study import what_if, worth
 
 MOST_BATCHES = 4
@@ -72,11 +69,7 @@ class Planner:
         if inputs is not None or kwargs is not None:
             given |= {"example_inputs": () if inputs is None else inputs, "example_kwargs": kwargs}
         check_arguments(given)
-        asked = Options.of(given, seeds=with_held(given["model"], given["seeds"]), cluster=given["cluster"] or default_cluster(mesh),
-                           pipeline=given["pipeline"] or default_pipeline(mesh))
-        wanted, profile = mesh_or_any(mesh), load_cluster(asked.cluster)
-        check_mesh(wanted, asked, profile)
-        asked.check_offload(profile, given["training"] is not False)
+        wanted, asked, _ = asked_for(given, mesh)
         return run(self._bench(given, asked), wanted, asked, PhaseTimer(given["progress"]))
 
     def _bench(self, given: Mapping[str, Any], options: Options) -> Workbench:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.base.plan import Plan
-from autoshard.base.worth import GIB
+from autoshard.base.worth import gib_seconds
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Program
@@ -107,7 +107,7 @@ def _priced(points: Sequence[Point]) -> tuple[Point, ...]:
     out = list(points)
     for i, (more, less) in enumerate(zip(points, points[1:], strict=False)):
         if more.plan is not None and less.plan is not None:
-            out[i] = replace(more, gib_s=(less.plan.objective_s - more.plan.objective_s) / (more.budget - less.budget) * GIB)
+            out[i] = replace(more, gib_s=gib_seconds(less.plan.objective_s, more.plan.objective_s, more.budget - less.budget))
     return tuple(out)
 
 
