@@ -71,7 +71,8 @@ class Wiring:
                 memo[id(specs), spec] = (specs.index == specs.specs.index(spec)) if spec in specs.specs else np.zeros(len(specs.index), bool)
             return memo[id(specs), spec]
 
-        return tuple(tuple((units.index(name), graph.window_of(name), reads(name, i, c.spec)) for name, i in c.readers) for c in self.formulation.copies)
+        return tuple(tuple((units.index(name), graph.window_of(name), reads(name, i, copy.spec)) for name, i in copy.readers)
+                     for copy in self.formulation.copies)
 
     @cached_property
     def param_derived(self) -> frozenset[Ref]:
