@@ -114,8 +114,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     variants       how many variants of the call (shapes, modes) are kept, those used last
     keep_within    new shapes keep a plan estimated at most this share dearer than a search would find (docs/new-shapes.md); 0: search
 
-    One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
-    (else at the first call) also what `plan` raises."""
+    One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError, and what `plan` raises where it plans."""
     check_arguments(given := dict(locals()))
     options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or cluster_here(mesh, device), cache=cache_folder(cache),
                          pipeline=pipeline or default_pipeline(mesh))
