@@ -19,6 +19,10 @@ INTERRUPTED = "best found before it was interrupted"
 """The status of a plan whose search was stopped by Ctrl-C, as `search.problem.Status` says it; reading a plan loads no solver."""
 TIED = "optimal among tied plans"
 """The status of a plan that is proven optimal with its repeated layers tied, likewise."""
+REFINED = ", refined op by op"
+"""The end of the status of a plan whose layouts change inside decision units, so that its bound, one of plans over units, is not one of all."""
+OPTIMAL_REFINED = f"optimal over decision units{REFINED}"
+"""The status where no plan over decision units is cheaper: proven."""
 RECOMPUTE_SUFFIX = "_again"
 """Suffix of the name of a recomputed op, in backward."""
 Window = str
@@ -270,12 +274,17 @@ class Plan:
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended its search."""
-        return self.status == INTERRUPTED
+        return self.status.startswith(INTERRUPTED)
 
     @property
     def tied(self) -> bool:
         """Whether it is proven optimal only among plans that treat repeated layers alike; its bound is one of all plans."""
         return self.status == TIED
+
+    @property
+    def refined(self) -> bool:
+        """Whether its layouts change inside decision units. Its bound says only how cheap plans over these units can be."""
+        return self.status.endswith(REFINED)
 
     @property
     def spec_mesh(self) -> MeshText:

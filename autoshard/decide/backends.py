@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.base.plan import Plan
+from autoshard.base.plan import OPTIMAL_REFINED, REFINED, Plan
 from autoshard.base.worth import MemoryWorth
 from autoshard.decide.how import How
 from autoshard.decide.least_stored import with_least_stored
@@ -25,7 +25,7 @@ from autoshard.decide.refine import SHARE, may_refine, refine
 from autoshard.decide.variants import Variants
 from autoshard.decide.walks.propagate import NO_SEEDS, as_solution
 from autoshard.errors import Interrupted, UsageError
-from autoshard.search.problem import Solution
+from autoshard.search.problem import Solution, Status
 from autoshard.space.cost_table import CostTable
 
 
@@ -75,7 +75,10 @@ def _searched(variants: Variants) -> Found:
 
 def _refined(found: Found, how: How) -> Found:
     program, solution = refine(found.program, found.solution, how)
-    return replace(found, program=program, solution=solution, status=solution.status.value)
+    if program is found.program:
+        return replace(found, solution=solution)
+    status = OPTIMAL_REFINED if solution.status is Status.OPTIMAL else f"{solution.status.value}{REFINED}"
+    return replace(found, program=program, solution=solution, status=status)
 
 
 def _spread(variants: Variants) -> Found:

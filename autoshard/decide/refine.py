@@ -3,12 +3,15 @@
 Units keep the bound of the search tight, and exclude some plans: on a mesh of one axis those are worth at most 0.4 % of a step, on more
 axes, where units are coarser, up to 3 %. There the problem in which every op decides for itself is too hard to close, but to start in it
 from a plan that is good is not: neighbourhoods of the plan are solved exactly until none is cheaper (search/routes/neighbourhoods.py).
+What they end at depends on the start, so where the program is not large the cheapest starting plan (by rules, without a search) is improved
+too, and the cheaper of the two is taken: a plan that is poor as a plan over units may be near one that is good op by op.
 
 Every plan over units is a plan op by op, so this never makes a plan dearer. The bound stays the one over units: what it says, that no
 plan over units is cheaper, the refined plan keeps. How much cheaper yet another plan op by op might be, nothing says."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +28,7 @@ from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import are_coarse, singletons
 
 MOST = 60_000  # strategies of all ops together; above, refining takes longer than the search
+TWICE = 12_000  # likewise, for the second start: it takes as long as the first, 3 to 8 CPU seconds; with more it would take what a limit leaves
 SHARE = 0.3  # of the time, kept for refining
 WORTH = 1e-4  # of the step: less is no reason to leave the plans that the bound is about
 FACT = "op_by_op"  # its name among the facts of a search
@@ -44,19 +48,32 @@ def refine(program: Program, found: Solution, how: How) -> tuple[Program, Soluti
     if not may_refine(table):
         return program, _noting(found, f"not tried: {_size(table):,} strategies of ops, more than {MOST:,}")
     finer = formulate_within(table, program.formulation.budget.limit, singletons(table))
-    start = lifted(program.formulation, found.choice, finer)
-    cheaper = None if start is None else _improved(finer, start, found, how)
-    if cheaper is None:
-        return program, found
-    choice, cost = cheaper
-    if cost > found.cost * (1.0 - WORTH):
-        return program, _noting(found, "no plan more than 0.01 % cheaper found")
+    cheaper = sorted(_improved(program, finer, found, how), key=lambda plan: plan[1])
+    worth = [plan for plan in cheaper if plan[1] <= found.cost * (1.0 - WORTH)]
     refined = Program(finer, Timelines(finer, program.settings), (), program.settings, program.spread)
-    if not refined.fits(choice):
-        return program, _noting(found, "a cheaper plan was found, which does not fit in memory")
-    said = _noting(found, f"{100 * (found.cost / cost - 1):.2f} % cheaper than the best plan over decision units")
+    choice, cost = next((plan for plan in worth if refined.fits(plan[0])), (None, math.inf))
+    if choice is None:
+        none = "a cheaper plan was found, which does not fit in memory" if worth else "no plan more than 0.01 % cheaper found"
+        return program, _noting(found, none)
+    best = "the best plan" if found.status is Status.OPTIMAL else "the best plan found"
+    said = _noting(found, f"{100 * (found.cost / cost - 1):.2f} % cheaper than {best} over decision units")
     proven = settled(said, choice, cost)
     return refined, proven if proven.status is Status.OPTIMAL else replace(proven, status=found.status)
+
+
+def starts(program: Program, choice: np.ndarray, finer: Formulation) -> Iterator[np.ndarray]:
+    """Choices of `finer` to improve: the plan found over units, and the cheapest starting plan, where that is another one and the program
+    is not large."""
+    known = (choice, *_cheapest_start(program)) if _size(program.formulation.table) <= TWICE else (choice,)
+    same = [lifted(program.formulation, each, finer) for each in known]
+    return (each for i, each in enumerate(same) if each is not None and not any(np.array_equal(each, other) for other in same[:i]))
+
+
+def _cheapest_start(program: Program) -> list[np.ndarray]:
+    """The one, or none where no starting plan stays within the rows."""
+    problem = program.formulation.problem
+    fitting = [choice for choice in program.starts if np.isfinite(evaluate(problem, choice))]
+    return sorted(fitting, key=lambda choice: evaluate(problem, choice))[:1]
 
 
 def lifted(formulation: Formulation, choice: np.ndarray, finer: Formulation) -> np.ndarray | None:
@@ -75,14 +92,22 @@ def _place(members: tuple[str, ...], picked: tuple[np.ndarray, ...], strategies:
     return int(np.flatnonzero(alike)[0])
 
 
-def _improved(finer: Formulation, start: np.ndarray, found: Solution, how: How) -> tuple[np.ndarray, float] | None:
-    """The cheapest choice that neighbourhoods lead to, with its cost. What is told of progress has the bound over units."""
+def _improved(program: Program, finer: Formulation, found: Solution, how: How) -> Iterator[tuple[np.ndarray, float]]:
+    """Per start, the cheapest choice that neighbourhoods lead to, with its cost. What is told of progress is the least cost so far, with the
+    bound over units."""
+    least = found.cost
+
     def told(event: Event) -> None:
-        bound = min(found.bound, event.cost)
-        how.progress(replace(event, bound=bound, gap=max(0.0, event.cost - bound) / max(abs(event.cost), 1e-300)))
+        nonlocal least
+        if event.cost <= least and how.progress is not None:
+            least, bound = event.cost, min(found.bound, event.cost)
+            how.progress(replace(event, bound=bound, gap=max(0.0, event.cost - bound) / max(abs(event.cost), 1e-300)))
 
     heard = replace(how, progress=told if how.progress else None)
-    return heard.improve(finer.problem, start)
+    for start in starts(program, found.choice, finer):
+        improved = None if how.clock.expired() else heard.improve(finer.problem, start)
+        if improved is not None:
+            yield improved
 
 
 def _noting(found: Solution, fact: str) -> Solution:

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from autoshard import collectives
-from autoshard.base.plan import Plan, StagePlan
+from autoshard.base.plan import OPTIMAL_REFINED, REFINED, Plan, StagePlan
 from autoshard.base.windows import ONCE
 from autoshard.cost.cluster import AxisLink
 from autoshard.pipeline.action_lists.play import Playback
@@ -19,7 +19,7 @@ from autoshard.pipeline.playback import played
 from autoshard.search.problem import Status
 
 NO_GAP = 1e-9
-OPTIMAL = frozenset({Status.OPTIMAL.value, Status.OPTIMAL_TIED.value})
+OPTIMAL = (Status.OPTIMAL.value, Status.OPTIMAL_TIED.value, OPTIMAL_REFINED)  # what is known most first
 
 
 def merged(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> Plan:
@@ -90,9 +90,10 @@ def _sums(facts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _status(plans: Sequence[Plan], gap: float) -> str:
     """That of the stage whose plan is known least. Stages that are optimal one by one make an optimal step only if no rank waits."""
     known_least = next((p.status for p in plans if p.status not in OPTIMAL), None)
-    if known_least is not None or gap <= NO_GAP:
-        return known_least or plans[0].status
-    return Status.GAP.value
+    if known_least is None and gap <= NO_GAP:
+        return max((p.status for p in plans), key=OPTIMAL.index)
+    status = known_least or Status.GAP.value
+    return f"{status}{REFINED}" if any(p.refined for p in plans) and not status.endswith(REFINED) else status
 
 
 def _bound(made: Pipelined, plans: Sequence[Plan], rank: int, wire: AxisLink) -> float:

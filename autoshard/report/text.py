@@ -71,9 +71,15 @@ def _header(plan: Plan) -> RenderableType:
 def status(plan: Plan) -> str:
     if plan.bound_s <= 0:
         return f"{plan.status}: {quantities.seconds(plan.objective_s)} a step (nothing is proven about it)"
-    gap = f"within {100 * plan.gap:.2g} % of the best possible"
-    certainty = gap if plan.gap > PROVEN else "equal layers treated alike" if plan.tied else "proven"
+    best = "the best plan over decision units" if plan.refined else "the best possible"
+    none_cheaper = "equal layers treated alike" if plan.tied else "no plan over decision units is cheaper" if plan.refined else "proven"
+    certainty = f"within {100 * plan.gap:.2g} % of {best}" if plan.gap > PROVEN else none_cheaper
     return f"{plan.status}: {quantities.seconds(plan.objective_s)} a step ({certainty})"
+
+
+def bound_name(plan: Plan) -> str:
+    """What `bound_s` is a bound of."""
+    return "lower bound of all plans" if plan.tied else "lower bound over decision units" if plan.refined else "proven lower bound"
 
 
 def _step_time(plan: Plan) -> RenderableType:
@@ -191,7 +197,7 @@ def _fallbacks(plan: Plan) -> RenderableType:
 def _search(plan: Plan) -> RenderableType:
     grid = table("search", ">")
     grid.add_row("objective", quantities.seconds(plan.objective_s))
-    grid.add_row("lower bound of all plans" if plan.tied else "proven lower bound", quantities.seconds(plan.bound_s))
+    grid.add_row(bound_name(plan), quantities.seconds(plan.bound_s))
     grid.add_row("gap", "0 %" if plan.gap <= PROVEN else f"{100 * plan.gap:.3g} %")
     for label, text in what.search_facts(plan):
         grid.add_row(escape(label), escape(text))

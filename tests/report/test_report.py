@@ -184,6 +184,13 @@ def test_a_plan_proven_among_tied_ones_shows_the_bound_of_all_plans():
     assert "lower bound of all plans" in text and "equal layers treated alike" in text and "proven" not in text
 
 
+def test_a_refined_plan_says_which_plans_its_bound_is_about():
+    text = " ".join(drawn(sample_plan(status="optimal over decision units, refined op by op")).split())
+    assert "no plan over decision units is cheaper" in text and "lower bound over decision units" in text and "proven" not in text
+    text = " ".join(drawn(sample_plan(bound_s=0.98, gap=0.02, status="best found within the time limit, refined op by op")).split())
+    assert "within 2 % of the best plan over decision units" in text and "best possible" not in text
+
+
 def test_brackets_in_names_are_not_markup():
     fallback = Fallback("x", "custom[op]", 1e-6, "net[0]", "a.py:1")
     assert "custom[op]" in drawn(sample_plan(fallbacks=(fallback,)))

@@ -15,7 +15,7 @@ function summary() {
   const total = counted.reduce((sum, part) => sum + part.seconds, 0);
   const words = data.step.map((part) => `${part.label} ${seconds(part.seconds)}`).join(", ");
   section("summary", "Summary",
-    big([["step", seconds(data.objective)], [data.tied ? "bound of all plans" : "proven bound", data.bound > 0 ? seconds(data.bound) : "none"],
+    big([["step", seconds(data.objective)], [data.bound_name.replace("lower ", ""), data.bound > 0 ? seconds(data.bound) : "none"],
          ["gap", data.bound > 0 ? (data.gap <= 1e-9 ? "0 %" : `${Number((100 * data.gap).toPrecision(3))} %`) : "-"],
          ["memory a rank", size(data.memory.total)],
          ["of its limit", data.memory.limit ? share(data.memory.total, data.memory.limit) : "no limit"]]),
@@ -93,7 +93,7 @@ function end() {
   if (data.notes.length) section("notes", "Notes", h("ul", { class: "notes" }, ...data.notes.map((note) => h("li", {}, note))));
   const took = data.timings.map(([phase, s]) => [phase, `${s.toFixed(2)} s`]);
   section("search", "Search", h("div", { class: "columns" },
-    facts([["objective", seconds(data.objective)], [data.tied ? "lower bound of all plans" : "proven lower bound", data.bound > 0 ? seconds(data.bound) : "none"], ...data.search]),
+    facts([["objective", seconds(data.objective)], [data.bound_name, data.bound > 0 ? seconds(data.bound) : "none"], ...data.search]),
     took.length ? h("div", {}, h("h3", { style: { marginTop: "0" } }, "Planning took"), facts([...took, ["total", `${data.timings.reduce((a, [, s]) => a + s, 0).toFixed(2)} s`]])) : null));
 }
 
