@@ -27,8 +27,9 @@ from coverage_models import PLANS, ROOT, earlier, examined, run_all, shuffled, w
 from zoo.build import Example, short  # noqa: E402
 from zoo.libraries import libraries  # noqa: E402
 from zoo.page import STAGES, table  # noqa: E402
+from zoo.shorten import shortened, without_noise  # noqa: E402
 
-MESHES = ("d=4",)
+MESHES = ("d=4", "dp=2,tp=2")
 
 
 def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
@@ -39,9 +40,7 @@ def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]
         model, inputs = libraries()[library]()[name]()
     except Exception as e:
         return found | {"why": short(e)}
-    for module in model.modules():  # random numbers would be compared by their shapes alone
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) or type(module).__name__ in ("DropPath", "StochasticDepth"):
-            module.p = module.drop_prob = 0.0
+    model = shortened(without_noise(model), inputs)
     return found | examined(_Called(model, {}, library, own_loss=False, positional=inputs), found, meshes, plans)
 
 
@@ -90,6 +89,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def chosen(known: Mapping[str, Any], wanted: str | None) -> list[str]:
+    """The models asked for, in the order asked for; all, if none are."""
+    return [name for name in wanted.split(",") if name in known] if wanted else shuffled(known)
+
+
 def main() -> int:
     options = arguments()
     torch.set_num_threads(1)
@@ -97,8 +101,8 @@ def main() -> int:
         page(options.table, earlier(options.results))
         return 0
     done = {n for n, r in earlier(options.results).items() if not options.again or r["stage"] not in options.again.split(",")}
-    todo = [(name, library) for library in options.library or libraries() for name in shuffled(libraries()[library]())
-            if (name in options.models.split(",") if options.models else name not in done)]
+    todo = [(name, library) for library in options.library or libraries()
+            for name in chosen(libraries()[library](), options.models) if options.models or name not in done]
     warm_up()
     return run_all((({"library": library}, (name, library, options.mesh or MESHES, PLANS)) for name, library in todo), options, examine)
 
