@@ -13,6 +13,7 @@ splitting always pays, all ranks in one process, losses, gradients and updated w
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
-from coverage_models import PLANS, ROOT, earlier, examined, run_all, shuffled, warm_up  # noqa: E402
+from coverage_models import PLANS, ROOT, examined, run_all, shuffled, warm_up  # noqa: E402
 from zoo.build import Example, short  # noqa: E402
 from zoo.libraries import libraries  # noqa: E402
 from zoo.page import STAGES, table  # noqa: E402
@@ -56,7 +57,13 @@ class _Called(Example):
         return (*self.positional, torch.zeros(()))
 
 
-def page(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+def earlier(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The latest line of every model, by library and name: several have a resnet18."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(r["library"], r["family"]): r for r in map(json.loads, lines)}
+
+
+def page(path: Path, results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     """docs/coverage-libraries.md."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     lines = ["# Models of other libraries", "",
@@ -65,8 +72,8 @@ def page(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
              "Of timm one model for each of its modules, of torchvision two (without detection, where the number of boxes depends on the numbers), of diffusers",
              "ten classes; small images, random weights, no dropout. One training step is traced, planned for a made-up device so slow that splitting always pays,",
              "and run with all four ranks in one process; loss, gradients and updated weights are compared with the model's own.", ""]
-    for library in dict.fromkeys(r["library"] for r in results.values()):
-        mine = {n: r for n, r in sorted(results.items()) if r["library"] == library}
+    for library in sorted({library for library, _ in results}):
+        mine = {name: r for (of, name), r in sorted(results.items()) if of == library}
         lines += [f"## {library}", "", *table(("stage", "models"), [[text, str(n)] for stage, text in STAGES.items()
                                                                     if (n := sum(r["stage"] == stage for r in mine.values()))]), ""]
         lines += ["Verified: " + ", ".join(f"`{n}`" for n, r in mine.items() if r["stage"] == "verified") + ".", ""]
@@ -102,7 +109,7 @@ def main() -> int:
         return 0
     done = {n for n, r in earlier(options.results).items() if not options.again or r["stage"] not in options.again.split(",")}
     todo = [(name, library) for library in options.library or libraries()
-            for name in chosen(libraries()[library](), options.models) if options.models or name not in done]
+            for name in chosen(libraries()[library](), options.models) if options.models or (library, name) not in done]
     warm_up()
     return run_all((({"library": library}, (name, library, options.mesh or MESHES, PLANS)) for name, library in todo), options, examine)
 

@@ -3,8 +3,9 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/torchtitan_like.py --steps 4 --folder run
     python examples/torchtitan_like.py --steps 8 --folder run            goes on from step 4 in one process
 
-`torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400` starts it on two nodes; nothing else changes. With `--nnodes 1:2
---max-restarts 3` torchrun starts it anew on what is left when a node is lost: the plan is searched for the new mesh, and the checkpoint is cut anew.
+`torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400` starts it on two nodes; nothing else changes. With
+`--nnodes 1:2 --max-restarts 3` torchrun starts it anew on what is left when a node is lost: the plan is searched for the new mesh, and the checkpoint
+is cut anew.
 """
 from __future__ import annotations
 

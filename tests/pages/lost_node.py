@@ -1,4 +1,4 @@
-"""The trainer of examples/ on a node that is lost: after the checkpoint of step 4 its agent and its rank are gone, without a word.
+"""The trainer of examples/ on a node that is lost: after the checkpoint of step 3 its agent and its rank are gone, without a word.
 
 Only where DOOMED is set, which a rank has from its agent; elsewhere it is the trainer."""
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import torchtitan_like  # noqa: E402
 
-LAST = 4
+LAST = 3
 
 
 class Doomed(torchtitan_like.Trainer):
