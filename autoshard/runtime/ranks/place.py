@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard import _torch
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.base.spec import Spec
+from autoshard.decide.options import default_cluster
 from autoshard.errors import MeshError
 from autoshard.runtime.carriers.choose import Carrier
 from autoshard.runtime.carriers.gloo_messages import Members
@@ -121,6 +122,23 @@ def axes_of_ranks(device_mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     return "+".join(device_mesh.mesh_dim_names[d] for d in dims) if dims and whole else None
 
 
+def device_type(mesh: Any, device: Any = None) -> str:
+    """The kind of device ("cuda", "cpu") that runs a model compiled for a mesh: that of `device`, else the DeviceMesh's, else GPUs where there are
+    any, and the process group, if there is one already, does not move their tensors by gloo."""
+    if device is not None:
+        return torch.device(device).type
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "cpu" if dist.is_initialized() and _torch.transport(dist.group.WORLD, "cuda") in NOT_FOR_GPUS else "cuda"
+
+
+def cluster_here(mesh: Any, device: Any = None) -> str:
+    """The profile to assume for the devices that run a model, when the user names none."""
+    return default_cluster(device_type(mesh, device))
+
+
 def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
     """From "dp=2,tp=4", a Mesh or a torch DeviceMesh. Text and Mesh span all ranks; the process group is started
     from the environment of torchrun if nobody did. Raises MeshError when the mesh does not fit the world, AutoshardError when
@@ -131,7 +149,7 @@ def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
             raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=(\"dp\", \"tp\")")
         return _placed(Mesh(tuple(names), tuple(mesh.shape)), mesh, device, join_timeout, started=False)
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    kind = torch.device(device).type if device is not None else usual_device()
+    kind = device_type(mesh, device)
     if not dist.is_initialized() and "RANK" not in os.environ:
         if mesh.size > 1:
             raise MeshError(f"mesh {mesh} needs {mesh.size} processes and there is no process group; start this script with "
@@ -157,13 +175,6 @@ def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: floa
     if device.type == "cpu":
         leave_in_order(device_mesh, started)
     return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), device, join_timeout)
-
-
-def usual_device() -> str:
-    """"cuda" where there are GPUs, and the process group, if there is one already, does not move their tensors by gloo."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    return "cpu" if dist.is_initialized() and _torch.transport(dist.group.WORLD, "cuda") in NOT_FOR_GPUS else "cuda"
 
 
 def numbered(device: torch.device) -> torch.device:
