@@ -6,8 +6,8 @@
     python benchmarks/coverage_libraries.py --models resnet18,vgg11    # some models
     python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md    # no run: write the page from the results so far
 
-Of timm one model for each of its modules, of torchvision two, without detection (the number of boxes depends on the numbers), of diffusers ten classes.
-Each is verified as coverage_models.py does it: one training step with the mean square of the outputs as loss, planned for a device so slow that
+Of timm one model for each of its modules, of torchvision two, without detection (the number of boxes depends on the numbers), of diffusers ten classes;
+two blocks of each run of equal ones (zoo/shorten.py). Each is verified as coverage_models.py does it: one training step with the mean square of the outputs as loss, planned for a device so slow that
 splitting always pays, all ranks in one process, losses, gradients and updated weights compared. Exit code 1 when one is wrong.
 """
 from __future__ import annotations
@@ -70,13 +70,20 @@ def page(path: Path, results: Mapping[tuple[str, str], Mapping[str, Any]]) -> No
              f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit or 'unknown'}, torch {torch.__version__}. Written by "
              "`python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md`.", "",
              "Of timm one model for each of its modules, of torchvision two (without detection, where the number of boxes depends on the numbers), of diffusers",
-             "ten classes; small images, random weights, no dropout. One training step is traced, planned for a made-up device so slow that splitting always pays,",
-             "and run with all four ranks in one process; loss, gradients and updated weights are compared with the model's own.", ""]
+             "ten classes; small images, random weights, no dropout, two blocks of each run of equal ones. One training step is traced, planned for a made-up device",
+             "so slow that splitting always pays, and run with all four ranks in one process; loss, gradients and updated weights are compared with the model's own.", "",
+             "    pip install --no-deps timm diffusers 'torchvision==0.28.*'",
+             "    python benchmarks/coverage_libraries.py --library torchvision --mesh d=4", "",
+             "Models that have no row were not run. torchvision's own compiled ops (boxes) are not loaded: its wheels are for torch with CUDA.", ""]
     for library in sorted({library for library, _ in results}):
         mine = {name: r for (of, name), r in sorted(results.items()) if of == library}
         lines += [f"## {library}", "", *table(("stage", "models"), [[text, str(n)] for stage, text in STAGES.items()
                                                                     if (n := sum(r["stage"] == stage for r in mine.values()))]), ""]
-        lines += ["Verified: " + ", ".join(f"`{n}`" for n, r in mine.items() if r["stage"] == "verified") + ".", ""]
+        for tried in sorted({tuple(r["meshes"]) for r in mine.values() if r["stage"] == "verified"}):
+            names = [f"`{n}`" for n, r in mine.items() if r["stage"] == "verified" and tuple(r["meshes"]) == tried]
+            lines += [f"Verified on {' and '.join(f'`{m}`' for m in tried)}: {', '.join(names)} ({len(names)}).", ""]
+        whole = sorted({op for r in mine.values() for m in r.get("meshes", {}).values() for op in m.get("unruled", ())})
+        lines += [f"Ops without a rule, which run whole: {', '.join(f'`{op}`' for op in whole)}.", ""] if whole else []
         rest = [[f"`{n}`", STAGES[r["stage"]], r["why"][:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
         lines += [*table(("model", "stage", "why"), rest), ""] if rest else []
     path.write_text("\n".join(lines))
