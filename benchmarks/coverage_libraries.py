@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -84,7 +85,7 @@ def page(path: Path, results: Mapping[tuple[str, str], Mapping[str, Any]]) -> No
             lines += [f"Verified on {' and '.join(f'`{m}`' for m in tried)}: {', '.join(names)} ({len(names)}).", ""]
         whole = sorted({op for r in mine.values() for m in r.get("meshes", {}).values() for op in m.get("unruled", ())})
         lines += [f"Ops without a rule, which run whole: {', '.join(f'`{op}`' for op in whole)}.", ""] if whole else []
-        rest = [[f"`{n}`", STAGES[r["stage"]], r["why"][:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
+        rest = [[f"`{n}`", STAGES[r["stage"]], re.sub(r"\S*/(?=(torchvision|timm|diffusers)/)", "", r["why"])[:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
         lines += [*table(("model", "stage", "why"), rest), ""] if rest else []
     path.write_text("\n".join(lines))
 

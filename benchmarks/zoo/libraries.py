@@ -92,7 +92,7 @@ def _torchvision_model(name: str) -> Built:
         kwargs |= {"aux_logits": False, "init_weights": False}
     if "vision_transformer" in module:
         kwargs["image_size"] = 64
-    frames = 16 if "mvit" in name else 4
+    frames = 16 if "mvit" in name or name == "s3d" else 4
     pixels = {"maxvit": 224, "inception_v3": 96, "mvit": 224}.get(next((k for k in ("maxvit", "inception_v3", "mvit") if k in name), ""), 64)
     shape = (2, 3, frames, pixels, pixels) if "video" in module else (4, 3, pixels, pixels)
     return models.get_model(name, **kwargs), (torch.randn(shape),)
