@@ -85,9 +85,14 @@ def page(path: Path, results: Mapping[tuple[str, str], Mapping[str, Any]]) -> No
             lines += [f"Verified on {' and '.join(f'`{m}`' for m in tried)}: {', '.join(names)} ({len(names)}).", ""]
         whole = sorted({op for r in mine.values() for m in r.get("meshes", {}).values() for op in m.get("unruled", ())})
         lines += [f"Ops without a rule, which run whole: {', '.join(f'`{op}`' for op in whole)}.", ""] if whole else []
-        rest = [[f"`{n}`", STAGES[r["stage"]], re.sub(r"\S*/(?=(torchvision|timm|diffusers)/)", "", r["why"])[:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
+        rest = [[f"`{n}`", STAGES[r["stage"]], _here(r["why"])[:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
         lines += [*table(("model", "stage", "why"), rest), ""] if rest else []
     path.write_text("\n".join(lines))
+
+
+def _here(why: str) -> str:
+    """Files of the libraries without where they are installed."""
+    return re.sub(r"\S*/(?=(torchvision|timm|diffusers)/)", "", why)
 
 
 def arguments() -> argparse.Namespace:

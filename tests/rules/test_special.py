@@ -195,7 +195,6 @@ LOWERED = [  # half precision too, which is too coarse for the oracle
     *(sample(aten.native_batch_norm_backward.default, T(4, 6, 2, dtype=_bf16), T(4, 6, 2, dtype=_bf16),
              *(T(6, dtype=dtype),) * 2, Fixed(torch.ones(6, dtype=dtype)), T(6, dtype=dtype),
              Fixed(torch.ones(6, dtype=dtype)), True, 1e-5, (True,) * 3) for dtype in (_bf16, torch.float32)),
-    *batch_norms(4, 6, 2, dtype=_bf16),
 ]
 
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autoshard import _torch
 from autoshard.errors import MeshError
 from autoshard.runtime.ranks.place import locate
-from tests.support.fake_cuda import fake_cuda
+from tests.support.fake_cuda import said_of_gpus
 
 
 @pytest.fixture
@@ -21,9 +21,12 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     """Of two GPUs of a machine with two; this is rank 1, whose current device is the first, as where nobody chose one."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    with fake_cuda(), mock.patch.object(torch.cuda, "device_count", lambda: 2):
-        yield init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+    try:
+        made = init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
+        with said_of_gpus(count=2):
+            yield made
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_device_has_its_number(mesh: DeviceMesh) -> None:
@@ -49,6 +52,6 @@ def test_gloo_does_not_carry_for_gpus(mesh: DeviceMesh) -> None:
 
 
 def test_one_process_without_a_group() -> None:
-    with fake_cuda():
+    with said_of_gpus():
         assert locate("one=1").device == torch.device("cuda:0")
         assert locate("one=1", "cpu").device == torch.device("cpu")

@@ -136,16 +136,20 @@ def _device_guard() -> Iterator[None]:
 
 
 @contextmanager
+def said_of_gpus(capability: tuple[int, int] = HOPPER, count: int = 1) -> Iterator[None]:
+    """torch says that there are GPUs, of which the first is the current one."""
+    with ExitStack() as stack:
+        for name, value in (("is_available", True), ("current_device", 0), ("device_count", count), ("get_device_capability", capability)):
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, value=value: value))
+        stack.enter_context(mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)))
+        yield
+
+
+@contextmanager
 def fake_cuda(capability: tuple[int, int] = HOPPER) -> Iterator[Recorder]:
     """One fake GPU, on which code inside runs."""
     recorder = Recorder()
-    with ExitStack() as stack:
-        for name, value in (("is_available", True), ("current_device", 0), ("device_count", 1), ("get_device_capability", capability)):
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, value=value: value))
-        stack.enter_context(mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)))
-        stack.enter_context(_device_guard())
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(recorder)
+    with said_of_gpus(capability), _device_guard(), FakeTensorMode(), recorder:
         yield recorder
 
 

@@ -152,7 +152,8 @@ def _batch_norm(ctx: LocalContext, x: Any, *args: Any) -> Any:
     x = cast(x, meta.dtype, acc)
     mean, var = _moments(ctx, x, acc, axes)
     invstd = aten.rsqrt.default(aten.add.Scalar(var, given["eps"]))
-    out = _normalised(x, given["weight"], given["bias"], mean, var, given["eps"])
+    weight, bias = (given[n] if given[n] is None else cast(given[n], call.tensor(n).dtype, acc) for n in ("weight", "bias"))
+    out = _normalised(x, weight, bias, mean, var, given["eps"])
     return _as_outputs(call, [out, mean, invstd], _running(call, given, mean, var))
 
 
