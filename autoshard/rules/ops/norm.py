@@ -183,7 +183,7 @@ def _running(call: Call, given: dict[str, Any], mean: Any, var: Any) -> list[Any
         return []
     meta = call.inputs[0]
     count, acc = prod(meta.shape) // max(meta.shape[1], 1), accumulate_dtype(meta.dtype)
-    out = []
+    out: list[Any] = []
     for name, new in (("running_mean", mean), ("running_var", aten.mul.Scalar(var, count / max(count - 1, 1)))):
         kept, at = call.tensor(name).dtype, len(call.outputs) - 2 + len(out)
         new = aten.lerp.Scalar(given[name], cast(new, acc, kept), given["momentum"])
@@ -205,7 +205,7 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
     """d x = w invstd (dy - avg(dy) - xhat avg(dy xhat)), averages over the whole batch. The op itself, asked for
     no d x, gives the sums of a rank in one pass; xhat times a number plus a number is a normalisation."""
     axes, names = input_axes(ctx, 0, 0), ("weight", "running_mean", "running_var")
-    kept = ctx.call.tensor("save_mean").dtype if train else None
+    kept = ctx.call.tensor("save_mean").dtype if train else torch.float32
     if any(m is not None and m.dtype != ctx.call.inputs[0].dtype for m in (ctx.call.given(n) for n in names)):
         # torch's kernels keep and want statistics in float32 then, though fake tensors, and so the split forward, have them narrow
         mean, invstd = (v if v is None else aten._to_copy.default(v, dtype=torch.float32) for v in (mean, invstd))
