@@ -6,13 +6,15 @@
     python benchmarks/coverage_libraries.py --models resnet18,vgg11    # some models
     python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md    # no run: write the page from the results so far
 
-Of timm one model for each of its modules, of torchvision two, without detection (the number of boxes depends on the numbers), of diffusers ten classes.
-Each is verified as coverage_models.py does it: one training step with the mean square of the outputs as loss, planned for a device so slow that
+Of timm one model for each of its modules, of torchvision two, without detection (the number of boxes depends on the numbers), of diffusers ten classes;
+two blocks of each run of equal ones (zoo/shorten.py). Each is verified as coverage_models.py does it: one training step with the mean square of the outputs as loss, planned for a device so slow that
 splitting always pays, all ranks in one process, losses, gradients and updated weights compared. Exit code 1 when one is wrong.
 """
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import subprocess
 import sys
 import time
@@ -23,12 +25,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
-from coverage_models import PLANS, ROOT, earlier, examined, run_all, shuffled, warm_up  # noqa: E402
+from coverage_models import PLANS, ROOT, examined, run_all, shuffled, warm_up  # noqa: E402
 from zoo.build import Example, short  # noqa: E402
 from zoo.libraries import libraries  # noqa: E402
 from zoo.page import STAGES, table  # noqa: E402
+from zoo.shorten import shortened, without_noise  # noqa: E402
 
-MESHES = ("d=4",)
+MESHES = ("d=4", "dp=2,tp=2")
 
 
 def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
@@ -39,9 +42,7 @@ def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]
         model, inputs = libraries()[library]()[name]()
     except Exception as e:
         return found | {"why": short(e)}
-    for module in model.modules():  # random numbers would be compared by their shapes alone
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) or type(module).__name__ in ("DropPath", "StochasticDepth"):
-            module.p = module.drop_prob = 0.0
+    model = shortened(without_noise(model), inputs)
     return found | examined(_Called(model, {}, library, own_loss=False, positional=inputs), found, meshes, plans)
 
 
@@ -57,23 +58,41 @@ class _Called(Example):
         return (*self.positional, torch.zeros(()))
 
 
-def page(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+def earlier(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The latest line of every model, by library and name: several have a resnet18."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(r["library"], r["family"]): r for r in map(json.loads, lines)}
+
+
+def page(path: Path, results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     """docs/coverage-libraries.md."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     lines = ["# Models of other libraries", "",
              f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit or 'unknown'}, torch {torch.__version__}. Written by "
              "`python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md`.", "",
              "Of timm one model for each of its modules, of torchvision two (without detection, where the number of boxes depends on the numbers), of diffusers",
-             "ten classes; small images, random weights, no dropout. One training step is traced, planned for a made-up device so slow that splitting always pays,",
-             "and run with all four ranks in one process; loss, gradients and updated weights are compared with the model's own.", ""]
-    for library in dict.fromkeys(r["library"] for r in results.values()):
-        mine = {n: r for n, r in sorted(results.items()) if r["library"] == library}
+             "ten classes; small images, random weights, no dropout, two blocks of each run of equal ones. One training step is traced, planned for a made-up device",
+             "so slow that splitting always pays, and run with all four ranks in one process; loss, gradients and updated weights are compared with the model's own.", "",
+             "    pip install --no-deps timm diffusers 'torchvision==0.28.*'",
+             "    python benchmarks/coverage_libraries.py --library torchvision --mesh d=4", "",
+             "Models that have no row were not run. torchvision's own compiled ops (boxes) are not loaded: its wheels are for torch with CUDA.", ""]
+    for library in sorted({library for library, _ in results}):
+        mine = {name: r for (of, name), r in sorted(results.items()) if of == library}
         lines += [f"## {library}", "", *table(("stage", "models"), [[text, str(n)] for stage, text in STAGES.items()
                                                                     if (n := sum(r["stage"] == stage for r in mine.values()))]), ""]
-        lines += ["Verified: " + ", ".join(f"`{n}`" for n, r in mine.items() if r["stage"] == "verified") + ".", ""]
-        rest = [[f"`{n}`", STAGES[r["stage"]], r["why"][:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
+        for tried in sorted({tuple(r["meshes"]) for r in mine.values() if r["stage"] == "verified"}):
+            names = [f"`{n}`" for n, r in mine.items() if r["stage"] == "verified" and tuple(r["meshes"]) == tried]
+            lines += [f"Verified on {' and '.join(f'`{m}`' for m in tried)}: {', '.join(names)} ({len(names)}).", ""]
+        whole = sorted({op for r in mine.values() for m in r.get("meshes", {}).values() for op in m.get("unruled", ())})
+        lines += [f"Ops without a rule, which run whole: {', '.join(f'`{op}`' for op in whole)}.", ""] if whole else []
+        rest = [[f"`{n}`", STAGES[r["stage"]], _here(r["why"])[:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
         lines += [*table(("model", "stage", "why"), rest), ""] if rest else []
     path.write_text("\n".join(lines))
+
+
+def _here(why: str) -> str:
+    """Files of the libraries without where they are installed."""
+    return re.sub(r"\S*/(?=(torchvision|timm|diffusers)/)", "", why)
 
 
 def arguments() -> argparse.Namespace:
@@ -90,6 +109,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def chosen(known: Mapping[str, Any], wanted: str | None) -> list[str]:
+    """The models asked for, in the order asked for; all, if none are."""
+    return [name for name in wanted.split(",") if name in known] if wanted else shuffled(known)
+
+
 def main() -> int:
     options = arguments()
     torch.set_num_threads(1)
@@ -97,8 +121,8 @@ def main() -> int:
         page(options.table, earlier(options.results))
         return 0
     done = {n for n, r in earlier(options.results).items() if not options.again or r["stage"] not in options.again.split(",")}
-    todo = [(name, library) for library in options.library or libraries() for name in shuffled(libraries()[library]())
-            if (name in options.models.split(",") if options.models else name not in done)]
+    todo = [(name, library) for library in options.library or libraries()
+            for name in chosen(libraries()[library](), options.models) if options.models or (library, name) not in done]
     warm_up()
     return run_all((({"library": library}, (name, library, options.mesh or MESHES, PLANS)) for name, library in todo), options, examine)
 

@@ -3,8 +3,9 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/torchtitan_like.py --steps 4 --folder run
     python examples/torchtitan_like.py --steps 8 --folder run            goes on from step 4 in one process
 
-`torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400` starts it on two nodes; nothing else changes. After a node is
-lost, start it on what is left: the plan is searched for the new mesh, and the checkpoint is cut anew.
+`torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400` starts it on two nodes; nothing else changes. With
+`--nnodes 1:2 --max-restarts 3` torchrun starts it anew on what is left when a node is lost: the plan is searched for the new mesh, and the checkpoint
+is cut anew.
 """
 from __future__ import annotations
 
@@ -88,6 +89,8 @@ class Trainer:
         self.schedule.load_state_dict(saved["schedule"])
         self.model.set_rng_state(saved["rng"])
         self.loader.at, self.step = saved["loader"], saved["step"]
+        ranks = self.model.plan.mesh.size
+        say(f"on {ranks} rank{'s' * (ranks > 1)}, from step {self.step}")
 
     def train(self) -> None:
         for ids, target in self.loader:
@@ -100,10 +103,14 @@ class Trainer:
             self.schedule.step()
             self.optimizer.zero_grad()
             self.step += 1
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                print(f"step {self.step}  loss {loss.item():.6f}", flush=True)
+            say(f"step {self.step}  loss {loss.item():.6f}")
             if self.step % self.config.save_every == 0:
                 self.save()
+
+
+def say(line: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def _timm(name: str) -> Built:
     raise ValueError(f"{name} does not run on images of {size[-1]} pixels")
 
 
-# ---- torchvision: the two smallest classifiers of each module, and segmentation, video, optical flow
+# ---- torchvision: the two smallest models of each module: classifiers, and segmentation, video, optical flow
 
 def torchvision_models() -> dict[str, Callable[[], Built]]:
     models = _torchvision()
@@ -60,8 +60,13 @@ def torchvision_models() -> dict[str, Callable[[], Built]]:
     for name in models.list_models():
         if "detection" not in (module := inspect.getmodule(models.get_model_builder(name)).__name__) and "quantized" not in name:
             groups[module].append(name)
-    chosen = [name for names in groups.values() for name in sorted(names, key=lambda n: (smallest([*names]) != n, len(n), n))[:2]]
+    chosen = [name for names in groups.values() for name in sorted(names, key=lambda n: (_parameters(n), n))[:2]]
     return {name: partial(_torchvision_model, name) for name in chosen}
+
+
+def _parameters(name: str) -> int:
+    """How many a model has, as its published weights say."""
+    return min(w.meta["num_params"] for w in _torchvision().get_model_weights(name))
 
 
 def _torchvision() -> Any:
@@ -87,7 +92,7 @@ def _torchvision_model(name: str) -> Built:
         kwargs |= {"aux_logits": False, "init_weights": False}
     if "vision_transformer" in module:
         kwargs["image_size"] = 64
-    frames = 16 if "mvit" in name else 4
+    frames = 16 if "mvit" in name or name == "s3d" else 4
     pixels = {"maxvit": 224, "inception_v3": 96, "mvit": 224}.get(next((k for k in ("maxvit", "inception_v3", "mvit") if k in name), ""), 64)
     shape = (2, 3, frames, pixels, pixels) if "video" in module else (4, 3, pixels, pixels)
     return models.get_model(name, **kwargs), (torch.randn(shape),)
@@ -109,7 +114,7 @@ def diffusers_models() -> dict[str, Callable[[], Built]]:
         "UNet2DConditionModel": lambda: (d.UNet2DConditionModel(
             sample_size=16, cross_attention_dim=32, attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), **blocks), (torch.randn(2, 4, 16, 16), steps, text)),
-        "UNet1DModel": lambda: (d.UNet1DModel(sample_size=32, in_channels=8, out_channels=8, block_out_channels=(16, 32), extra_in_channels=32,
+        "UNet1DModel": lambda: (d.UNet1DModel(sample_size=32, in_channels=8, out_channels=8, block_out_channels=(32, 64), extra_in_channels=64,
                                               down_block_types=("DownBlock1DNoSkip", "AttnDownBlock1D"),
                                               up_block_types=("AttnUpBlock1D", "UpBlock1DNoSkip")), (torch.randn(2, 8, 32), steps)),
         "AutoencoderKL": lambda: (d.AutoencoderKL(down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, **blocks),

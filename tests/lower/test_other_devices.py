@@ -1,4 +1,4 @@
-"""Lowered graphs bound to a device that is not the CPU, here torch's meta device: nothing in them may stay behind on the CPU."""
+"""Attention of lowered graphs on a device that is not the CPU, here torch's meta device; whole programs: tests/runtime/test_fake_cuda.py."""
 from __future__ import annotations
 
 import importlib
@@ -27,8 +27,6 @@ from autoshard.runtime.ranks.place import Place
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from random_plans import random_plan  # noqa: E402
 
-MODELS = ("mlp", "gpt", "llama", "bert", "vit", "moe", "t5", "dlrm")
-"""Not resnet: what a batch norm over shards runs has kernels for CPU and CUDA and none for shapes alone."""
 META = torch.device("meta")
 
 
@@ -43,33 +41,17 @@ def local_graphs(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
     return lowered.forward, lowered.backward, mesh
 
 
-def run(local: LocalGraph, mesh: Mesh) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the bound graph gives on the meta device, each beside the fake value it was planned with."""
+def run(local: LocalGraph, mesh: Mesh) -> None:
+    """The bound graph on the meta device."""
     module, _ = bind(local, (1, 1), str, mesh, META)
-    planned = next(n.args[0] for n in module.graph.nodes if n.op == "output")
     overwrite(module.graph)
-    return list(zip(straight(module.graph, "meta")([_on_meta(n.meta["val"]) for n in module.graph.nodes if n.op == "placeholder"]),
-                    (n.meta["val"] for n in planned), strict=True))
+    straight(module.graph, "meta")([_on_meta(n.meta["val"]) for n in module.graph.nodes if n.op == "placeholder"])
 
 
 def _on_meta(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return 0
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-
-
-def _strides(t: torch.Tensor) -> list[int]:
-    """Those that matter."""
-    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_local_graphs_run_on_another_device(name: str) -> None:
-    forward, backward, mesh = local_graphs(name)
-    for local in (forward, backward):
-        for got, planned in run(local, mesh):
-            assert got.device == META
-            assert (got.shape, got.dtype, _strides(got)) == (planned.shape, planned.dtype, _strides(planned))
 
 
 def test_attention_becomes_the_kernel_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

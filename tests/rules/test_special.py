@@ -13,7 +13,7 @@ from autoshard.rules import registry
 from autoshard.rules.check import oracle
 from autoshard.rules.check.oracle import wrong_rows
 from autoshard.rules.check.samples import Fixed, T, build, sample
-from autoshard.rules.check.samples_special import SPECIAL
+from autoshard.rules.check.samples_special import SPECIAL, batch_norms
 
 aten = torch.ops.aten
 
@@ -218,3 +218,10 @@ def test_local_implementations_lower_to_nodes(s):
                 assert (tuple(value.shape), value.dtype) == (context.local_out(i), meta.dtype), (row, i)
         sent = [n.args[0].meta["val"].nbytes for n in emit.graph.nodes if n.target in KIND_OF]
         assert sorted(sent) == sorted(d[-1] for d in declared(call, (row, registry.rows(call)[0]), mesh)), row
+
+
+@pytest.mark.parametrize("s", batch_norms(4, 6, 8, dtype=_bf16), ids=str)
+def test_batch_norms_of_bf16_models_run(s):
+    """Kernels refuse statistics of another type than they want, which fake tensors do not."""
+    call, tensors = build(s)
+    assert not wrong_rows(call, tensors)

@@ -181,7 +181,7 @@ CONV = (
 )
 
 
-def _batch_norm(batch: int | tuple[int, ...], c: int, *dims: int, dtype: torch.dtype = _f64, affine: bool = True) -> tuple[Sample, ...]:
+def batch_norms(batch: int | tuple[int, ...], c: int, *dims: int, dtype: torch.dtype = _f64, affine: bool = True) -> tuple[Sample, ...]:
     x, mean, var = T(batch, c, *dims, dtype=dtype), T(c, dtype=dtype), _positive(c, dtype=dtype)
     w = b = mean if affine else None
     functional, backward = aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default
@@ -210,8 +210,8 @@ NORM = (
     sample(aten.native_group_norm.default, T(4, 8, 6), T(8), T(8), 4, 8, 6, 1, 1e-5),
     sample(aten.native_group_norm_backward.default, T(4, 8, 6), T(4, 8, 6), T(4, 4), _positive(4, 4), T(8), 4, 8, 6, 4,
            (True, True, True)),
-    *_batch_norm(4, 6, 2, 2), *_batch_norm((2, 4), 6), *_batch_norm(4, 6, 8, dtype=_f32),
-    *_batch_norm(4, 6, 2, affine=False),
+    *batch_norms(4, 6, 2, 2), *batch_norms((2, 4), 6), *batch_norms(4, 6, 8, dtype=_f32),
+    *batch_norms(4, 6, 2, affine=False),
     sample(_UPDATE, T(4, 6, 2, 2), T(6), T(6), T(6), _positive(6), 0.1, 1e-5),
     sample(aten.batch_norm_backward.default, T(4, 6, 2), T(4, 6, 2), T(6), T(6), _positive(6), T(6), _positive(6), True,
            1e-5, (True, True, True), Fixed(torch.empty(0, dtype=torch.uint8))),

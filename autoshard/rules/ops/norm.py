@@ -152,7 +152,8 @@ def _batch_norm(ctx: LocalContext, x: Any, *args: Any) -> Any:
     x = cast(x, meta.dtype, acc)
     mean, var = _moments(ctx, x, acc, axes)
     invstd = aten.rsqrt.default(aten.add.Scalar(var, given["eps"]))
-    out = _normalised(x, given["weight"], given["bias"], mean, var, given["eps"])
+    weight, bias = (given[n] if given[n] is None else cast(given[n], call.tensor(n).dtype, acc) for n in ("weight", "bias"))
+    out = _normalised(x, weight, bias, mean, var, given["eps"])
     return _as_outputs(call, [out, mean, invstd], _running(call, given, mean, var))
 
 
@@ -182,10 +183,11 @@ def _running(call: Call, given: dict[str, Any], mean: Any, var: Any) -> list[Any
         return []
     meta = call.inputs[0]
     count, acc = prod(meta.shape) // max(meta.shape[1], 1), accumulate_dtype(meta.dtype)
-    out = []
+    out: list[Any] = []
     for name, new in (("running_mean", mean), ("running_var", aten.mul.Scalar(var, count / max(count - 1, 1)))):
-        new = cast(new, acc, call.tensor(name).dtype)
-        out.append(aten.lerp.Scalar(given[name], new, given["momentum"]))
+        kept, at = call.tensor(name).dtype, len(call.outputs) - 2 + len(out)
+        new = aten.lerp.Scalar(given[name], cast(new, acc, kept), given["momentum"])
+        out.append(cast(new, kept, call.output(at).dtype))  # of a narrow one fake tensors, and so plans, have a wide one
     return out
 
 
@@ -203,14 +205,17 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
     """d x = w invstd (dy - avg(dy) - xhat avg(dy xhat)), averages over the whole batch. The op itself, asked for
     no d x, gives the sums of a rank in one pass; xhat times a number plus a number is a normalisation."""
     axes, names = input_axes(ctx, 0, 0), ("weight", "running_mean", "running_var")
+    kept = ctx.call.tensor("save_mean").dtype if train else torch.float32
     if any(m is not None and m.dtype != ctx.call.inputs[0].dtype for m in (ctx.call.given(n) for n in names)):
         # torch's kernels keep and want statistics in float32 then, though fake tensors, and so the split forward, have them narrow
         mean, invstd = (v if v is None else aten._to_copy.default(v, dtype=torch.float32) for v in (mean, invstd))
+        kept = torch.float32
     if not axes or not train:
         return ctx.call.target(grad, x, weight, running_mean, running_var, mean, invstd, train, eps, mask, *reserve)
     call, meta = ctx.call, ctx.call.inputs[1]
     acc, count = accumulate_dtype(meta.dtype), prod(meta.shape) // max(meta.shape[1], 1)
     grad, x = cast(grad, call.inputs[0].dtype, acc), cast(x, meta.dtype, acc)
+    mean, invstd = cast(mean, kept, acc), cast(invstd, kept, acc)
     here = aten.native_batch_norm_backward.default(grad, x, None, None, None, mean, invstd, True, eps, [False, True, True])
     sums = ctx.all_reduce(aten.stack.default([here[1], here[2]]), "sum", axes)
     along, total = aten.select.int(sums, 0, 0), aten.select.int(sums, 0, 1)

@@ -83,7 +83,7 @@ def _of(place: Place) -> str:
 def _told(store: Any, prefix: str, place: Place, text: str, timeout: float) -> Iterator[tuple[int, str]]:
     yield place.ranks[0], text
     for rank in place.ranks[1:]:
-        yield rank, _value(_wait(store, f"{prefix}/facts/{rank}", timeout, f"rank {rank} to trace", place, rank), rank)
+        yield rank, _value(_wait(store, f"{prefix}/facts/{rank}", timeout, f"rank {rank} to come to the same call", place, rank), rank)
 
 
 def _compare(facts: str, leader: int, found: Iterator[tuple[int, str]]) -> None:

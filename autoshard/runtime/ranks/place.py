@@ -23,6 +23,9 @@ from autoshard.runtime.carriers.shared_memory import share_memory
 from autoshard.runtime.ranks.heartbeat import JOIN, Pulse, meet
 from autoshard.runtime.ranks.leaving import leave_in_order
 
+NOT_FOR_GPUS = ("", "gloo")
+"""What process groups that cannot carry tensors of a GPU name as their carrier."""
+
 
 @dataclass(frozen=True, eq=False)
 class Place:
@@ -121,10 +124,14 @@ def axes_of_ranks(device_mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
 
 def device_type(mesh: Any, device: Any = None) -> str:
     """The kind of device ("cuda", "cpu") that runs a model compiled for a mesh: that of `device`, else the DeviceMesh's, else GPUs where there are
-    any."""
+    any, and the process group, if there is one already, does not move their tensors by gloo."""
     if device is not None:
         return torch.device(device).type
-    return mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "cpu" if dist.is_initialized() and _torch.transport(dist.group.WORLD, "cuda") in NOT_FOR_GPUS else "cuda"
 
 
 def cluster_here(mesh: Any, device: Any = None) -> str:
@@ -147,7 +154,7 @@ def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
         if mesh.size > 1:
             raise MeshError(f"mesh {mesh} needs {mesh.size} processes and there is no process group; start this script with "
                             f"`python -m torch.distributed.run --nproc-per-node {mesh.size} ...`")
-        return Place(mesh, None, (0,) * mesh.ndim, {}, torch.device(device or kind))
+        return Place(mesh, None, (0,) * mesh.ndim, {}, numbered(torch.device(device or kind)))
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if world != mesh.size:
         raise MeshError(f"mesh {mesh} has {mesh.size} ranks, but {world} processes run; make them equal")
@@ -162,10 +169,25 @@ def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: floa
     coordinates = device_mesh.get_coordinate()
     if coordinates is None:
         raise MeshError(f"rank {dist.get_rank()} is not part of the mesh; call compile on its ranks only")
-    if device is None:
-        device = device_mesh.device_type
-        if device == "cuda":
-            device = f"cuda:{torch.cuda.current_device()}"
-    if torch.device(device).type == "cpu":
+    device = numbered(torch.device(device_mesh.device_type if device is None else device))
+    if device.type == "cuda":
+        _check_gpu(device, _torch.transport(device_mesh.get_group(0), "cuda"))
+    if device.type == "cpu":
         leave_in_order(device_mesh, started)
-    return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), torch.device(device), join_timeout)
+    return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), device, join_timeout)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """With its index: tensors name theirs, and "cuda" does not equal "cuda:0"."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def _check_gpu(device: torch.device, carrier: str) -> None:
+    """Raises MeshError where ranks of one machine would share a GPU because nobody chose one for each, or gloo would carry its tensors."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if device.index == 0 and 0 < local < torch.cuda.device_count():
+        raise MeshError(f"this process has LOCAL_RANK={local} and would compute on cuda:0, as the first rank of its machine does; call "
+                        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything else uses the GPU')
+    if carrier in NOT_FOR_GPUS:
+        raise MeshError(f"the mesh is of GPUs, and its process group moves their tensors by {carrier or 'nothing'}: gloo corrupts memory with "
+                        'several collectives under way; start it with init_process_group("nccl"), or give a mesh of device type "cpu"')

@@ -1,0 +1,36 @@
+"""Models of other libraries are made shorter by repeated blocks alone."""
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from zoo.shorten import shortened, without_noise  # noqa: E402
+
+
+class Stack(nn.Module):
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        blocks = [nn.Linear(4, 4) for _ in range(5)] + [nn.Linear(4, 6)] + [nn.Linear(6, 6) for _ in range(3)]
+        self.blocks, self.drop, self.counted = nn.ModuleList(blocks), nn.Dropout(0.5), counted
+
+    def forward(self, x):
+        for block in [self.blocks[i] for i in range(9)] if self.counted else self.blocks:
+            x = block(x)
+        return self.drop(x)
+
+
+def test_two_of_each_run_are_kept():
+    model, x = without_noise(Stack(counted=False)), torch.randn(2, 4)
+    short = shortened(model, (x,))
+    assert [tuple(b.weight.shape) for b in short.blocks] == [(4, 4), (4, 4), (6, 4), (6, 6), (6, 6)]
+    assert len(model.blocks) == 9 and short(x).shape == (2, 6) and torch.equal(short(x), short(x))
+
+
+def test_a_model_that_counts_its_blocks_stays_whole():
+    model = without_noise(Stack(counted=True))
+    assert shortened(model, (torch.randn(2, 4),)) is model
