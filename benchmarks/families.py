@@ -3,7 +3,7 @@ whole on every rank (heads, hidden features or vocabulary that are not split).
 
     python benchmarks/families.py [--only phi3] [--mesh tp=4 tp=8] [--batch 2] [--seq 1024] [--pad all]
 
-Predicted steps of the profile h100-dgx in bf16. Times are planning CPU seconds, the trace aside.
+Predicted steps of the profile h100-dgx in bf16, logits left as they are split. Times are planning CPU seconds, the trace aside.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from autoshard.api import mesh_of
 from autoshard.base.plan import Plan
 from autoshard.base.spec import is_shard
-from autoshard.decide.options import Options
+from autoshard.decide.options import Options, Passing
 from autoshard.decide.phase_timer import cpu_seconds
 from autoshard.padding.padded import padded
 from autoshard.planner.stages import plan_traced
@@ -62,7 +62,7 @@ def main() -> None:
         program, has_loss = traced({"model_type": name.split()[0], "use_cache": False, **config}, args.batch, args.seq)
         for mesh in args.mesh:
             start, wide = cpu_seconds(), padded(program, mesh_of(mesh), pad=args.pad)
-            plan = plan_traced(wide, mesh_of(mesh), Options(time_limit=120.0), has_loss=has_loss)
+            plan = plan_traced(wide, mesh_of(mesh), Options(time_limit=120.0, passing=Passing(outputs="auto")), has_loss=has_loss)
             print(f"| {name} | {mesh} | {plan.objective_s * 1e3:.3f} ms | {plan.status} | {plan.gap:.1e} | "
                   f"{', '.join(whole(plan, wide)) or 'nothing'} | {cpu_seconds() - start:.0f} |", flush=True)
 

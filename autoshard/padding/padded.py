@@ -20,7 +20,7 @@ from autoshard.rules.part_dims import with_parts
 MOST_WASTE = 0.125
 """Of what a dim has, the largest part that its pad may be: the pad is computed on, too."""
 WEIGHTS, ALL = "weights", "all"
-"""What is padded: dims of weights as they are stored; or heads and rows of the batch too, whatever their pads cost."""
+"""What is padded: dims of weights as they are stored, where pads are small; or all of them, heads and rows of the batch, whatever their pads cost."""
 TABLES = (moves, products, classes, reductions, attention, norms, pointwise)
 
 
