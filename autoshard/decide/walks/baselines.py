@@ -1,7 +1,7 @@
-"""Plans that experts write by hand (schemes.py), on the search's own tables: DDP, ZeRO, FSDP, Megatron, context and expert parallelism, and products.
+"""Plans that experts write by hand (schemes.py), on the search's own tables: DDP, ZeRO, FSDP, Megatron, context and expert parallelism.
 
-A baseline is one walk over the units in
-program order, each taking the strategy with the fewest departures from its roles, then the least compute.
+A baseline is one walk over the units in program order, each taking the strategy with the fewest departures from its roles, then the least
+compute.
 """
 from __future__ import annotations
 

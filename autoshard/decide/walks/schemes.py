@@ -62,8 +62,9 @@ class Scheme:
         """Why the scheme cannot be had as it is meant, or ""."""
         batch, sequence = lengths(graph)
         wanted: list[tuple[str, int, tuple[Role, ...]]] = [("a batch", batch, BY_BATCH), ("a sequence", sequence, ALONG_SEQUENCE)]
-        wanted += [("a number of heads", n, ("ulysses",)) for n in sorted(_query_heads(graph))]
-        wanted += [("a number of experts", n, ("experts",)) for n in sorted({graph.meta(ref).shape[0] for ref in of_experts(graph)})]
+        wanted += [("a number of heads", n, ("ulysses",)) for n in sorted(_queries(graph, HEADS))]
+        if "experts" in self.roles:
+            wanted += [("a number of experts", n, ("experts",)) for n in sorted({graph.meta(ref).shape[0] for ref in of_experts(graph)})]
         for what, n, roles in wanted:
             ranks = mesh.ranks([a for a, role in enumerate(self.roles) if role in roles])
             if ranks > 1 and (not n or n % ranks):
@@ -85,7 +86,7 @@ def schemes(mesh: Mesh, graph: Graph | None = None) -> tuple[Scheme, ...]:
     if mesh.ndim > 1:
         found += [Scheme("FSDP x TP", last("tensor"), sharded=True, keep=False),
                   Scheme("FSDP x (TP + sequence)", last("sequence"), sharded=True, keep=False)]
-    if graph is not None and _query_heads(graph) and lengths(graph)[1] > 1:
+    if graph is not None and lengths(graph)[1] > 1 and lengths(graph)[1] in _queries(graph, ROWS):
         found += [Scheme("FSDP x context parallel (gather)", last("context"), sharded=True, keep=False),
                   Scheme("FSDP x context parallel (Ulysses)", last("ulysses"), sharded=True, keep=False)]
     if graph is not None and of_experts(graph):
@@ -99,7 +100,7 @@ def batch_size(inputs: tuple[Op, ...]) -> int:
 
 
 def lengths(graph: Graph) -> tuple[int, int]:
-    """Rows and columns of the first input that has dims: batch and sequence. 0 for what there is not."""
+    """Rows and columns of the first input that has dims: batch and, where attention has as many queries, sequence. 0 for what there is not."""
     first = next((op.outputs[0].shape for op in graph.of_kind("input") if op.outputs[0] is not None and op.outputs[0].shape), ())
     batch, sequence = (*first, 0, 0)[:2]
     return batch, sequence
@@ -114,7 +115,7 @@ def splits_input(role: Role, shape: tuple[int, ...], graph: Graph) -> int:
 
 
 def is_attention(op: Op) -> bool:
-    """Attention of four dims, [batch, heads, sequence, head], or its gradient."""
+    """Attention of [batch, heads, sequence, head], or its gradient."""
     return registry.family_of(op) is Family.ATTENTION
 
 
@@ -156,7 +157,7 @@ def sequence_departures(role: Role, meta: TensorMeta, wanted: int, graph: Graph)
     return 0.25 * (role in ALONG_SEQUENCE and wanted >= 0 and meta.logical_shape[wanted] != lengths(graph)[1])
 
 
-def _query_heads(graph: Graph) -> set[int]:
-    """Numbers of heads that attention of the graph has."""
+def _queries(graph: Graph, dim: int) -> set[int]:
+    """Sizes of a dim of the queries of attention in the graph: HEADS or ROWS."""
     calls = (graph.calls[op.name] for op in graph.of_kind("call") if is_attention(op))
-    return {meta.shape[HEADS] for call in calls if (meta := call.given("query")) is not None}
+    return {meta.shape[dim] for call in calls if (meta := call.given("query")) is not None}
