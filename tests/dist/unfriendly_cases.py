@@ -99,7 +99,8 @@ def hf(kind: str, batch: int = 5, seq: int = 9, **sizes: Any) -> Callable[[], Bu
         import transformers as tf
 
         tf.logging.set_verbosity_error()
-        config = tf.AutoConfig.for_model(kind, **{"vocab_size": VOCAB, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, **sizes})
+        common = {"vocab_size": VOCAB, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        config = tf.AutoConfig.for_model(kind, **common, **sizes)
         for name in [n for n in vars(config) if ("drop" in n or n.endswith("pdrop")) and isinstance(getattr(config, n), float)]:
             setattr(config, name, 0.0)
         ids = torch.randint(1, VOCAB, (batch, seq))
@@ -145,7 +146,8 @@ CASES = (
     Case("gpt2, 5 rows", hf("gpt2", n_embd=24, n_layer=2, n_head=6, n_positions=64), "dp=2", None, "tp=2", PADS, says=("5 computed as 6",), tolerance=ROUNDED),
     Case("phi3, 6 heads of 3", hf("phi3", **SIX, **ROTARY, num_key_value_heads=3), "tp=4", None, "dp=2,tp=2", PADS, tolerance=ROUNDED),
     Case("falcon, 1 head of keys", hf("falcon", **SIX, max_position_embeddings=64, multi_query=True), "tp=2", None, "dp=2", tolerance=ROUNDED),
-    Case("gpt_bigcode, 1 head of keys", hf("gpt_bigcode", n_embd=24, n_layer=2, n_head=6, n_positions=64), "tp=4", None, "dp=2,tp=2", tolerance=ROUNDED),
+    Case("gpt_bigcode, 1 head of keys", hf("gpt_bigcode", n_embd=24, n_layer=2, n_head=6, n_positions=64), "tp=4", None, "dp=2,tp=2",
+         tolerance=ROUNDED),
     Case("qwen2, 6 heads of 2", hf("qwen2", **SIX, **ROTARY, num_key_value_heads=2), "tp=4", None, "dp=2,tp=2", PADS, tolerance=ROUNDED),
     Case("deepseek_v3, 8 experts", of_experts("deepseek_v3", batch=5), "ep=4", None, "dp=2,ep=2", tolerance=ROUNDED),
     Case("vocabulary 251, 37 features", with_loss(uneven_models.build), "tp=2", uneven_models.SPLIT, "", {"backend": "inductor"}),
