@@ -68,7 +68,8 @@ class Outcome:
     def line(self) -> str:
         """A row of a table."""
         how = "**failed**" if self.failure else "ok"
-        return f"| {self.case.title} | {self.case.other or '-'} | {self.collectives or 'none'} | {self.case.tolerance:.0e} | {how} | {self.seconds:.0f} |"
+        case, calls = self.case, self.collectives or "none"
+        return f"| {case.title} | {case.other or '-'} | {calls} | {case.tolerance:.0e} | {how} | {self.seconds:.0f} |"
 
 
 # ---- models
@@ -143,7 +144,8 @@ CASES = (
          says=("9 computed as 12", "6 computed as 8")),
     Case("nothing on the last rank: 9 words, 6 features", with_loss(narrow_decoder), "dp=2,tp=2", None, "tp=4", PADS),
     Case("gpt2", hf("gpt2", n_embd=24, n_layer=2, n_head=6, n_positions=64), "tp=4", None, "dp=2,tp=2", PADS, tolerance=ROUNDED),
-    Case("gpt2, 5 rows", hf("gpt2", n_embd=24, n_layer=2, n_head=6, n_positions=64), "dp=2", None, "tp=2", PADS, says=("5 computed as 6",), tolerance=ROUNDED),
+    Case("gpt2, 5 rows", hf("gpt2", n_embd=24, n_layer=2, n_head=6, n_positions=64), "dp=2", None, "tp=2", PADS,
+         says=("5 computed as 6",), tolerance=ROUNDED),
     Case("phi3, 6 heads of 3", hf("phi3", **SIX, **ROTARY, num_key_value_heads=3), "tp=4", None, "dp=2,tp=2", PADS, tolerance=ROUNDED),
     Case("falcon, 1 head of keys", hf("falcon", **SIX, max_position_embeddings=64, multi_query=True), "tp=2", None, "dp=2", tolerance=ROUNDED),
     Case("gpt_bigcode, 1 head of keys", hf("gpt_bigcode", n_embd=24, n_layer=2, n_head=6, n_positions=64), "tp=4", None, "dp=2,tp=2",
