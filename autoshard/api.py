@@ -72,8 +72,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    host_link; step with `autoshard.local_update(optimizer)` then
     expert_capacity rows of tokens that a rank has room for where experts are split and tokens travel, over those of an even load; a CapacityError
                    above it (docs/experts.md)
-    pad            what is padded where it does not divide: "weights" (vocabularies, hidden features), or "all": attention heads and rows of the
-                   batch too, whose pads are computed (docs/padding.md)
+    pad            what is padded where it does not divide: "weights" (vocabularies, hidden features; small pads), or "all": any dim of a weight,
+                   attention heads and rows of the batch too, whose pads are computed (docs/padding.md)
     pipeline       Pipeline(microbatches=4): the batch in so many parts, see docs/pipeline.md; Pipeline(...) also names stages. With
                    Pipeline(microbatches="auto") their number is searched, as it is on a mesh "auto:64" without `pipeline`
     progress       called with (phase, detail)

@@ -28,8 +28,9 @@ from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
 from autoshard.decide.program import formulate_within
-from autoshard.decide.walks.baselines import baseline, schemes
+from autoshard.decide.walks.baselines import baseline
 from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.schemes import schemes
 from autoshard.pipeline.microbatches import batch as microbatched
 from autoshard.planner.one_stage import prices
 from autoshard.search.problem import Solution, Status, evaluate

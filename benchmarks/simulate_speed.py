@@ -25,8 +25,9 @@ from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
 from autoshard.decide.program import formulate_within
-from autoshard.decide.walks.baselines import baseline, schemes
+from autoshard.decide.walks.baselines import baseline
 from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.schemes import schemes
 from autoshard.planner.one_stage import prices
 from autoshard.program.load import load_model
 from autoshard.program.trace import trace

@@ -26,8 +26,9 @@ from autoshard.base.mesh import parse_mesh  # noqa: E402
 from autoshard.base.plan import Plan  # noqa: E402
 from autoshard.decide.make_plan import make_plan  # noqa: E402
 from autoshard.decide.options import Options  # noqa: E402
-from autoshard.decide.walks.baselines import baseline, schemes  # noqa: E402
+from autoshard.decide.walks.baselines import baseline  # noqa: E402
 from autoshard.decide.walks.reads import Wiring  # noqa: E402
+from autoshard.decide.walks.schemes import schemes  # noqa: E402
 from autoshard.formulate.problem_of import formulate  # noqa: E402
 from autoshard.planner.one_stage import prices  # noqa: E402
 from autoshard.program.trace import trace  # noqa: E402

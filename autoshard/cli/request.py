@@ -87,8 +87,8 @@ class Request:
         help="Of models with experts: rows of tokens that a rank has room for where tokens travel to their experts, over those of an even load; more "
              "is an error.")] = EXPERT_CAPACITY
     pad: Annotated[str, typer.Option(
-        help="What is padded where it does not divide over the mesh: weights (vocabulary, hidden features), or all: attention heads and rows of the "
-             "batch too. A pad is computed, and the search prices it.")] = "weights"
+        help="What is padded where it does not divide over the mesh: weights (vocabulary, hidden features), or all: any dim of a weight, attention "
+             "heads and rows of the batch too. A pad is computed, and the search prices it.")] = "weights"
     microbatches: Annotated[str | None, typer.Option(
         help="Parts of the batch, which run one after the other with gradients added up (gradient accumulation, or what fills a pipeline): "
              "a number that divides the batch, or auto. Default: 1; where the mesh is chosen, auto.")] = None

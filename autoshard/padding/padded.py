@@ -1,8 +1,9 @@
 """Which dims of parameters are padded on a mesh, and the program with them: what planning, compiling and verifying use."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
@@ -19,7 +20,7 @@ from autoshard.rules.part_dims import with_parts
 MOST_WASTE = 0.125
 """Of what a dim has, the largest part that its pad may be: the pad is computed on, too."""
 WEIGHTS, ALL = "weights", "all"
-"""What is padded: dims of weights as they are stored; or heads and rows of the batch too, whatever their pads cost."""
+"""What is padded: dims of weights as they are stored, where pads are small; or all of them, heads and rows of the batch, whatever their pads cost."""
 TABLES = (moves, products, classes, reductions, attention, norms, pointwise)
 
 
@@ -27,7 +28,7 @@ def padded(traced: Traced, mesh: Mesh, stored: Mapping[str, TensorMeta] | None =
     """The program with dims of parameters padded that divide over no axis of the mesh, and, if `pad` is ALL, with attention heads and rows of
     inputs too; the same one where there are none. `stored`: parameters that lie on ranks already, which are padded as they are there."""
     graph = traced.graph
-    sources = _wanted(graph, mesh, stored)
+    sources = _wanted(graph, mesh, stored, length_on if pad == WEIGHTS else partial(where_read.longer_on, last=True))
     if not sources and pad != ALL:
         return traced
     plain = without_factors(graph)
@@ -54,8 +55,8 @@ def travel_of(target: Any) -> Travel | None:
     return pointwise.elementwise if pointwise.is_pointwise(target) else None
 
 
-def _wanted(graph: Graph, mesh: Mesh, stored: Mapping[str, TensorMeta] | None) -> dict[Source, int]:
-    """Dims of weights that no axis divides, with the length at which the last axis does; of vectors those as long."""
+def _wanted(graph: Graph, mesh: Mesh, stored: Mapping[str, TensorMeta] | None, length_of: Callable[[Mesh, int], int | None]) -> dict[Source, int]:
+    """Dims of weights that do not divide, with the length that they get, if any; of vectors those as long."""
     found: dict[Source, int] = {}
     params = [(op.target, op.outputs[0]) for op in graph.of_kind("param") if op.outputs[0] is not None]
     if any(meta.unpadded for _, meta in params):
@@ -66,7 +67,7 @@ def _wanted(graph: Graph, mesh: Mesh, stored: Mapping[str, TensorMeta] | None) -
     lengths: dict[int, int] = {}
     for _, meta in (p for p in params if len(p[1].shape) > 1):
         for d, n in enumerate(meta.shape):
-            if meta.parts_of(d) == 1 and (length := length_on(mesh, n)) is not None:
+            if meta.parts_of(d) == 1 and (length := length_of(mesh, n)) is not None:
                 lengths[n] = length
     for name, meta in params:
         found |= {(name, d): lengths[n] for d, n in enumerate(meta.shape) if n in lengths and meta.parts_of(d) == 1}

@@ -18,9 +18,10 @@ from autoshard.decide.memory.memory_problems import possible
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import formulate_within, with_starts
-from autoshard.decide.walks.baselines import Scheme, baseline, batch_size, schemes
+from autoshard.decide.walks.baselines import baseline
 from autoshard.decide.walks.propagate import propagate
 from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.schemes import Scheme, batch_size, schemes
 from autoshard.errors import InfeasibleError, SeedError
 from autoshard.formulate.problem_of import Formulation
 from autoshard.planner.one_stage import decide, prices
@@ -151,8 +152,8 @@ class _Writer:
 
     def baselines(self, formulation: Formulation) -> Iterator[Contender]:
         wiring, mesh = Wiring(formulation), formulation.table.mesh
-        for scheme in schemes(mesh):
-            obstacle = scheme.obstacle(formulation)
+        for scheme in schemes(mesh, formulation.table.graph):
+            obstacle = scheme.obstacle(formulation.table.graph, mesh)
             choice = None if obstacle else baseline(wiring, scheme)
             if choice is not None and not possible(formulation.problem, [choice]):
                 obstacle = "the collectives that the model calls itself rule it out"

@@ -13,8 +13,9 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.cli.read import parse_precision
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
-from autoshard.decide.walks.baselines import baseline, baselines, schemes
+from autoshard.decide.walks.baselines import baseline, baselines
 from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.schemes import schemes
 from autoshard.program.trace import trace
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.study.compare import comparison
@@ -44,7 +45,8 @@ def gpt():
 def test_every_baseline_exists_for_every_model(name):
     formulation = formulation_of(traced(name), "dp=2,tp=2")
     costs = {scheme.name: evaluate(formulation.problem, choice) for scheme, choice in baselines(formulation)}
-    assert set(costs) == {s.name for s in schemes(parse_mesh("dp=2,tp=2")) if not s.late}
+    graph, mesh = formulation.table.graph, formulation.table.mesh
+    assert set(costs) == {s.name for s in schemes(mesh, graph) if not s.late and not s.obstacle(graph, mesh)} > {s.name for s in schemes(mesh)[2:]}
     assert np.isfinite(list(costs.values())).all(), costs
 
 
@@ -105,9 +107,57 @@ def test_products_shard_on_one_axis_and_compute_split_on_the_other():
     assert gathers == {"dp"}, "matrices are gathered over the data axis only; a bias has one dim for both axes"
 
 
+@pytest.fixture(scope="module")
+def along_sequence():
+    return plans_of("gpt", "cp=4", batch=1, seq=2048)  # with small tensors an all-reduce and a slice are cheaper
+
+
+def activations_moved(plan, axis: str) -> Counter:
+    """Calls that move neither parameters nor their gradients, nor single numbers, by kind and phase."""
+    return Counter((c.kind, c.phase) for c in plan.collectives if c.axis == axis and not c.hideable and c.nbytes > 64)
+
+
+def test_context_parallel_gathers_keys_and_values_alone(along_sequence):
+    plan = along_sequence["FSDP x context parallel (gather)"]
+    assert activations_moved(plan, "cp") == {("all_gather", "forward"): 4, ("reduce_scatter", "backward"): 4,
+                                             ("mirror", "forward"): 6, ("mirror", "backward"): 10}, "keys and values of two layers; balance"
+    attention = [p for n, p in plan.ops.items() if n.startswith("_scaled_dot_product") and "backward" not in n]
+    assert {p.inputs[:3] for p in attention} == {((2,), (-1,), (-1,))} and {p.outputs[0] for p in attention} == {(2,)}
+    assert plan.ops["embedding_0"].outputs[0] == (1,), "the sequence is split from the words on"
+    assert all(-1 not in spec for spec in plan.placements.values()), "parameters are stored in shares"
+
+
+def test_ulysses_goes_to_heads_and_back_once(along_sequence):
+    plan = along_sequence["FSDP x context parallel (Ulysses)"]
+    assert activations_moved(plan, "cp") == {("all_to_all", "forward"): 8, ("all_to_all", "backward"): 8}, "q, k, v and the result; their gradients"
+    assert {p.inputs[:3] for n, p in plan.ops.items() if n.startswith("_scaled_dot_product") and "backward" not in n} == {((1,),) * 3}
+    assert "DDP" not in along_sequence, "one sample does not split"
+
+
+def test_experts_are_split_and_tokens_travel():
+    plan = plans_of("moe", "dp=2,ep=2")["FSDP x expert parallel"]
+    assert activations_moved(plan, "ep") == {("all_to_all", "forward"): 4, ("all_to_all", "backward"): 8}, "no gather of tokens"
+    experts = [spec for name, spec in plan.placements.items() if ".experts." in name]
+    assert experts and all(spec[1] == 0 and spec[0] > 0 for spec in experts), "experts over ep, split further over dp"
+    moved = {c.axis for c in plan.collectives if c.hideable and ".experts" in c.module}
+    assert moved == {"dp"}, "weights of experts are gathered and reduced over data ranks alone"
+
+
+def test_obstacles_of_sequences_heads_and_experts():
+    def obstacle(name: str, mesh: str, scheme: str, **shape) -> str:
+        program, on = traced(name, **shape), parse_mesh(mesh)
+        return next(s.obstacle(program.graph, on) for s in schemes(on, program.graph) if scheme in s.name)
+
+    assert obstacle("gpt", "cp=4", "gather", batch=1, seq=30) == "a sequence of 30 does not split over 4 ranks"
+    assert obstacle("gpt", "cp=8", "Ulysses", batch=1, seq=32) == "a number of heads of 4 does not split over 8 ranks"
+    assert obstacle("moe", "ep=8", "expert") == "a number of experts of 4 does not split over 8 ranks"
+    names = {s.name for s in schemes(parse_mesh("a=2"), traced("mlp").graph)}
+    assert not any("context" in n or "expert" in n for n in names), "where there is no attention and are no experts"
+
+
 def test_a_batch_that_does_not_divide_is_an_obstacle():
     formulation = formulation_of(traced("gpt", batch=2), "d=4")
-    obstacles = {s.name: s.obstacle(formulation) for s in schemes(parse_mesh("d=4"))}
+    obstacles = {s.name: s.obstacle(formulation.table.graph, parse_mesh("d=4")) for s in schemes(parse_mesh("d=4"))}
     assert obstacles["DDP"] == "a batch of 2 does not split over 4 ranks"
     assert obstacles["Megatron TP"] == ""
     assert "DDP" not in {s.name for s, _ in baselines(formulation)}

@@ -6,8 +6,9 @@ import autoshard
 from autoshard.base.mesh import mesh_of
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
-from autoshard.decide.walks.baselines import baseline, schemes
+from autoshard.decide.walks.baselines import baseline
 from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.schemes import schemes
 from autoshard.errors import InfeasibleError
 from autoshard.formulate.problem_of import formulate
 from autoshard.program.trace import trace

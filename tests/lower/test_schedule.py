@@ -24,8 +24,9 @@ from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.program import formulate_within
-from autoshard.decide.walks.baselines import baseline, schemes
+from autoshard.decide.walks.baselines import baseline
 from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.schemes import schemes
 from autoshard.errors import LoweringError
 from autoshard.lower.buckets import BUCKET, SMALL, Flight, shared_calls
 from autoshard.lower.lower import lower

@@ -8,7 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard.base.mesh import Mesh, mesh_of
-from autoshard.padding.padded import ALL, padded, travel_of, without_factors
+from autoshard.padding.padded import ALL, WEIGHTS, padded, travel_of, without_factors
 from autoshard.padding.values import ANY, BESIDE, FINITE
 from autoshard.padding.walk import Walk
 from autoshard.padding.where_read import groups
@@ -111,6 +111,29 @@ def test_heads_and_rows_stay_where_an_op_reads_true_values():
     model, batch = Sorted(), tuple(torch.randint(VOCAB, (ROWS, SEQ)) for _ in range(2))
     wide = padded(trace(model, batch, training=True), mesh_of("dp=2"), pad=ALL)
     assert shapes(wide.graph) == {(ROWS, HEADS, SEQ, HEAD)}
+
+
+def test_any_dim_of_a_weight_that_does_not_divide():
+    """Nine words are twelve on four ranks, the last of which has none; 30 that two ranks divide are 32 where four ranks shall, too."""
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.up, self.down = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 30), nn.Linear(30, WIDTH)
+
+        def forward(self, ids):
+            return (self.down(self.up(self.words(ids)).relu()) @ self.words.weight.t()).log_softmax(-1)
+
+    torch.manual_seed(0)
+    model, batch = Words().double(), (torch.randint(9, (4, SEQ)),)
+    plain = trace(model, batch, training=True)
+    state = {n: t.detach() for n, t in model.named_parameters()}
+    wide, usual = (padded(plain, mesh_of("dp=2,tp=4"), pad=pad).graph for pad in (ALL, WEIGHTS))
+    lengths = {op.target: op.outputs[0].shape for op in wide.of_kind("param")}
+    assert lengths["words.weight"] == (12, WIDTH) and lengths["up.weight"] == (32, WIDTH) and lengths["up.bias"] == (32,)
+    assert {op.outputs[0].shape[0] for op in usual.of_kind("param")} == {9, 30, WIDTH}, "such pads are asked for"
+    want, got = (run(p, state, batch) for p in (plain, padded(plain, mesh_of("dp=2,tp=4"), pad=ALL)))
+    assert torch.allclose(got.users[0], want.users[0], rtol=1e-12, atol=1e-12)
+    assert all(torch.allclose(got.grads[n], want.grads[n], rtol=1e-9, atol=1e-12) for n in want.grads)
 
 
 def test_runs_on_all_ranks_and_is_kept_by_the_plan():

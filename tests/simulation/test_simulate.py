@@ -21,8 +21,9 @@ from autoshard.base.plan import Plan
 from autoshard.collectives import wire_bytes
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.make_plan import make_plan
-from autoshard.decide.walks.baselines import baseline, schemes
+from autoshard.decide.walks.baselines import baseline
 from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.schemes import schemes
 from autoshard.errors import PlanError, UsageError
 from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
@@ -49,7 +50,7 @@ def program(name: str, **shape) -> Traced:
 def by_hand(name: str, mesh: str, cluster: str, **shape) -> dict[str, Plan]:
     formulation, out = formulation_of(program(name, **shape), mesh, cluster=cluster), {}
     wiring = Wiring(formulation)
-    for scheme in (s for s in schemes(parse_mesh(mesh)) if not s.late and not s.obstacle(formulation)):
+    for scheme in (s for s in schemes(parse_mesh(mesh)) if not s.late and not s.obstacle(formulation.table.graph, formulation.table.mesh)):
         choice = baseline(wiring, scheme)
         cost = evaluate(formulation.problem, choice)
         out[scheme.name] = make_plan(formulation, Solution(choice, cost, 0.0, Status.GAP, 0.0), model={}, settings={"optimizer": "adamw"}, seeds={})

@@ -9,11 +9,11 @@ VOCAB, WIDTH, HIDDEN, HEADS, BATCH, SEQ = 251, 24, 37, 4, 2, 9
 class Uneven(nn.Module):
     """`tied`: the head is the table of words, as GPT-2 has it; else a linear layer with a bias, as BERT. Returns loss and logits."""
 
-    def __init__(self, tied=True, smoothing=0.0):
+    def __init__(self, tied=True, smoothing=0.0, vocab=VOCAB, hidden=HIDDEN):
         super().__init__()
-        self.words, self.qkv, self.out = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.one, self.two, self.up, self.down = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=not tied)
+        self.words, self.qkv, self.out = nn.Embedding(vocab, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.one, self.two, self.up, self.down = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.head = nn.Linear(WIDTH, vocab, bias=not tied)
         if tied:
             self.head.weight = self.words.weight
         self.smoothing = smoothing
@@ -28,9 +28,9 @@ class Uneven(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=self.smoothing), "logits": logits}
 
 
-def build(tied=True, smoothing=0.0):
+def build(tied=True, smoothing=0.0, vocab=VOCAB, hidden=HIDDEN):
     g = torch.Generator().manual_seed(1)
-    return Uneven(tied, smoothing), tuple(torch.randint(VOCAB, (BATCH, SEQ), generator=g) for _ in range(2))
+    return Uneven(tied, smoothing, vocab, hidden), tuple(torch.randint(vocab, (BATCH, SEQ), generator=g) for _ in range(2))
 
 
 SPLIT = {"words.weight": ("tp", None), "up.weight": ("tp", None), "up.bias": ("tp",), "down.weight": (None, "tp")}

@@ -1,20 +1,7 @@
-"""Plans that experts write by hand, on the search's own tables: DDP, ZeRO, FSDP, Megatron and their products.
+"""Plans that experts write by hand (schemes.py), on the search's own tables: DDP, ZeRO, FSDP, Megatron, context and expert parallelism.
 
-A scheme gives every mesh axis a role and says how parameters are stored:
-
-    data       the batch is split; whoever computes with a parameter reads it whole
-    tensor     matmuls split their weight: along the contracted dim where their input is split there already (row),
-               else along the other (column); sums are reduced to whole values at once
-    sequence   as tensor, but sums are reduce-scattered along the sequence, and gathered where a column starts
-
-    whole      parameters, gradients and optimizer state on every rank of the data axes
-    sharded    split over the data axes; a gathered copy is kept from forward to backward (`keep`: ZeRO-1 and 2) or gathered again
-               in backward (ZeRO-3). Gradients are reduced where they are made, or all when backward is through (`late`:
-               ZeRO-1), which takes the memory of whole gradients and hides behind no compute.
-
-The roles are as in Rajbhandari et al., "ZeRO" (2020), Shoeybi et al., "Megatron-LM" (2019) and Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models" (2022). A baseline is one walk over the units in
-program order, each taking the strategy with the fewest departures from its roles, then the least compute.
+A baseline is one walk over the units in program order, each taking the strategy with the fewest departures from its roles, then the least
+compute.
 """
 from __future__ import annotations
 
@@ -22,15 +9,26 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from autoshard.base.graph import Op, Ref
-from autoshard.base.mesh import Mesh
 from autoshard.base.spec import R, Spec, is_partial
 from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Read, Wiring
+from autoshard.decide.walks.schemes import (
+    STORES_FREELY,
+    Role,
+    Scheme,
+    attention_departures,
+    behind_attention,
+    is_attention,
+    of_experts,
+    schemes,
+    sequence_departures,
+    splits_input,
+)
 from autoshard.decide.walks.walk import Placed, Score, Steps, ranked, walk
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
@@ -38,60 +36,14 @@ from autoshard.rules import registry
 from autoshard.rules.family import Family
 from autoshard.space.strategies import SpecIndex
 
-Role = Literal["data", "tensor", "sequence"]
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """One way to plan by hand: a role per mesh axis, how parameters are stored, whether gathered copies are kept and
-    gradients reduced late."""
-
-    name: str
-    roles: tuple[Role, ...]
-    sharded: bool = False
-    keep: bool = True
-    late: bool = False
-
-    def describe(self, mesh: Mesh) -> str:
-        """`"data dp, tensor tp"`."""
-        words = {r: "*".join(n for n, role in zip(mesh.names, self.roles, strict=True) if role == r) for r in self.roles}
-        return ", ".join(f"{role} {names}" for role, names in words.items())
-
-    def obstacle(self, formulation: Formulation) -> str:
-        """Why the scheme cannot be had as it is meant, or ""."""
-        table = formulation.table
-        ranks = int(np.prod([s for s, r in zip(table.mesh.sizes, self.roles, strict=True) if r == "data"], initial=1))
-        batch = batch_size(table.graph.of_kind("input"))
-        if ranks > 1 and (not batch or batch % ranks):
-            return f"a batch of {batch} does not split over {ranks} ranks"
-        return ""
-
-
-def schemes(mesh: Mesh) -> tuple[Scheme, ...]:
-    """The baselines of a mesh. Data parallel schemes use all axes; tensor parallel ones the last axis (the fastest
-    links), with data parallelism on the others."""
-    data: tuple[Role, ...] = ("data",) * mesh.ndim
-    tensor: tuple[Role, ...] = (*data[1:], "tensor")
-    sequence: tuple[Role, ...] = (*data[1:], "sequence")
-    found = [Scheme("DDP", data), Scheme("ZeRO-1", data, sharded=True, late=True), Scheme("ZeRO-2", data, sharded=True),
-             Scheme("FSDP (ZeRO-3)", data, sharded=True, keep=False), Scheme("Megatron TP", tensor), Scheme("TP + sequence parallel", sequence)]
-    if mesh.ndim > 1:
-        found += [Scheme("FSDP x TP", tensor, sharded=True, keep=False),
-                  Scheme("FSDP x (TP + sequence)", sequence, sharded=True, keep=False)]
-    return tuple(found)
-
-
-def batch_size(inputs: tuple[Op, ...]) -> int:
-    """Dim 0 of the first input that has dims."""
-    return next((op.outputs[0].logical_shape[0] for op in inputs if op.outputs[0].logical_shape), 0)
-
 
 def baselines(formulation: Formulation) -> Iterator[tuple[Scheme, np.ndarray]]:
     """(scheme, choice) of every baseline that this mesh and batch allow, each choice once (when gradients are reduced is none
     of the search's choices); memory is not looked at."""
     wiring = Wiring(formulation)
-    for scheme in schemes(formulation.table.mesh):
-        if not scheme.late and not scheme.obstacle(formulation):
+    mesh, graph = formulation.table.mesh, formulation.table.graph
+    for scheme in schemes(mesh, graph):
+        if not scheme.late and not scheme.obstacle(graph, mesh):
             yield scheme, baseline(wiring, scheme)
 
 
@@ -123,7 +75,9 @@ class _ByRoles:
         rest = [n for n in order if n not in chain]
         yield from ((n, self.cheapest) for n in rest if w.op(n).phase == "forward" and w.op(n).kind != "output")
         yield from ((n, self.state) for n in states)
-        yield from ((n, self.storage if w.op(n).kind == "param" else self.as_read) for n in reversed(of_param))
+        yield from ((n, self.storage if w.op(n).kind == "param" else self.as_read) for n in reversed(of_param)
+                    if w.op(n).kind == "param" or self.wishes(n))
+        yield from ((n, self.as_others) for n in of_param if n not in decided)
         yield from ((n, self.as_stored) for n in of_param if registry.is_cast(w.op(n)))
         yield from ((n, self.cheapest) for n in rest if n not in decided and w.op(n).phase == "forward")
         yield from ((n, self.placed.tied if n in w.ties else self.cheapest) for n in rest if n not in decided)
@@ -136,11 +90,12 @@ class _ByRoles:
         sources = tuple(self.placed.source(r) for r in reads)
         unit = w.unit(n)
         key = (*map(id, unit.picked), *(id(w.formulation.table.ops[m]) for m in unit.members), sources,
-               tuple(r.value in w.param_derived for r in reads),
+               tuple((r.value in w.param_derived, r.value in self.experts, is_attention(w.op(r.maker)) and r.value.index) for r in reads),
+               tuple(self._makes_experts(Ref(m)) for m in unit.members),
                tuple(self.placed.stored(self.leaves[r.value]) for r in reads if r.value in self.leaves))
         if key not in self.memo:
             departures = sum((ranked(w.targets(r), partial(self.departures, r, s)) for r, s in zip(reads, sources, strict=True)),
-                             0.25 * self._split_by_itself(n))
+                             0.25 * self._split_by_itself(n) + self._beside_experts(n))
             seconds = self.placed.moved(n, np.zeros(len(unit)))
             self.memo[key] = np.where(np.isfinite(seconds), departures, np.inf), w.compute(n), seconds
         return self.memo[key]
@@ -160,6 +115,22 @@ class _ByRoles:
             made |= _splits(w.formulation.units.outputs(value))
         return np.sum(made & ~read, axis=1)
 
+    def _beside_experts(self, n: int) -> np.ndarray:
+        """Per strategy, departures of what a unit makes: experts' gradients are made where they are, and others sum over no experts (tokens go
+        back first)."""
+        w, axes = self.wiring, [a for a, role in enumerate(self.scheme.roles) if role == "experts"]
+        total = np.zeros(len(w.unit(n)))
+        ops = [w.formulation.table.graph.op(m) for m in w.unit(n).members if axes]
+        for value in (Ref(op.name, i) for op in ops for i, meta in enumerate(op.outputs) if meta is not None):
+            theirs = self._makes_experts(value)
+            total = total + ranked(w.formulation.units.outputs(value), lambda s, theirs=theirs: sum(
+                8.0 * (s[a] != 0) if theirs else 0.25 * is_partial(s[a]) for a in axes))
+        return total
+
+    def _makes_experts(self, value: Ref) -> bool:
+        """Whether a value is the gradient of experts' weights."""
+        return value in self.leaves and Ref(self.wiring.unit(self.leaves[value]).name) in self.experts
+
     def departures(self, read: Read, source: Spec | None, target: Spec) -> float:
         """How far reading a value in `target` departs from the roles, summed over mesh axes."""
         graph = self.wiring.formulation.table.graph
@@ -168,12 +139,17 @@ class _ByRoles:
         for axis, role in enumerate(self.scheme.roles):
             made, wanted = None if source is None else source[axis], target[axis]
             if read.value in self.wiring.param_derived:
-                total += self._weight(role, reader, meta.ndim, made, wanted)
+                total += self._weight(role, reader, meta.ndim, made, wanted, read.value in self.experts)
             elif maker.kind == "input":
-                splits = role == "data" and meta.ndim > 0 and meta.logical_shape[0] == batch_size(graph.of_kind("input"))
-                total += wanted != (0 if splits else R)
+                total += wanted != splits_input(role, meta.shape, graph)
+            elif is_attention(reader) and (far := attention_departures(role, graph.calls[reader.name], read.index, wanted)) is not None:
+                total += far
+            elif made is not None and is_attention(maker) and (
+                    far := behind_attention(role, graph.calls[maker.name], read.value.index, made, wanted)) is not None:
+                total += far
             else:
                 total += _activation(role, meta.ndim, made, wanted) + (is_partial(wanted) and self._widens(reader)) * 1.5
+                total += sequence_departures(role, meta, wanted, graph) if made != wanted else 0.0
                 stored = self.placed.stored(self.leaves[read.value]) if read.value in self.leaves else None
                 if stored is not None and not is_partial(wanted) and wanted != stored[axis]:
                     scatters = role == "sequence" and made is not None and is_partial(made)  # a gradient is no activation
@@ -191,6 +167,10 @@ class _ByRoles:
         return out
 
     @cached_property
+    def experts(self) -> frozenset[Ref]:
+        return of_experts(self.wiring.formulation.table.graph) if "experts" in self.scheme.roles else frozenset()
+
+    @cached_property
     def last(self) -> frozenset[str]:
         """Casts behind which a gradient does not move any more."""
         return flow.casts_after_sums(self.wiring.formulation.table.graph)
@@ -201,11 +181,11 @@ class _ByRoles:
         return registry.is_cast(op) and op.outputs[0].dtype.itemsize > graph.meta(op.refs[0]).dtype.itemsize
 
     @staticmethod
-    def _weight(role: Role, reader: Op, ndim: int, made: int | None, wanted: int) -> float:
+    def _weight(role: Role, reader: Op, ndim: int, made: int | None, wanted: int, expert: bool) -> float:
         if is_partial(wanted):  # nothing becomes Partial by redistribution
             return np.inf
-        if role == "data":
-            return 8.0 * (wanted != R)
+        if role in (*STORES_FREELY, "experts"):
+            return 8.0 * (wanted != (0 if expert and role == "experts" else R))
         if made is not None:
             return 4.0 * (wanted != made)
         family = registry.family_of(reader)
@@ -223,6 +203,11 @@ class _ByRoles:
         far = [ranked(self.wiring.formulation.units.outputs(value), partial(_distance, wanted)) for value, wanted in self.wishes(n)]
         zero = np.zeros(len(self.wiring.unit(n)))
         return sum(far, zero), far[0] if far else zero
+
+    def as_others(self, n: int) -> Score:
+        """A view that backward alone reads takes a parameter as forward does."""
+        specs = [(read, self.wanted(read.maker)) for read in self.wiring.reads[n]]
+        return tuple(ranked(self.wiring.targets(read), partial(_distance, wanted)) for read, wanted in specs)
 
     def as_stored(self, n: int) -> Score:
         """A cast in the spec its parameter is stored in, so that what is gathered is the narrow copy."""
@@ -250,9 +235,9 @@ class _ByRoles:
         wanted, value, roles = self.wanted(n), Ref(self.wiring.unit(n).name), self.scheme.roles
         table, specs = self.wiring.formulation.table, self.wiring.formulation.units.outputs(value)
         ways = {s: table.steps(table.graph.meta(value), s, wanted) for s in specs.specs}
-        return (ranked(specs, lambda s: sum(p != q if role != "data" else self.scheme.sharded == (p == R)
-                                            for p, q, role in zip(s, wanted, roles, strict=True))),
-                ranked(specs, lambda s: sum(roles[a] != "data" for step in ways[s] for a in step.axes)),
+        free = [role in STORES_FREELY or role == "experts" and q == R for q, role in zip(wanted, roles, strict=True)]
+        return (ranked(specs, lambda s: sum((self.scheme.sharded == (p == R)) if f else p != q for p, q, f in zip(s, wanted, free, strict=True))),
+                ranked(specs, lambda s: sum(not free[a] for step in ways[s] for a in step.axes)),
                 ranked(specs, lambda s: sum(step.seconds for step in ways[s])),
                 ranked(specs, lambda s: sum(max(p, 0) for p in s)))
 
@@ -271,7 +256,7 @@ def _activation(role: Role, ndim: int, made: int | None, wanted: int) -> float:
     """Departures of reading an activation made as `made` as `wanted` on an axis of this role."""
     if made == wanted or made is None:
         return 0.0
-    if role == "data":
+    if role in (*STORES_FREELY, "experts"):
         return 2.0 if wanted == R and not is_partial(made) else 1.0
     if role == "sequence" and is_partial(made):
         along = wanted == 1 if ndim > 2 else wanted >= 0

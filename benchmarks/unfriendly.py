@@ -1,0 +1,34 @@
+"""Training at sizes that divide nowhere against one process: real gloo processes, one launch per number of ranks, as a table.
+
+    python benchmarks/unfriendly.py                  # all cases: minutes
+    python benchmarks/unfriendly.py llama tp=4       # those whose title has all of these words
+
+Each case: three AdamW steps in float64 (losses, gradients, weights), a checkpoint into another mesh, and one step more there.
+"""
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist"), str(ROOT / "tests" / "support")]
+
+from harness import on_ranks  # noqa: E402
+from unfriendly_cases import CASES, run_cases  # noqa: E402
+
+
+def main() -> int:
+    wanted = [i for i, case in enumerate(CASES) if all(word in case.title for word in sys.argv[1:])]
+    print("| case | checkpoint into | collectives | tolerance | | seconds |\n" + "| --- " * 6 + "|", flush=True)
+    failures = []
+    for world in sorted({CASES[i].world for i in wanted}):
+        with tempfile.TemporaryDirectory() as folder:
+            results = on_ranks(world, run_cases, [i for i in wanted if CASES[i].world == world], folder, timeout=1800)
+        failures += [f"{o.case.title}, rank {rank}:\n{o.failure}" for rank, found in enumerate(results) for o in found if o.failure]
+    print(*failures, sep="\n")
+    return len(failures) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Training at sizes that divide nowhere, into a checkpoint and on in another mesh (unfriendly_cases.py); `benchmarks/unfriendly.py` has the table."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from harness import on_ranks  # noqa: E402
+from unfriendly_cases import CASES, run_cases  # noqa: E402
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.dist
+
+
+def check(todo: list[int], folder: Path) -> None:
+    for found in on_ranks(CASES[todo[0]].world, run_cases, todo, str(folder), timeout=1800):
+        bad = [f"{o.case.title}: {o.failure}" for o in found if o.failure]
+        assert not bad, "\n".join(bad)
+
+
+def test_a_rank_without_words_and_features(tmp_path: Path) -> None:
+    """The one case that is here in the fast tests: 9 words and 6 features on four ranks, the last one empty."""
+    check([i for i, case in enumerate(CASES) if case.name.startswith("nothing on the last rank") and case.seeds], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_all(tmp_path: Path, world: int) -> None:
+    check([i for i, case in enumerate(CASES) if case.world == world], tmp_path)
