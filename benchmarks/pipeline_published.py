@@ -9,9 +9,9 @@ Published: Llama 3 405B, arXiv 2407.21783, table 4 (seconds from 430 and 400 TFL
 
 * Megatron: tensor parallelism inside a node and replicas, without sequence parallelism; attention as matrix products; fp16 with fp32 masters; equal
   layers, 1F1B; every layer is computed again in backward. Their micro-batches where there is no pipeline are not published: 4 rows here.
-* Llama 3: tensor and sequence parallelism; gradients accumulated whole and reduced once a step (theirs are scattered, and parameters gathered, once a
-  step, which an all-reduce stands for here: the plan by hand that shards would reduce in every micro-batch); bf16 with fp32 masters, gradients reduced in fp32; fused attention; one layer per chunk, the embedding and the head chunks of their own,
-  interleaved ("the first chunk on the first stage has only the embedding": 128 chunks on 16 ranks); nothing is computed again.
+* Llama 3: bf16 with fp32 masters, gradients reduced in fp32; fused attention; one layer per chunk, the embedding and the head chunks of their own,
+  interleaved ("the first chunk on the first stage has only the embedding": 128 chunks on 16 ranks); nothing is computed again. Layouts inside of tp
+  and dp are searched: the paper does not say them all.
 
 Windows are simulated as they are executed, launches included. A model of three layers gives the prices of all blocks; the chain has as many as the
 run. Memory is not limited. `searched` is without their recomputation.
@@ -30,10 +30,11 @@ import torch
 from outside import Unfused
 
 from autoshard import Pipeline, Precision
-from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
+from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Graph
 from autoshard.base.mesh import Mesh
+from autoshard.base.plan import Plan
 from autoshard.base.windows import ONCE
-from autoshard.cost.cluster import load_cluster
+from autoshard.cost.cluster import AxisLink, load_cluster
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
@@ -94,8 +95,9 @@ class Published:
         return Precision(param="bf16", master="fp32", reduce="fp32") if self.hidden else Precision(param="fp16", master="fp32", reduce="fp16")
 
     @property
-    def scheme(self) -> Scheme:
-        return Scheme("TP + sequence parallel", ("data", "sequence")) if self.hidden else Scheme("Megatron TP", ("data", "tensor"))
+    def scheme(self) -> Scheme | None:
+        """None: layouts are searched."""
+        return None if self.hidden else Scheme("Megatron TP", ("data", "tensor"))
 
     def build(self) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], object]:
         """A short model of the same width."""
@@ -126,7 +128,7 @@ RUNS = (
 
 
 class ByHand(MeshPricer):
-    """Prices of blocks by a scheme instead of a search, of windows as they are executed."""
+    """Prices of blocks by a scheme instead of a search where there is one, of windows as they are executed."""
 
     def __init__(self, run: Published, whole: Traced, options: Options, *given: Any) -> None:
         super().__init__(*given)
@@ -136,18 +138,20 @@ class ByHand(MeshPricer):
         stage, wire, mesh = self._stage(first, end, slot, split), self._wire(slot), self.mesh_of(slot)
         if not stage.graph.of_kind("call"):
             return StagePrice(0.0, 0.0)
-        step = Training("adamw", True, wire=wire, in_flight=1)
-        table = prices(replace(self.traced, graph=stage.graph), mesh, self.options, profile=self.cluster, step=step)
-        formulation = formulate_within(table, float("inf"))
-        choice = baseline(Wiring(formulation), self.run.scheme)
-        solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
-        plan = make_plan(formulation, solution, model={}, settings={"optimizer": "adamw"}, seeds={})
+        plan = self._by_scheme(stage.graph, mesh, wire) if self.run.scheme else self.searches.plan(stage.graph, mesh, wire, 1, np.inf)
         order = schedule(stage.graph, plan, mesh, route_of(plan))
         seconds = {w.name: self._played(program_of(stage.graph, plan, order, self.cluster, executed=True, windows=(w.name,))) for w in order.windows}
         update = self._played(update_program(stage.graph, plan, self.cluster))
         forward, backward, weight = (seconds.get(w, 0.0) for w in (FORWARD, BACKWARD, WEIGHT))
         return replace(price_of(stage, plan, wire), forward=forward, input=backward, weight=weight,
                        once=sum(t for w, t in seconds.items() if w in ONCE), update=update)
+
+    def _by_scheme(self, graph: Graph, mesh: Mesh, wire: AxisLink) -> Plan:
+        table = prices(replace(self.traced, graph=graph), mesh, self.options, profile=self.cluster, step=Training("adamw", True, wire=wire, in_flight=1))
+        formulation = formulate_within(table, float("inf"))
+        choice = baseline(Wiring(formulation), self.run.scheme)
+        solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
+        return make_plan(formulation, solution, model={}, settings={"optimizer": "adamw"}, seeds={})
 
     def _played(self, program: Program) -> float:
         return replay(program, self.cluster).step_s if program.events else 0.0
