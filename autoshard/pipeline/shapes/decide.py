@@ -99,10 +99,10 @@ PlanWhole = Callable[[Shape], Tried]
 
 def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, tell: Callable[[str], None] = lambda text: None,
                plan_whole: PlanWhole | None = None, tolerance: float = TOLERANCE) -> tuple[Tried, ...]:
-    """The one without stages that promises most is first: its price is nearest to that of a plan, so what comes after is held against it. Then the one
-    with the least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank. `tell` hears of
-    every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices of blocks are
-    four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched."""
+    """The one without stages that promises most is first: its price is nearest to that of a plan, so what comes after is held against it. Then
+    the one with the least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank.
+    `tell` hears of every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices
+    of blocks are four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched."""
     search = _Search(pricer, limit, tell, plan_whole, tolerance)
     waiting = [(shape.pp > 1, search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
     heapify(waiting)
