@@ -276,6 +276,11 @@ class Graph:
         return {op.name: op for op in self.ops}
 
     @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What functions of the whole graph found out about it, by the function (program/flow.py)."""
+        return {}
+
+    @cached_property
     def order(self) -> dict[str, int]:
         """Position of every op by name."""
         return {op.name: i for i, op in enumerate(self.ops)}

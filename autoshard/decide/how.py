@@ -41,7 +41,8 @@ class How:
         """A choice at most as dear as `start`, by `search.improve`, with its cost; None where `start` is not feasible."""
         return improve(problem, start, self.clock.part(), self.progress)
 
-    def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool]) -> Solution:
+    def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool],
+                         near: Sequence[np.ndarray] = ()) -> Solution:
         """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`."""
         ended = None if self.known is None else self.known.get(f"{problem.key} tied")
         if ended is not None and ended.choice is not None and enough(ended.choice):
@@ -52,7 +53,7 @@ class How:
             if event.tied and enough(board.choice):
                 board.clock.stop = True
 
-        board = Board(problem, self.clock.part(), watch, enough=self.enough)
+        board = Board(problem, self.clock.part(), watch, near, self.enough)
         found = self._remembered(problem, lambda: solve(problem, backend=self.backend, board=board, starts=starts))
         if self.known is not None and board.clock.stop:
             self.known[f"{problem.key} tied"] = found

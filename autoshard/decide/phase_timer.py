@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from autoshard.decide.options import Progress
 from autoshard.errors import Interrupted
 from autoshard.search.board import Event
+from autoshard.search.heap import settled_heap
 from autoshard.search.mip import guarded
 
 
@@ -42,7 +43,8 @@ class PhaseTimer:
         start, cpu = time.perf_counter(), cpu_seconds()
         try:
             self._progress(phase, "")
-            yield
+            with settled_heap():
+                yield
         except Interrupted:
             raise
         except KeyboardInterrupt:

@@ -107,6 +107,11 @@ class _Builder:
         once = self.table.table(ref, src, dst)
         return once if runs == 1 else self.shared(("runs", id(once), runs), lambda: runs * once)
 
+    def nbytes(self, ref: Ref, spec: Spec) -> float:
+        """Bytes of a value on one rank: `local_bytes`, once for equal values."""
+        meta = self.table.graph.meta(ref)
+        return self.shared(("bytes", meta.logical_shape, meta.dtype, spec), lambda: local_bytes(self.table, ref, spec))
+
     def add_items(self, node: int, row: int, amounts: np.ndarray) -> None:
         hit = np.flatnonzero(amounts)
         if len(hit):
@@ -180,7 +185,7 @@ def _add_unit(b: _Builder, unit: DecisionUnit, layers: Mapping[str, int]) -> Non
             _add_stored(b, node, op, picked)
         if is_accumulator(op):  # all of them are there at the turn; at the update they are gradients, or gone
             specs = b.table.strategies[name].output_specs[0]
-            b.add_items(node, MEMORY, np.array([local_bytes(b.table, Ref(name), s) for s in specs.specs])[specs.index][picked])
+            b.add_items(node, MEMORY, np.array([b.nbytes(Ref(name), s) for s in specs.specs])[specs.index][picked])
         if b.overlaps and registry.is_heavy(op):
             b.add_items(node, b.window_row(name), -b.eta * cost.compute[picked])
 
@@ -321,10 +326,10 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
         for window in range(every_window):
             b.add_items(node, FIRST_WINDOW + window, np.array([(s.price or 0.0) * s.times[window] * runs[window] for s in states]))
     if len(windows) > 1:
-        extra = max(0.0, local_bytes(b.table, ref, spec) - (0.0 if through is not None else _least_saved(b, ref)))
+        extra = max(0.0, b.nbytes(ref, spec) - (0.0 if through is not None else _least_saved(b, ref)))
         b.add_saved(node, np.array([extra if s.name == KEPT else 0.0 for s in states]))
     if b.table.graph.op(ref.op).kind == "param" and any(is_hold(b.table.graph.op(r.op)) for r in readers):  # alive as long as what holds it
-        b.add_items(node, MEMORY, np.array([local_bytes(b.table, ref, spec) if s.name == MADE else 0.0 for s in states]))
+        b.add_items(node, MEMORY, np.array([b.nbytes(ref, spec) if s.name == MADE else 0.0 for s in states]))
 
 
 def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
@@ -345,9 +350,9 @@ def _add_saved(b: _Builder, ref: Ref) -> None:
         if ("saved", root) not in b.memo:
             b.memo["saved", root] = True
             specs = b.units.outputs(ref)
-            amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
+            amounts = np.array([b.nbytes(ref, s) for s in specs.specs])
             if b.table.graph.meta(ref).numel > b.table.graph.meta(root).numel:  # expanded: no larger than what it is a view of
-                amounts = np.minimum(amounts, min(local_bytes(b.table, root, s) for s in b.units.outputs(root).specs))
+                amounts = np.minimum(amounts, min(b.nbytes(root, s) for s in b.units.outputs(root).specs))
             if b.table.graph.op(root.op).phase == START:
                 b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
             else:
@@ -356,13 +361,13 @@ def _add_saved(b: _Builder, ref: Ref) -> None:
         op = b.table.graph.op(source.op)
         if ref in op.kept:
             specs = b.units.inputs(op.name, op.refs.index(ref))
-            amounts = np.array([local_bytes(b.table, ref, s) for s in specs.specs])
+            amounts = np.array([b.nbytes(ref, s) for s in specs.specs])
             b.add_saved(b.units.index(op.name), amounts[specs.index])
 
 
 def _least_saved(b: _Builder, ref: Ref) -> float:
     """What `_add_saved` counts for the value itself at least: where all of backward reads a kept copy, it is not saved."""
-    return min(local_bytes(b.table, ref, s) for s in b.units.outputs(ref).specs) if is_saved(b.table.graph, ref) else 0.0
+    return min(b.nbytes(ref, s) for s in b.units.outputs(ref).specs) if is_saved(b.table.graph, ref) else 0.0
 
 
 def _tie_gradients(b: _Builder) -> None:

@@ -27,9 +27,11 @@ def padded(traced: Traced, mesh: Mesh, stored: Mapping[str, TensorMeta] | None =
     """The program with dims of parameters padded that divide over no axis of the mesh, and, if `pad` is ALL, with attention heads and rows of
     inputs too; the same one where there are none. `stored`: parameters that lie on ranks already, which are padded as they are there."""
     graph = traced.graph
+    sources = _wanted(graph, mesh, stored)
+    if not sources and pad != ALL:
+        return traced
     plain = without_factors(graph)
     read = where_read.groups(plain, mesh) if pad == ALL else []
-    sources = _wanted(graph, mesh, stored)
     while sources or read:
         where = {source: n for group in read for source, n in group.items()}
         of_heads = {(name.removeprefix("param:"), d) for name, d in where if name.startswith("param:")}

@@ -5,10 +5,11 @@
 | budget, time limit | trace, strategies, prices, problem, starting plans, memory of plans played; the search with ample memory, where it ended |
 | numbers of the cluster | trace, strategies, what decides together; where the problem has the same nodes: starting plans, prices of rows |
 | mesh, seeds, optimizer | trace |
+| batch (another workbench) | where the problem has the same nodes: starting plans, prices of rows |
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,12 +22,15 @@ from autoshard.decide.memory.memory_problems import possible
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Learned, Program, formulate_within, with_starts
+from autoshard.formulate.problem_of import Formulation
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.planner.one_stage import decide, prices, program_of
 from autoshard.planner.open_mesh import is_open, plan_batch
 from autoshard.program.calling import Traced
 from autoshard.search.problem import Solution
 from autoshard.space.cost_table import CostTable
+from autoshard.space.decision_units import DecisionUnit
+from autoshard.space.strategies import Strategies
 
 MOST_PROGRAMS = 3
 """Programs that are kept."""
@@ -34,11 +38,13 @@ MOST_PROGRAMS = 3
 
 @dataclass(eq=False)
 class Workbench:
-    """`batch` and what is known about it. `has_loss`, `model_info`: what its plans say about the model."""
+    """`batch` and what is known about it. `has_loss`, `model_info`: what its plans say about the model. `others`: workbenches with other batches
+    of the same model, the one used last comes last."""
 
     batch: Batch
     has_loss: bool = False
     model_info: Mapping[str, Any] = field(default_factory=dict)
+    others: "Collection[Workbench]" = ()
     _traced: dict[str, Traced] = field(default_factory=dict)
     _programs: dict[str, Program] = field(default_factory=dict)
     _known: dict[str, Solution] = field(default_factory=dict)
@@ -75,6 +81,7 @@ class Workbench:
         if key not in self._programs:
             like = next((p for k, p in reversed(self._programs.items()) if k.startswith(same)), None)
             table = prices(traced, mesh, options, clock=clock, profile=profile, like=like and like.formulation.table)
+            like = like or self._elsewhere(key)
             with clock("formulate"):
                 made = program_of(table, options, has_loss=self.has_loss) if like is None else program_like(like, table, limit)
             self._programs[key] = made
@@ -82,6 +89,10 @@ class Workbench:
         for oldest in list(self._programs)[:-MOST_PROGRAMS]:
             del self._programs[oldest]
         return self._programs[key].within(limit)
+
+    def _elsewhere(self, key: str) -> Program | None:
+        """The program of another batch that was asked the same."""
+        return next((bench._programs[key] for bench in reversed(list(self.others)) if key in bench._programs), None)
 
 
 def _same(mesh: Mesh, options: Options) -> str:
@@ -94,7 +105,7 @@ def program_like(like: Program, table: CostTable, limit: float) -> Program:
     old = like.formulation
     same = table.strategies is old.table.strategies and (table.cluster.overlap.eta > 0) == (old.table.cluster.overlap.eta > 0)
     formulation = formulate_within(table, limit, replace(old.units, table=table) if same else None)  # `find_units` asks whether anything overlaps
-    choices = () if not _alike(old.problem.node_costs, formulation.problem.node_costs) else (*like.starts, *like.learned.choices)
+    choices = (*like.starts, *like.learned.choices) if _alike(old, formulation) else ()
     starts = tuple(possible(formulation.problem, choices))
     if len(starts) < len(like.starts):
         return with_starts(formulation, like.settings)
@@ -102,5 +113,20 @@ def program_like(like: Program, table: CostTable, limit: float) -> Program:
     return replace(with_starts(formulation, like.settings, starts), learned=Learned(near=near))
 
 
-def _alike(ours: tuple[np.ndarray, ...], theirs: tuple[np.ndarray, ...]) -> bool:
-    return [len(c) for c in ours] == [len(c) for c in theirs]
+def _alike(ours: Formulation, theirs: Formulation) -> bool:
+    """Whether a choice means the same in both: the same strategies of the same ops, and the same states of the same copies."""
+    if ours.units is not theirs.units and [u.members for u in ours.units.units] != [u.members for u in theirs.units.units]:
+        return False
+    if [(c.value, c.spec, [(s.name, s.serves, s.times) for s in c.states]) for c in ours.copies] != [
+            (c.value, c.spec, [(s.name, s.serves, s.times) for s in c.states]) for c in theirs.copies]:
+        return False
+    mine, others = ours.table.strategies, theirs.table.strategies
+    return mine is others or all(np.array_equal(a, b) for u, v in zip(ours.units.units, theirs.units.units, strict=True)
+                                 for a, b in zip(_specs(u, mine), _specs(v, others), strict=True))
+
+
+def _specs(unit: DecisionUnit, strategies: Strategies) -> Iterator[np.ndarray]:
+    """Placements of what the members of a unit read and make, per strategy of the unit."""
+    for name, picked in zip(unit.members, unit.picked, strict=True):
+        yield strategies[name].inputs[picked]
+        yield strategies[name].outputs[picked]

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import wraps
+from typing import TypeVar
 
 import torch
 
@@ -18,11 +20,26 @@ PART = Row((PSUM,), (PSUM,))
 """A part of a sum stays one."""
 
 
+T = TypeVar("T")
+
+
+def once(find: Callable[[Graph], T]) -> Callable[[Graph], T]:
+    """`find`, asked once of each graph: phases share what it answers, and must not change it."""
+    @wraps(find)
+    def known(graph: Graph) -> T:
+        if find.__qualname__ not in graph.facts:
+            graph.facts[find.__qualname__] = find(graph)
+        return graph.facts[find.__qualname__]
+
+    return known
+
+
 def is_passing(op: Op) -> bool:
     """A view or cast of a single tensor, or its sum over micro-batches: the value stays the same parameter or gradient."""
     return (registry.is_view(op) or registry.is_cast(op) or is_accumulator(op)) and len(op.refs) - len(op.kept) == 1
 
 
+@once
 def param_derived(graph: Graph) -> frozenset[Ref]:
     """Parameters and what views and casts make of them alone: their gathers may be issued early."""
     out: set[Ref] = set()
@@ -32,6 +49,7 @@ def param_derived(graph: Graph) -> frozenset[Ref]:
     return frozenset(out)
 
 
+@once
 def narrowed(graph: Graph) -> frozenset[Ref]:
     """Parameters that are read through casts to a narrower dtype alone: who gathers them does it behind the cast."""
     return frozenset(ref for op in graph.of_kind("param") if (readers := graph.users.get(ref := Ref(op.name), ())) and all(
@@ -42,6 +60,7 @@ def _narrows(op: Op, dtype: torch.dtype) -> bool:
     return is_passing(op) and op.outputs[0].dtype.itemsize < dtype.itemsize
 
 
+@once
 def gradient_bound(graph: Graph) -> frozenset[Ref]:
     """Values that only flow, through views and casts, into gradient outputs: reductions may finish late."""
     out: set[Ref] = set()
@@ -71,7 +90,8 @@ def gradients_at_once(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops)) if any(a is not b for a, b in zip(ops, graph.ops, strict=True)) else graph
 
 
-def reduction_dtypes(graph: Graph) -> dict[Ref, torch.dtype]:
+@once
+def reduction_dtypes(graph: Graph) -> Mapping[Ref, torch.dtype]:
     """Under a precision policy: per gradient-bound value, the dtype its sum over ranks must be taken in. Gradients that are never in
     that dtype (those of batch norms, which stay in the stored one) are left out: they are summed as they are."""
     wanted: dict[Ref, torch.dtype] = {}
@@ -105,6 +125,7 @@ def _met_later(graph: Graph, wanted: Mapping[Ref, torch.dtype]) -> set[Ref]:
     return out
 
 
+@once
 def casts_of_parts(graph: Graph) -> frozenset[str]:
     """Casts that make a gradient as narrow as a precision policy wants it summed over ranks: each rank rounds its own part, and the
     sum comes after. Elsewhere parts of a sum must not be rounded."""
@@ -120,6 +141,7 @@ def rows_of(graph: Graph, op: Op, of_parts: Collection[str]) -> tuple[Row, ...]:
     return (*rows, PART) if op.name in of_parts and PART not in rows else rows
 
 
+@once
 def casts_after_sums(graph: Graph) -> frozenset[str]:
     """Casts of gradients that a precision policy wants summed over ranks before, in the dtype they are made in."""
     wanted = reduction_dtypes(graph)

@@ -1,4 +1,4 @@
-"""Settings of the garbage collector during a search."""
+"""Settings of the garbage collector during a search, and during the other phases of planning."""
 from __future__ import annotations
 
 import gc
@@ -10,9 +10,9 @@ OBJECTS = 100_000  # made between two looks of the collector
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """What exists already (a traced model, torch itself) is not gone through each time the collector looks at what the
-    search makes, and it looks less often: that took a fifth of the time of reductions. Objects of the search are still collected, for a
-    table and its transpose know each other. Nothing happens where the caller has settings of its own."""
+    """What exists already (a traced model, torch itself) is not gone through each time the collector looks at what is made here, and it looks less
+    often: that took a fifth of the time of reductions, and of tracing. Objects made here are still collected, for a table and its transpose
+    know each other. Nothing happens where the caller has settings of its own."""
     before = gc.get_threshold()
     if gc.get_freeze_count() or not gc.isenabled() or before[0] > OBJECTS:
         yield

@@ -78,7 +78,9 @@ class Planner:
         how = options.tracing(given["loss_fn"], given["training"])
         key = f"{_shapes((inputs, kwargs))} {how} {_state(model)}"
         if key not in self._benches:
-            self._benches[key] = Workbench(Batch(model, inputs, kwargs, how), given["loss_fn"] is not None, given["model_info"] or {})
+            self._benches[key] = Workbench(Batch(model, inputs, kwargs, how), given["loss_fn"] is not None, given["model_info"] or {},
+                                             self._benches.values())
+        self._benches[key] = self._benches.pop(key)  # the one used last comes last
         for oldest in list(self._benches)[:-MOST_BATCHES]:
             del self._benches[oldest]
         return self._benches[key]

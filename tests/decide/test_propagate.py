@@ -16,6 +16,8 @@ from autoshard.api import plan
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.spec import Spec
 from autoshard.decide.options import Options
+from autoshard.decide.program import NOTHING
+from autoshard.decide.walks import propagate as walks
 from autoshard.decide.walks.propagate import look_ahead, propagate
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import UsageError
@@ -223,3 +225,17 @@ def test_propagation_is_a_warm_start():
     spread = decide(table, replace(options, search="propagate"))
     assert searched.objective_s <= spread.objective_s * (1 + 1e-9)
     assert resolve_seeds(table.graph, mesh, MEGATRON).matches == {"h.*.attn.c_attn.weight": 2, "h.*.mlp.c_fc.weight": 2, "input:*": 2}
+
+
+def test_an_order_under_which_nothing_is_found_is_passed_over(monkeypatch):
+    """As where what the seeds make certain contradicts itself."""
+    table = prices(traced("mlp"), parse_mesh("d=2"), Options(seeds={"input:0": "d,-"}, cluster="h100-dgx"))
+    formulation, real, asked = formulate(table), walks.minimise, []
+
+    def nothing_later(problem, known):
+        asked.append(problem)
+        return real(problem, known) if len(asked) == 1 else NOTHING
+
+    monkeypatch.setattr(walks, "minimise", nothing_later)
+    found = propagate(formulation, table.seeds)
+    assert len(asked) > 2 and found.bound <= found.seconds < np.inf

@@ -17,6 +17,8 @@ from autoshard.decide.make_plan import make_plan
 from autoshard.decide.notes.microbatch_notes import microbatch_notes
 from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
+from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.walk import Placed
 from autoshard.formulate.problem_of import formulate
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
@@ -110,3 +112,11 @@ def test_saved_values_count_for_every_micro_batch_in_flight() -> None:
         turn = one.memory_rows["turn"]
         loads = [row_loads(f.problem, choice)[turn] for f in (one, three)]
         assert saved > 0 and loads[1] - loads[0] == pytest.approx(2 * saved)
+
+
+def test_a_walk_counts_what_moves_as_often_as_a_step_moves_it():
+    wiring = Wiring(formulate(table_of(4)))
+    placed = Placed(wiring, dict.fromkeys(range(len(wiring.formulation.units.units)), 0))
+    for n, reads in enumerate(wiring.reads):
+        wanted = sum((wiring.seconds(r)[wiring.sources(r).index[0]][wiring.targets(r).index] for r in reads), np.zeros(len(wiring.unit(n))))
+        assert placed.moved(n, np.zeros(len(wiring.unit(n)))) == pytest.approx(wanted)

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 
+from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.search.heap import settled_heap
 
 
@@ -24,3 +25,10 @@ def test_objects_that_the_caller_froze_stay_frozen():
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_every_phase_of_planning_leaves_the_heap_before_it_alone():
+    before = gc.get_threshold()
+    with PhaseTimer()("trace"):
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == before

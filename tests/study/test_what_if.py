@@ -14,7 +14,9 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.cost.change import changed
 from autoshard.cost.cluster import load_cluster
+from autoshard.decide import program
 from autoshard.decide.options import Options
+from autoshard.decide.program import starting_plans
 from autoshard.errors import MeshError, UsageError
 from autoshard.report import what
 from autoshard.study.scenario import scenario, scenarios
@@ -159,6 +161,35 @@ def test_another_batch_is_another_problem_and_the_first_one_stays():
     assert large.objective_s > small.objective_s
     again = mine.plan("dp=4")
     assert again == replace(small, timings={}) and "trace" not in again.timings
+
+
+def batches(module, *rows: int):
+    with torch.device("meta"):
+        built = [module.build("tiny", batch=n) for n in rows]
+    return built[0][0], [inputs for _, inputs in built]
+
+
+def test_another_batch_starts_from_the_plans_of_the_one_before(monkeypatch):
+    model, (first, second, odd) = batches(models.gpt, 64, 128, 6)
+    mine = autoshard.Planner(model, first, loss_fn=models.gpt.loss, time_limit=30.0)
+    mine.plan("dp=4")
+    made = []
+    monkeypatch.setattr(program, "starting_plans", lambda formulation: made.append(formulation) or starting_plans(formulation))
+    there = mine.plan("dp=4", second)
+    assert not made
+    mine.plan("dp=4", odd)  # 6 rows on 4 ranks: other strategies
+    assert len(made) == 1
+    alone = autoshard.plan(model, "dp=4", second, loss_fn=models.gpt.loss, time_limit=30.0)
+    assert (there.objective_s, there.status) == (pytest.approx(alone.objective_s, rel=1e-9), alone.status)
+
+
+def test_the_batch_that_was_used_longest_ago_is_forgotten():
+    model, inputs = batches(models.mlp, 64, 128, 256, 512, 1024)
+    mine = autoshard.Planner(model, inputs[0], loss_fn=models.mlp.loss)
+    for batch in (*inputs[:4], inputs[0], inputs[4]):  # the first one again before the fifth comes
+        mine.plan("dp=4", batch)
+    assert "trace" not in mine.plan("dp=4", inputs[0]).timings
+    assert "trace" in mine.plan("dp=4", inputs[1]).timings
 
 
 def test_options_of_a_call_come_before_those_of_the_planner():

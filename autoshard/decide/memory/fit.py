@@ -41,8 +41,10 @@ def search_within(program: Program, how: How) -> Solution:
 def search_ample(program: Program, how: How) -> Solution:
     """The cheapest plan with ample memory. Where layers repeat and the cheapest tied plan certainly does not fit, that one is
     returned. The bound holds for any memory limit, and for programs with recomputation."""
-    formulation = program.formulation
-    return how.solve_until_tied(ample(formulation.problem), program.starts, lambda choice: not fits_rows(formulation, choice))
+    formulation, learned = program.formulation, program.learned
+    found = how.solve_until_tied(ample(formulation.problem), program.starts, lambda choice: not fits_rows(formulation, choice), learned.near)
+    learned.keep(found)
+    return found
 
 
 def _corrected(program: Program, first: Solution, how: How) -> Solution:

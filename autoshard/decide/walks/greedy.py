@@ -80,19 +80,12 @@ def complete(wiring: Wiring, picked: np.ndarray, keep: bool = True) -> np.ndarra
     formulation, derived = wiring.formulation, wiring.param_derived
     table, units = formulation.table, formulation.units
 
-    def spec_of(specs: SpecIndex, op: str) -> int:
-        return int(specs.index[picked[units.index(op)]])
-
-    def reads(copy: CopyNode, name: str, index: int) -> bool:
-        specs = units.inputs(name, index)
-        return specs.specs[spec_of(specs, name)] == copy.spec
-
-    def state_of(copy: CopyNode) -> int:
-        windows = {table.graph.window_of(name) for name, i in copy.readers if reads(copy, name, i)}
+    def state_of(copy: CopyNode, readers: tuple[tuple[int, int, np.ndarray], ...]) -> int:
+        windows = {window for n, window, reads in readers if reads[picked[n]]}
         if not windows:
             return 0
         specs = units.outputs(copy.value)
-        source = spec_of(specs, copy.value.op)
+        source = int(specs.index[picked[units.index(copy.value.op)]])
         target = SpecIndex((copy.spec,), np.zeros(1, dtype=np.int64))
         price = float(table.table(copy.value, specs, target)[source, 0]) if specs.specs[source] != copy.spec else None
         fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == OWN) == (price is None)
@@ -101,7 +94,7 @@ def complete(wiring: Wiring, picked: np.ndarray, keep: bool = True) -> np.ndarra
         return min(fits, key=lambda i: (again and copy.states[i].name == KEPT, copy.states[i].count(table.graph.runs),
                                         copy.states[i].name == KEPT), default=0)
 
-    return np.concatenate([picked, np.array([state_of(c) for c in formulation.copies], dtype=np.int64)])
+    return np.concatenate([picked, np.array([*map(state_of, formulation.copies, wiring.copy_readers)], dtype=np.int64)])
 
 
 def _serves(state: State, windows: set[int]) -> bool:

@@ -105,13 +105,15 @@ def _taken_of(formulation: Formulation, sure: list[np.ndarray], start: np.ndarra
     followed = []
     for what, problem in ((FIRST, communication_first), (FOLLOWED, nothing_hides)):
         answer = minimise(narrowed(problem(formulation), sure), [start])
+        if answer.choice is None:  # nothing follows the seeds so, or nothing was found in time
+            continue
         followed.append(_found(formulation, answer.choice, _said(what, answer)))
         if followed[-1].seconds <= min(walked.seconds, lowest.bound * (1 + FOLLOW)) * (1 + NO_GAIN):
             return followed[-1]
-    free = [_found(formulation, lowest.choice, _said(OPEN, lowest))]
-    if free[0].seconds > lowest.bound * (1 + NO_GAIN):
-        added = minimise(nothing_hides(formulation), [start, lowest.choice])
-        free.append(_found(formulation, added.choice, _said(OPEN, added)))
+    free = [_found(formulation, lowest.choice, _said(OPEN, lowest))] if lowest.choice is not None else []
+    if not free or free[0].seconds > lowest.bound * (1 + NO_GAIN):
+        added = minimise(nothing_hides(formulation), [start, *(f.choice for f in free)])
+        free += [_found(formulation, added.choice, _said(OPEN, added))] if added.choice is not None else []
     least = min(walked, *free, key=lambda f: f.seconds)
     close = (f for f in followed if f.seconds <= min(walked.seconds, least.seconds * (1 + FOLLOW)) * (1 + NO_GAIN))
     return next(close, least)

@@ -61,6 +61,20 @@ class Wiring:
         return {units.index(a): units.index(b) for a, b in tied.items()}
 
     @cached_property
+    def copy_readers(self) -> tuple[tuple[tuple[int, int, np.ndarray], ...], ...]:
+        """Per copy node, who may read it: a unit, the window it reads it in, and whether it does, per strategy of the unit."""
+        units, graph, memo = self.formulation.units, self.formulation.table.graph, {}
+
+        def reads(name: str, index: int, spec: Spec) -> np.ndarray:
+            specs = units.inputs(name, index)
+            if (id(specs), spec) not in memo:
+                memo[id(specs), spec] = (specs.index == specs.specs.index(spec)) if spec in specs.specs else np.zeros(len(specs.index), bool)
+            return memo[id(specs), spec]
+
+        return tuple(tuple((units.index(name), graph.window_of(name), reads(name, i, copy.spec)) for name, i in copy.readers)
+                     for copy in self.formulation.copies)
+
+    @cached_property
     def param_derived(self) -> frozenset[Ref]:
         """Parameters, and what views and casts make of them alone."""
         return flow.param_derived(self.formulation.table.graph)

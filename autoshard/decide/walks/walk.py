@@ -44,8 +44,7 @@ class Placed:
             source = self.source(read)
             if source is not None:
                 targets = w.targets(read)
-                runs = w.formulation.table.graph.runs_of(w.formulation.table.graph.op(read.op).phase)
-                seconds = seconds + runs * w.seconds(read)[w.sources(read).specs.index(source)][targets.index]
+                seconds = seconds + w.seconds(read)[w.sources(read).specs.index(source)][targets.index]
         return seconds
 
     def tied(self, n: int) -> Score:
