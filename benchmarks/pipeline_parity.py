@@ -10,25 +10,28 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
 
 from harness import on_ranks  # noqa: E402
-from pipeline_cases import MODELS, Case, Result, run_cases, world_of  # noqa: E402
+from pipeline_cases import MODELS, Case, Result, read_journal, run_cases, world_of  # noqa: E402
 
 TWO, FOUR = "pp=2", ("pp=2,dp=2", "pp=2,tp=2", "pp=4")
 
 
 def cases() -> Iterator[Case]:
-    """On two processes M from 1 to 8, multiples of the stages and not; on four the meshes; interleaved and V placements of four stages."""
+    """On two processes M from 1 to 8, multiples of the stages and not; on four the meshes; interleaved and V placements of four stages. The cuts
+    are even, but of one case per model, where they are searched."""
     for model in MODELS:
         for m in (1, 2, 3, 4, 5, 8):
-            yield Case(model, TWO, m)
+            yield Case(model, TWO, m, cuts=None if m == 2 else ())
         yield from (Case(model, TWO, m, schedule) for m, schedule in ((1, "gpipe"), (4, "gpipe"), (3, "zb1p"), (4, "zb1p"), (4, "zb2p")))
         yield from (Case(model, TWO, m, "interleaved", (), 2) for m in (2, 3, 4))
         yield from (Case(model, TWO, m, "zbv", (), 2) for m in (3, 4))
@@ -55,20 +58,41 @@ def main() -> int:
     wanted = [c for c in cases() if (not options.model or c.model in options.model) and (not options.mesh or c.mesh in options.mesh)
               and (not options.schedule or c.schedule in options.schedule)]
     wanted = few(wanted, options.few) if options.few else wanted
+    wanted = wanted[options.skip:][:options.count]
     deadline = None if options.minutes is None else time.time() + 60 * options.minutes
     results: list[Result] = []
-    for mesh in dict.fromkeys(c.mesh for c in wanted):
-        for model in dict.fromkeys(c.model for c in wanted):
-            todo = [c for c in wanted if (c.mesh, c.model) == (mesh, model)]
-            if not todo or (deadline and time.time() > deadline):
-                continue
-            found = on_ranks(world_of(todo[0]), run_cases, todo, deadline, timeout=3600)[0]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for found in pool.map(lambda part: launched(part, deadline), launches(wanted, options.jobs)):
             results += found
-            print("\n".join(map(line, found)), flush=True)
             if options.output:
                 options.output.write_text(page(results, wanted))
+    results.sort(key=lambda r: wanted.index(r.case))
     print(f"{sum(r.passed for r in results)} of {len(results)} passed; {len(wanted) - len(results)} not run")
     return sum(not r.passed for r in results) > 0
+
+
+def launches(wanted: list[Case], jobs: int) -> list[list[Case]]:
+    """Cases by number of processes, in as many launches each as run at a time: starting processes takes longer than a case."""
+    parts: list[list[Case]] = []
+    for world in sorted({world_of(c) for c in wanted}):
+        mine = [c for c in wanted if world_of(c) == world]
+        parts += [mine[at::jobs] for at in range(jobs) if mine[at::jobs]]
+    return parts
+
+
+def launched(part: list[Case], deadline: float | None) -> list[Result]:
+    """What came of these cases; where a process ends, those before, and the one at which it ended as failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder, "results")
+        journal.touch()
+        try:
+            found = on_ranks(world_of(part[0]), run_cases, part, deadline, str(journal), timeout=3600)[0]
+        except AssertionError as e:
+            found = read_journal(str(journal))
+            if len(found) < len(part):
+                found = [*found, Result(part[len(found)], failure=str(e))]
+    print("\n".join(map(line, found)), flush=True)
+    return found
 
 
 def arguments() -> argparse.Namespace:
@@ -77,6 +101,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mesh", action="append", choices=(TWO, *FOUR))
     parser.add_argument("--schedule", action="append")
     parser.add_argument("--few", type=int, help="so many cases of every model on every mesh")
+    parser.add_argument("--jobs", type=int, default=2, help="launches at a time")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of the cases: for running them in parts")
+    parser.add_argument("--count", type=int, help="run at most so many of them")
     parser.add_argument("--minutes", type=float, help="start no case after this long; the page says what was left out")
     parser.add_argument("-o", "--output", type=Path, help="write a Markdown page here")
     return parser.parse_args()

@@ -1,39 +1,63 @@
 """Steps of pipelines that were published, beside what block prices say of the same configuration and of a searched one.
 
-    python benchmarks/pipeline_published.py                      # all rows, about ten short searches each
+    python benchmarks/pipeline_published.py                      # all rows
     python benchmarks/pipeline_published.py 39B 405B             # some
+    python benchmarks/pipeline_published.py --searched 39B       # and the searched cuts, schedule and layouts: about ten short searches each
 
-Published: Llama 3 405B, arXiv 2407.21783, table 4 (seconds from 430 and 400 TFLOP/s a device); Narayanan et al., SC'21, table 1 (GPT on A100). Those runs
-compute forward twice and count it, and the prices here do not, so 3/4 of their steps are shown. Their micro-batches where there is no pipeline are not
-published: 4 rows here.
+Published: Llama 3 405B, arXiv 2407.21783, table 4 (seconds from 430 and 400 TFLOP/s a device); Narayanan et al., SC'21, table 1 (GPT on A100).
+`same` is what they say they ran, by hand, no search, nothing fitted:
 
-A model of three layers gives the prices of all blocks; the chain has as many as the run. `same` is the published shape with equal layers, `searched`
-the best cuts and schedule for it. Memory is not limited.
+* Megatron: tensor parallelism inside a node and replicas, without sequence parallelism; attention as matrix products; fp16 with fp32 masters; equal
+  layers, 1F1B; every layer is computed again in backward. Their micro-batches where there is no pipeline are not published: 4 rows here.
+* Llama 3: bf16 with fp32 masters, gradients reduced in fp32; fused attention; one layer per chunk, the embedding and the head chunks of their own,
+  interleaved ("the first chunk on the first stage has only the embedding": 128 chunks on 16 ranks); nothing is computed again. Layouts inside of tp
+  and dp are searched: the paper does not say them all.
+
+Windows are simulated as they are executed, launches included. A model of three layers gives the prices of all blocks; the chain has as many as the
+run. Memory is not limited. `searched` is without their recomputation.
 """
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+from outside import Unfused
 
-from autoshard import Pipeline
+from autoshard import Pipeline, Precision
+from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Graph
 from autoshard.base.mesh import Mesh
-from autoshard.cost.cluster import load_cluster
+from autoshard.base.plan import Plan
+from autoshard.base.windows import ONCE
+from autoshard.cost.cluster import AxisLink, load_cluster
+from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.decide.program import formulate_within
+from autoshard.decide.walks.baselines import Scheme, baseline
+from autoshard.decide.walks.reads import Wiring
+from autoshard.lower.schedule import schedule
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.shapes.cut_search import TRIED
 from autoshard.pipeline.shapes.decide import make_run
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes
 from autoshard.pipeline.shapes.meshes import Room, Shape, Slot, shapes
 from autoshard.pipeline.shapes.price import StagePrice, chain_from, with_ends
+from autoshard.pipeline.shapes.stage_prices import price_of
+from autoshard.planner.one_stage import prices
 from autoshard.planner.open_mesh import searches
+from autoshard.program.calling import Traced
+from autoshard.runtime.route import route_of
 from autoshard.search.partition import Chain, partition
+from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.simulation.program import Program, program_of, update_program
+from autoshard.simulation.replay import replay
+from autoshard.space.cost_table import Training
 from models import gpt, llama
 
 SHORT = 3
@@ -63,7 +87,17 @@ class Published:
     @property
     def shape(self) -> Shape:
         rows = self.dp * self.rows
-        return Shape(self.pp, Slot(self.dp, self.tp, rows), self.batch // rows, "1f1b")
+        chunks = (self.layers + 2) // self.pp if self.hidden else 1
+        return Shape(self.pp, Slot(self.dp, self.tp, rows), self.batch // rows, "interleaved" if chunks > 1 else "1f1b", chunks)
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(param="bf16", master="fp32", reduce="fp32") if self.hidden else Precision(param="fp16", master="fp32", reduce="fp16")
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """None: layouts are searched."""
+        return None if self.hidden else Scheme("Megatron TP", ("data", "tensor"))
 
     def build(self) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], object]:
         """A short model of the same width."""
@@ -74,12 +108,13 @@ class Published:
             else:
                 seq, vocab, module = 2048, 51200, gpt
                 model = gpt.build(batch=1, seq=seq, layers=SHORT, width=self.width, heads=self.heads, vocab=vocab, context=seq)[0]
-            model = model.to(torch.bfloat16)
+                for block in model.h:
+                    block.attn.__class__ = Unfused
             return model, tuple(torch.zeros(self.batch, seq, dtype=torch.int64) for _ in range(2)), module.loss
 
 
 def megatron(name: str, layers: int, width: int, heads: int, tp: int, pp: int, devices: int, batch: int, rows: int, seconds: float) -> Published:
-    return Published(name, "a100-dgx", layers, width, heads, tp, pp, devices, batch, rows, 0.75 * seconds)
+    return Published(name, "a100-dgx", layers, width, heads, tp, pp, devices, batch, rows, seconds)
 
 
 RUNS = (
@@ -90,6 +125,36 @@ RUNS = (
     megatron("530B", 105, 20480, 128, 8, 35, 2520, 2520, 1, 54.1), megatron("1T", 128, 25600, 160, 8, 64, 3072, 3072, 1, 102.6),
     Published("405B", "h100-dgx", 126, 16384, 128, 8, 16, 8192, 2048, 1, 12.0, hidden=53248),
     Published("405B on 16,384", "h100-dgx", 126, 16384, 128, 8, 16, 16384, 2048, 1, 6.5, hidden=53248))
+
+
+class ByHand(MeshPricer):
+    """Prices of blocks by a scheme instead of a search where there is one, of windows as they are executed."""
+
+    def __init__(self, run: Published, whole: Traced, options: Options, *given: Any) -> None:
+        super().__init__(*given)
+        self.run, self.traced, self.options = run, whole, options
+
+    def _price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
+        stage, wire, mesh = self._stage(first, end, slot, split), self._wire(slot), self.mesh_of(slot)
+        if not stage.graph.of_kind("call"):
+            return StagePrice(0.0, 0.0)
+        plan = self._by_scheme(stage.graph, mesh, wire) if self.run.scheme else self.searches.plan(stage.graph, mesh, wire, 1, np.inf)
+        order = schedule(stage.graph, plan, mesh, route_of(plan))
+        seconds = {w.name: self._played(program_of(stage.graph, plan, order, self.cluster, executed=True, windows=(w.name,))) for w in order.windows}
+        update = self._played(update_program(stage.graph, plan, self.cluster))
+        forward, backward, weight = (seconds.get(w, 0.0) for w in (FORWARD, BACKWARD, WEIGHT))
+        return replace(price_of(stage, plan, wire), forward=forward, input=backward, weight=weight,
+                       once=sum(t for w, t in seconds.items() if w in ONCE), update=update)
+
+    def _by_scheme(self, graph: Graph, mesh: Mesh, wire: AxisLink) -> Plan:
+        table = prices(replace(self.traced, graph=graph), mesh, self.options, profile=self.cluster, step=Training("adamw", True, wire=wire, in_flight=1))
+        formulation = formulate_within(table, float("inf"))
+        choice = baseline(Wiring(formulation), self.run.scheme)
+        solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
+        return make_plan(formulation, solution, model={}, settings={"optimizer": "adamw"}, seeds={})
+
+    def _played(self, program: Program) -> float:
+        return replay(program, self.cluster).step_s if program.events else 0.0
 
 
 class Repeated:
@@ -110,32 +175,43 @@ class Repeated:
         more = [weights[self.first]] * self.more
         return chain_from(self.labels, with_ends(self.labels, price, [*weights[:self.first], *more, *weights[self.first:]]))
 
-    def equal(self, stages: int) -> np.ndarray:
-        """Layers divided evenly, the rest at the ends; what the first stages get more is one layer."""
-        layers = self.more + SHORT
-        inner = [self.first + layers * s // stages for s in range(1, stages)]
+    def with_recompute(self, slot: Slot) -> Chain:
+        """The chain with the forward of every layer once more in backward."""
+        chain, layer = self.chain(slot, False), self.pricer.price(self.first, self.first + 1, slot, 0, False).forward
+        at = np.clip(np.arange(len(self.labels) + 1) - self.first, 0, self.more + SHORT)
+        return replace(chain, backward=chain.backward + layer * np.maximum(at[None, :] - at[:, None], 0))
+
+    def equal(self, stages: int, ends: bool) -> np.ndarray:
+        """Layers divided evenly; what is in front of them and behind goes with the first and the last. `ends`: these are stages of their own."""
+        layers, own = self.more + SHORT, int(ends)
+        inner = [self.first + layers * s // (stages - 2 * own) for s in range(1 - own, stages - own)]
         return np.array([[0, *inner, len(self.labels)]])
 
 
-def priced(run: Published) -> tuple[float, float, str]:
-    """Seconds of the published shape, and of the best cuts and schedule for it, with its name."""
+def priced(run: Published, search: bool) -> tuple[float, float, str]:
+    """Seconds of the published configuration, and of the best cuts and schedule for its shape, with its name."""
     model, inputs, loss = run.build()
-    cluster, options = load_cluster(run.cluster), Options(cluster=run.cluster, pipeline=Pipeline(microbatches="auto"))
-    batch = Batch(model, inputs, {}, {"loss_fn": loss, "training": True})
-    found = searches(batch.whole, options, PhaseTimer(), cluster)
+    cluster = load_cluster(run.cluster)
+    options = Options(cluster=run.cluster, precision=run.precision, pipeline=Pipeline(microbatches="auto"))
+    batch = Batch(model, inputs, {}, {"loss_fn": loss, "training": True, "precision": run.precision})
 
     def mesh_of(slot: Slot) -> Mesh:
         return Mesh(("dp", "tp"), (slot.dp, slot.tp))
 
-    pricer = MeshPricer(Sizes(batch, options.pipeline, run.batch, run.shape.microbatches), run.devices, mesh_of, cluster, np.inf, found)
-    model_of = Repeated(pricer, run.layers)
-    chain_of = cache(lambda split: model_of.chain(run.shape.slot, split))  # `split`: for schedules that divide backward
-    same = float(make_run(run.shape).price(chain_of(False))(model_of.equal(run.pp))[0])
-    room = Room(run.devices, run.tp, run.batch, len(model_of.labels), pp=run.pp, dp=run.dp, tp=run.tp, microbatches=run.shape.microbatches,
+    found = searches(batch.whole, options, PhaseTimer(), cluster)
+    given = Sizes(batch, options.pipeline, run.batch, run.shape.microbatches), run.devices, mesh_of, cluster, np.inf, found
+    by_hand, shape = Repeated(ByHand(run, batch.whole, options, *given), run.layers), run.shape
+    chain = by_hand.chain(shape.slot, False) if run.hidden else by_hand.with_recompute(shape.slot)
+    same = float(make_run(shape).price(chain)(by_hand.equal(shape.stages, bool(run.hidden)))[0])
+    if not search:
+        return same, float("nan"), ""
+    model_of = Repeated(MeshPricer(*given), run.layers)
+    chain_of = cache(lambda split: model_of.chain(shape.slot, split))  # `split`: for schedules that divide backward
+    room = Room(run.devices, run.tp, run.batch, len(model_of.labels), pp=run.pp, dp=run.dp, tp=run.tp, microbatches=shape.microbatches,
                 schedules=TRIED, warmups=False)
-    found = {str(shape): _best(shape, chain_of) for shape in shapes(room)}
-    best = min(found, key=lambda name: found[name])
-    return same, found[best], best.rpartition("rows ")[2]
+    bests = {str(shape): _best(shape, chain_of) for shape in shapes(room)}
+    best = min(bests, key=lambda name: bests[name])
+    return same, bests[best], best.rpartition("rows ")[2]
 
 
 def _best(shape: Shape, chain_of: Callable[[bool], Chain]) -> float:
@@ -151,13 +227,15 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="rows, by default all")
-    names = parser.parse_args().names
+    parser.add_argument("--searched", action="store_true", help="search cuts and schedule too")
+    asked = parser.parse_args()
+    names = asked.names
     rows, begin = [], time.process_time()
     print(f"{'run':>16} {'shape':>34} {'published':>10} {'same':>8} {'error':>7} {'searched':>9}  schedule")
     for run in RUNS:
         if names and run.name not in names:
             continue
-        same, best, how = priced(run)
+        same, best, how = priced(run, asked.searched)
         rows.append((run.seconds, same))
         shape = f"tp={run.tp} pp={run.pp} dp={run.dp} M={run.shape.microbatches}"
         print(f"{run.name:>16} {shape:>34} {run.seconds:10.2f} {same:8.2f} {same / run.seconds - 1:+7.1%} {best:9.2f}  {how}", flush=True)

@@ -219,7 +219,8 @@ class Plan:
     predicted   step_s, compute_s, blocking_s, hideable_s, hidden_s, exposed_s (hideable but not hidden),
                 optimizer_s; step_s == objective_s; with `offload` host_s: the part of optimizer_s for it; bucketed_s: step_s as
                 it runs, where reductions of small gradients share calls (step_s prices each by itself). Of a pipeline all this is
-                of its busiest rank, without bucketed_s, and with idle_s: the seconds that this rank waits
+                of its busiest rank, without bucketed_s, and with idle_s: the seconds that this rank waits; exchange_s, where it shares
+                parameters with other stages: the exchange of their gradients, once a step
     stages      what belongs to a pipeline stage: one without a pipeline. Names of ops are unique in the program, so `ops`, `copies` and
                 `placements` are about all stages
     pipeline    how the stages work together; None: one stage

@@ -9,10 +9,11 @@ from typing import Any
 from autoshard import collectives
 from autoshard.base.plan import OPTIMAL_REFINED, REFINED, Plan, StagePlan
 from autoshard.base.windows import ONCE
-from autoshard.cost.cluster import AxisLink
+from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.pipeline.action_lists.play import Playback
 from autoshard.pipeline.cutting.cut import Stage
 from autoshard.pipeline.cutting.layout import layout_of
+from autoshard.pipeline.exchange import exchange_seconds
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.pipeline.plan_stages import in_flight, wire_bytes, wire_seconds
 from autoshard.pipeline.playback import played
@@ -27,9 +28,10 @@ def merged(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> Plan:
     stages = tuple(_stage(made, s, p, n, wire) for s, p, n in zip(made.cut.stages, plans, in_flight(made), strict=True))
     transfers = _transfers(made, plans, wire)
     playback = played(made.table, stages, transfers)
-    once = max(sum(stages[s].once_s for s in made.stages_of(r)) for r in range(len(made.table.ranks)))
+    exchange = _exchange(made, plans, wire)
+    once = max(sum(stages[s].once_s for s in made.stages_of(r)) + exchange[r] for r in range(len(made.table.ranks)))
     step = playback.makespan + once
-    bound = min(step, max(_bound(made, plans, r, wire) for r in range(len(made.table.ranks))))
+    bound = min(step, max(_bound(made, plans, r, wire) + exchange[r] for r in range(len(made.table.ranks))))
     gap = max(0.0, step - bound) / max(step, 1e-30)
     first = plans[0]
     return replace(
@@ -39,13 +41,14 @@ def merged(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> Plan:
         layouts=tuple(dict.fromkeys(x for p in plans for x in p.layouts if not x.name.startswith("recv:"))),
         recompute=tuple(n for p in plans for n in p.recompute),
         offload=tuple(dict.fromkeys(n for p in plans for n in p.offload)), stages=stages, worth=None,
-        predicted=_predicted(made, plans, wire, playback, step), objective_s=step, bound_s=bound, gap=gap, status=_status(plans, gap),
+        predicted=_predicted(made, plans, wire, playback, step, exchange), objective_s=step, bound_s=bound, gap=gap, status=_status(plans, gap),
         kind=f"pipeline of {len(plans)} stages, {made.options.schedule}; " + "; ".join(by_stage([p.kind] for p in plans)),
         notes=(*by_stage(p.notes for p in plans), "bound and gap are for these cuts, this schedule and these layouts of what crosses stages"),
         settings={**first.settings, "pipeline": made.options.as_data()}, search=_sums(p.search for p in plans),
         pipeline={"options": made.options.as_data(), "schedule": made.options.schedule, "microbatches": made.cut.graph.microbatches,
                   "layout": layout_of(made.cut.blocks, made.cut.starts), "makespan_s": playback.makespan, "bubble": playback.bubble,
-                  "busy": [float(x) for x in playback.busy], "idle": [float(x) for x in playback.idle], "transfers": transfers})
+                  "busy": [float(x) for x in playback.busy], "idle": [float(x) for x in playback.idle], "exchange": exchange,
+                  "transfers": transfers})
 
 
 def by_stage(texts: Iterable[Iterable[str]]) -> tuple[str, ...]:
@@ -102,14 +105,22 @@ def _bound(made: Pipelined, plans: Sequence[Plan], rank: int, wire: AxisLink) ->
                for s in made.stages_of(rank))
 
 
-def _predicted(made: Pipelined, plans: Sequence[Plan], wire: AxisLink, playback: Playback, step: float) -> dict[str, float]:
+def _predicted(made: Pipelined, plans: Sequence[Plan], wire: AxisLink, playback: Playback, step: float,
+               exchange: Sequence[float]) -> dict[str, float]:
     """Of the rank that computes longest, without wires: those are its waiting, where it waits for them."""
-    mine = made.stages_of(int(playback.busy.argmax()))
+    rank = int(playback.busy.argmax())
+    mine, shared = made.stages_of(rank), exchange[rank]
     names = dict.fromkeys(name for s in mine for name in plans[s].predicted if name != "bucketed_s")
     sums = {name: sum(plans[s].predicted.get(name, 0.0) for s in mine) for name in names}
     wires = sum(_ports(made.cut.stages[s], plans[s], wire) for s in mine) * made.cut.graph.microbatches
     sums["blocking_s"] = max(0.0, sums.get("blocking_s", 0.0) - wires)
-    return {**sums, "step_s": step, "idle_s": max(0.0, step - (sums.get("step_s", 0.0) - wires))}
+    idle = max(0.0, step - (sums.get("step_s", 0.0) - wires) - shared)
+    return {**sums, "step_s": step, "idle_s": idle, **({"exchange_s": shared} if shared else {})}
+
+
+def _exchange(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> list[float]:
+    device = Cluster.from_snapshot(plans[0].cluster).device
+    return exchange_seconds(made, plans, device, lambda part: float(collectives.seconds("send_recv", part.nbytes, wire)))
 
 
 def _ports(stage: Stage, plan: Plan, wire: AxisLink) -> float:

@@ -31,30 +31,32 @@ class Room:
 
 
 ALL = Room()
+Tell = Callable[[str], None]
 PlanStage = Callable[..., Plan]
 """(graph of a stage, placements by name that are fixed, micro-batches in flight, its room) -> its plan. Without a room: a stage by itself."""
 
 
-def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage) -> tuple[Plan, ...]:
+def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell = lambda text: None) -> tuple[Plan, ...]:
     """Each with all of its rank's memory first. Where the stages of a rank do not fit together, they are planned once more, and share its memory as
-    they asked for it. Raises InfeasibleError naming the stage."""
-    plans = _each(made, fixed, plan_stage, [1.0] * made.table.stages)
+    they asked for it. `tell` hears of every stage that is planned. Raises InfeasibleError naming the stage."""
+    plans = _each(made, fixed, plan_stage, [1.0] * made.table.stages, tell)
     timelines = rank_timelines(made, plans)
     shares = [_share(made, plans, timelines, s) for s in range(len(plans))]
     if min(shares) < 1.0:
-        plans = _each(made, fixed, plan_stage, shares)
+        plans = _each(made, fixed, plan_stage, shares, tell)
         timelines = rank_timelines(made, plans)
         for s in timelines:
             _check(made, plans, timelines, s)
     return tuple(replace(p, stages=(_with_memory(p, timelines[s]),)) if s in timelines else p for s, p in enumerate(plans))
 
 
-def _each(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, shares: Sequence[float]) -> tuple[Plan, ...]:
+def _each(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, shares: Sequence[float], tell: Tell) -> tuple[Plan, ...]:
     """One after the other, from the last stage, which has the head and the loss. What a stage chose for values that it exchanges, and for
     parameters that others have too, is fixed for those that come after."""
     chosen, plans, flying, duty = dict(fixed), {}, in_flight(made), duties(made)
     for stage in reversed(made.cut.stages):
         s = stage.index
+        tell(f"planning {_named(made, s)}" + ("" if shares[s] == 1.0 else f" again, in {shares[s]:.0%} of its rank's memory"))
         try:
             plan = plans[s] = plan_stage(stage.graph, chosen, flying[s], Room(duty[s], shares[s]))
         except InfeasibleError as e:

@@ -74,5 +74,6 @@ def transfers_of(plan: Plan) -> tuple[Mapping[str, Any], ...]:
 
 
 def once_of(plan: Plan, rank: int) -> float:
-    """Seconds once a step of all stages on a coordinate of the pipeline's axis."""
-    return sum(float(s.once_s) for s in plan.stages if s.rank == rank)
+    """Seconds once a step of all stages on a coordinate of the pipeline's axis, with what it exchanges for tied weights."""
+    exchange = (plan.pipeline or {}).get("exchange", ())  # not in plans that were made before it was priced
+    return sum(float(s.once_s) for s in plan.stages if s.rank == rank) + (float(exchange[rank]) if rank < len(exchange) else 0.0)

@@ -13,7 +13,8 @@ from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
-from autoshard.decide.pipeline_options import Pipeline
+from autoshard.decide.pipeline_options import AUTO, Pipeline
+from autoshard.pipeline.cutting.layout import layout_of
 from autoshard.pipeline.merge import merged
 from autoshard.pipeline.pipelined import pipelined, submesh
 from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
@@ -45,18 +46,24 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
     stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
     known: dict[str, Solution] = {}
+    quiet, tell = clock.quiet(), partial(clock.say, "stages")
 
     def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, room: Room = ALL, within: Options = options) -> Plan:
         step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight, duty=room.duty)
         within = within if room.share == 1.0 else replace(within, memory_budget=room.share * within.memory_limit(profile))
-        table = prices(replace(traced, graph=graph), stages, within, clock=clock, fixed=fixed, profile=profile, step=step)
-        return decide(table, within, clock=clock, known=known, **how)
+        table = prices(replace(traced, graph=graph), stages, within, clock=quiet, fixed=fixed, profile=profile, step=step)
+        return decide(table, within, clock=quiet, known=known, **how)
 
     def plan_with(choice: Pipeline) -> Plan:
         with clock("cut"):
             made = pipelined(traced.graph, mesh, choice, profile)
-        return merged(made, plan_stages(made, fixed, plan_stage), wire)
+        found = merged(made, plan_stages(made, fixed, plan_stage, tell), wire)
+        where = layout_of(made.cut.blocks, made.cut.starts) or f"stages from {', '.join(made.cut.names)}"
+        tell(f"{where} by {made.options.schedule}: {found.objective_s:.4g} s, at least {found.bound_s:.4g} s")
+        return found
 
     short = partial(plan_stage, within=replace(options, time_limit=options.time_limit / SHORT_STAGES))
+    if options.pipeline.cuts == AUTO and not options.pipeline.layout:
+        tell("prices of short stages, for the cuts")
     return search_cuts(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, short, profile, wire, options.memory_limit(profile)),
-                    plan_with)
+                       plan_with)

@@ -98,6 +98,7 @@ def step_time(plan: Plan) -> tuple[Amount, ...]:
         Amount("blocking communication", p.get("blocking_s", 0.0)),
         Amount("exposed communication", p.get("exposed_s", 0.0)),
         Amount("optimizer update", p.get("optimizer_s", 0.0)),
+        *([Amount("exchange of tied gradients", p["exchange_s"])] if "exchange_s" in p else []),
         *([Amount("waiting in the pipeline", p["idle_s"])] if "idle_s" in p else []),
     ]
     slowdown = p.get("step_s", plan.objective_s) - sum(part.value for part in parts)
@@ -113,7 +114,7 @@ def synchronisation(plan: Plan) -> tuple[float, float]:
     behind compute (hidden seconds added to both). In a pipeline waiting for another stage is a part of it."""
     p = plan.predicted
     step, hidden = p.get("step_s", plan.objective_s), p.get("hidden_s", 0.0)
-    waited = p.get("blocking_s", 0.0) + p.get("exposed_s", 0.0) + p.get("idle_s", 0.0)
+    waited = p.get("blocking_s", 0.0) + p.get("exposed_s", 0.0) + p.get("exchange_s", 0.0) + p.get("idle_s", 0.0)
     return (waited / step, (waited + hidden) / (step + hidden)) if step > 0 else (0.0, 0.0)
 
 

@@ -22,6 +22,7 @@ from autoshard.pipeline.action_lists.action_text import text_of
 from autoshard.pipeline.action_lists.network import NOTHING, network_of
 from autoshard.pipeline.action_lists.play import Playback, Seconds, play
 from autoshard.pipeline.cutting.cut import Hop
+from autoshard.pipeline.exchange import exchange_seconds
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
 from autoshard.pipeline.plan_stages import wire_bytes
 from autoshard.recompute.rewrite import with_recompute
@@ -68,15 +69,17 @@ def simulate_pipeline(graph: Graph, plan: Plan, cluster: Cluster, conditions: Co
     made = pipelined_as(graph, plan)
     stages = tuple(_stage(made, plan, s, cluster, conditions, executed) for s in range(made.table.stages))
     played = play(network_of(made.table), _seconds(made, stages, cluster, conditions))
-    ends = np.array([sum(stages[s].once_s for s in made.stages_of(r)) for r in range(len(made.table.ranks))])
-    step, (idle, work, slowed) = played.makespan + float(ends.max()), _idle(made, stages, played, ends)
+    shared = exchange_seconds(made, [s.plan for s in stages], cluster.device,
+                              lambda part: _wire_seconds(made, (part.source, part.target), part.nbytes, cluster, conditions))
+    ends = np.array([sum(stages[s].once_s for s in made.stages_of(r)) + shared[r] for r in range(len(made.table.ranks))])
+    step, (idle, work, slowed) = played.makespan + float(ends.max()), _idle(made, stages, played, ends, shared)
     calls = tuple(c for name, w in stages[0].windows.items() for c in w.program.calls * stages[0].runs(name))
     done = [(executed_seconds(s.graph, s.plan, cluster.device), model_seconds(s.graph, s.plan, cluster.device)) for s in stages]
     return Simulation(
         plan, conditions, executed, step, work, slowed, slowest=int(ends.argmax()) * made.submesh.size,
         fastest_s=played.makespan + float(ends.min()), idle=idle, critical=(), links=link_use(calls, step), sizes=sizes(calls), memory=(),
         mfu=sum(m for _, m in done) / plan.mesh.size / step, hfu=sum(e for e, _ in done) / len(made.table.ranks) / step,
-        make_tracks=lambda: _tracks(made, stages, played, ranks), stages=_rows(made, stages, played))
+        make_tracks=lambda: _tracks(made, stages, played, ranks, shared), stages=_rows(made, stages, played))
 
 
 def _stage(made: Pipelined, plan: Plan, index: int, cluster: Cluster, conditions: Conditions, executed: bool) -> StageRun:
@@ -122,21 +125,27 @@ def _seconds(made: Pipelined, stages: Sequence[StageRun], cluster: Cluster, cond
 
 
 def _sent(made: Pipelined, stages: Sequence[StageRun], hop: Hop, cluster: Cluster, conditions: Conditions) -> float:
-    """Seconds of a value on its way to another stage: the slowest card at either end counts."""
-    nodes = [_nodes_of(made, stages[s].rank, cluster) for s in (hop.source, hop.target)]
+    ends = stages[hop.source].rank, stages[hop.target].rank
+    return _wire_seconds(made, ends, wire_bytes(hop, stages[hop.source].plan, "send"), cluster, conditions)
+
+
+def _wire_seconds(made: Pipelined, ends: tuple[int, int], nbytes: int, cluster: Cluster, conditions: Conditions) -> float:
+    """Seconds of a value on its way between two ranks of the pipeline's axis: the slowest card at either end counts."""
+    nodes = [_nodes_of(made, rank, cluster) for rank in ends]
     share: dict[str, float] = {}
     for text, left in conditions.slow_links.items():
         name, _, node = text.partition("@")
         if not node or any(first <= int(node) <= last for first, last in nodes):
             share[name] = min(left, share.get(name, 1.0))
-    groups = phases("send_recv", wire_bytes(hop, stages[hop.source].plan, "send"), cluster.links_for(made.mesh)[0])
+    groups = phases("send_recv", nbytes, cluster.links_for(made.mesh)[0])
     return float(sum(max(phase.seconds(share.get(phase.link, 1.0)) for phase in group) for group in groups))
 
 
 # --- what is found ---
 
 
-def _idle(made: Pipelined, stages: Sequence[StageRun], played: Playback, ends: np.ndarray) -> tuple[tuple[Idle, ...], float, float]:
+def _idle(made: Pipelined, stages: Sequence[StageRun], played: Playback, ends: np.ndarray,
+          shared: Sequence[float]) -> tuple[tuple[Idle, ...], float, float]:
     """Idle time by cause, and the mean of work and of what it loses to collectives, over all ranks."""
     shape = (len(made.table.ranks), *made.submesh.sizes)
     idle: dict[Cause, np.ndarray] = {}
@@ -152,7 +161,7 @@ def _idle(made: Pipelined, stages: Sequence[StageRun], played: Playback, ends: n
             for cause, seconds in window.idle.items():
                 add(cause, stage.rank, stage.runs(name) * seconds)
     for rank, seconds in enumerate(played.idle):
-        add((PIPELINE, "", ""), rank, float(seconds))
+        add((PIPELINE, "", ""), rank, float(seconds) + shared[rank])
         add((FINISHED, "", ""), rank, float(ends.max() - ends[rank]))
     return idle_rows({cause: seconds for cause, seconds in idle.items() if seconds.any()}), float(work.mean()), float(slowed.mean())
 
@@ -163,15 +172,16 @@ def _rows(made: Pipelined, stages: Sequence[StageRun], played: Playback) -> tupl
                   "idle_s": float(played.idle[s.rank])} for s in stages)
 
 
-def _tracks(made: Pipelined, stages: Sequence[StageRun], played: Playback, ranks: Sequence[int]) -> tuple[Track, ...]:
+def _tracks(made: Pipelined, stages: Sequence[StageRun], played: Playback, ranks: Sequence[int],
+            shared: Sequence[float]) -> tuple[Track, ...]:
     """A track per coordinate of the pipeline's axis, with its actions, by the first of its ranks, or those that were asked for."""
     inside = made.submesh.size
     shown = ranks or [inside * r for r in range(len(made.table.ranks))]
     return tuple(Track(rank, f"rank {rank}" + ("" if ranks or inside == 1 else f" and {inside - 1} like it"),
-                       tuple(_spans(made, stages, played, rank // inside)), 1 if ranks else inside) for rank in shown)
+                       tuple(_spans(made, stages, played, rank // inside, shared[rank // inside])), 1 if ranks else inside) for rank in shown)
 
 
-def _spans(made: Pipelined, stages: Sequence[StageRun], played: Playback, rank: int) -> Iterator[Span]:
+def _spans(made: Pipelined, stages: Sequence[StageRun], played: Playback, rank: int, shared: float) -> Iterator[Span]:
     events = zip(played.network.events, played.network.place.tolist(), played.start.tolist(), played.end.tolist(), strict=True)
     for event, place, start, end in events:
         details = {"stage": event.stage, "microbatch": event.microbatch}
@@ -180,6 +190,9 @@ def _spans(made: Pipelined, stages: Sequence[StageRun], played: Playback, rank: 
         elif place == NOTHING and made.table.rank_of[event.stage] == rank:
             yield Span(f"sends {event.kind.removeprefix('SEND_')}", text_of(event), start, end, "communication", details)
     at = played.makespan
+    if shared:
+        yield Span(COMPUTE, "exchange of tied gradients", at, at + shared, "communication", {})
+        at += shared
     for s in made.stages_of(rank):
         yield Span(COMPUTE, f"{s}: once a step", at, at + stages[s].once_s, UPDATE, {"stage": s})
         at += stages[s].once_s

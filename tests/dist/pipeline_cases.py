@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 import traceback
 import zlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,9 @@ from harness import whole
 
 import autoshard
 from autoshard.base.mesh import parse_mesh
+from autoshard.cost.cluster import load_cluster
+from autoshard.pipeline.cutting.cut_points import even_cuts
+from autoshard.pipeline.microbatches.batch import traced
 from autoshard.runtime.pipeline.wires import SENT, Message
 from models import bert, dlrm, gpt, llama, moe, t5, vit
 
@@ -25,18 +30,22 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Case:
-    """`cuts`: names of modules, or () for balanced ones. A micro-batch has two rows."""
+    """`cuts`: names of modules, or () for even ones, or None for searched ones, which take several times as long. A micro-batch has two rows."""
 
     model: str
     mesh: str
     microbatches: int
     schedule: str = "1f1b"
-    cuts: tuple[str, ...] = ()
+    cuts: tuple[str, ...] | None = ()
     chunks: int = 0
 
     @property
-    def options(self) -> autoshard.Pipeline:
-        return autoshard.Pipeline(microbatches=self.microbatches, schedule=self.schedule, cuts=self.cuts or "auto", chunks=self.chunks or "auto",
+    def stages(self) -> int:
+        mesh = parse_mesh(self.mesh)
+        return mesh.sizes[mesh.index("pp")] * (self.chunks or 1)
+
+    def options(self, cuts: tuple[str, ...]) -> autoshard.Pipeline:
+        return autoshard.Pipeline(microbatches=self.microbatches, schedule=self.schedule, cuts=cuts or "auto", chunks=self.chunks or "auto",
                                   inexact="accept" if self.model == "moe" else "error")
 
 
@@ -80,10 +89,25 @@ def reference_loss(case: Case, model: Any, batch: tuple[torch.Tensor, ...], loss
     return sum(loss(model(*part[:-1]), part[-1]) for part in parts) / case.microbatches
 
 
-def run_case(case: Case) -> Result:
+def cuts_of(case: Case, known: dict[tuple[str, int], tuple[str, ...]]) -> tuple[str, ...]:
+    """Of a case; the even ones are worked out by one rank, once per model and number of stages. () for searched ones."""
+    if case.cuts is None or case.cuts:
+        return case.cuts or ()
+    key = case.model, case.stages
+    if key not in known:
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            model, batch, loss = subject(case)
+            found = [even_cuts(traced(model, batch, {}, autoshard.Pipeline(), loss_fn=loss).graph, load_cluster("cpu-gloo"), case.stages)]
+        dist.broadcast_object_list(found, 0)
+        known[key] = found[0]
+    return known[key]
+
+
+def run_case(case: Case, cuts: tuple[str, ...]) -> Result:
     model, batch, loss = subject(case)
     reference = copy.deepcopy(model)
-    compiled = autoshard.compile(model, case.mesh, batch, loss_fn=loss, cluster="cpu-gloo", pipeline=case.options, cache=False, time_limit=10.0)
+    compiled = autoshard.compile(model, case.mesh, batch, loss_fn=loss, cluster="cpu-gloo", pipeline=case.options(cuts), cache=False, time_limit=10.0)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (compiled, reference)]
     errors: dict[str, float] = {}
     sent: list[tuple[Message, int]] = []
@@ -136,8 +160,10 @@ def _as_planned(compiled: Any, sent: list[tuple[Message, int]]) -> bool:
     return Counter(found) == planned and all(ms == sorted(ms) for ms in by_value.values())
 
 
-def run_cases(cases: list[Case], deadline: float | None = None) -> list[Result]:
-    out = []
+def run_cases(cases: list[Case], deadline: float | None = None, journal: str | None = None) -> list[Result]:
+    """Each case's worst rank. The first rank adds every result to the file `journal` as soon as it is there (`read_journal`)."""
+    out: list[Result] = []
+    cuts: dict[tuple[str, int], tuple[str, ...]] = {}
     for case in cases:
         late = torch.tensor(int(deadline is not None and time.time() > deadline))
         dist.broadcast(late, 0)
@@ -145,13 +171,25 @@ def run_cases(cases: list[Case], deadline: float | None = None) -> list[Result]:
             break
         start = time.perf_counter()
         try:
-            result = run_case(case)
+            result = run_case(case, cuts_of(case, cuts))
         except Exception:
             result = Result(case, failure=traceback.format_exc())
         worst: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(worst, replace(result, seconds=time.perf_counter() - start))
         out.append(max(worst, key=lambda r: (bool(r.failure), not r.as_planned, r.error)))
+        if journal is not None and dist.get_rank() == 0:
+            with open(journal, "ab") as file:
+                pickle.dump(out[-1], file)
     return out
+
+
+def read_journal(path: str) -> list[Result]:
+    """What a launch came to, also one that ended early."""
+    found: list[Result] = []
+    with open(path, "rb") as file, suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            found.append(pickle.load(file))
+    return found
 
 
 def world_of(case: Case) -> int:

@@ -19,7 +19,7 @@ def measure(cases: list[Case]) -> list[tuple[str, int, int]]:
     out = []
     for case in cases:
         model, batch, loss = subject(case)
-        compiled = autoshard.compile(model, case.mesh, batch, loss_fn=loss, cluster="cpu-gloo", pipeline=case.options, cache=False, time_limit=10.0)
+        compiled = autoshard.compile(model, case.mesh, batch, loss_fn=loss, cluster="cpu-gloo", pipeline=case.options(case.cuts or ()), cache=False, time_limit=10.0)
         predicted = max(s.peak.total for s in compiled.plan.stages if s.rank == compiled.place.coordinates[0])
         out.append((case.schedule, predicted, step_peak(compiled, batch)))
     return out

@@ -9,7 +9,7 @@ from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.windows import END
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.pipeline.cutting.blocks import Blocks
-from autoshard.pipeline.cutting.cut import cut
+from autoshard.pipeline.cutting.cut import cut, one_stage
 from autoshard.pipeline.cutting.interpret import StagePlayer
 from autoshard.pipeline.cutting.split import split_backward
 from autoshard.pipeline.microbatches import batch
@@ -131,3 +131,15 @@ def test_names_are_unique_over_the_stages():
     made = cut(what.traced.graph, (2, 4, 7))
     names = [op.name for s in made.stages for op in s.graph.ops]
     assert len(names) == len(set(names))
+
+
+def test_one_stage_is_that_of_the_cut():
+    """But for the numbers in the names of what several stages have."""
+    graph = subject("t5").traced.graph
+    blocks = Blocks.of(graph)
+    starts = (1, 3)
+    for stage in cut(graph, starts, blocks).stages:
+        alone = one_stage(graph, starts, stage.index, blocks)
+        assert [(op.name.partition("@")[0], op.kind, op.phase, op.outputs) for op in alone.graph.ops] == [
+            (op.name.partition("@")[0], op.kind, op.phase, op.outputs) for op in stage.graph.ops]
+        assert (alone.sends, alone.receives, alone.blocks) == (stage.sends, stage.receives, stage.blocks)

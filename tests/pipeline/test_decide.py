@@ -55,6 +55,17 @@ def test_shapes_that_cannot_win_are_not_searched():
     assert {slot for _, _, slot, _ in pricer.asked} < {t.shape.slot for t in tried}
 
 
+def test_a_larger_tolerance_searches_fewer_shapes():
+    """What is found is within it of the best, and bounds still hold."""
+    found = shapes(Room(devices=8, most_tp=4, batch=16, blocks=16))
+    close, loose = (try_shapes(Synthetic(5), found, 20.0, tolerance=part) for part in (TOLERANCE, 0.3))
+    looked_at = [sum("says enough" not in t.why for t in tried) for tried in (close, loose)]
+    assert looked_at[1] < 0.5 * looked_at[0]
+    best = ranked(close)[0].seconds
+    assert best <= ranked(loose)[0].seconds <= best / (1 - 0.3)
+    assert min(t.bound for t in loose) <= best
+
+
 def test_a_memory_limit_moves_devices_from_data_to_pipeline():
     """With room for all, copies of the whole model are fastest: no transfers, no bubble. Less memory needs stages, or tensor parallelism."""
     pricer = Synthetic(14, exchange=1.0, hop=0.02)

@@ -30,6 +30,15 @@ def test_a_plan_of_stages():
     assert {c.stage for c in plan.collectives} <= {0, 1}
 
 
+def test_progress_is_a_line_per_stage():
+    """And not the phases of every search."""
+    what, heard = subject("gpt"), []
+    autoshard.plan(what.model, "pp=2", what.batch, loss_fn=what.loss, cluster="cpu-gloo", progress=lambda *news: heard.append(news),
+                   pipeline=Pipeline(microbatches=4, cuts=["h.1"]))
+    assert [phase for phase, _ in heard] == ["trace", "cut", "stages", "stages", "stages"]
+    assert heard[2][1].startswith("planning stage 1 (h.1 to lm_head") and "planning stage 0" in heard[3][1] and "at least" in heard[4][1]
+
+
 def test_stages_come_out_of_a_plan_file_as_they_went_in():
     plan = plan_of(cuts=["h.1"])
     again = Plan.from_json(plan.to_json())

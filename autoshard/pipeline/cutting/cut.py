@@ -102,6 +102,12 @@ def cut(graph: Graph, starts: Sequence[int], blocks: Blocks | None = None) -> Cu
     return _Cutter(apart(graph, _stages_of(graph, found, starts)), found, tuple(starts), graph).cut()
 
 
+def one_stage(graph: Graph, starts: Sequence[int], index: int, blocks: Blocks) -> Stage:
+    """A stage of `cut` without the others, for whoever looks at nothing else; its ops have the names that they have in `graph`."""
+    cutter = _Cutter(apart(graph, _stages_of(graph, blocks, starts)), blocks, tuple(starts), graph)
+    return cutter.stage(index, tuple(cutter.hops()))
+
+
 def _stages_of(graph: Graph, blocks: Blocks, starts: Sequence[int]) -> dict[str, int]:
     """Stage of every call. A backward op goes with its forward op; a sum of gradients, and what has no forward op, as late as what it reads
     allows: gradients flow from the last stage to the first."""
@@ -135,8 +141,8 @@ class _Cutter:
         self.owned: set[str] = set()
 
     def cut(self) -> Cut:
-        hops = tuple(self._hops())
-        stages = tuple(self._stage(s, hops) for s in range(self.n))
+        hops = tuple(self.hops())
+        stages = tuple(self.stage(s, hops) for s in range(self.n))
         made = Cut(self.given, self.blocks, self.starts, stages, hops, tuple(self._tied(stages)))
         check_whole(made)
         return made
@@ -166,7 +172,7 @@ class _Cutter:
             if op.name in self.members[stage] or (op.kind == "output" and self._output_stage(op) == stage):
                 yield from op.refs
 
-    def _hops(self) -> Iterator[Hop]:
+    def hops(self) -> Iterator[Hop]:
         """In the order in which values are made."""
         readers: dict[Ref, set[int]] = {}
         for s in range(self.n):
@@ -190,7 +196,7 @@ class _Cutter:
             if len(where) > 1:
                 yield op.target, where
 
-    def _stage(self, s: int, hops: Sequence[Hop]) -> Stage:
+    def stage(self, s: int, hops: Sequence[Hop]) -> Stage:
         receives, sends = (tuple(h for h in hops if end(h) == s) for end in (lambda h: h.target, lambda h: h.source))
         blocks = tuple(b.name for i, b in enumerate(self.blocks.blocks) if sum(i >= at for at in self.starts) == s)
         return Stage(s, replace(self.given, ops=self._ops(s, receives, sends), unused=()), blocks, receives, sends)

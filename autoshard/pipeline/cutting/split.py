@@ -12,7 +12,12 @@ from autoshard.pipeline.cutting.cut import WINDOWS, Cut, Stage
 
 def split_backward(made: Cut) -> Cut:
     """The cut with every stage's backward in two windows. A stage that sends no gradient has all of it in `WEIGHT`."""
-    return replace(made, stages=tuple(replace(s, graph=_split(s.graph, s)) for s in made.stages))
+    return replace(made, stages=tuple(map(split_stage, made.stages)))
+
+
+def split_stage(stage: Stage) -> Stage:
+    """One stage of `split_backward`."""
+    return replace(stage, graph=_split(stage.graph, stage))
 
 
 def _split(graph: Graph, stage: Stage) -> Graph:

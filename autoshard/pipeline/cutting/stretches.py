@@ -7,9 +7,9 @@ from functools import cached_property
 
 from autoshard.base.graph import Graph, Op
 from autoshard.pipeline.cutting.blocks import Blocks, forward_calls
-from autoshard.pipeline.cutting.cut import Stage, cut
+from autoshard.pipeline.cutting.cut import Stage, one_stage
 from autoshard.pipeline.cutting.repeated import repeated_ops
-from autoshard.pipeline.cutting.split import split_backward
+from autoshard.pipeline.cutting.split import split_stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,5 +35,6 @@ class Stretches:
 
     def stage(self, first: int, end: int) -> Stage:
         """Blocks first..end-1. Raises UsageError where the graph cannot be cut there."""
-        made = cut(self.graph, tuple(at for at in (first, end) if 0 < at < len(self.blocks.blocks)), self.blocks)
-        return (split_backward(made) if self.split else made).stages[int(first > 0)]
+        starts = tuple(at for at in (first, end) if 0 < at < len(self.blocks.blocks))
+        made = one_stage(self.graph, starts, int(first > 0), self.blocks)
+        return split_stage(made) if self.split else made

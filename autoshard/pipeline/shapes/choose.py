@@ -16,12 +16,15 @@ from autoshard.errors import InfeasibleError, UsageError
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.pipelined import submesh
 from autoshard.pipeline.shapes.cut_search import TRIED
-from autoshard.pipeline.shapes.decide import Tried, ranked, try_shapes
+from autoshard.pipeline.shapes.decide import TOLERANCE, Tried, ranked, try_shapes
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Searches, Sizes, traced_count
 from autoshard.pipeline.shapes.meshes import CHUNKS, Room, Shape, Slot, shapes
 
 PLANNED, FINALISTS = 2, 6
 """So many shapes are planned; if they do not fit, up to so many."""
+FEW, WANTED = 8, 0.05
+"""Of so many devices shapes are searched as closely as `TOLERANCE` says. With more of them there are many shapes: those that bounds leave less
+than this part of a step to gain are not searched."""
 AMPLE = 1e15
 """Bytes that no rank uses."""
 PlanShape = Callable[[Mesh, Pipeline], Plan]
@@ -69,6 +72,10 @@ class Asked:
         return shapes(replace(room, pp=pp, dp=1, tp=self.mesh.size // pp))
 
     @property
+    def tolerance(self) -> float:
+        return TOLERANCE if self.mesh is not None or self.devices <= FEW else WANTED
+
+    @property
     def _most_tp(self) -> int:
         return int(min(self.devices, self.cluster.links[0].devices))
 
@@ -107,7 +114,7 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
             raise
         return Tried(shape, plan.bound_s, plan.objective_s, memory=plan.memory.get("total"), planned=True)
 
-    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, plan_whole)
+    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, plan_whole, asked.tolerance)
     staged = 0
     for candidate in ranked(tried)[:FINALISTS]:
         best = min((plan.objective_s for plan in plans.values()), default=np.inf)

@@ -31,7 +31,7 @@ from autoshard.search.partition.feasible import Stages
 MARGIN = 1.05
 """A partition search ends where it finds nothing within this factor of the best price."""
 TOLERANCE = 0.02
-"""A shape is not searched if its bound is at most this part below the best price."""
+"""A shape is not searched if its bound is at most this part below the best price, where nothing else is said."""
 LOOKS = 2
 """Bounds of a shape that are looked at before it is searched, besides that of all its ops."""
 PARTITIONS = 200
@@ -98,22 +98,26 @@ PlanWhole = Callable[[Shape], Tried]
 
 
 def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, tell: Callable[[str], None] = lambda text: None,
-               plan_whole: PlanWhole | None = None) -> tuple[Tried, ...]:
-    """Those without stages first: their price is nearest to that of a plan, so what comes after is held against it. Among either, the one with the
-    least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank. `tell` hears of
-    every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices of blocks are
-    four and say less."""
-    search = _Search(pricer, limit, tell, plan_whole)
+               plan_whole: PlanWhole | None = None, tolerance: float = TOLERANCE) -> tuple[Tried, ...]:
+    """The one without stages that promises most is first: its price is nearest to that of a plan, so what comes after is held against it. Then
+    the one with the least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank.
+    `tell` hears of every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices
+    of blocks are four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched."""
+    search = _Search(pricer, limit, tell, plan_whole, tolerance)
     waiting = [(shape.pp > 1, search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
     heapify(waiting)
     done: dict[int, Tried] = {}
+    anchored = False
     while waiting:
-        staged, bound, promise, at, looked = heappop(waiting)
-        if bound >= search.enough:
+        later, bound, promise, at, looked = heappop(waiting)
+        if anchored and not later:
+            heappush(waiting, (True, bound, promise, at, looked))
+        elif bound >= search.enough:
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
         elif looked < LOOKS:
-            heappush(waiting, (staged, max(bound, search.bound(shapes[at], close=looked > 0)), promise, at, looked + 1))
+            heappush(waiting, (later, max(bound, search.bound(shapes[at], close=looked > 0)), promise, at, looked + 1))
         else:
+            anchored = anchored or not later
             done[at] = search.searched(Tried(shapes[at], bound))
     return tuple(done[at] for at in sorted(done, key=lambda at: done[at].bound))
 
@@ -127,8 +131,9 @@ def chain_of(pricer: Pricer, slot: Slot, lean: int, split: bool) -> Chain:
 class _Search:
     """What is known while shapes are tried: chains per slot and lean level, runs per schedule, the best price so far."""
 
-    def __init__(self, pricer: Pricer, limit: float, tell: Callable[[str], None], plan_whole: PlanWhole | None) -> None:
-        self.pricer, self.limit, self.best, self.plan_whole = pricer, limit, np.inf, plan_whole
+    def __init__(self, pricer: Pricer, limit: float, tell: Callable[[str], None], plan_whole: PlanWhole | None,
+                 tolerance: float) -> None:
+        self.pricer, self.limit, self.best, self.plan_whole, self.tolerance = pricer, limit, np.inf, plan_whole, tolerance
         self.levels = range(1 + pricer.leanest if np.isfinite(limit) else 1)
         self.chain = cache(lambda slot, lean, split: chain_of(pricer, slot, lean, split))
         self.floor = cache(pricer.floor)
@@ -149,12 +154,12 @@ class _Search:
     @property
     def enough(self) -> float:
         """A bound above which a shape is not searched."""
-        return (1 - TOLERANCE) * self.best
+        return (1 - self.tolerance) * self.best
 
     def bound(self, shape: Shape, close: bool) -> float:
-        """At the floors of blocks."""
+        """At the floors of blocks; the best price where it is no less."""
         floor, run = self.floor(shape.slot, close), self.run(shape)
-        return Stages(floor.chain(run.table.split_backward), run.course, work=floor.work(shape.microbatches)).bound(self.enough)
+        return Stages(floor.chain(run.table.split_backward), run.course, work=floor.work(shape.microbatches)).bound(self.best)
 
     def searched(self, tried: Tried) -> Tried:
         """The best partition at the first lean level where one fits."""

@@ -20,6 +20,7 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.pipeline.cutting.cut_points import block_seconds
+from autoshard.pipeline.cutting.split import split_stage
 from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.microbatches.resize import Between, Unlike
@@ -48,7 +49,8 @@ class Sizes:
         self.batch, self.options, self.rows, self.count = batch, options, rows, count
         self.of = cache(self._of)
         self.stage = cache(self._stage)
-        self._cut = cache(lambda first, end, count, split: replace(self.of(count), split=split).stage(first, end))
+        self._whole = cache(lambda first, end, count: self.of(count).stage(first, end))
+        self._cut = cache(self._cut_out)
 
     def _of(self, count: int) -> Stretches:
         options = replace(self.options, microbatches=max(count, self.count))
@@ -58,6 +60,10 @@ class Sizes:
     @property
     def first(self) -> Stretches:
         return self.of(self.count)
+
+    def _cut_out(self, first: int, end: int, count: int, split: bool) -> Stage:
+        made = self._whole(first, end, count)
+        return split_stage(made) if split else made
 
     def _stage(self, first: int, end: int, count: int, split: bool) -> Stage:
         """Blocks first..end-1, of which a step runs `count` micro-batches; `split`: with backward in two windows."""
