@@ -17,7 +17,7 @@ from autoshard.base.spec import Spec
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.arguments import check_arguments, check_called
 from autoshard.decide.kept import keep_plan
-from autoshard.decide.options import Options, Progress, default_cluster, default_pipeline
+from autoshard.decide.options import Options, Progress, default_pipeline
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import UsageError
@@ -35,7 +35,7 @@ from autoshard.runtime.pipeline.module import PipelineModule, pipeline_module
 from autoshard.runtime.pipeline.stale import StalePipeline, made_by
 from autoshard.runtime.pipeline.variant import PipelineVariant
 from autoshard.runtime.ranks.heartbeat import JOIN
-from autoshard.runtime.ranks.place import locate
+from autoshard.runtime.ranks.place import cluster_here, locate
 from autoshard.runtime.step import Step
 from autoshard.seeds.seeds import with_held
 
@@ -62,7 +62,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    the loss that it is trained with (logits) is a DTensor, so that nobody waits for what nobody reads. One for all outputs,
                    or one for each: ("replicate", "dtensor")
     seeds          see seeds/seeds.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
-    cluster        a profile's name or file; default "cpu-gloo" for a DeviceMesh of CPUs, else "h100-dgx"
+    cluster        a profile's name or file; default "h100-dgx", or "cpu-gloo" for a DeviceMesh of CPUs
     time_limit     seconds of wall clock for the phase "search" (see docs/search.md), after tracing and pricing; the best plan so far
                    is returned with its gap. Ctrl-C there does the same: the plan's `interrupted` is True
     search         backend of the search: "auto", "milp", "cp_sat", "local", "brute"; or "propagate": spread the seeds, search nothing
@@ -102,6 +102,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     Options are those of `plan`, and
     mesh           "auto:4": as many processes run, and the mesh is chosen for `example_inputs`; `compiled.plan.mesh` is it
     example_inputs plan now, for these; without them the model is planned at its first call
+    cluster        default: that of the devices which run it, "h100-dgx" for GPUs and "cpu-gloo" for CPUs
     batch_axes     with inputs="local": mesh axes that split dim 0 of every input (default: the first)
     backend        what runs the local graphs: "eager" or "inductor"
     plan           a Plan or its file, replayed instead of searched
@@ -116,7 +117,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     One rank searches, the others receive its plan. Raises MeshError, UsageError, PlanError; with example_inputs
     (else at the first call) also what `plan` raises."""
     check_arguments(given := dict(locals()))
-    options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or default_cluster(mesh), cache=cache_folder(cache),
+    options = Options.of(given, seeds=with_held(model, seeds), cluster=cluster or cluster_here(mesh, device), cache=cache_folder(cache),
                          pipeline=pipeline or default_pipeline(mesh))
     profile = load_cluster(options.cluster)
     check_mesh(mesh_or_any(mesh), options, profile)
@@ -175,7 +176,7 @@ def stale_pipeline(model: nn.Module, mesh: Any, example_inputs: Sequence[Any], *
     pipeline = Pipeline(1, "1f1b", cuts, axis=axis)
     probe = made_by(optimizer, [nn.Parameter(torch.zeros(1))])  # what kind it is decides memory and seconds of an update
     if cuts == AUTO:
-        cluster = load_cluster(options.get("cluster") or default_cluster(mesh))
+        cluster = load_cluster(options.get("cluster") or cluster_here(mesh, options.get("device")))
         check_called(model, example_inputs, None)
         traced = batch.Batch(model, tuple(example_inputs), {}, Options.of({**options, "pipeline": pipeline}).tracing(loss_fn, True)).cut(pipeline)
         pipeline = replace(pipeline, cuts=even_cuts(traced.graph, cluster, pipeline.stages(asked)))

@@ -27,7 +27,7 @@ from autoshard.calibrate.sample import Sample
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.errors import AutoshardError, ClusterError
 from autoshard.runtime.carriers.gloo_messages import Members
-from autoshard.runtime.ranks.place import Place, locate
+from autoshard.runtime.ranks.place import Place, cluster_here, locate
 from autoshard.verification.check import verify
 
 PACKAGES = ("autoshard", "torch", "numpy", "ortools", "numba", "transformers")
@@ -58,7 +58,7 @@ def doctor(cluster: str | None, *, self_test: bool, seconds: float, timeout: flo
     """Findings, and whether this rank reports. Every rank of a launcher calls it. `cluster`: the profile; default: that of the device.
 
     Raises ClusterError for a profile that cannot be read, and for peers that cannot be reached."""
-    profile = load_cluster(cluster or ("h100-dgx" if torch.cuda.is_available() else "cpu-gloo"))
+    profile = load_cluster(cluster or cluster_here(None))
     mesh = launched_mesh(None)
     with peers(timeout):
         place = locate(mesh)

@@ -64,7 +64,6 @@ def generate(
     from autoshard.serve.write import write
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    cluster = cluster or ("h100-dgx" if torch.cuda.is_available() else "cpu-gloo")
     sampling = {name: value for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)) if value is not None}
     torch.manual_seed(random_seed)
     found = write(folder, mesh or f"tp={ranks}", prompts=prompt or (), tokens=[_ids(text) for text in tokens or ()], new=new, context=context,

@@ -214,9 +214,9 @@ def planned_under(plan: Plan) -> dict[str, Any]:
             "seeds": dict(plan.seeds), "pipeline": pipeline, "passing": Passing(said.get("inputs", "global"), said.get("outputs", "replicate"))}
 
 
-def default_cluster(mesh: Any) -> str:
-    """The profile to assume on a mesh when the user names none."""
-    return "cpu-gloo" if getattr(mesh, "device_type", "") == "cpu" else "h100-dgx"
+def default_cluster(device_type: str) -> str:
+    """The profile to assume for devices of a type when the user names none."""
+    return "cpu-gloo" if device_type == "cpu" else "h100-dgx"
 
 
 def default_pipeline(mesh: Any) -> Pipeline:

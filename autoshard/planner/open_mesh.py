@@ -49,7 +49,8 @@ def check_mesh(mesh: Mesh | AnyMesh, options: Options, profile: Cluster) -> None
 
 def asked_for(given: Mapping[str, Any], mesh: Any) -> tuple[Mesh | AnyMesh, Options, Cluster]:
     """Mesh, options and cluster profile of a call of `autoshard.plan`, by its arguments. A bad one is reported here, before the long work."""
-    options = Options.of(given, seeds=with_held(given["model"], given["seeds"]), cluster=given["cluster"] or default_cluster(mesh),
+    assumed = default_cluster(getattr(mesh, "device_type", "cuda"))
+    options = Options.of(given, seeds=with_held(given["model"], given["seeds"]), cluster=given["cluster"] or assumed,
                          pipeline=given["pipeline"] or default_pipeline(mesh))
     wanted, profile = mesh_or_any(mesh), load_cluster(options.cluster)
     check_mesh(wanted, options, profile)

@@ -8,11 +8,11 @@ from typing import Any
 from autoshard.base.mesh import mesh_of
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import load_cluster
-from autoshard.decide.options import Options, default_cluster
+from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.runtime.ranks.agree import share
 from autoshard.runtime.ranks.heartbeat import JOIN
-from autoshard.runtime.ranks.place import locate
+from autoshard.runtime.ranks.place import cluster_here, locate
 from autoshard.seeds.seeds import with_held
 from autoshard.serve.phases import Phases
 from autoshard.serve.sweep import Decoder, plan_decoder
@@ -22,7 +22,8 @@ from autoshard.serve.workload import Workload
 def plan_together(decoder: Decoder, mesh: Any, workload: Workload, given: Mapping[str, Any]) -> tuple[Phases, Any]:
     """The plans, equal on every rank, and the mesh to compile for: its process groups are there. `given`: options of `autoshard.compile`.
     Raises what `autoshard.compile` raises."""
-    options = Options.of(given, seeds=with_held(decoder.model, given.get("seeds")), cluster=given.get("cluster") or default_cluster(mesh))
+    cluster = given.get("cluster") or cluster_here(mesh, given.get("device"))
+    options = Options.of(given, seeds=with_held(decoder.model, given.get("seeds")), cluster=cluster)
     mesh_of(mesh), load_cluster(options.cluster)  # a bad one is reported before ranks meet
     place = locate(mesh, given.get("device"), given.get("join_timeout", JOIN))
 

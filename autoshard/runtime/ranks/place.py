@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard import _torch
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.base.spec import Spec
+from autoshard.decide.options import default_cluster
 from autoshard.errors import MeshError
 from autoshard.runtime.carriers.choose import Carrier
 from autoshard.runtime.carriers.gloo_messages import Members
@@ -118,6 +119,19 @@ def axes_of_ranks(device_mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     return "+".join(device_mesh.mesh_dim_names[d] for d in dims) if dims and whole else None
 
 
+def device_type(mesh: Any, device: Any = None) -> str:
+    """The kind of device ("cuda", "cpu") that runs a model compiled for a mesh: that of `device`, else the DeviceMesh's, else GPUs where there are
+    any."""
+    if device is not None:
+        return torch.device(device).type
+    return mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def cluster_here(mesh: Any, device: Any = None) -> str:
+    """The profile to assume for the devices that run a model, when the user names none."""
+    return default_cluster(device_type(mesh, device))
+
+
 def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
     """From "dp=2,tp=4", a Mesh or a torch DeviceMesh. Text and Mesh span all ranks; the process group is started
     from the environment of torchrun if nobody did. Raises MeshError when the mesh does not fit the world, AutoshardError when
@@ -128,7 +142,7 @@ def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
             raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=(\"dp\", \"tp\")")
         return _placed(Mesh(tuple(names), tuple(mesh.shape)), mesh, device, join_timeout, started=False)
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device_type(mesh, device)
     if not dist.is_initialized() and "RANK" not in os.environ:
         if mesh.size > 1:
             raise MeshError(f"mesh {mesh} needs {mesh.size} processes and there is no process group; start this script with "

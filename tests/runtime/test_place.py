@@ -1,0 +1,33 @@
+"""Which devices run a compiled model, and the profile that is assumed for them."""
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autoshard
+from autoshard.base.mesh import Mesh
+from autoshard.runtime.ranks.place import cluster_here
+
+MESHES = ("d=2", Mesh(("d",), (2,)))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["text", "Mesh"])
+@pytest.mark.parametrize("gpus, cluster", [(False, "cpu-gloo"), (True, "h100-dgx")])
+def test_a_mesh_without_devices_is_of_those_that_are_there(mesh, gpus, cluster, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    assert cluster_here(mesh) == cluster
+    assert cluster_here(mesh, "cpu") == "cpu-gloo" and cluster_here(mesh, "cuda:1") == "h100-dgx"
+
+
+@pytest.mark.parametrize("kind, cluster", [("cpu", "cpu-gloo"), ("cuda", "h100-dgx")])
+def test_a_device_mesh_says_its_devices(kind, cluster):
+    mesh = object.__new__(DeviceMesh)
+    mesh._device_type = kind
+    assert cluster_here(mesh) == cluster
+
+
+@pytest.mark.parametrize("given, used", [({}, "cpu-gloo"), ({"cluster": "a100-dgx"}, "a100-dgx")])
+def test_a_compiled_model_is_planned_for_the_devices_that_run_it(given, used, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = autoshard.compile(nn.Linear(4, 2), "d=1", (torch.randn(3, 4),), training=False, cache=False, **given)
+    assert model.plan.cluster["name"] == used
