@@ -54,7 +54,7 @@ class Request:
         help="Mesh axes with sizes, major first: dp=2,tp=4; pp=2,dp=4 has two pipeline stages. For `plan` also auto:64, as --devices 64.")] = None
     model: Annotated[str | None, typer.Argument(
         help="name:size from models/ (llama:8b), or package.module:factory; left out with --hf.")] = None
-    cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file.")] = "h100-dgx"
+    cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file; :VARIANT behind it.")] = "h100-dgx"
     memory: Annotated[str | None, typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")] = None
     batch: Annotated[int | None, typer.Option(help="Global batch size of the example inputs.")] = None
     seq: Annotated[int | None, typer.Option(help="Sequence length of the example inputs.")] = None

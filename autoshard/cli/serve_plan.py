@@ -47,7 +47,7 @@ SaveOption = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Save th
 def serve_plan(
     mesh: MeshOption, model: ModelArgument = None, prompt: PromptOption = 1024, new: NewOption = 512, context: ContextOption = None,
     batches: BatchesOption = "1,4,16,64,256", slo: SloOption = None,
-    cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file.")] = "h100-dgx",
+    cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file; :VARIANT behind it.")] = "h100-dgx",
     memory: Annotated[str | None, typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None,
     hf: Annotated[Path | None, typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None,

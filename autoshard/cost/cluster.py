@@ -21,6 +21,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.typed_data import Fraction, Positive, Share, as_data, not_a_key, read_as
 from autoshard.collectives import KINDS
 from autoshard.cost.curve import Curve, Points, problem
+from autoshard.cost.variants import pick, split_name, variants_of
 from autoshard.errors import ClusterError
 from autoshard.rules.family import PRICED, Family
 
@@ -196,7 +197,8 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A profile: the device, its links innermost first, and how well communication overlaps compute."""
+    """A profile: the device, its links innermost first, and how well communication overlaps compute. `variants`: names of what its file has
+    beside it, see variants.py."""
 
     name: str
     device: Device
@@ -204,6 +206,7 @@ class Cluster:
     overlap: Overlap
     description: str = field(default="", compare=False)
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    variants: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def limit(self) -> float:
@@ -243,7 +246,7 @@ class Cluster:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain JSON-able numbers, enough to price with: what a plan keeps of its cluster."""
-        data = as_data(replace(self, sources=()), Cluster, sparse=True)
+        data = as_data(replace(self, sources=(), variants=()), Cluster, sparse=True)
         return {"version": VERSION, "description": self.description, **data}
 
     @staticmethod
@@ -259,31 +262,40 @@ def available() -> tuple[str, ...]:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A built-in profile by name, or a user's own TOML file by path.
+    """A built-in profile by name, or a user's own TOML file by path; with `:variant` behind it, that variant of it.
 
-    Raises ClusterError: unknown name (with the nearest ones), unreadable file, missing or non-physical number."""
-    text = str(name_or_path)
+    Raises ClusterError: unknown name (with the nearest ones), unreadable file, missing or non-physical number, no such variant."""
+    text, variant = split_name(str(name_or_path))
     if text in available():
-        return _parse(resources.files("autoshard.cost").joinpath("clusters", f"{text}.toml").read_text(), text)
+        return _parse(resources.files("autoshard.cost").joinpath("clusters", f"{text}.toml").read_text(), text, variant)
     if not text.endswith(".toml") and not Path(text).is_file():
         near = difflib.get_close_matches(text, available(), n=3, cutoff=0.3) or available()
         raise ClusterError(f"no cluster profile {text!r}; did you mean {' or '.join(near)}? "
                            "(a path to a .toml file also works)")
     try:
-        return _parse(Path(text).read_text(), text)
+        return _parse(Path(text).read_text(), text, variant)
     except (OSError, UnicodeDecodeError) as e:
         raise ClusterError(f"cannot read cluster profile {text}: {e}") from None
 
 
-def _parse(text: str, origin: str) -> Cluster:
+def _parse(text: str, name: str, variant: str) -> Cluster:
+    """Every variant is read, so that what is wrong in one is found."""
+    origin = f"cluster profile {name}"
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise ClusterError(f"cluster profile {origin} is not TOML: {e}") from None
+        raise ClusterError(f"{origin} is not TOML: {e}") from None
+    changed = variants_of(raw, origin)
+    plain = replace(_read_sourced(raw, origin), variants=tuple(changed))
+    read = {key: _read_sourced(whole, f"{origin}:{key}") for key, whole in changed.items()}
+    return pick(read, variant, origin) if variant else plain
+
+
+def _read_sourced(raw: dict[str, Any], origin: str) -> Cluster:
     sources: list[tuple[str, str]] = []
-    common = raw.pop("source", "")
-    data = _strip_sources(raw, "", sources, f"cluster profile {origin}", common if isinstance(common, str) else "")
-    return replace(_read(data, f"cluster profile {origin}"), sources=tuple(sources))
+    common = raw.get("source", "")
+    data = _strip_sources({k: v for k, v in raw.items() if k != "source"}, "", sources, origin, common if isinstance(common, str) else "")
+    return replace(_read(data, origin), sources=tuple(sources))
 
 
 def _strip_sources(value: Any, path: str, sources: list[tuple[str, str]], origin: str, common: str) -> Any:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.cost.cluster import Device
 from autoshard.rules import registry
@@ -50,7 +52,8 @@ def fused(graph: Graph) -> Mapping[str, Fused]:
 
 
 def is_pointwise(op: Op) -> bool:
-    return registry.family_of(op) is Family.POINTWISE and bool(op.refs)
+    """Casts, too: alone they are priced as copies, in a chain they are one of its ops."""
+    return (registry.family_of(op) is Family.POINTWISE or op.target is torch.ops.aten._to_copy.default) and bool(op.refs)
 
 
 def _stays(graph: Graph, maker: Op, ref: Ref) -> bool:

@@ -16,10 +16,13 @@ HEADINGS = ("name", "version", "description")
 
 
 def show_all(console: Console | None = None) -> None:
-    """One line per built-in profile."""
+    """One line per built-in profile, and per variant of one."""
     rows = table("!cluster", "device", ">memory", "links (innermost first)")
     for name in available():
-        rows.add_row(*summary(load_cluster(name)))
+        cluster = load_cluster(name)
+        rows.add_row(*summary(cluster))
+        for variant in cluster.variants:
+            rows.add_row(f"{name}:{variant}", load_cluster(f"{name}:{variant}").description, "", "")
     (console or report_console()).print(section("Cluster profiles", rows))
 
 

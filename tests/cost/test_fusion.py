@@ -54,6 +54,16 @@ def test_what_stays_in_registers(chain):
     assert (set(add.unread), set(add.unwritten)) == ({0, 1}, set())
 
 
+def test_a_cast_is_part_of_a_chain():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return (x.float() * 2.0).to(x.dtype)
+
+    with torch.no_grad():
+        found = fused(graph_of(Scaled(), (torch.randn(8, 8, dtype=torch.bfloat16),), training=False))
+    assert [(set(part.unread), set(part.unwritten)) for part in found.values()] == [(set(), {0}), ({0}, {0}), ({0}, set())]
+
+
 def test_a_chain_moves_what_goes_in_and_comes_out(chain):
     """x and y in, c and the result out: 4 matrices instead of 10."""
     mesh = parse_mesh("one=1")
