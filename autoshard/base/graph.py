@@ -259,7 +259,8 @@ class Graph:
     """A forward graph, or a joint forward + backward graph, in execution order.
 
     `in_tree`/`out_tree` describe how the user calls the model (pytree specs as JSON text; see trace). `tied`: (alias, name
-    that is kept) of parameters that are one tensor; `unused`: parameters that no op reads; `microbatches`: how often a step runs
+    that is kept) of parameters that are one tensor; `unused`: parameters that no op reads; `idle`: bytes of such parameters and of such
+    buffers, which every rank has whole; `microbatches`: how often a step runs
     what is neither at its start nor at its end (see windows.py); `notes`: what the user should know of them."""
 
     ops: tuple[Op, ...]
@@ -268,6 +269,7 @@ class Graph:
     out_tree: str = ""
     tied: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+    idle: tuple[int, int] = (0, 0)
     microbatches: int = 1
     notes: tuple[str, ...] = ()
 

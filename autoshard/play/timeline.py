@@ -215,4 +215,5 @@ def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, opt
     here = [p for n, p in parts.items() if graph.op(n).target not in away]
     update = max(host_workspace(optimizer, host, together), update_workspace(optimizer, [p["parameters"] for p in here], together))
     state = sum(p["optimizer"] for p in here) + scalar_bytes(optimizer, len(trained))  # scalars stay where they are
-    return Timeline(graph, order, playback, {"optimizer": state}, update, sum(p["optimizer"] for p in host), duty)
+    parameters, buffers = graph.idle
+    return Timeline(graph, order, playback, {"optimizer": state, "parameters": parameters, "buffers": buffers}, update, sum(p["optimizer"] for p in host), duty)

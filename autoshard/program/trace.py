@@ -2,14 +2,15 @@
 or lets submodules run whole. What one trace is: see one_trace.py."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard._torch import pytree
-from autoshard.base.graph import TensorMeta
+from autoshard.base.graph import Graph, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
 from autoshard.experts.capacity import EXPERT_CAPACITY
@@ -56,7 +57,16 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
                             mode=mode, hooks_run=hooks_run, expert_capacity=expert_capacity).traced()
 
     found = _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
-    return found if raw else Traced(with_parts(factor_graph(simplify(found.graph)), stored), found.calling)
+    return found if raw else Traced(_with_idle(with_parts(factor_graph(simplify(found.graph)), stored), model), found.calling)
+
+
+def _with_idle(graph: Graph, model: nn.Module) -> Graph:
+    """With the bytes of what the model stores and the graph does not read."""
+    def unread(kind: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        read = {op.target for op in graph.of_kind(kind)}
+        return sum(t.numel() * t.element_size() for name, t in tensors if name not in read)
+
+    return replace(graph, idle=(unread("param", model.named_parameters()), unread("buffer", model.named_buffers())))
 
 
 def _surveyed(run: Callable[..., Traced], whole: Collection[str]) -> Traced:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autoshard
+from tests.support.call_peaks import call_peaks
 from tests.support.tiny_decoders import SINGLE, kept_logits, prompt, tiny
 
 pytest.importorskip("transformers")
@@ -40,10 +41,21 @@ def assert_same(family="llama", ids=None, **how):
     assert len(set(tokens[:, ids.shape[1]:].flatten().tolist())) > 3, "the tokens say nothing"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "mistral", "mixtral", "gemma", "phi3", "falcon", "falcon-groups", "mamba", "mamba2", "jamba",
-                                    "bamba", "lfm2"])
+FAMILIES = ["llama", "gpt2", "qwen2", "mistral", "mixtral", "gemma", "phi3", "falcon", "falcon-groups", "mamba", "mamba2", "jamba", "bamba", "lfm2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_the_library(family):
     assert_same(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_and_a_token_take_the_planned_bytes(family):
+    """Of mixtral at most those: plans count the workspace inside of the experts' op, which a measurement from outside does not see."""
+    peaks = call_peaks(pair(family)[1], prompt())
+    assert len(peaks) == 2
+    for measured, planned in peaks:
+        assert measured == planned or family == "mixtral" and measured < planned < 1.1 * measured
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "jamba"])

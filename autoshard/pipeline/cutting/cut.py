@@ -199,7 +199,8 @@ class _Cutter:
     def stage(self, s: int, hops: Sequence[Hop]) -> Stage:
         receives, sends = (tuple(h for h in hops if end(h) == s) for end in (lambda h: h.target, lambda h: h.source))
         blocks = tuple(b.name for i, b in enumerate(self.blocks.blocks) if sum(i >= at for at in self.starts) == s)
-        return Stage(s, replace(self.given, ops=self._ops(s, receives, sends), unused=()), blocks, receives, sends)
+        return Stage(s, replace(self.given, ops=self._ops(s, receives, sends), unused=(), idle=self.given.idle if s == 0 else (0, 0)),
+                     blocks, receives, sends)
 
     def _ops(self, s: int, receives: Sequence[Hop], sends: Sequence[Hop]) -> tuple[Op, ...]:
         """Placeholders, forward with its outputs, tangents, backward with its outputs. What is in an earlier stage too has the stage's number
