@@ -216,4 +216,5 @@ def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, opt
     update = max(host_workspace(optimizer, host, together), update_workspace(optimizer, [p["parameters"] for p in here], together))
     state = sum(p["optimizer"] for p in here) + scalar_bytes(optimizer, len(trained))  # scalars stay where they are
     parameters, buffers = graph.idle
-    return Timeline(graph, order, playback, {"optimizer": state, "parameters": parameters, "buffers": buffers}, update, sum(p["optimizer"] for p in host), duty)
+    always = {"optimizer": state, "parameters": parameters, "buffers": buffers}
+    return Timeline(graph, order, playback, always, update, sum(p["optimizer"] for p in host), duty)
