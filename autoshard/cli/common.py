@@ -14,6 +14,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothin
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report; files are written, and --json is printed.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Save the result as JSON.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report to open in a browser: one file, no network.")]
+ClusterOption = Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file; :VARIANT behind it.")]
+MemoryOption = Annotated[str | None, typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")]
 
 
 def end_with(statuses: Iterable[str], quiet: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_or_any
-from autoshard.cli.common import INTERRUPTED
+from autoshard.cli.common import INTERRUPTED, ClusterOption, MemoryOption
 from autoshard.cli.read import parse_count, parse_precision, parse_seeds
 from autoshard.cost.optimizers import OPTIMIZERS, optimizer_row, verified
 from autoshard.errors import UsageError
@@ -54,8 +54,8 @@ class Request:
         help="Mesh axes with sizes, major first: dp=2,tp=4; pp=2,dp=4 has two pipeline stages. For `plan` also auto:64, as --devices 64.")] = None
     model: Annotated[str | None, typer.Argument(
         help="name:size from models/ (llama:8b), or package.module:factory; left out with --hf.")] = None
-    cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file; :VARIANT behind it.")] = "h100-dgx"
-    memory: Annotated[str | None, typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")] = None
+    cluster: ClusterOption = "h100-dgx"
+    memory: MemoryOption = None
     batch: Annotated[int | None, typer.Option(help="Global batch size of the example inputs.")] = None
     seq: Annotated[int | None, typer.Option(help="Sequence length of the example inputs.")] = None
     dtype: Annotated[str | None, typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None

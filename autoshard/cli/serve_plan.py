@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoshard.cli.common import INTERRUPTED, HtmlOption, JsonOption, QuietOption, end_with
+from autoshard.cli.common import INTERRUPTED, ClusterOption, HtmlOption, JsonOption, MemoryOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.read import parse_seeds
 from autoshard.errors import AutoshardError
@@ -47,8 +47,8 @@ SaveOption = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Save th
 def serve_plan(
     mesh: MeshOption, model: ModelArgument = None, prompt: PromptOption = 1024, new: NewOption = 512, context: ContextOption = None,
     batches: BatchesOption = "1,4,16,64,256", slo: SloOption = None,
-    cluster: Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file; :VARIANT behind it.")] = "h100-dgx",
-    memory: Annotated[str | None, typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")] = None,
+    cluster: ClusterOption = "h100-dgx",
+    memory: MemoryOption = None,
     dtype: Annotated[str | None, typer.Option(help="Cast the model: bf16, fp16, fp32 or fp64.")] = None,
     hf: Annotated[Path | None, typer.Option(help="A Hugging Face config JSON instead of MODEL (needs autoshard\\[hf]).")] = None,
     seed: Annotated[list[str] | None, typer.Option(help="Fix a sharding, as in `autoshard plan`; caches too: 'keys_*=-,tp,-,-'.")] = None,

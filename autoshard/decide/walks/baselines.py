@@ -18,6 +18,7 @@ from autoshard.base.spec import R, Spec, is_partial
 from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Read, Wiring
 from autoshard.decide.walks.schemes import (
+    READS_WHOLE,
     STORES_FREELY,
     Role,
     Scheme,
@@ -184,7 +185,7 @@ class _ByRoles:
     def _weight(role: Role, reader: Op, ndim: int, made: int | None, wanted: int, expert: bool) -> float:
         if is_partial(wanted):  # nothing becomes Partial by redistribution
             return np.inf
-        if role in (*STORES_FREELY, "experts"):
+        if role in READS_WHOLE:
             return 8.0 * (wanted != (0 if expert and role == "experts" else R))
         if made is not None:
             return 4.0 * (wanted != made)
@@ -256,7 +257,7 @@ def _activation(role: Role, ndim: int, made: int | None, wanted: int) -> float:
     """Departures of reading an activation made as `made` as `wanted` on an axis of this role."""
     if made == wanted or made is None:
         return 0.0
-    if role in (*STORES_FREELY, "experts"):
+    if role in READS_WHOLE:
         return 2.0 if wanted == R and not is_partial(made) else 1.0
     if role == "sequence" and is_partial(made):
         along = wanted == 1 if ndim > 2 else wanted >= 0

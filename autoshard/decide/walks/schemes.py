@@ -35,6 +35,8 @@ ALONG_SEQUENCE: tuple[Role, ...] = ("context", "ulysses")
 BY_BATCH: tuple[Role, ...] = ("data", "experts")
 STORES_FREELY: tuple[Role, ...] = ("data", *ALONG_SEQUENCE)
 """Roles whose ranks read every parameter whole, so that it may be stored in any way."""
+READS_WHOLE: tuple[Role, ...] = (*STORES_FREELY, "experts")
+"""Likewise, but for the experts' own weights."""
 HEADS, ROWS = 1, 2
 """Dims of attention's query."""
 KEYS = ("key", "value")
