@@ -39,12 +39,15 @@ lint: $(INSTALLED)
 	$(PY) -m ruff check --quiet $(CHECKED)
 	$(PY) -m mypy
 
+# A file's tests stay in one worker, since they share models and plans; tests/conftest.py puts the longest files first.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 # pytest goes last: its closing line is what CI reads.
 test: lint
-	$(PY) -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: lint
-	$(PY) -m pytest -n 2
+	$(PYTEST)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

@@ -43,8 +43,8 @@ class Recorder(FakeTensorMode):
     an op that has none without data; `on_check(info)` hears of a check that raises unless all of `info` are 0; `on_higher_order(name)`
     of ops that take functions."""
 
-    def __init__(self, on_op: Callable[..., None]) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+    def __init__(self, on_op: Callable[..., None], shape_env: Any = None) -> None:
+        super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
         self.on_op = on_op
         self.recording = False
         self.answer: Callable[[Any, Any], Any] | None = None

@@ -43,7 +43,7 @@ from autoshard.seeds.seeds import with_held
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
          loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw",
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
-         outputs: str | Sequence[str] = "replicate", memory_budget: str | float | None = None, cluster: str | None = None,
+         outputs: str | Sequence[str] = "auto", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
          expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", pipeline: Pipeline | None = None, progress: Progress | None = None,
          model_info: Mapping[str, Any] | None = None) -> Plan:
@@ -59,8 +59,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
     precision      Precision(param=, master=, reduce=), each of "bf16", "fp16", "fp32", "fp64"; None: the model's own dtypes
     inputs         "global": every rank gets the whole batch; "local": each gets its own part
     outputs        "replicate": whole on every rank; "dtensor", "local": as the plan splits them; "auto": whole, but what a model returns beside
-                   the loss that it is trained with (logits) is a DTensor, so that nobody waits for what nobody reads. One for all outputs,
-                   or one for each: ("replicate", "dtensor")
+                   the loss that it is trained with, of 16 MiB and more (logits), is a DTensor, so that nobody waits for what nobody
+                   reads; a note of the plan names it. One for all outputs, or one for each: ("replicate", "dtensor")
     seeds          see seeds/seeds.py; `memory_budget` per rank ("70GiB"), default: the cluster's capacity
     cluster        a profile's name or file; default "h100-dgx", or "cpu-gloo" for a DeviceMesh of CPUs
     time_limit     seconds of wall clock for the phase "search" (see docs/search.md), after tracing and pricing; the best plan so far
@@ -90,7 +90,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
 
 def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, *,
             loss_fn: Callable | None = None, training: bool | None = None, optimizer: Any = "adamw", precision: Precision | None = None,
-            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "replicate",
+            seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "auto",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0,
             search: str = "auto", fallback: str = "error", offload: str = "none", expert_capacity: float = EXPERT_CAPACITY,
             pad: str = "weights", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
@@ -102,7 +102,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     Options are those of `plan`, and
     mesh           "auto:4": as many processes run, and the mesh is chosen for `example_inputs`; `compiled.plan.mesh` is it
     example_inputs plan now, for these; without them the model is planned at its first call
-    cluster        default: that of the devices which run it, "h100-dgx" for GPUs and "cpu-gloo" for CPUs
+    cluster        default: that of the devices which run it: "h100-dgx" for GPUs, "cpu-gloo" for CPUs, "cpu-gloo:shared" for those of one machine
     batch_axes     with inputs="local": mesh axes that split dim 0 of every input (default: the first)
     backend        what runs the local graphs: "eager" or "inductor"
     plan           a Plan or its file, replayed instead of searched

@@ -61,6 +61,10 @@ class CapacityError(AutoshardError):
     """More rows of tokens go to the experts of a rank than it has room for."""
 
 
+class CollectiveError(AutoshardError):
+    """A collective that does not end: a rank has ended, is stopped, or cannot be reached."""
+
+
 class ScheduleError(UsageError):
     """A pipeline schedule that is malformed, never ends, or cannot be made for these numbers of ranks and micro-batches."""
 

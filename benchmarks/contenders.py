@@ -15,8 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.options import Options
+from autoshard.program.trace import trace
+from autoshard.study.compare import comparison
 
-AUTO = ("auto", "auto-dp", "auto-inductor")
+AUTO = ("auto", "auto-dp", "auto-ddp", "auto-inductor")
 SIZES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "gpt": {"small": ("tiny", dict(layers=4, width=512, heads=8, vocab=4096, context=128, batch=8)),
             "large": ("tiny", dict(layers=4, width=1024, heads=16, vocab=8192, context=128, batch=8)),
@@ -90,7 +94,8 @@ def contender(name: str, kind: str, model: nn.Module, batch: tuple[torch.Tensor,
     model = copy.deepcopy(model)
     if name.startswith("auto"):
         compiled = autoshard.compile(model, mesh, batch, loss_fn=loss, cluster=options.cluster, cache=False,
-                                     seeds=_seeds(name, batch, mesh), backend="inductor" if name == "auto-inductor" else "eager")
+                                     seeds=_seeds(name, batch, mesh), backend="inductor" if name == "auto-inductor" else "eager",
+                                     plan=ddp_plan(model, batch, loss, mesh, options) if name == "auto-ddp" else None)
         return Contender(name, Trained(compiled, lambda: compiled(*batch), False), options.fused)
     trained = PLANS[name](model, kind, mesh, batch, loss)
     return None if trained is None else Contender(name, trained, options.fused)
@@ -100,3 +105,11 @@ def _seeds(name: str, batch: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> dict
     if name != "auto-dp":
         return {}
     return {**{f"input:{i}": [Shard(0)] * mesh.ndim for i in range(len(batch))}, "*": [Replicate()] * mesh.ndim}
+
+
+def ddp_plan(model: nn.Module, batch: tuple[torch.Tensor, ...], loss: Callable, mesh: DeviceMesh, options: argparse.Namespace) -> autoshard.Plan:
+    """DDP's layout as a plan: every op on the rank's part of the batch, every gradient reduced as a whole."""
+    traced = trace(model, batch, loss_fn=loss, training=True)
+    on = parse_mesh(",".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
+    found = comparison(traced, on, Options(cluster=options.cluster or "cpu-gloo"), has_loss=True)
+    return next(c.plan for c in found.contenders if c.name == "DDP")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from autoshard.program.load import load_model
 from autoshard.program.trace import trace
 from autoshard.rules import registry
 
+LAYER = r"\.\d+\."
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 2, "vocab_size": 50257, "n_positions": 1024},
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072, "vocab_size": 30522,
@@ -82,7 +84,7 @@ def whole(plan: Plan, program: Traced) -> list[str]:
         family = registry.family_of(op)
         placed = plan.ops.get(op.name)
         if family is not None and family.heavy and placed is not None and not any(is_shard(p) for spec in placed.inputs for p in spec):
-            found[f"{op.module or op.name}{'' if op.phase == 'forward' else ' (backward)'}"] = None
+            found[f"{re.sub(LAYER, '.*.', op.module or op.name)}{'' if op.phase == 'forward' else ' (backward)'}"] = None
     return list(found)
 
 

@@ -5,8 +5,8 @@
 
 A random llama generates greedily with transformers' own loop, everywhere the same one:
 
-    gloo      autoshard.generator, collectives by gloo messages
-    shared    the same through shared memory, where the machine has it
+    gloo      autoshard.generator, collectives by gloo messages, planned at their prices
+    shared    the same through shared memory, where the machine has it, planned as autoshard.generator does without cluster=
     hand      parallelize_module (colwise q, k, v, gate, up; rowwise o, down; head gathered) over transformers' static cache, gloo
     ceiling   on every rank a model with its share of heads, hidden layer and vocabulary, which exchanges nothing
 
@@ -55,12 +55,11 @@ def by_hand(asked: argparse.Namespace, mesh: DeviceMesh) -> Any:
 
 def ours(asked: argparse.Namespace, mesh: DeviceMesh, shared: bool) -> Any:
     """`shared`: collectives go through shared memory where ranks share a machine, else by messages."""
-    options = {"batch": asked.batch, "max_cache_len": asked.prompt + asked.new, "prompt": asked.prompt, "new": asked.new, "cluster": asked.cluster,
-               "cache": False, "check_inputs": "never"}
+    options = {"batch": asked.batch, "max_cache_len": asked.prompt + asked.new, "prompt": asked.prompt, "new": asked.new, "cache": False, "check_inputs": "never"}
     if shared:
-        return autoshard.generator(llama(asked), mesh, **options)
+        return autoshard.generator(llama(asked), mesh, cluster=asked.cluster, **options)
     with patch("autoshard.runtime.ranks.place.share_memory", lambda *arguments: None):
-        return autoshard.generator(llama(asked), mesh, **options)
+        return autoshard.generator(llama(asked), mesh, cluster=asked.cluster or "cpu-gloo", **options)
 
 
 def generation(model: Any, asked: argparse.Namespace, ids: torch.Tensor, **how: Any) -> Callable[[], torch.Tensor]:
@@ -87,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("width", 512), ("layers", 4), ("heads", 8), ("vocab", 4096), ("batch", 4), ("prompt", 32), ("new", 32), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cluster", default="cpu-gloo", help="profile to plan with")
+    parser.add_argument("--cluster", help="profile to plan with; default: by what carries the collectives, cpu-gloo or cpu-gloo:shared")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     asked = parser.parse_args()
     dist.init_process_group("gloo")

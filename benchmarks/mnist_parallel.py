@@ -32,6 +32,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
 
 from about import about, line, markdown  # noqa: E402
+from carrier import add_carrier, take_carrier  # noqa: E402
 
 import autoshard  # noqa: E402
 from models import mlp  # noqa: E402
@@ -134,7 +135,7 @@ def runs(options: argparse.Namespace) -> list[Run]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--carrier", choices=("memory", "gloo"), default="memory", help="what carries collectives between the processes")
+    add_carrier(parser)
     parser.add_argument("--steps", type=int, default=STEPS, help="per epoch")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
@@ -146,8 +147,7 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:
         parser.error("start with `torchrun --nproc-per-node 2 benchmarks/mnist_parallel.py ...`")
     torch.set_num_threads(1)
-    if options.carrier == "gloo" and hasattr(os, "memfd_create"):
-        del os.memfd_create  # as on a system where processes cannot share memory by a descriptor
+    take_carrier(options.carrier)
     dist.init_process_group("gloo")
     try:
         found = runs(options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -36,7 +37,10 @@ from autoshard.planner.one_stage import prices
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.simulation.replay import replay
 from autoshard.simulation.simulate import program_for
-from models import gpt, llama
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
+
+from models import gpt, llama  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -130,15 +130,15 @@ RUNS = (
 class ByHand(MeshPricer):
     """Prices of blocks by a scheme instead of a search where there is one, of windows as they are executed."""
 
-    def __init__(self, run: Published, whole: Traced, options: Options, *given: Any) -> None:
+    def __init__(self, scheme: Scheme | None, whole: Traced, options: Options, *given: Any) -> None:
         super().__init__(*given)
-        self.run, self.traced, self.options = run, whole, options
+        self.scheme, self.traced, self.options = scheme, whole, options
 
     def _price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         stage, wire, mesh = self._stage(first, end, slot, split), self._wire(slot), self.mesh_of(slot)
         if not stage.graph.of_kind("call"):
             return StagePrice(0.0, 0.0)
-        plan = self._by_scheme(stage.graph, mesh, wire) if self.run.scheme else self.searches.plan(stage.graph, mesh, wire, 1, np.inf)
+        plan = self._by_scheme(stage.graph, mesh, wire) if self.scheme else self.searches.plan(stage.graph, mesh, wire, 1, np.inf)
         order = schedule(stage.graph, plan, mesh, route_of(plan))
         seconds = {w.name: self._played(program_of(stage.graph, plan, order, self.cluster, executed=True, windows=(w.name,))) for w in order.windows}
         update = self._played(update_program(stage.graph, plan, self.cluster))
@@ -149,7 +149,7 @@ class ByHand(MeshPricer):
     def _by_scheme(self, graph: Graph, mesh: Mesh, wire: AxisLink) -> Plan:
         table = prices(replace(self.traced, graph=graph), mesh, self.options, profile=self.cluster, step=Training("adamw", True, wire=wire, in_flight=1))
         formulation = formulate_within(table, float("inf"))
-        choice = baseline(Wiring(formulation), self.run.scheme)
+        choice = baseline(Wiring(formulation), self.scheme)
         solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
         return make_plan(formulation, solution, model={}, settings={"optimizer": "adamw"}, seeds={})
 
@@ -173,7 +173,8 @@ class Repeated:
 
         weights = self.pricer.weights
         more = [weights[self.first]] * self.more
-        return chain_from(self.labels, with_ends(self.labels, price, [*weights[:self.first], *more, *weights[self.first:]]))
+        made = chain_from(self.labels, with_ends(self.labels, price, [*weights[:self.first], *more, *weights[self.first:]]))
+        return made if split else made.undivided()
 
     def with_recompute(self, slot: Slot) -> Chain:
         """The chain with the forward of every layer once more in backward."""
@@ -200,12 +201,12 @@ def priced(run: Published, search: bool) -> tuple[float, float, str]:
 
     found = searches(batch.whole, options, PhaseTimer(), cluster)
     given = Sizes(batch, options.pipeline, run.batch, run.shape.microbatches), run.devices, mesh_of, cluster, np.inf, found
-    by_hand, shape = Repeated(ByHand(run, batch.whole, options, *given), run.layers), run.shape
+    by_hand, shape = Repeated(ByHand(run.scheme, batch.whole, options, *given), run.layers), run.shape
     chain = by_hand.chain(shape.slot, False) if run.hidden else by_hand.with_recompute(shape.slot)
     same = float(make_run(shape).price(chain)(by_hand.equal(shape.stages, bool(run.hidden)))[0])
     if not search:
         return same, float("nan"), ""
-    model_of = Repeated(MeshPricer(*given), run.layers)
+    model_of = by_hand if run.hidden else Repeated(ByHand(None, batch.whole, options, *given), run.layers)
     chain_of = cache(lambda split: model_of.chain(shape.slot, split))  # `split`: for schedules that divide backward
     room = Room(run.devices, run.tp, run.batch, len(model_of.labels), pp=run.pp, dp=run.dp, tp=run.tp, microbatches=shape.microbatches,
                 schedules=TRIED, warmups=False)

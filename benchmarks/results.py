@@ -53,13 +53,16 @@ def rows(contenders: Mapping[str, Contender], seconds: Mapping[str, list[float]]
 
 
 def verdict(found: list[Row]) -> list[str]:
-    """The chosen plan beside the fastest by hand that trains the same model, and beside the ceiling."""
-    auto = next((r for r in found if r.plan == "auto"), None)
+    """The chosen plan beside the fastest by hand that trains the same model, and beside the ceiling; DDP's layout beside DDP."""
+    by_name = {r.plan: r for r in found}
+    lines = []
+    if {"auto-ddp", "ddp"} <= set(by_name):
+        lines.append(f"auto-ddp / ddp: {interval(ratio(by_name['auto-ddp'].rounds, by_name['ddp'].rounds), digits=3)}")
+    auto = by_name.get("auto")
     if auto is None:
-        return []
+        return lines
     by_hand = [r for r in found if r.plan not in (*AUTO, *BOUNDS)]
     same = [r for r in by_hand if r.same_model] + [r for r in found if r.plan == "one"]
-    lines = []
     if same:
         best = min(same, key=lambda r: r.seconds[0])
         lines.append(f"chosen plan / {best.plan}, the fastest of the same model: {interval(best.auto_over_this)}")
@@ -77,8 +80,8 @@ def cells(r: Row) -> list[str]:
             f"{r.memory / 2**20:.0f}", "" if r.loss_difference is None else f"{r.loss_difference:.0e}"]
 
 
-def interval(r: Ratio | None) -> str:
-    return "" if r is None else f"{r[0]:.2f} [{r[1]:.2f}, {r[2]:.2f}]"
+def interval(r: Ratio | None, digits: int = 2) -> str:
+    return "" if r is None else f"{r[0]:.{digits}f} [{r[1]:.{digits}f}, {r[2]:.{digits}f}]"
 
 
 def show(found: list[Row], title: str, as_markdown: bool) -> None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tracemalloc
+from pathlib import Path
 from time import process_time
 
 import torch
@@ -39,7 +41,10 @@ from autoshard.simulation.replay import replay
 from autoshard.simulation.result import idle_rows
 from autoshard.simulation.simulate import program_for
 from autoshard.simulation.source import traced_for
-from models import gpt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
+
+from models import gpt  # noqa: E402
 
 TARGET_S, TARGET_BYTES, STAGES_TARGET_S = 2.0, 0.5 * 2**30, 10.0
 

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,12 +32,15 @@ WAYS = ("plain", "shared", "messages")
 MESHES = {2: "tp=2", 4: "dp=2,tp=2", 8: "dp=2,tp=4"}
 STEPS, LOOK = 20, 0.5
 """Steps of a round; seconds between looks at the ranks."""
+COMPARED = 8
+"""A step before whose call ranks compare their inputs: the ninth."""
 
 
 # --- one rank ---
 
-def train(way: str, ranks: int, seconds: float, folder: Path) -> None:
-    """Rounds until `seconds` are over, at least one; then the losses of the first one to losses{rank}, and how many rounds equal it."""
+def train(way: str, ranks: int, seconds: float, folder: Path, timeout: float = 1800.0, cache: str = "", dies: int = -1) -> None:
+    """Rounds until `seconds` are over, at least one; then the losses of the first one to losses{rank}, and how many rounds equal it.
+    `timeout` of a collective, and for ranks that have not come yet; `cache`: folder of plans, if there is one; `dies`: the rank that ends itself before a call whose inputs are compared."""
     sys.path.insert(0, str(ROOT))
     faulthandler.register(signal.SIGUSR1)
     import torch
@@ -44,13 +48,14 @@ def train(way: str, ranks: int, seconds: float, folder: Path) -> None:
 
     torch.set_num_threads(1)
     if way != "plain":
-        dist.init_process_group("gloo")
-    programs = _programs(MESHES[ranks], share=way != "messages")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    Path(folder, f"compiles{os.environ['RANK']}").touch()
+    programs = _programs(MESHES[ranks], way != "messages", cache or False, timeout)
     start = [[p.detach().to_local().clone() for p in model.parameters()] for model, _, _ in programs]
     end, stop, first, rounds = time.monotonic() + seconds, torch.zeros(1), None, 0
     while not stop.item():
         _reset(programs, start)
-        losses = [_step(*programs[i % 10 == 9]) for i in range(STEPS)]
+        losses = [_step(*programs[i % 10 == 9], dies=dies == dist.get_rank() and i == COMPARED) for i in range(STEPS)]
         first = first or losses
         if losses != first:
             raise AssertionError(f"round {rounds}: losses {losses}, of the first round {first}")
@@ -62,7 +67,7 @@ def train(way: str, ranks: int, seconds: float, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _programs(mesh: str, share: bool) -> list[tuple]:
+def _programs(mesh: str, share: bool, cache: str | bool, timeout: float) -> list[tuple]:
     """(module, optimizer, batch): a small model, tensor and data parallel; and one whose gradients shared memory and messages leave to gloo
     where it is made of messages."""
     import torch
@@ -80,7 +85,7 @@ def _programs(mesh: str, share: bool) -> list[tuple]:
     with patch("autoshard.runtime.ranks.place.share_memory", return_value=None) if not share else _nothing():
         for model, inputs, loss, given in ((small, batch, gpt.loss, seeds),
                                            (wide, (x, torch.arange(8)), nn.functional.cross_entropy, {"input:*": f"{axis},...", "*.weight": "-,-"})):
-            compiled = autoshard.compile(model, mesh, inputs, loss_fn=loss, cluster="cpu-gloo", cache=False, seeds=given)
+            compiled = autoshard.compile(model, mesh, inputs, loss_fn=loss, cluster="cpu-gloo", cache=cache, seeds=given, join_timeout=timeout)
             made.append((compiled, torch.optim.SGD(compiled.parameters(), lr=1e-2), inputs))
     return made
 
@@ -96,7 +101,9 @@ def _reset(programs: list[tuple], start: list[list]) -> None:
             p.detach().to_local().copy_(value)
 
 
-def _step(model, optimizer, batch) -> float:
+def _step(model, optimizer, batch, dies: bool = False) -> float:
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
     loss = model(*batch)
     loss.backward()
     optimizer.step()
@@ -112,7 +119,7 @@ def watched(way: str, ranks: int, seconds: float, stall: float) -> tuple[int, li
         s.bind(("localhost", 0))
         folder, port = Path(name), s.getsockname()[1]
         s.close()
-        started = [_start(way, ranks, seconds, folder, rank, port) for rank in range(ranks)]
+        started = [start(way, ranks, seconds, folder, rank, port) for rank in range(ranks)]
         try:
             _watch(started, folder, stall)
         finally:
@@ -120,24 +127,27 @@ def watched(way: str, ranks: int, seconds: float, stall: float) -> tuple[int, li
                 if p.poll() is None:
                     p.kill()
                 p.wait()
-        bad = [f"rank {r} ended with status {p.returncode}: {_said(folder, r)}" for r, p in enumerate(started) if p.returncode]
+        bad = [f"rank {r} ended with status {p.returncode}: {said(folder, r)}" for r, p in enumerate(started) if p.returncode]
         if bad:
             raise RuntimeError("\n".join(bad))
         return int(Path(folder, "rounds0").read_text()), [json.loads(Path(folder, f"losses{r}").read_text()) for r in range(ranks)]
 
 
-def _start(way: str, ranks: int, seconds: float, folder: Path, rank: int, port: int) -> subprocess.Popen:
+def start(way: str, ranks: int, seconds: float, folder: Path, rank: int, port: int, given: tuple[str, ...] = (),
+          under: tuple[str, ...] = ()) -> subprocess.Popen:
+    """A rank's process. `given`: the further arguments of `train`; `under`: a command that runs it."""
     env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
                         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with open(folder / f"said{rank}", "wb") as out:
-        return subprocess.Popen([sys.executable, __file__, "--rank", way, str(ranks), str(seconds), str(folder)], env=env, stdout=out, stderr=out)
+        return subprocess.Popen([*under, sys.executable, __file__, "--rank", way, str(ranks), str(seconds), str(folder), *given],
+                                env=env, stdout=out, stderr=out)
 
 
 def _watch(started: list[subprocess.Popen], folder: Path, stall: float) -> None:
     """Until all have ended, or one has failed and the others had time to notice. Raises RuntimeError where nothing moves."""
     moved, seen = time.monotonic(), None
     while any(p.poll() is None for p in started):
-        now = [(p.poll(), _text(folder / f"rounds{r}")) for r, p in enumerate(started)]
+        now = [(p.poll(), text(folder / f"rounds{r}")) for r, p in enumerate(started)]
         if now != seen:
             moved, seen = time.monotonic(), now
         failed = any(p.poll() for p in started)
@@ -149,15 +159,15 @@ def _watch(started: list[subprocess.Popen], folder: Path, stall: float) -> None:
                     p.send_signal(signal.SIGUSR1)
             time.sleep(3)
             raise RuntimeError(f"no rank has finished a round for {stall:.0f} s\n" +
-                               "\n".join(f"rank {r}, {now[r][1] or 0} rounds: {_said(folder, r, 3000)}" for r in range(len(started))))
+                               "\n".join(f"rank {r}, {now[r][1] or 0} rounds: {said(folder, r, 3000)}" for r in range(len(started))))
         time.sleep(LOOK)
 
 
-def _said(folder: Path, rank: int, most: int = 600) -> str:
-    return _text(folder / f"said{rank}")[-most:].strip() or "it said nothing"
+def said(folder: Path, rank: int, most: int = 600) -> str:
+    return text(folder / f"said{rank}")[-most:].strip() or "it said nothing"
 
 
-def _text(file: Path) -> str:
+def text(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
 
 
@@ -203,6 +213,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        train(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))
+        timeout, cache, dies = sys.argv[6:] or ("1800", "", "-1")
+        train(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]), float(timeout), cache, int(dies))
     else:
         sys.exit(main())

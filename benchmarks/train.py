@@ -11,7 +11,8 @@ fastest by hand whose losses are those of one process. Rounds go through the pla
     one           one process, the whole batch: the base of every speed-up
     independent   every process alone with its part of the batch, no communication: the ceiling of data parallelism
     auto          autoshard.compile
-    auto-dp       the same, held to weights that every rank has whole and inputs split by the batch
+    auto-dp       the same, held to weights that every rank has whole and inputs split by the batch; the search lays out the rest
+    auto-ddp      autoshard running DDP's layout: the baseline of `autoshard compare`, every op on the rank's part of the batch
     ddp, fsdp2    DistributedDataParallel; fully_shard on every block
     tp, tp+sp     parallelize_module: Megatron, and with sequence parallelism
     hybrid        ddp, but experts (moe) or embedding tables (dlrm) are dealt out, and tokens or rows sent to them
@@ -41,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies be
 
 from about import about, line  # noqa: E402
 from by_hand import PLANS  # noqa: E402
+from carrier import add_carrier, take_carrier  # noqa: E402
 from contenders import AUTO, SIZES, contender, subject  # noqa: E402
 from results import Row, plot, rows, show, verdict  # noqa: E402
 from rounds import CLOCKS, interleaved  # noqa: E402
@@ -131,12 +133,13 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="gpt")
     parser.add_argument("--size", default="small", help="small, large; gpt and llama also words: a large vocabulary")
     parser.add_argument("--batch", type=int, help="global batch, instead of the size's")
-    parser.add_argument("--plans", default=DEFAULT, help="by default %(default)s; auto-dp and auto-inductor too")
+    parser.add_argument("--plans", default=DEFAULT, help="by default %(default)s; auto-dp, auto-ddp and auto-inductor too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeat", type=int, default=1, help="steps per round")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True) for every plan")
     parser.add_argument("--check", type=int, default=3, help="steps before timing, whose losses are compared")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: seconds of work, without waiting, for a busy machine")
+    add_carrier(parser)
     parser.add_argument("--cluster", help="profile to plan for (default: by the device)")
     parser.add_argument("--show-plan", action="store_true", help="print the chosen layouts")
     parser.add_argument("--markdown", action="store_true", help="the table as docs/performance.md has it")
@@ -152,6 +155,7 @@ def main() -> None:
         parser.error("--rounds must be 2 or more: a spread needs them")
     if "WORLD_SIZE" not in os.environ:
         parser.error("start with `torchrun --nproc-per-node N benchmarks/train.py ...`")
+    take_carrier(options.carrier)
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -167,8 +171,9 @@ def main() -> None:
 
 
 def report(found: list[Row], skipped: list[str], options: argparse.Namespace) -> None:
-    facts = {"model": options.model, "size": options.size, "processes": dist.get_world_size(), "rounds": options.rounds, **about()}
-    title = f"{options.model} {options.size}: " + line(facts, f"{facts['processes']} processes", f"{options.rounds} rounds of {options.clock} time")
+    facts = {"model": options.model, "size": options.size, "processes": dist.get_world_size(), "rounds": options.rounds, "carrier": options.carrier, **about()}
+    title = f"{options.model} {options.size}: " + line(facts, f"{facts['processes']} processes", f"{options.rounds} rounds of {options.clock} time",
+                                                               f"autoshard over {options.carrier}")
     show(found, title, options.markdown)
     print("\n".join([*verdict(found), *skipped]))
     if options.json:

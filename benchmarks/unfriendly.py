@@ -2,11 +2,13 @@
 
     python benchmarks/unfriendly.py                  # all cases: minutes
     python benchmarks/unfriendly.py llama tp=4       # those whose title has all of these words
+    python benchmarks/unfriendly.py --backend inductor
 
 Each case: three AdamW steps in float64 (losses, gradients, weights), a checkpoint into another mesh, and one step more there.
 """
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -19,12 +21,16 @@ from unfriendly_cases import CASES, run_cases  # noqa: E402
 
 
 def main() -> int:
-    wanted = [i for i, case in enumerate(CASES) if all(word in case.title for word in sys.argv[1:])]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--backend", default="", help="eager or inductor, for all cases (default: what a case says)")
+    given = parser.parse_args()
+    wanted = [i for i, case in enumerate(CASES) if all(word in case.title for word in given.words)]
     print("| case | checkpoint into | collectives | tolerance | | seconds |\n" + "| --- " * 6 + "|", flush=True)
     failures = []
     for world in sorted({CASES[i].world for i in wanted}):
         with tempfile.TemporaryDirectory() as folder:
-            results = on_ranks(world, run_cases, [i for i in wanted if CASES[i].world == world], folder, timeout=1800)
+            results = on_ranks(world, run_cases, [i for i in wanted if CASES[i].world == world], folder, given.backend, timeout=1800)
         failures += [f"{o.case.title}, rank {rank}:\n{o.failure}" for rank, found in enumerate(results) for o in found if o.failure]
     print(*failures, sep="\n")
     return len(failures) > 0

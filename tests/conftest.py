@@ -1,9 +1,17 @@
-"""Fixtures of all rooms."""
+"""Fixtures of all rooms, and their order."""
 import sys
 
 import pytest
 
 from autoshard import cli
+
+FIRST = ("pages", "dist", "pipeline")
+"""Rooms with the longest tests: where several workers share the files, none is left alone with them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {room: i for i, room in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.parent.name, len(FIRST)))
 
 
 @pytest.fixture

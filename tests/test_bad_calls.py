@@ -200,7 +200,7 @@ def test_infeasibility_does_not_contradict_itself(training: bool) -> None:
         model, Mesh(("d",), (2,)), batch if training else batch[:1], loss_fn=F.cross_entropy if training else None, training=training,
         cluster="cpu-gloo", **o)
     ample, enough, refusals = make().memory["total"], 0.0, 0
-    for part in (1.0, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.1, 1e-6):
+    for part in (1.0, 0.7, 0.5, 0.3, 1e-6):
         budget = part * ample
         try:
             assert make(memory_budget=budget).memory["total"] <= budget

@@ -1,4 +1,4 @@
-"""Same inputs, same plan file, byte for byte: in one process twice, and in processes whose hashes are seeded otherwise."""
+"""Same inputs, same plan file, byte for byte: in one process twice, and in a process whose hashes are seeded otherwise."""
 from __future__ import annotations
 
 import json
@@ -36,4 +36,4 @@ def test_the_same_inputs_give_the_same_bytes():
     first = planned()
     assert sum("S" in "".join(op["outputs"]) for op in json.loads(first)["ops"].values()) > 100, "a plan that splits nothing shows nothing"
     assert planned() == first, "twice in one process"
-    assert elsewhere("1") == first and elsewhere("4711") == first, "in other processes"
+    assert elsewhere("4711") == first, "in another process, which hashes otherwise"

@@ -36,7 +36,7 @@ def program(name: str, reduce: str, batch: int = BATCH, param: str = "bf16"):
 
 def planned(name: str, mesh: str, reduce: str, **shape):
     policy = parse_precision(f"param=bf16,master=fp32,reduce={reduce}")
-    return plan_traced(program(name, reduce, **shape), mesh_of(mesh), Options(precision=policy, time_limit=60), has_loss=True)
+    return plan_traced(program(name, reduce, **shape), mesh_of(mesh), Options(precision=policy, time_limit=600), has_loss=True)
 
 
 def cases():

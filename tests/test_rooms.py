@@ -8,6 +8,8 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,9 +42,14 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Every module that `path` imports, with the names taken from it, also inside functions and under TYPE_CHECKING."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module or ''}.{a.name}" for a in node.names)
         elif isinstance(node, ast.Import):
@@ -76,7 +83,7 @@ def lines_of_files() -> dict[str, int]:
 
 def lines_of_functions() -> dict[str, int]:
     return {f"{name_of(p)}:{f.lineno} {f.name}": f.end_lineno - f.lineno + 1
-            for p in modules() for f in ast.walk(ast.parse(p.read_text())) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))}
+            for p in modules() for f in ast.walk(tree(p)) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))}
 
 
 def largest(lines: dict[str, int], title: str) -> str:
@@ -92,7 +99,7 @@ def test_files_and_functions_are_small(lines, most):
 
 @EVERY_MODULE
 def test_asserts_say_what_is_wrong(path):
-    silent = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert) and node.msg is None]
+    silent = [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Assert) and node.msg is None]
     assert not silent, f"{name_of(path)} asserts without a message in lines {silent}"
 
 
@@ -106,20 +113,21 @@ def test_modules_are_named_by_what_they_hold():
     assert set(nameless) <= {"cli/common.py"}, f"{nameless}: name a module by what is inside"  # what all commands share
 
 
+@cache
 def names_of(path: Path) -> set[str]:
     """The names that a module makes; of a room's `__init__.py` also those it imports: they are what the room offers."""
-    tree = ast.parse(path.read_text())
-    made = {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    made |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    nodes = list(ast.walk(tree(path)))
+    made = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    made |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     if path.name == "__init__.py":
-        made |= {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        made |= {a.asname or a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
     return made | {p.stem for p in path.parent.iterdir()} if path.name == "__init__.py" else made
 
 
 @EVERY_MODULE
 def test_names_are_imported_from_where_they_are_made(path):
     passed_on = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autoshard."):
             home = PACKAGE.parent / node.module.replace(".", "/")
             home = home / "__init__.py" if home.is_dir() else home.with_suffix(".py")
@@ -130,7 +138,7 @@ def test_names_are_imported_from_where_they_are_made(path):
 
 @EVERY_MODULE
 def test_what_is_taken_from_torch_is_there(path):
-    used = {n.attr for n in ast.walk(ast.parse(path.read_text()))
+    used = {n.attr for n in ast.walk(tree(path))
             if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "_torch"}
     missing = {name for name in used if not hasattr(autoshard._torch, name)}
     assert not missing, f"{name_of(path)} uses {sorted(missing)} of _torch.py, which has no such names"
@@ -159,6 +167,12 @@ def test_unknown_name_lists_the_known_ones():
 def test_the_command_line_starts_without_torch():
     code = "import sys, autoshard.cli; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig):
+    """pytest walks past folders with certain names, `dist` among them, without a word."""
+    folders = {part for p in Path(__file__).parent.rglob("test_*.py") for part in p.relative_to(Path(__file__).parent).parts[:-1]}
+    assert "dist" in folders and not [f for f in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(f, pattern)]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -24,7 +24,6 @@ FORWARD, BACKWARD = "forward", "backward"
 EARLY = (START, FORWARD)
 """Windows before the loss."""
 Kind = Literal["param", "buffer", "input", "tangent", "call", "output"]
-
 
 KEPT = "kept"
 """Keyword of a source."""
@@ -225,6 +224,14 @@ class Op:
         """Whether another stage of a pipeline is at its other end: its placement is free, and tied to nothing here."""
         return any(key == PORT for key, _ in self.kwargs)
 
+    def mapped(self, change: Callable[[Any], Any]) -> Op:
+        """The op with every leaf of its arguments changed."""
+        return replace(self, args=map_args(change, self.args), kwargs=tuple((k, map_args(change, v)) for k, v in self.kwargs))
+
+    def reading(self, now: Callable[[Ref], Ref]) -> Op:
+        """The op with other values to read."""
+        return self.mapped(lambda leaf: now(leaf) if isinstance(leaf, Ref) else leaf)
+
     @property
     def where(self) -> str:
         """For messages: op, module path and the user's file:line."""
@@ -331,7 +338,14 @@ class Graph:
         return {k: tuple(v) for k, v in out.items()}
 
     def of_kind(self, *kinds: Kind) -> tuple[Op, ...]:
-        return tuple(op for op in self.ops if op.kind in kinds)
+        if kinds not in self._of_kind:
+            self._of_kind[kinds] = tuple(op for op in self.ops if op.kind in kinds)
+        return self._of_kind[kinds]
+
+    @cached_property
+    def _of_kind(self) -> dict[tuple[Kind, ...], tuple[Op, ...]]:
+        """Answers of `of_kind`: some passes ask once per op."""
+        return {}
 
     def outputs(self, role: Role) -> dict[str | int, Op]:
         """The output ops of one role by what they belong to (`Output.name`), in execution order."""
@@ -361,13 +375,8 @@ class Graph:
 
     def _call_of(self, op: Op) -> Call:
         slots = iter(range(len(op.refs)))
-
-        def replace(leaf: Any) -> Any:
-            return Slot(next(slots)) if isinstance(leaf, Ref) else leaf
-
-        args = map_args(replace, op.args)
-        kwargs = tuple((k, map_args(replace, v)) for k, v in op.kwargs)
-        return Call(op.target, args, kwargs, tuple(self.meta(r) for r in op.refs), op.outputs)
+        bare = op.mapped(lambda leaf: Slot(next(slots)) if isinstance(leaf, Ref) else leaf)
+        return Call(op.target, bare.args, bare.kwargs, tuple(self.meta(r) for r in op.refs), op.outputs)
 
     @cached_property
     def hash(self) -> str:

@@ -1,6 +1,7 @@
 """Random ops on many ranks: replicas must agree, shards must differ."""
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -9,17 +10,21 @@ import torch
 
 from autoshard.base.custom_op import custom_op
 
+DRAWING = threading.Lock()
+"""Held while an op draws: threads of one process share the device's generator."""
+
 
 def seeded(op: Any, seed: int, salt: int, piece: int, *args: Any, **kwargs: Any) -> Any:
     """Run random `op` under a seed of (step seed, which op, which piece of the result this rank makes), and
     leave the device's generator as it was. Ranks that make the same piece draw the same numbers."""
     generator = generator_of(args, kwargs.get("device"))
-    state = generator.get_state()
-    try:
-        generator.manual_seed(mix(seed, salt, piece))
-        return op(*args, **kwargs)
-    finally:
-        generator.set_state(state)
+    with DRAWING:
+        state = generator.get_state()
+        try:
+            generator.manual_seed(mix(seed, salt, piece))
+            return op(*args, **kwargs)
+        finally:
+            generator.set_state(state)
 
 
 def of_microbatch(seed: int, microbatch: int) -> int:

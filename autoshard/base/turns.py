@@ -9,14 +9,15 @@ from typing import Literal
 from autoshard.base.plan import Window
 
 UNDER_WAY = 2
-"""Values of one channel (a receiver and a window) that are held as sent at once; the oldest is waited for before a further one is sent."""
+"""Values of one channel (a receiver and a window) that are held as sent at once; the oldest is waited for before a further one is sent. Only
+between neighbours: there the schedule allows for sends that block. What skips stages is held until the step ends."""
 HERE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """post: begin to receive `value` from rank `other`; run: compute a window, which takes the values `takes`; send: hand `value` to rank
-    `other`, or to a stage on this rank (HERE). Values are names of hops between stages."""
+    `other`, or to a stage on this rank (HERE). Values are names of hops between stages; it `skips` if other stages lie between."""
 
     kind: Literal["post", "run", "send"]
     stage: int
@@ -25,6 +26,7 @@ class Turn:
     value: str = ""
     other: int = HERE
     takes: tuple[str, ...] = ()
+    skips: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -37,8 +36,6 @@ NBYTES = (2**14, 2**18, 2**20, 2**23)
 OPS = ("aten.mm.default", "aten.add.Tensor", "aten.native_layer_norm.default")
 CLOSE, FAR = 1.3, 2.0
 """Measured over predicted, or the inverse: up to the first a profile fits; above the second its plans may be wrong ones."""
-RING = 64 * 2**20
-"""Shared memory of a rank and process group, see docs/runtime.md."""
 CALIBRATE = "torchrun --nproc-per-node {} -m autoshard calibrate -o my.toml, then plan with --cluster my.toml"
 State = Literal["ok", "note", "warning", "failed"]
 
@@ -110,10 +107,6 @@ def links(place: Place) -> Iterator[Finding]:
         by = "" if carrier is None else ", carried by messages" if isinstance(carrier, Members) else ", carried by shared memory"
         yield Finding("links", axis, transport + by, *(("note", "ranks on one machine exchange faster through shared memory (x86 Linux)")
                                                       if isinstance(carrier, Members) and len(place.mesh.names) == 1 else ()))
-    if place.device.type == "cpu" and os.path.isdir("/dev/shm"):
-        free, need = shutil.disk_usage("/dev/shm").free, RING * place.mesh.size * len(place.groups)
-        yield Finding("links", "shared memory", f"{quantities.size(free)} free",
-                      *(("warning", f"rings may need {quantities.size(need)}; give the container more (--shm-size)") if free < need else ()))
 
 
 def fits(profile: Cluster, place: Place) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ EXAMPLES = """
 
 def doctor(
     cluster: Annotated[str | None, typer.Option(
-        help="Profile to hold against this machine. Default: cpu-gloo, or h100-dgx where there are GPUs.")] = None,
+        help="Profile to hold against this machine. Default: that of the devices here.")] = None,
     self_test: Annotated[bool, typer.Option("--self-test/--no-self-test", help="Train a step and compare it, time some ops and collectives.")] = True,
     seconds: Annotated[float, typer.Option(help="About how long to time them.")] = 10.0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a peer before giving up.")] = 60.0,

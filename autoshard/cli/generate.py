@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoshard.cli.common import JsonOption, QuietOption
+from autoshard.cli.common import JsonOption
 from autoshard.cli.read import parse_seeds
 from autoshard.errors import UsageError
 
@@ -34,7 +34,7 @@ EXAMPLES = """
 FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="A decoder of transformers and its tokenizer, as save_pretrained() writes "
                                                                        "them. Nothing is downloaded.")]
 ClusterOption = Annotated[str | None, typer.Option(help="Cluster profile to plan with: a name of `autoshard clusters` or a .toml file. Default: "
-                                                        "cpu-gloo on CPUs.")]
+                                                        "cpu-gloo on CPUs, cpu-gloo:shared for processes on one machine.")]
 TemperatureOption = Annotated[float | None, typer.Option(help="Sample, at this temperature. Without this, --top-k and --top-p the likeliest token is "
                                                               "taken.")]
 MeshOption = Annotated[str | None, typer.Option(help="Mesh axes with sizes, major first: dp=2,tp=2. Default: one axis tp over all processes.")]
@@ -55,7 +55,8 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this share.")] = None,
     random_seed: Annotated[int, typer.Option(help="Of sampled tokens.")] = 0,
-    seed: SeedOption = None, as_json: JsonOption = False, quiet: QuietOption = False,
+    seed: SeedOption = None, as_json: JsonOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The text alone, without seconds and bytes.")] = False,
 ) -> None:
     """Text of a decoder whose weights and caches are split over the processes that torchrun starts. Prompt and token are planned together first. The
     loop is transformers' own. The text goes to standard output; seconds, measured and predicted, and bytes of the caches go to standard error."""
@@ -86,10 +87,10 @@ def _print(found: Written, as_json: bool, quiet: bool) -> None:
         said: dict[str, Any] = asdict(found)
         sys.stdout.write(json.dumps(said, indent=1, sort_keys=True) + "\n")
         return
-    if quiet:
-        return
     for line in found.texts if found.texts is not None else (",".join(map(str, row)) for row in found.tokens):
         typer.echo(line)
+    if quiet:
+        return
     typer.echo(f"first token after {quantities.seconds(found.first_s)} (predicted {quantities.seconds(found.predicted_first_s)}), then "
                f"{quantities.seconds(found.token_s)} a token (predicted {quantities.seconds(found.predicted_token_s)}); caches: "
                f"{quantities.size(found.cache_bytes)} a rank, {quantities.size(found.whole_cache_bytes)} in all", err=True)

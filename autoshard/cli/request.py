@@ -68,7 +68,7 @@ class Request:
         help="global (every rank gets the whole batch), or local: inputs come in split along dim 0 over the first mesh axis.")] = "global"
     outputs: Annotated[str, typer.Option(
         help="How outputs reach the user: replicate (whole on every rank), dtensor or local (as the plan splits them), or auto: whole, but what a "
-             "model returns beside its loss stays split. One for all outputs, or one for each with commas: replicate,dtensor.")] = "replicate"
+             "model returns beside its loss stays split where it is large. One for all, or one for each with commas: replicate,dtensor.")] = "auto"
     inference: Annotated[bool, typer.Option("--inference", help="Forward pass only.")] = False
     seed: Annotated[list[str] | None, typer.Option(
         help="Fix a sharding: 'GLOB=AXIS,...', per tensor dim an axis, - for whole, ? for open. May be repeated.")] = None

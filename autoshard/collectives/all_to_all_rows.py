@@ -26,40 +26,41 @@ def parts(counts: Tensor, n: int) -> list[int]:
     return [int(x) for x in counts.reshape(n, -1).sum(1).tolist()]
 
 
-def result(x: Tensor, gets: Sequence[int], room: int) -> tuple[Tensor, list[Tensor]]:
-    """An empty result, zero after what will come, and the part of it for each rank. Raises CapacityError, before anything is sent."""
+def result(x: Tensor, gets: Sequence[int], room: int, where: str) -> tuple[Tensor, list[Tensor]]:
+    """An empty result, zero after what will come, and the part of it for each rank. `where`: the layer that it is for. Raises CapacityError,
+    before anything is sent."""
     came = sum(gets)
     if came > room:
-        raise CapacityError(f"{came} rows of tokens go to the experts of this rank, which has room for {room}: loads are too uneven for "
+        raise CapacityError(f"{where}: {came} rows of tokens go to the experts of this rank, which has room for {room}: loads are too uneven for "
                             "expert_capacity; give a larger one (rows that a rank takes, over those of a balanced load), or balance the router")
     out = x.new_empty((room, *x.shape[1:]))
     out[came:].zero_()
     return out, list(out[:came].split(list(gets)))
 
 
-def reference(xs: Sequence[Tensor], sends: Sequence[Tensor], gets: Sequence[Tensor], room: int) -> list[Tensor]:
+def reference(xs: Sequence[Tensor], sends: Sequence[Tensor], gets: Sequence[Tensor], room: int, where: str = "experts") -> list[Tensor]:
     """The results of a group's ranks, from what they have, in one process."""
     n = len(xs)
     pieces = [x[:sum(p)].split(p) for x, p in ((x, parts(s, n)) for x, s in zip(xs, sends, strict=True))]
     made = []
     for me in range(n):
-        out, places = result(xs[me], parts(gets[me], n), room)
+        out, places = result(xs[me], parts(gets[me], n), room, where)
         for place, piece in zip(places, (pieces[r][me] for r in range(n)), strict=True):
             place.copy_(piece)
         made.append(out)
     return made
 
 
-def _run(x: Tensor, sends: Tensor, gets: Tensor, room: int, balanced: int, group: str) -> Tensor:
+def _run(x: Tensor, sends: Tensor, gets: Tensor, room: int, where: str, balanced: int, group: str) -> Tensor:
     """Through the process group itself, as NCCL has it."""
     through = _torch.process_group(group)
     to, come = parts(sends, through.size()), parts(gets, through.size())
-    out, _ = result(x, come, room)
+    out, _ = result(x, come, room, where)
     torch.distributed.all_to_all_single(out[:sum(come)], x[:sum(to)].contiguous(), come, to, group=through)
     return out
 
 
-def _shape(x: Tensor, sends: Tensor, gets: Tensor, room: int, balanced: int, group: str) -> Tensor:
+def _shape(x: Tensor, sends: Tensor, gets: Tensor, room: int, where: str, balanced: int, group: str) -> Tensor:
     return x.new_empty((room, *x.shape[1:]))
 
 
@@ -71,5 +72,5 @@ def _counted(arguments: Sequence[Any], sent: Any, received: Any) -> int:
 
 ALL_TO_ALL_ROWS = Collective(
     "all_to_all_rows", "AllToAll of rows", counted="in", seconds=ALL_TO_ALL.seconds, per_byte=ALL_TO_ALL.per_byte, steps=ALL_TO_ALL.steps,
-    exchange=Exchange.ROWS, target=custom_op("all_to_all_rows", "(Tensor x, Tensor sends, Tensor gets, int room, int balanced, str group) "
-                                             "-> Tensor", _run, _shape), nbytes=_counted)
+    exchange=Exchange.ROWS, target=custom_op("all_to_all_rows", "(Tensor x, Tensor sends, Tensor gets, int room, str where, int balanced, "
+                                             "str group) -> Tensor", _run, _shape), nbytes=_counted)

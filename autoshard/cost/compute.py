@@ -7,8 +7,8 @@ that the shape of a matrix product can use (tiles.py), where the profile says ho
 the profile holds a measured curve for the op or its family
 (`autoshard calibrate` writes them), seconds = curve(bytes), or max(curve(FLOPs), bytes / (bandwidth x e)) for the
 families that count FLOPs. Bytes are those of all local inputs and outputs, except
-that an op which only picks rows of an input is charged for what it picks. Every shape entry may be a numpy
-array with one element per strategy; one call then prices all strategies of an op.
+that an op which only picks rows of an input is charged for what it picks. What a rule says that its local kernels move
+besides is added. Every shape entry may be a numpy array with one element per strategy; one call then prices all strategies of an op.
 Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009.
 """
 from __future__ import annotations
@@ -83,8 +83,9 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
     flops = rule.flops(call, ins, outs) if rule.flops is not None else 0
     tiled = rule.family is Family.MATMUL and rule.flops is not None and device.multiprocessors
     share = filled_by(outs[0] or (), flops, int(tiled)) if tiled and outs else 1.0
-    return op_seconds(rule.family, flops, call_bytes(call, ins, outs, kept), compute_dtype(call), device,
-                      op_name(call.target), 0.0 if kept.unread else None, share)
+    seconds = op_seconds(rule.family, flops, call_bytes(call, ins, outs, kept), compute_dtype(call), device,
+                         op_name(call.target), 0.0 if kept.unread else None, share)
+    return seconds if rule.moved is None else seconds + rule.moved(call, ins, outs) / device.reached_bandwidth(Family.POINTWISE)
 
 
 def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None], kept: Fused = NOTHING) -> Any:

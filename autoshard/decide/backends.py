@@ -14,6 +14,7 @@ from autoshard.decide.make_plan import make_plan
 from autoshard.decide.memory.attempts import search
 from autoshard.decide.memory.leanest import Lean
 from autoshard.decide.memory.why_nothing_fits import explain_infeasible
+from autoshard.decide.notes.expert_notes import expert_notes
 from autoshard.decide.notes.microbatch_notes import microbatch_notes
 from autoshard.decide.notes.opaque_notes import whole_notes
 from autoshard.decide.notes.output_notes import output_notes
@@ -47,7 +48,7 @@ class Found:
         plan = make_plan(program.formulation, self.solution, model=model, settings=program.settings, seeds=seeds, notes=seed_notes(table),
                          timelines=program.timelines)
         notes = (*plan.notes, *whole_notes(table.graph, plan), *microbatch_notes(table.graph, plan), *padding_notes(table.graph),
-                 *output_notes(table.graph, plan))
+                 *expert_notes(table.graph, plan), *output_notes(table.graph, plan))
         plan = replace(plan, notes=notes, status=self.status).recomputing(table.graph.hash)
         return replace(plan, notes=(*plan.notes, *self.warnings), worth=MemoryWorth(min(self.ample, plan.objective_s)))
 

@@ -3,12 +3,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard.search import Clock, improve, solve
+from autoshard.search import Clock, improve, mix, solve
 from autoshard.search.board import Board, Event, Progress
 from autoshard.search.problem import Problem, Solution, Status
+
+if TYPE_CHECKING:
+    from autoshard.search.routes.neighbourhoods import Neighbourhoods
 
 ENDED = frozenset({Status.OPTIMAL, Status.OPTIMAL_TIED, Status.GAP})
 """Of searches that no limit ended."""
@@ -37,9 +41,13 @@ class How:
         return self._remembered(problem, lambda: solve(problem, backend=self.backend, clock=self.clock, progress=self.progress, starts=starts,
                                                        near=near, enough=self.enough))
 
-    def improve(self, problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float] | None:
-        """A choice at most as dear as `start`, by `search.improve`, with its cost; None where `start` is not feasible."""
-        return improve(problem, start, self.clock.part(), self.progress)
+    def improve(self, problem: Problem, start: np.ndarray, wide: bool, known: Neighbourhoods) -> tuple[np.ndarray, float] | None:
+        """A choice at most as dear as `start`, by `search.improve`, with its cost; None where `start` is not feasible. `known`: of the problem."""
+        return improve(problem, start, self.clock.part(), self.progress, wide, known)
+
+    def mix(self, problem: Problem, choices: Sequence[np.ndarray]) -> tuple[np.ndarray, float] | None:
+        """The cheapest mixture of choices, by `search.mix`, with its cost; None where none is feasible."""
+        return mix(problem, choices, self.clock.part(), self.progress)
 
     def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool],
                          near: Sequence[np.ndarray] = ()) -> Solution:

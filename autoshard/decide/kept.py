@@ -79,18 +79,23 @@ def least_step(known: Iterable[Known], n: int) -> float:
     return below[1] + share * (above[1] - below[1])
 
 
+def excess(known: Iterable[Known], training: bool, n: int, seconds: float) -> float:
+    """The share that a step of so many seconds at `n` elements is above `least_step`, of the variants that train or of those that do not; inf
+    where none of them was searched."""
+    least = least_step([k for k in known if k.graph.training == training], n)
+    return seconds / least - 1.0 if least else inf
+
+
 def kept(plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, budget: Budget,
          within: float) -> Plan | None:
     """The cheapest of `plans`, which run `graph`, at its prices; None where it is more than the share `within` above `least_step`, or does not
     fit in memory: then search."""
-    least = least_step(known, elements(graph))
     priced = [_priced(plan, graph, mesh, cluster, training, budget, any(k.plan.ops is plan.ops and _smaller(graph, k.graph) for k in known))
               for plan in plans]
     best = min(priced, key=lambda plan: plan.objective_s, default=None)
-    if best is None or best.objective_s > (1.0 + within) * least:
+    if best is None or (over := excess(known, graph.training, elements(graph), best.objective_s)) > within:
         return None
-    over = max(best.objective_s / least - 1.0, 0.0)
-    return replace(best, notes=(f"kept from a variant with other shapes, estimated at most {over:.1%} above what a search would find",))
+    return replace(best, notes=(f"kept from a variant with other shapes, estimated at most {max(over, 0.0):.1%} above what a search would find",))
 
 
 def _smaller(graph: Graph, other: Graph) -> bool:

@@ -16,7 +16,7 @@ from autoshard.space.layers import repeated_layers
 
 MANY = 2**20
 """Runs in a step. What is paid once a step is less than a millionth of the bound then."""
-CLOSE = 3e-3
+CLOSE = 0.01
 """Relative gap of a bound that is not worth more work."""
 Prices = tuple[float, float]
 """Of a second by which communication that may hide exceeds what hides it: in forward, and in backward."""

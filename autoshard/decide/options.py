@@ -18,7 +18,7 @@ from autoshard.cost.optimizers import optimizer_name
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import PlanError, UsageError
 from autoshard.experts.capacity import EXPERT_CAPACITY
-from autoshard.program.output_modes import REPLICATE, check_modes
+from autoshard.program.output_modes import DEFAULT, check_modes
 
 if TYPE_CHECKING:
     from autoshard.cost.cluster import Cluster
@@ -58,7 +58,7 @@ class Passing(_Checked):
     `outputs`: a mode for all, or one for each with commas (program/output_modes.py)."""
 
     inputs: str = one_of("global", "local")
-    outputs: str = REPLICATE
+    outputs: str = DEFAULT
     batch_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

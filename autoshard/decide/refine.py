@@ -3,16 +3,20 @@
 Units keep the bound of the search tight, and exclude some plans: on a mesh of one axis those are worth at most 0.4 % of a step, on more
 axes, where units are coarser, up to 3 %. There the problem in which every op decides for itself is too hard to close, but to start in it
 from a plan that is good is not: neighbourhoods of the plan are solved exactly until none is cheaper (search/routes/neighbourhoods.py).
-What they end at depends on the start, so where the program is not large the cheapest starting plan (by rules, without a search) is improved
-too, and the cheaper of the two is taken: a plan that is poor as a plan over units may be near one that is good op by op.
+What they end at depends on the start, and a plan that is poor as a plan over units may be near one that is good op by op. So starting plans
+(by rules, without a search) are improved too: the cheapest one where the program is not large, all where the search over units did not close.
+Each end is good in other places, and the best mixture of them (search/routes/mixture.py) is at most as dear as any. Where the search over units did
+not close, the ends are improved in wider neighbourhoods in the time left.
 
 Every plan over units is a plan op by op, so this never makes a plan dearer. The bound stays the one over units: what it says, that no
 plan over units is cheaper, the refined plan keeps. How much cheaper yet another plan op by op might be, nothing says."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,15 +26,20 @@ from autoshard.decide.program import Program, formulate_within, settled
 from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Wiring
 from autoshard.formulate.problem_of import Formulation
+from autoshard.search import neighbourhoods_of
 from autoshard.search.board import Event
-from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.search.problem import Problem, Solution, Status, evaluate
 from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import are_coarse, singletons
 
+if TYPE_CHECKING:
+    from autoshard.search.routes.neighbourhoods import Neighbourhoods
+
 MOST = 60_000  # strategies of all ops together; above, refining takes longer than the search
 TWICE = 12_000  # likewise, for the second start: it takes as long as the first, 3 to 8 CPU seconds; with more it would take what a limit leaves
-SHARE = 0.3  # of the time, kept for refining
+SHARE = 0.5  # of the time, kept for refining
 WORTH = 1e-4  # of the step: less is no reason to leave the plans that the bound is about
+LITTLE = 1e-3  # of the step: a wide search that gains less is the last one
 FACT = "op_by_op"  # its name among the facts of a search
 
 
@@ -61,19 +70,22 @@ def refine(program: Program, found: Solution, how: How) -> tuple[Program, Soluti
     return refined, proven if proven.status is Status.OPTIMAL else replace(proven, status=found.status)
 
 
-def starts(program: Program, choice: np.ndarray, finer: Formulation) -> Iterator[np.ndarray]:
-    """Choices of `finer` to improve: the plan found over units, and the cheapest starting plan, where that is another one and the program
-    is not large."""
-    known = (choice, *_cheapest_start(program)) if _size(program.formulation.table) <= TWICE else (choice,)
-    same = [lifted(program.formulation, each, finer) for each in known]
-    return (each for i, each in enumerate(same) if each is not None and not any(np.array_equal(each, other) for other in same[:i]))
+def starts(program: Program, found: Solution, finer: Formulation) -> list[np.ndarray]:
+    """Choices of `finer` to improve: the plan found over units, then starting plans, the cheapest first. Of these one is enough where that
+    plan is the best over units, and none where the program is large besides."""
+    if found.status is not Status.OPTIMAL:
+        most = len(program.starts)
+    else:
+        most = 1 if _size(program.formulation.table) <= TWICE else 0
+    same = [lifted(program.formulation, each, finer) for each in (found.choice, *_cheapest(program, most))]
+    return [each for i, each in enumerate(same) if each is not None and not any(np.array_equal(each, other) for other in same[:i])]
 
 
-def _cheapest_start(program: Program) -> list[np.ndarray]:
-    """The one, or none where no starting plan stays within the rows."""
+def _cheapest(program: Program, most: int) -> list[np.ndarray]:
+    """Starting plans that stay within the rows, the cheapest first."""
     problem = program.formulation.problem
-    fitting = [choice for choice in program.starts if np.isfinite(evaluate(problem, choice))]
-    return sorted(fitting, key=lambda choice: evaluate(problem, choice))[:1]
+    costs = [evaluate(problem, choice) for choice in program.starts]
+    return [program.starts[i] for i in np.argsort(costs, kind="stable") if np.isfinite(costs[i])][:most]
 
 
 def lifted(formulation: Formulation, choice: np.ndarray, finer: Formulation) -> np.ndarray | None:
@@ -92,8 +104,9 @@ def _place(members: tuple[str, ...], picked: tuple[np.ndarray, ...], strategies:
     return int(np.flatnonzero(alike)[0])
 
 
-def _improved(program: Program, finer: Formulation, found: Solution, how: How) -> Iterator[tuple[np.ndarray, float]]:
-    """Per start, the cheapest choice that neighbourhoods lead to, with its cost. What is told of progress is the least cost so far, with the
+def _improved(program: Program, finer: Formulation, found: Solution, how: How) -> list[tuple[np.ndarray, float]]:
+    """Cheaper choices with their costs: what neighbourhoods make of every start, the best mixture of those, and what neighbourhoods make
+    of it; where the search over units did not close, what wide ones make of all these. What is told of progress is the least cost so far, with the
     bound over units."""
     least = found.cost
 
@@ -103,11 +116,56 @@ def _improved(program: Program, finer: Formulation, found: Solution, how: How) -
             least, bound = event.cost, min(found.bound, event.cost)
             how.progress(replace(event, bound=bound, gap=max(0.0, event.cost - bound) / max(abs(event.cost), 1e-300)))
 
-    heard = replace(how, progress=told if how.progress else None)
-    for start in starts(program, found.choice, finer):
-        improved = None if how.clock.expired() else heard.improve(finer.problem, start)
+    ends = _Ends(finer.problem, replace(how, progress=told if how.progress else None), starts(program, found, finer))
+    for start in ends.starts:
+        ends.improve(start)
+    ends.improve_mixture()
+    if found.status is not Status.OPTIMAL:
+        ends.widen()
+    return ends.known
+
+
+@dataclass(eq=False)
+class _Ends:
+    """Where neighbourhoods of `starts` end, with costs, and the best mixture of all of them."""
+
+    problem: Problem
+    how: How
+    starts: list[np.ndarray]
+    ends: list[tuple[np.ndarray, float]] = field(default_factory=list)
+    mixed: tuple[np.ndarray, float] | None = None
+
+    @cached_property
+    def neighbourhoods(self) -> Neighbourhoods:
+        return neighbourhoods_of(self.problem)
+
+    @property
+    def known(self) -> list[tuple[np.ndarray, float]]:
+        return [*self.ends, *([self.mixed] if self.mixed else [])]
+
+    @property
+    def least(self) -> float:
+        return min((cost for _, cost in self.known), default=math.inf)
+
+    def improve(self, start: np.ndarray, wide: bool = False) -> None:
+        """One more end, and the mixture with it, which is never dearer than the one before."""
+        improved = None if self.how.clock.expired() else self.how.improve(self.problem, start, wide, self.neighbourhoods)
         if improved is not None:
-            yield improved
+            self.ends.append(improved)
+            if len(self.ends) > 1:
+                self.mixed = self.how.mix(self.problem, [*(choice for choice, _ in self.known), *self.starts])
+
+    def improve_mixture(self) -> None:
+        if self.mixed is not None and self.mixed[1] < min(cost for _, cost in self.ends):
+            self.improve(self.mixed[0])
+
+    def widen(self) -> None:
+        """The ends once more in wide neighbourhoods, the cheapest first, until one of them brings little."""
+        for choice, _ in sorted(self.ends, key=lambda end: end[1]):
+            before = self.least
+            self.improve(choice, wide=True)
+            if self.least > before * (1.0 - LITTLE):
+                return
 
 
 def _noting(found: Solution, fact: str) -> Solution:

@@ -94,13 +94,14 @@ def copy_states(src: SpecIndex, spec: Spec, prices: np.ndarray, readers: Collect
 def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple[State, ...], runs: Sequence[int]) -> np.ndarray:
     """[producer specs, states]: inf where the state contradicts the producer's spec; else edge seconds. `runs`: of each window in a step."""
     out = np.zeros((len(src.specs), len(states)))
-    for p, (source, price) in enumerate(zip(src.specs, prices, strict=True)):
-        for s, state in enumerate(states):
-            if state.name == OWN:
-                out[p, s] = 0.0 if source == spec else np.inf
-            elif state.name != ABSENT:
-                fits = source != spec and np.isfinite(price) and (state.price is None or state.price == price)
-                out[p, s] = np.inf if not fits else 0.0 if state.price is not None else price * state.count(runs)
+    same = np.array([source == spec for source in src.specs])
+    moves = ~same & np.isfinite(prices)
+    for s, state in enumerate(states):
+        if state.name == OWN:
+            out[:, s] = np.where(same, 0.0, np.inf)
+        elif state.name != ABSENT:
+            fits = moves if state.price is None else moves & (prices == state.price)
+            out[:, s] = np.where(fits, 0.0 if state.price is not None else prices * state.count(runs), np.inf)
     return out
 
 

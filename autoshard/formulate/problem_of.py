@@ -367,7 +367,8 @@ def _add_saved(b: _Builder, ref: Ref) -> None:
 
 def _least_saved(b: _Builder, ref: Ref) -> float:
     """What `_add_saved` counts for the value itself at least: where all of backward reads a kept copy, it is not saved."""
-    return min(b.nbytes(ref, s) for s in b.units.outputs(ref).specs) if is_saved(b.table.graph, ref) else 0.0
+    return b.shared(("least saved", ref), lambda: min(
+        b.nbytes(ref, s) for s in b.units.outputs(ref).specs) if is_saved(b.table.graph, ref) else 0.0)
 
 
 def _tie_gradients(b: _Builder) -> None:

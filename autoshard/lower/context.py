@@ -11,9 +11,10 @@ from autoshard.rules.types import LocalContext
 
 @dataclass(frozen=True)
 class Context(LocalContext):
-    """On FX proxies."""
+    """On FX proxies. `where`: what errors at run time call the op, with the user's line."""
 
     emit: Emitter
+    where: str
 
     def index(self, axes: Sequence[int]) -> Any:
         return self.emit.index(axes)
@@ -27,7 +28,7 @@ class Context(LocalContext):
         return self.emit.wait(self.emit.collective("all_to_all", x, (axis,)))
 
     def all_to_all_rows(self, x: Any, sends: Any, gets: Any, room: int, balanced: int, axis: int) -> Any:
-        return self.emit.wait(self.emit.rows_apart(x, sends, gets, room, balanced, axis))
+        return self.emit.wait(self.emit.rows_apart(x, sends, gets, room, self.where, balanced, axis))
 
     def mirror(self, x: Any, axes: Sequence[int]) -> Any:
         for axis in sorted(axes, reverse=True):

@@ -199,9 +199,9 @@ class Emitter:
         rows = next(iter(self.value(x).shape), 1)
         return RUN[kind].target(x, *RUN[kind].arguments(rows, n, reduce_op), group)
 
-    def rows_apart(self, x: Proxy, sends: Proxy, gets: Proxy, room: int, balanced: int, axis: int) -> Proxy:
-        """Start the all-to-all of rows over one mesh axis."""
-        return ALL_TO_ALL_ROWS.target(aten.contiguous.default(x), sends, gets, room, balanced, f"axis:{self.mesh.label((axis,))}")
+    def rows_apart(self, x: Proxy, sends: Proxy, gets: Proxy, room: int, where: str, balanced: int, axis: int) -> Proxy:
+        """Start the all-to-all of rows over one mesh axis. `where`: for its errors."""
+        return ALL_TO_ALL_ROWS.target(aten.contiguous.default(x), sends, gets, room, where, balanced, f"axis:{self.mesh.label((axis,))}")
 
     def _of_nothing(self, kind: str, x: Proxy, n: int) -> Proxy:
         """What the collective would make: a tensor of size 0 as well."""

@@ -267,7 +267,7 @@ def emit_op(emit: Emitter, op: Op, call: Call, chosen: OpPlan, tensors: Sequence
     kwargs = {k: _as_lists(map_args(fill, v), top=False) for k, v in op.kwargs}
     shards = tuple(a for a in range(emit.mesh.ndim) if any(is_shard(s[a]) for s in chosen.outputs))
     emit.random_key = (op.name, shards)
-    result = registry.run_local(Context(call, chosen.inputs, chosen.outputs, emit.mesh, emit), *args, **kwargs)
+    result = registry.run_local(Context(call, chosen.inputs, chosen.outputs, emit.mesh, emit, op.where), *args, **kwargs)
     value = emit.value(result)
     return reads, [result[i] for i in range(len(value))] if isinstance(value, (tuple, list)) else [result]
 

@@ -52,10 +52,12 @@ def _fits(old: object, new: torch.Tensor) -> bool:
             and is_dense(old))
 
 
-SWAP = 4 << 20
-"""Bytes up to which two ranks add up whole buffers; above, gloo's pipelined all-reduce takes less CPU."""
+SWAP, LATE_SWAP = 4 << 20, 64 << 10
+"""Bytes up to which two ranks add up whole buffers, where they wait at once and where compute comes before the wait; above, gloo's pipelined
+all-reduce takes less CPU. Beside compute it does from early on: its threads add up, and no pages are needed for what arrives."""
 
 
-def swaps(ranks: int, nbytes: int) -> bool:
-    """Whether an all-reduce of `nbytes` over gloo is made of messages, which takes a buffer for what arrives."""
-    return ranks == 2 and nbytes <= SWAP
+def swaps(ranks: int, nbytes: int, late: bool = False) -> bool:
+    """Whether an all-reduce of `nbytes` over gloo is made of messages, which takes a buffer for what arrives. `late`: it is not waited for at
+    once."""
+    return ranks == 2 and nbytes <= (LATE_SWAP if late else SWAP)

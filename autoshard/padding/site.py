@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoshard.base.graph import Call, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import Call, Op, Ref, TensorMeta
 from autoshard.padding.values import FINITE, LOWEST, Fill, Pad, Value, is_finite, joint
 from autoshard.rules.registry import REPLICATE, rule_of
 
@@ -159,8 +159,8 @@ class Site:
         op, left = self.op, iter(outcome.values)
         args, kwargs = outcome.args, tuple(outcome.kwargs.items())
         if args is None:
-            args = map_args(lambda leaf: next(left).ref if isinstance(leaf, Ref) else leaf, op.args)
-            kwargs = tuple((k, map_args(lambda leaf: next(left).ref if isinstance(leaf, Ref) else leaf, v)) for k, v in op.kwargs)
+            same = op.reading(lambda _: next(left).ref)
+            args, kwargs = same.args, same.kwargs
         metas = tuple(m and TensorMeta(tuple(its[d].length if d in its else n for d, n in enumerate(m.shape)), m.dtype)
                       for m, its in zip(op.outputs, outcome.pads, strict=True))
         new = replace(op, target=outcome.target or op.target, args=args, kwargs=kwargs, outputs=metas)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.roles import Role
 from autoshard.base.windows import hold_op
 from autoshard.padding.site import FillWhereMade, Outcome, Site
@@ -134,7 +134,7 @@ class Walk:
         for dim in [d for d in value.pads if d not in pads]:
             where_read = {name for name, _ in value.pads[dim].sources} <= {name for name, _ in self.read}
             value = site.cut(value, [dim], spills=op.target.role is not Role.USER and not where_read)
-        self.ops.append(replace(op, args=map_args(lambda leaf: value.ref if isinstance(leaf, Ref) else leaf, op.args)))
+        self.ops.append(op.reading(lambda _: value.ref))
 
     def put(self, op: Op, pads: Sequence[Mapping[int, Pad]]) -> None:
         """Add an op whose outputs have these pads."""

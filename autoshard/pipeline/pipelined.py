@@ -12,7 +12,7 @@ from autoshard.base.roles import Role
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import MeshError, PlanError, UsageError
-from autoshard.pipeline.action_lists.actions import ActionTable
+from autoshard.pipeline.action_lists.actions import COMPUTE, ActionTable
 from autoshard.pipeline.action_lists.check import check
 from autoshard.pipeline.action_lists.transfers import with_transfers
 from autoshard.pipeline.cutting.blocks import Blocks
@@ -22,6 +22,7 @@ from autoshard.pipeline.cutting.layout import starts_of
 from autoshard.pipeline.cutting.pinned import allowed, check_pinned
 from autoshard.pipeline.cutting.split import split_backward
 from autoshard.pipeline.playback import named_schedule, table_of
+from autoshard.pipeline.turns import CROSSING
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,7 @@ def pipelined(graph: Graph, mesh: Mesh, options: Pipeline, cluster: Cluster | No
                          f"{', '.join(blocks.names)}; use a shorter pipeline")
     made = cut(graph, _starts(blocks, options, table.stages, cluster), blocks)
     _check_loss(made)
+    _check_skips(made, table)
     found = replace(options, cuts=made.names, layout="", schedule=named_schedule(options), microbatches=graph.microbatches)
     return Pipelined(split_backward(made) if table.split_backward else made, table, mesh, found)
 
@@ -98,6 +100,16 @@ def _check_loss(made: Cut) -> None:
     shapes = [made.graph.meta(made.graph.outputs(Role.USER)[op.target].refs[0]).shape for op in made.graph.of_kind("tangent")]
     if len(shapes) != 1 or shapes[0]:
         raise UsageError("a pipeline needs the loss in the graph: one differentiable number; pass loss_fn=, or return {\"loss\": loss, ...}")
+
+
+def _check_skips(made: Cut, table: ActionTable) -> None:
+    """What skips stages arrives in the order in which it is sent: both ends must take micro-batches in one order."""
+    for hop in (h for h in made.hops if h.skips):
+        kinds = [kind for kind in COMPUTE if CROSSING.get(kind) == hop.window]
+        sent, taken = ([a.microbatch for a in table.ranks[table.rank_of[s]] if a.stage == s and a.kind in kinds] for s in (hop.source, hop.target))
+        if sent != taken:
+            raise UsageError(f"stage {hop.target} reads {hop.value} of stage {hop.source}, and the schedule runs micro-batches of one in the order "
+                             f"{sent} and of the other in the order {taken}; give both the same order")
 
 
 def stage_plan(plan: Plan, made: Pipelined, s: int) -> Plan:

@@ -29,10 +29,11 @@ def turns_of(table: ActionTable, stages: Sequence[Stage], rank: int) -> tuple[Tu
         for hop in _crossing(stages[action.stage].receives, action):
             if other(hop.source) != HERE and (hop.name, m) not in posted:
                 posted.add((hop.name, m))
-                yield Turn("post", action.stage, hop.window, m, hop.name, other(hop.source))
+                yield Turn("post", action.stage, hop.window, m, hop.name, other(hop.source), skips=hop.skips)
 
     def sends(action: Action, m: int) -> Iterator[Turn]:
-        return (Turn("send", action.stage, hop.window, m, hop.name, other(hop.target)) for hop in _crossing(stages[action.stage].sends, action))
+        return (Turn("send", action.stage, hop.window, m, hop.name, other(hop.target), skips=hop.skips)
+                for hop in _crossing(stages[action.stage].sends, action))
 
     def runs(action: Action, m: int) -> Iterator[Turn]:
         stage = stages[action.stage]

@@ -19,6 +19,8 @@ from autoshard.decide.least_seconds import Prices, least_run, least_step
 from autoshard.decide.options import Options, default_cluster, default_pipeline
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
+from autoshard.decide.program import formulate_within, with_starts
+from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.errors import InfeasibleError
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
@@ -109,8 +111,13 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
         return prices(replace(whole, graph=graph), on, short, clock=quiet, profile=profile, step=step)
 
     def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, within: float) -> Plan:
-        within = replace(short, memory_budget=min(within, AMPLE))
-        return decide(table(graph, on, wire, flying), within, clock=quiet, interruptible=False, finer=False, enough=ENOUGH)
+        asked, priced = replace(short, memory_budget=min(within, AMPLE)), table(graph, on, wire, flying)
+        program = None
+        if within >= AMPLE:  # plans by hand are starts for where little fits; the first greedy plan is there if time is short
+            with quiet("formulate"):
+                formulation = formulate_within(priced, AMPLE)
+                program = with_starts(formulation, asked.settings(graph.training, False), (next(iter(greedy_plans(formulation)))[1],))
+        return decide(priced, asked, clock=quiet, interruptible=False, finer=False, enough=ENOUGH, program=program)
 
     def run(graph: Graph, on: Mesh) -> tuple[float, float]:
         priced = table(graph, on, None)

@@ -40,7 +40,7 @@ class _Held:
     stages: Mapping[int, Keeping]
     between: dict[tuple[int, int], Window] = field(default_factory=dict)
     posted: dict[tuple[str, int], int] = field(default_factory=dict)
-    sent: dict[tuple[int, Window], deque[tuple[int, int, str]]] = field(default_factory=dict)
+    sent: dict[tuple[int, Window, bool], deque[tuple[int, int, str]]] = field(default_factory=dict)
     here: dict[tuple[str, int], tuple[int, int, str]] = field(default_factory=dict)
     kept: Bytes = field(default_factory=lambda: np.zeros(len(CATEGORIES)))
     passed: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def _send(held: _Held, turn: Turn) -> None:
     if turn.other == HERE:
         held.here[turn.value, turn.microbatch] = entry
         return
-    channel = held.sent.setdefault((turn.other, turn.window), deque())
-    while len(channel) >= UNDER_WAY:
+    channel = held.sent.setdefault((turn.other, turn.window, turn.skips), deque())
+    while not turn.skips and len(channel) >= UNDER_WAY:
         channel.popleft()
     channel.append(entry)

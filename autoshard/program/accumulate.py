@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from autoshard.base.graph import BACKWARD, Graph, Op, Ref, map_args
+from autoshard.base.graph import BACKWARD, Graph, Op, Ref
 from autoshard.base.roles import Role
 from autoshard.base.windows import BATCH_DIM, END, JOIN, JOIN_DIM, START, accumulate_op, hold_op
 from autoshard.program.flow import is_passing, narrowed, reduction_dtypes
@@ -49,7 +49,7 @@ def _with_holds(graph: Graph) -> Graph:
     ops: list[Op] = []
     for op in graph.ops:
         first = op.kind in ("param", "buffer") or op.name in early
-        ops.append(replace(op, phase=START) if first else _reading(op, held))
+        ops.append(replace(op, phase=START) if first else op.reading(lambda ref: held.get(ref, ref)))
         ref = Ref(op.name)
         if (op.kind == "param" and ref not in narrow or op.name in early) and graph.users.get(ref):
             held[ref] = Ref(f"held:{op.target if op.kind == 'param' else op.name}")
@@ -75,7 +75,7 @@ def _with_accumulators(graph: Graph) -> Graph:
     ends = {op.name for op in leaves} | late
     ops: list[Op] = []
     for op in graph.ops:
-        ops.append(replace(_reading(op, summed), phase=END) if op.name in ends else op)
+        ops.append(replace(op.reading(lambda ref: summed.get(ref, ref)), phase=END) if op.name in ends else op)
         ops += after.get(op.name, ())
     return replace(graph, ops=tuple(ops))
 
@@ -91,10 +91,3 @@ def _way(graph: Graph, leaf: Op, dtypes: Mapping[Ref, torch.dtype]) -> tuple[Ref
         casts.append(op.name)
         ref = op.refs[0]
     return ref, tuple(casts)
-
-
-def _reading(op: Op, instead: Mapping[Ref, Ref]) -> Op:
-    def read(leaf: object) -> object:
-        return instead.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
-
-    return replace(op, args=map_args(read, op.args), kwargs=tuple((k, map_args(read, v)) for k, v in op.kwargs))

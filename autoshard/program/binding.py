@@ -80,7 +80,8 @@ class Binding:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as e:
-            last = f"; with loss_fn the last positional argument is {self.target!r}" if self.target else ""
+            last = (f"; with loss_fn the last positional argument is {self.target!r}, in evaluation too. What you want of the predictions comes from "
+                    "loss_fn then, as a dict: {'loss': loss, 'correct': ...}") if self.target else ""
             raise UsageError(f"{self.model}.forward{_shown(signature)} does not take this call: {e}{last}") from None
         dense = any(p.kind is inspect.Parameter.VAR_POSITIONAL and bound.arguments.get(n) for n, p in self.forward.items())
         for name, parameter in self.forward.items():

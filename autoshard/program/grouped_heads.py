@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Graph, Op, Ref, map_args
+from autoshard.base.graph import Graph, Op, Ref
 
 aten = torch.ops.aten
 READS = {aten._scaled_dot_product_flash_attention_for_cpu.default: (1, 2), aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (2, 3)}
@@ -118,9 +118,5 @@ def _on_bases(op: Op, found: list[Repeated]) -> Op:
 
 
 def _replaced(graph: Graph, changed: Mapping[str, Op], same: Mapping[Ref, Ref]) -> Graph:
-    def now(leaf: Any) -> Any:
-        return same.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
-
     ops = (changed.get(op.name, op) for op in graph.ops)
-    return replace(graph, ops=tuple(replace(op, args=map_args(now, op.args), kwargs=tuple((k, map_args(now, v)) for k, v in op.kwargs))
-                                    if any(ref in same for ref in op.refs) else op for op in ops))
+    return replace(graph, ops=tuple(op.reading(lambda ref: same.get(ref, ref)) if any(ref in same for ref in op.refs) else op for op in ops))

@@ -3,10 +3,11 @@
     replicate  whole on every rank
     dtensor    a DTensor, split as the plan has it
     local      this rank's piece of that, a plain tensor
-    auto       replicate; but what a model returns beside a loss, logits for example, is a DTensor
+    auto       the default: replicate; but a large tensor that a model returns beside a loss, logits for example, is a DTensor
 
 Nobody who trains with the loss asks for the logits beside it, and to gather them may take longer than all else: 1 x 131,072 logits of a
-vocabulary of 128,256 are 34 GB. A DTensor that nobody reads costs nothing, and `full_tensor()` gathers one that somebody does.
+vocabulary of 128,256 are 34 GB. A DTensor that nobody reads costs nothing, and `full_tensor()` gathers one that somebody does. What is
+smaller than `LARGE` is whole: counts of right answers, logits of a few classes and of a first try come as from the model itself.
 """
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from autoshard.base.roles import Role
 from autoshard.errors import UsageError
 
 REPLICATE, DTENSOR, LOCAL, AUTO = "replicate", "dtensor", "local", "auto"
+DEFAULT = AUTO
 MODES = (AUTO, REPLICATE, DTENSOR, LOCAL)
+LARGE = 2**24
+"""Bytes from which "auto" leaves a tensor beside a loss split: gathering fewer takes less than a millisecond."""
 
 
 def check_modes(text: str) -> None:
@@ -35,12 +39,12 @@ def modes_of(graph: Graph, text: str) -> dict[int, str]:
     if len(words) != len(outputs) and not any(op.is_port for op in graph.ops):
         raise UsageError(f"outputs={text!r} names {len(words)} modes, and the model returns {len(outputs)} tensors; give one "
                          "for all, or one for each")
-    beside = _beside_a_loss(graph)
+    beside = {name for name in beside_a_loss(graph) if graph.meta(outputs[name].refs[0]).nbytes >= LARGE}
     found = {name: words[name if len(words) > name else -1] for name in outputs}
     return {name: (DTENSOR if name in beside else REPLICATE) if word == AUTO else word for name, word in found.items()}
 
 
-def _beside_a_loss(graph: Graph) -> frozenset[int]:
+def beside_a_loss(graph: Graph) -> frozenset[int]:
     """Outputs that nothing is differentiated by, where another one is a loss."""
     differentiated = {op.target: op.outputs[0] for op in graph.of_kind("tangent")}
     if graph.microbatches > 1 or any(op.is_port for op in graph.ops) or not any(not m.shape for m in differentiated.values()):

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import Graph, Op, Ref, TensorMeta
+from autoshard.program.apart.rewrite import with_parts_apart
 from autoshard.program.flow import gradients_at_once
 from autoshard.program.grouped_heads import with_grouped_heads
 from autoshard.program.tracing.tape import is_random
 
 aten = torch.ops.aten
+EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 
 
 def stats(graph: Graph) -> dict[str, int]:
@@ -28,7 +30,7 @@ def simplify(graph: Graph) -> Graph:
     """An equal graph with fewer ops, the last of every gradient as soon as it can be. Names, phases and source lines of the ops
     that stay are kept. Sharing equal ops and dropping dead ones can free a view for a fold, so passes run until one finds nothing:
     simplifying twice must not give another graph, or a plan of the one would not fit the other."""
-    while (smaller := with_grouped_heads(_one_pass(graph))).ops != graph.ops:
+    while (smaller := with_parts_apart(with_grouped_heads(_one_pass(graph)))).ops != graph.ops:
         graph = smaller
     return gradients_at_once(smaller)
 
@@ -74,13 +76,7 @@ class _State:
         self.ops[op.name] = op
 
     def _renamed(self, op: Op) -> Op:
-        if not any(r in self.same for r in op.refs):
-            return op
-
-        def now(leaf: Any) -> Any:
-            return self.same.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
-
-        return replace(op, args=map_args(now, op.args), kwargs=tuple((k, map_args(now, v)) for k, v in op.kwargs))
+        return op.reading(lambda ref: self.same.get(ref, ref)) if any(r in self.same for r in op.refs) else op
 
 
 Fold = Callable[[Op, _State], "Op | Ref"]
@@ -193,6 +189,30 @@ def _strided_scatter(op: Op, state: _State) -> Op | Ref:
     return _view(replace(op, target=aten.view.default, args=(src, op.outputs[0].shape)), state)
 
 
+def _filled(op: Op, state: _State) -> Op | Ref:
+    """An empty tensor that is filled piece by piece along one dim: the pieces put together."""
+    at: Op | None = op
+    out = op.outputs[0]
+    pieces: dict[int, Any] = {}
+    dims: set[int] = set()
+    while at is not None and at.target is aten.slice_scatter.default:
+        into, piece, dim, start, _, step = (*at.args, *(0, None, None, 1)[len(at.args) - 2:])
+        start = start or 0
+        if step != 1 or start in pieces or state.meta(piece).dtype != out.dtype:
+            return op
+        pieces[start] = piece
+        dims.add(dim % out.ndim)
+        at = state.maker(into, aten.slice_scatter.default, *EMPTY)
+    dim, end = dims.pop(), 0
+    for start in sorted(pieces):
+        if start != end:
+            return op
+        end += state.meta(pieces[start]).shape[dim]
+    if at is None or dims or end != out.shape[dim]:
+        return op
+    return replace(op, target=aten.cat.default, args=(tuple(pieces[start] for start in sorted(pieces)), dim), kwargs=())
+
+
 def _in_order(size: tuple[int, ...], stride: tuple[int, ...], numel: int) -> bool:
     """Whether a strided view is all of a contiguous tensor of `numel` elements, in order."""
     seen = 1
@@ -222,6 +242,7 @@ FOLDS: Mapping[Any, Fold] = {
     aten.conj_physical.default: _conjugate,
     aten.pow.Tensor_Scalar: _power,
     aten.copy.default: _copy,
+    aten.slice_scatter.default: _filled,
     aten.as_strided.default: _strided,
     aten.as_strided_scatter.default: _strided_scatter,
     aten.native_batch_norm_backward.default: _batch_norm_backward,

@@ -15,8 +15,10 @@ from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
 from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.calling import Traced
+from autoshard.program.known_ranges import with_known_ranges
 from autoshard.program.opaque.opaque_probe import CannotRunWhole
 from autoshard.program.simplify import simplify
+from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.one_trace import OneTrace
 from autoshard.program.tracing.survey import ReadsData, Survey
 from autoshard.rules.factors import factor_graph
@@ -29,7 +31,8 @@ MODES = ("eager", "compiling", "exporting")
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
           precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False,
-          raw: bool = False, stored: Mapping[str, TensorMeta] | None = None, expert_capacity: float = EXPERT_CAPACITY) -> Traced:
+          raw: bool = False, stored: Mapping[str, TensorMeta] | None = None, expert_capacity: float = EXPERT_CAPACITY,
+          any_size: AnySize | None = None) -> Traced:
     """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`, to its canonical graph: simplified, with the factors and
     parts of every dim (`stored`: parameters that have theirs already); `raw`: as it was recorded. Arguments are bound as Python does; the
     target may also be given by the name that only `loss_fn` has.
@@ -40,7 +43,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     for the forward. `marks` (glob over module paths -> seed text) hold what leaves these modules as
     `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
     `hooks_run`: gradient hooks of parameters run outside of the graph, as those of a compiled module do; else they are refused.
-    `expert_capacity`: see experts/ops.py.
+    `expert_capacity`: see experts/ops.py. `any_size`: see tracing/any_size.py.
     `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see program/opaque/opaque.py).
 
     Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for
@@ -54,10 +57,16 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     def run(whole: Collection[str], survey: Survey | None = None, mode: str = MODES[-1]) -> Traced:
         with torch.random.fork_rng(devices=()):
             return OneTrace(model, args, kwargs or {}, loss_fn, training, precision, marks or {}, whole, survey,
-                            mode=mode, hooks_run=hooks_run, expert_capacity=expert_capacity).traced()
+                            mode=mode, hooks_run=hooks_run, expert_capacity=expert_capacity, any_size=any_size).traced()
 
-    found = _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
-    return found if raw else Traced(_with_idle(with_parts(factor_graph(simplify(found.graph)), stored), model), found.calling)
+    if any_size is not None:  # as most models are traced; a program that is not the same is no use, so nothing else is tried
+        found = run((), mode=MODES[0])
+    else:
+        found = _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
+    if raw:
+        return found
+    graph = simplify(with_known_ranges(found.graph, found.calling.constants))
+    return Traced(_with_idle(with_parts(factor_graph(graph), stored), model), found.calling)
 
 
 def _with_idle(graph: Graph, model: nn.Module) -> Graph:

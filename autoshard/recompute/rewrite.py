@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from autoshard.base.graph import KEPT, Graph, Op, Ref, map_args
+from autoshard.base.graph import KEPT, Graph, Op, Ref
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.program.tracing.tape import is_random
 from autoshard.rules import registry
@@ -81,10 +81,7 @@ class _Rewrite:
 
     def _renamed(self, op: Op) -> Op:
         """The op, reading second ops where they exist."""
-        def read(leaf: object) -> object:
-            return Ref(self.again[leaf.op], leaf.index) if isinstance(leaf, Ref) and leaf.op in self.again else leaf
-
-        return replace(op, args=map_args(read, op.args), kwargs=tuple((k, map_args(read, v)) for k, v in op.kwargs))
+        return op.reading(lambda ref: replace(ref, op=self.again.get(ref.op, ref.op)))
 
     def _make(self, name: str) -> None:
         """Write the second op of `name`, and all it needs, deepest first; without recursion, chains may be long."""

@@ -56,14 +56,20 @@ def _row(p: Point) -> list[Any]:
             "; ".join(p.caches)]
 
 
+OTHERWISE = {"relaid_s": "caches that lie otherwise during the prompt and are redistributed once",
+             "twice_s": "weights stored twice, once for each phase, and caches redistributed once"}
+
+
 def sentences(serving: Serving, picked: Point | None) -> list[str]:
     """What the table does not say."""
     out = []
     if serving.planned:
         out.append(f"largest batch of these that fits: {serving.largest}; more than {serving.most} never fit")
-    relaid = [p for p in serving.planned if p.phases and p.phases.relaid_s is not None and p.phases.relaid_s < p.phases.request_s]
-    out += [f"batch {p.batch}: caches that lie otherwise during the prompt and are redistributed once would make a request "
-            f"{quantities.seconds(p.phases.relaid_s)} instead of {quantities.seconds(p.phases.request_s)}" for p in relaid if p.phases]
+    for p in serving.planned:
+        for name, would in OTHERWISE.items():
+            if (seconds := getattr(p.phases, name)) is not None and seconds < p.phases.request_s:
+                out.append(f"batch {p.batch}: {would} would make a request {quantities.seconds(seconds)} instead of "
+                           f"{quantities.seconds(p.phases.request_s)}")
     out += [f"why: {p.why}" for p in serving.points if p.phases is None][:1]
     if picked is not None and picked.phases is not None:
         out += [f"picked: batch {picked.batch}, {quantities.seconds(picked.token_s)} a token, first token after "

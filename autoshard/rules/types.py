@@ -114,6 +114,8 @@ class Rule:
     sizes    schema argument name -> "out0" / "in1": that argument is replaced by the local tensor shape.
     flops    (call, local input shapes, local output shapes) -> FLOP; shapes are per logical dim and may
              hold numpy arrays (one entry per strategy); None: 0.
+    moved    (call, local input shapes, local output shapes) -> bytes that kernels of the local implementation read and write beside the op's own
+             inputs and outputs, one kernel after the other; None: 0.
     private  outputs that only mean something to the gradient of the op, on the rank that made them: they are never redistributed.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
@@ -126,6 +128,7 @@ class Rule:
     local: LocalImpl | None = None
     sizes: tuple[tuple[str, str], ...] = ()
     flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
+    moved: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
     private: tuple[int, ...] = ()
     takes: Callable[[Call, Sequence[Spec], tuple[int, ...]], bool] | None = None

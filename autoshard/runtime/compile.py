@@ -61,6 +61,13 @@ class Settings:
     key: str = ""
     keep: Keep | None = None
 
+    @property
+    def tracing(self) -> dict[str, Any]:
+        """How the model is traced."""
+        options = self.options
+        return {"loss_fn": self.loss_fn, "precision": options.precision, "marks": options.marks, "fallback": options.fallback,
+                "expert_capacity": options.expert_capacity, "pad": options.pad, "hooks_run": True}
+
 
 @dataclass(frozen=True, eq=False)
 class Variant:

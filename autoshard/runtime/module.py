@@ -21,12 +21,13 @@ from autoshard.errors import AutoshardError, UsageError
 from autoshard.pipeline.microbatches import batch
 from autoshard.program.binding import Binding, leaf_key
 from autoshard.program.calling import Traced
+from autoshard.runtime.between.variants import Variants
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.guidance import HOOKS, Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.microbatches import check_pieces
 from autoshard.runtime.params.module_shells import hand_on, plain_attributes, shell
-from autoshard.runtime.params.stored import Stored
+from autoshard.runtime.params.stored import Stored, check_own_piece
 from autoshard.runtime.params.update import watch_fused
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.agreement_facts import call_facts, in_words, inputs_in_words
@@ -71,6 +72,7 @@ class CompiledModule(Guidance, nn.Module):
         self._told = self.place.pulse.told if self.place.mesh.size > 1 else [0]
         self._recipes: dict[Any, list[Any]] = {}
         self._searched: tuple[Known, ...] = ()
+        self._lowered = Variants(self.place, self.settings)
         self._wraps = self.place.device_mesh is not None
         self._accumulating = self._agreed = False
         self._pending: dict[Step, list[torch.Tensor]] = {}
@@ -193,15 +195,17 @@ class CompiledModule(Guidance, nn.Module):
         self._steps[key], self._recipes[key] = self._steps.pop(key), self._recipes.pop(key)
         return self._steps[key]
 
-    def _remember(self, key: Any, step: Step, stand_ins: list[Any], took: tuple[float, float]) -> None:
+    def _remember(self, key: Any, step: Step, stand_ins: list[Any], took: tuple[float, float]) -> Step:
         """Keep a new variant, and forget those used longest ago where there are too many. `took`: seconds to trace, and for the rest."""
         self._steps[key], self._recipes[key], self._latest = step, stand_ins, (key, step)
-        if step.plan.status != KEPT:
+        if step.status != KEPT and all(known.graph is not step.graph for known in self._searched):
             self._searched = (*self._searched, Known(step.plan, step.graph))[-MOST_SEARCHED:]
         for oldest in list(self._steps)[:-self.options.running.variants]:
             del self._steps[oldest], self._recipes[oldest]
         log.info("variant %d of at most %d for inputs %s: traced in %.2f s; planned (%s), lowered and bound in %.2f s", len(self._steps),
-                 self.options.running.variants, inputs_in_words(key), took[0], step.plan.status, took[1])
+                 self.options.running.variants, inputs_in_words(key), took[0], step.status, took[1])
+        self._lowered.add(key, stand_ins, step)
+        return step
 
     def _build(self, key: Any, flat: list[Any], replan: bool = False) -> Step:
         alone(self.place, lambda: self._refuse_autocast(key[0][1]))
@@ -210,30 +214,29 @@ class CompiledModule(Guidance, nn.Module):
                      "training" if torch.is_grad_enabled() else "inference")
         given = iter(key[-1])
         stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
-        args, kwargs = pytree.tree_unflatten(stand_ins, key[1])
         self._sync_modes()
         begin = time.perf_counter()
-        how = {"loss_fn": self.settings.loss_fn, "precision": self.options.precision, "marks": self.options.marks, "fallback": self.options.fallback,
-               "expert_capacity": self.options.expert_capacity, "pad": self.options.pad, "hooks_run": True,
-               "stored": {} if replan else self._stored.metas}
-        traced = alone(self.place, lambda: batch.traced(self._program, args, kwargs, self.options.pipeline, self.place.mesh, **how))
+        if not replan and (step := self._lowered.between(key, stand_ins, self._searched, self._traced)) is not None:
+            return self._remember(key, step, stand_ins, (0.0, time.perf_counter() - begin))
+        traced = alone(self.place, lambda: self._traced(key[1], stand_ins, stored={} if replan else self._stored.metas))
         alone(self.place, lambda: check_pieces(traced.graph, [v for v in flat if isinstance(v, torch.Tensor)]))
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         there = time.perf_counter()
         step = self.settings.build(self._variant(traced, fixed, replan))
-        self._remember(key, step, stand_ins, (there - begin, time.perf_counter() - there))
-        return step
+        return self._remember(key, step, stand_ins, (there - begin, time.perf_counter() - there))
+
+    def _traced(self, tree: Any, leaves: Sequence[Any], **more: Any) -> Traced:
+        how = {**self.settings.tracing, "stored": self._stored.metas, **more}
+        return batch.traced(self._program, *pytree.tree_unflatten(leaves, tree), self.options.pipeline, self.place.mesh, **how)
 
     def _facts(self, key: Any) -> dict[str, str]:
         return call_facts(self._program, self.settings, key, self._told[0] + 1, first=not self._steps)
 
     def name_who_left(self, e: Exception) -> None:
         """Where a collective fails (with `e`) because a rank does not come: raises AutoshardError, which says which one and why, if
-        that rank told."""
-        left = self.place.pulse.who_left() if self.place.mesh.size > 1 else ""
-        if left:
-            raise AutoshardError(f"{left}: the others ran a variant of the model that they had. Every rank must call the model with inputs of "
-                                 "the same shapes and dtypes, the last batch too") from e
+        that rank told, or its process is known to be gone."""
+        if self.place.mesh.size > 1:
+            self.place.pulse.blame(e)
 
     def _compare_inputs(self, key: Any, tensors: list[torch.Tensor]) -> None:
         names = [n for n, leaf in zip(self._binding.names(key[1]), key[2], strict=True) if isinstance(leaf[0], tuple)]
@@ -329,6 +332,7 @@ class CompiledModule(Guidance, nn.Module):
             step = self._enter(key, flat, replan=True)
         self._stored.move(step.plan.placements, optimizer, step.graph)
         self._steps, self._recipes, self._searched = {key: step}, {key: flat}, (Known(step.plan, step.graph),)
+        self._lowered = Variants(self.place, self.settings)
         return step.plan
 
     # --- random numbers ---
@@ -359,6 +363,8 @@ class CompiledModule(Guidance, nn.Module):
 
     def _as_stored(self, name: str, value: Any) -> Any:
         mine = dict(self.named_parameters(remove_duplicate=False)).get(name, dict(self.named_buffers(remove_duplicate=False)).get(name))
+        if isinstance(mine, DTensor) and isinstance(value, DTensor):
+            check_own_piece(name, value, mine)
         if not isinstance(mine, DTensor) or isinstance(value, DTensor) or value.shape != mine.shape:
             return value
         return self._stored.as_dtensor(mine, value)

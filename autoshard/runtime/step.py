@@ -119,13 +119,21 @@ class Step:
 
     def on(self, stored: Stored) -> "Step":
         """The same program with other tensors."""
-        return type(self)(self.graph, self.calling, self.plan, self.lowered, self.place, stored, self.backend, self.outputs, self.given)
+        return self._made(stored, self.backend)
 
     def run_by(self, backend: Backend) -> "Step":
         """The same program on the same tensors, run by another backend."""
-        made = type(self)(self.graph, self.calling, self.plan, self.lowered, self.place, self.stored, backend, self.outputs, self.given)
+        made = self._made(self.stored, backend)
         made.calls = self.calls
         return made
+
+    def _made(self, stored: Stored, backend: Backend) -> "Step":
+        return type(self)(self.graph, self.calling, self.plan, self.lowered, self.place, stored, backend, self.outputs, self.given)
+
+    @property
+    def status(self) -> str:
+        """Of the plan."""
+        return self.plan.status
 
     # --- forward ---
 

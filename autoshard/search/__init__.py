@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,11 @@ from autoshard.search.problem import Edge, Intervals, Items, Problem, Solution, 
 from autoshard.search.routes.auto import search_auto, search_local, search_mip
 from autoshard.search.routes.brute import search_brute
 
-__all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "improve", "solve"]
+if TYPE_CHECKING:
+    from autoshard.search.routes.neighbourhoods import Neighbourhoods
+
+__all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "improve", "mix",
+           "neighbourhoods_of", "solve"]
 
 BACKENDS: dict[str, Callable[..., None]] = {
     "auto": search_auto,
@@ -29,17 +34,40 @@ BACKENDS: dict[str, Callable[..., None]] = {
 }
 
 
-def improve(problem: Problem, start: np.ndarray, clock: Clock, progress: Progress | None = None) -> tuple[np.ndarray, float] | None:
+def improve(problem: Problem, start: np.ndarray, clock: Clock, progress: Progress | None = None,
+            wide: bool = False, known: Neighbourhoods | None = None) -> tuple[np.ndarray, float] | None:
     """`start` made cheaper, neighbourhood by neighbourhood, until none is cheaper or `clock` is over; with its cost. There is no bound.
-    None where `start` is not feasible. Raises ProblemError for a malformed problem."""
-    from autoshard.search.routes.neighbourhoods import improve as by_neighbourhoods  # loads what only this needs
+    None where `start` is not feasible. `wide`: neighbourhoods of more nodes, which take longer. `known`: `neighbourhoods_of(problem)`, for calls
+    that share what they compute. Raises ProblemError for a malformed problem."""
+    from autoshard.search.routes import neighbourhoods  # loads what only this needs
 
-    board = Board(problem, clock, progress)
-    board.offer(np.asarray(start), "incumbent")
+    nodes = neighbourhoods.WIDE if wide else neighbourhoods.NODES
+    return _from([start], Board(problem, clock, progress), lambda board: neighbourhoods.improve(board, nodes, known))
+
+
+def neighbourhoods_of(problem: Problem) -> Neighbourhoods:
+    """What several calls of `improve` for one problem share."""
+    from autoshard.search.routes import neighbourhoods  # loads what only this needs
+
+    return neighbourhoods.Neighbourhoods(problem)
+
+
+def mix(problem: Problem, choices: Sequence[np.ndarray], clock: Clock, progress: Progress | None = None) -> tuple[np.ndarray, float] | None:
+    """The cheapest mixture of `choices`, in which every node does what it does in one of them, with its cost. There is no bound. It is the
+    cheapest of them where that is not found in time, and None where none is feasible. Raises ProblemError for a malformed problem."""
+    from autoshard.search.routes.mixture import mix as mix_on  # loads what only this needs
+
+    return _from(choices, Board(problem, clock, progress), lambda board: mix_on(board, choices))
+
+
+def _from(known: Sequence[np.ndarray], board: Board, route: Callable[[Board], None]) -> tuple[np.ndarray, float] | None:
+    """What a route without a bound makes of known choices."""
+    for choice in known:
+        board.offer(np.asarray(choice), "incumbent")
     if board.choice is None:
         return None
     with settled_heap():
-        by_neighbourhoods(board)
+        route(board)
     return board.choice, board.cost
 
 

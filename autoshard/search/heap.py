@@ -14,7 +14,7 @@ def settled_heap() -> Iterator[None]:
     often: that took a fifth of the time of reductions, and of tracing. Objects made here are still collected, for a table and its transpose
     know each other. Nothing happens where the caller has settings of its own."""
     before = gc.get_threshold()
-    if gc.get_freeze_count() or not gc.isenabled() or before[0] > OBJECTS:
+    if before[0] >= OBJECTS or not gc.isenabled() or gc.get_freeze_count():  # the last goes through all that is frozen
         yield
         return
     gc.freeze()

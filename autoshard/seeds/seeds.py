@@ -132,7 +132,7 @@ class _Found:
         if stored or key not in self.graph.by_name or self.graph.op(key).kind != "call":
             return len(stored)
         value = Ref(key)
-        allowed = self.allowed(text, self.graph.meta(value), key, origin)
+        allowed = self.allowed(text, self.graph.meta(value), self.graph.op(key).where, origin)
         for reader, index in self.graph.users.get(value, ()):
             if self.graph.op(reader).phase == self.graph.op(key).phase:
                 self._narrow(self.reads, (reader, index), allowed, key, origin)

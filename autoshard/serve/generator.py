@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from transformers.utils import ModelOutput
 from autoshard.base.plan import Plan
 from autoshard.errors import UsageError
 from autoshard.runtime.module import CompiledModule
-from autoshard.serve.agreement import begin_together, check_tokens
+from autoshard.serve.agreement import Turns
 from autoshard.serve.cached_model import CachedModel, Caches, Masks
 from autoshard.serve.layers import Rows
 from autoshard.serve.phases import Phases
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+OWN_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "custom_generate")
+"""Arguments of `generate` that run code of the user's."""
 RECURRENT = ("linear_attention", "conv")
 """Kinds of layers whose mask only says what is padding."""
 
@@ -48,7 +51,8 @@ class Generator:
     phases: Phases | None
     _dtype: torch.dtype
     _seen: Counted | None = None
-    _prompt: tuple[int, ...] | None = None
+    _turns: Turns | None = None
+    _settings: dict[str, Any]
 
     @property
     def plan(self) -> Plan | None:
@@ -65,17 +69,18 @@ class Generator:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' `generate`, on every rank with the same arguments; all ranks draw the random numbers of the first one."""
-        given = next((t for t in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if isinstance(t, torch.Tensor)), None)
-        self._prompt = None if given is None else tuple(given.shape)
-        with self.compiled.in_step():
-            made = super().generate(*args, **kwargs)
-        check_tokens(self.compiled.place, getattr(made, "sequences", made), self._patience)
+        given = signature(super().generate).bind_partial(*args, **kwargs).arguments
+        ids = given.get("inputs", kwargs.get("input_ids"))
+        self._settings = {"input_shape": tuple(ids.shape)} if isinstance(ids, torch.Tensor) else {}
+        turns = Turns(self.compiled.place, self.compiled.options.running.timeout, any(given.get(name) not in (None, []) for name in OWN_CODE))
+        before, self._turns = self._turns, turns
+        try:
+            with self.compiled.in_step(), turns:
+                made = super().generate(*args, **kwargs)
+        finally:
+            self._turns = before
+        turns.compare(getattr(made, "sequences", made))
         return made
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that ranks wait for one another."""
-        return self.compiled.options.running.timeout
 
     def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> None:
         if generation_mode not in MODES:
@@ -97,11 +102,14 @@ class Generator:
         elif given is not self._seen:
             raise UsageError(f"{name} is a {type(given).__name__} that does not count what is in the caches now; leave it out, or pass the "
                              "one that the last generate(return_dict_in_generate=True) returned")
-        facts = {"cached_tokens": self._seen.get_seq_length(), "input_shape": self._prompt or batch_size, "max_length": max_cache_length + 1}
-        begin_together(self.compiled.place, generation_config, facts, self._patience)
+        self._settings |= {name: value for name, value in vars(generation_config).items() if not name.startswith("_")}
+        self._settings |= {"cached_tokens": self._seen.get_seq_length(), "batch_size": batch_size, "max_length": max_cache_length + 1}
 
     def _valid_auto_compile_criteria(self, model_kwargs: Any, generation_config: Any) -> bool:
         return False
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        return not this_peer_finished if self._turns is None else self._turns.go_on(not this_peer_finished)
 
     def _run(self, input_ids: torch.Tensor, attention_mask: Masks, position_ids: torch.Tensor | None, seen: Cache) -> Any:
         """One call of the compiled model, after which `new` more tokens are in the caches."""
@@ -112,8 +120,9 @@ class Generator:
                              "batch (num_return_sequences counts too)")
         if self.caches.has_rows and start + new > self.caches.length:
             raise UsageError(f"{new} more tokens after {start} outgrow the caches, which hold {self.caches.length}; give a larger max_cache_len")
+        inputs = step_inputs(self.caches, input_ids, position_ids, start, attention_mask)
         with torch.no_grad():
-            logits = self.compiled(*step_inputs(self.caches, input_ids, position_ids, start, attention_mask))
+            logits = self.compiled(*inputs) if self._turns is None else self._turns.in_model(lambda: self.compiled(*inputs), self._settings)
         seen.add(new)
         return Output(logits=logits, **{self.caches.argument: seen})
 

@@ -85,7 +85,7 @@ class Point:
             out |= {"first_token_s": self.first_s, "token_s": self.token_s, "request_s": p.request_s, "bound_s": p.bound_s, "gap": p.gap,
                     "tokens_per_s_and_device": self.rate, "cache_bytes": self.cache_bytes, "whole_cache_bytes": self.whole_bytes,
                     "memory_bytes": p.memory, "caches": list(self.caches), "decides": p.decides, "best": self.best, "relaid_s": p.relaid_s,
-                    "prompt": p.prompt.kind, "token": p.token.kind, "status": [p.prompt.status, p.token.status]}
+                    "twice_s": p.twice_s, "prompt": p.prompt.kind, "token": p.token.kind, "status": [p.prompt.status, p.token.status]}
         return out
 
 

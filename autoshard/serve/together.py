@@ -36,7 +36,7 @@ def plan_together(decoder: Decoder, mesh: Any, workload: Workload, given: Mappin
 
 
 def _text(phases: Phases) -> str:
-    numbers = {name: getattr(phases, name) for name in ("steps", "decides", "bound_s", "relaid_s")}
+    numbers = {name: getattr(phases, name) for name in ("steps", "decides", "bound_s", "relaid_s", "twice_s")}
     return json.dumps({**numbers, "prompt": phases.prompt.to_json(), "token": phases.token.to_json()})
 
 

@@ -35,7 +35,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
            loss_fn: Callable[..., Any] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
            plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
            tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
-           memory_budget: str | float | None = None, inputs: str = "global", outputs: str = "replicate", fallback: str = "error",
+           memory_budget: str | float | None = None, inputs: str = "global", outputs: str = "auto", fallback: str = "error",
            expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", time_limit: float = 60.0,
            precision: Precision | None = None, pipeline: Pipeline | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
            progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:

@@ -3,7 +3,9 @@ the same model."""
 import argparse
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks"), str(Path(__file__).resolve().parents[1] / "dist")]
 
 from about import about, line, markdown  # noqa: E402
-from contenders import contender  # noqa: E402
+from contenders import contender, ddp_plan, subject  # noqa: E402
 from harness import on_ranks  # noqa: E402
 from results import Row, verdict  # noqa: E402
 from search_scaling import slope  # noqa: E402
@@ -34,6 +36,18 @@ def test_the_plan_to_beat_is_the_fastest_of_the_same_model():
 
 def test_one_process_is_to_beat_where_no_plan_by_hand_is_the_same_model():
     assert "one" in verdict([row("one", 0.9, 0.0), row("auto", 1.0, 1e-7), row("ddp", 0.8, 0.1)])[0]
+
+
+def test_ddps_layout_beside_ddp() -> None:
+    """Its ratio comes from rounds of the same minute, and its plan moves nothing but the loss and whole gradients."""
+    found = [replace(row(name, s, 1e-7), rounds=[s, s]) for name, s in (("ddp", 1.0), ("auto-ddp", 1.25))]
+    assert verdict(found) == ["auto-ddp / ddp: 1.250 [1.250, 1.250]"] and verdict(found[:1]) == []
+    model, batch, loss = subject("mlp", "small", 16)
+    options, mesh = argparse.Namespace(cluster="cpu-gloo"), SimpleNamespace(mesh_dim_names=("d",), shape=(2,))
+    plan = ddp_plan(model, batch, loss, mesh, options)
+    gradients = {c.op for c in plan.collectives if c.op.startswith("grad:")}
+    assert gradients == {f"grad:{name}" for name, _ in model.named_parameters()}
+    assert {c.kind for c in plan.collectives} == {"all_reduce"} and sum(c.nbytes for c in plan.collectives if c.op not in gradients) <= 8
 
 
 def test_slope_of_a_power():

@@ -35,7 +35,7 @@ def test_a_mesh_of_another_size_is_refused_before_waiting_for_peers(monkeypatch,
         monkeypatch.setenv(key, value)
     start = time.monotonic()
     assert "mesh dp=3 has 3 ranks, but 2 processes run" in refused(monkeypatch, capsys, "-o", tmp_path / "x.toml", "--mesh", "dp=3")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50, "a peer is waited for 60 s"
 
 
 @pytest.mark.parametrize("world, local, mesh", [("1", "1", "local=1"), ("8", "8", "local=8"), ("16", "8", "node=2,local=8")])

@@ -53,7 +53,7 @@ def test_rows_go_where_counts_say():
 
 def test_a_call_of_rows_counts_those_of_an_even_load():
     kind = RUN["all_to_all_rows"]
-    assert kind.call_bytes((None, None, 20, 7, "group"), torch.zeros(9, 3), torch.zeros(20, 3)) == 7 * 3 * 4
+    assert kind.call_bytes((None, None, 20, "layer", 7, "group"), torch.zeros(9, 3), torch.zeros(20, 3)) == 7 * 3 * 4
     assert RUN["all_to_all"].call_bytes((), torch.zeros(9, 3), torch.zeros(9, 3)) == 9 * 3 * 4
 
 

@@ -72,7 +72,7 @@ def test_a_plan_gives_its_options_back(names: tuple[str, ...]) -> None:
 
 
 def test_what_is_recorded() -> None:
-    plain = {"optimizer": "adamw", "training": True, "loss_in_graph": True, "inputs": "global", "outputs": "replicate", "precision": None}
+    plain = {"optimizer": "adamw", "training": True, "loss_in_graph": True, "inputs": "global", "outputs": "auto", "precision": None}
     assert Options().settings(True, True) == plain
     assert Options(**RECORDED).settings(True, False) == {
         "fallback": "replicate", "offload": "optimizer", "optimizer": "sgd", "training": True, "loss_in_graph": False, "inputs": "local",

@@ -3,7 +3,8 @@
     python endings.py FOLDER
 
 Prints as JSON, per program, what each rank ended with: its status, gloo's worker threads that were left just before the interpreter
-shut down, and the end of what it said. Ranks are forks of this process, which has imported everything, and end as scripts do.
+shut down, and the end of what it said. Ranks are forks of this process, which has imported everything, and end as scripts do; the programs
+of one way run at the same time.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import json
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -91,6 +93,16 @@ def burn(parent: int) -> int:
     return pid or os._exit(0)
 
 
+def folders_for(count: int, within: Path) -> list[Path]:
+    """New folders, each named by a free port of its own."""
+    with ExitStack() as held:
+        servers = [held.enter_context(socket.create_server(("localhost", 0))) for _ in range(count)]
+        folders = [within / f"{s.getsockname()[1]}-{i}" for i, s in enumerate(servers)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return folders
+
+
 def main() -> None:
     torch.set_num_threads(1)
     model, x, y = subject()
@@ -98,11 +110,11 @@ def main() -> None:
     found, parent = {}, os.getpid()
     busy = [burn(parent) for _ in range(2)]
     for way in WAYS:
-        for order in ORDERS if way != "one rank" else ORDERS[::3]:
-            with socket.create_server(("localhost", 0)) as s:
-                folder = Path(sys.argv[1], f"{s.getsockname()[1]}-{len(found)}")
-            folder.mkdir()
-            ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks(way, order, folder, plan)]
+        orders = ORDERS if way != "one rank" else ORDERS[::3]
+        folders = folders_for(len(orders), Path(sys.argv[1], way.replace(" ", "-")))
+        started = [ranks(way, order, folder, plan) for order, folder in zip(orders, folders, strict=True)]
+        for order, folder, pids in zip(orders, folders, started, strict=True):
+            ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
             found[f"{way}: {order}"] = [
                 (status, int(Path(folder, f"left{r}").read_text()) if Path(folder, f"left{r}").exists() else -1, Path(folder, f"said{r}").read_text()[-2000:])
                 for r, status in enumerate(ended)]

@@ -9,32 +9,42 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-SPAWN, FORK_SERVER = (multiprocessing.get_context(way) for way in ("spawn", "forkserver"))
-FORK_SERVER.set_forkserver_preload(["autoshard", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor"])
+FORKS = multiprocessing.get_context("forkserver")
+SERVERS = [forkserver.ForkServer() for _ in range(2)]
+"""They have done the imports, which saves seconds for each rank. They hash otherwise than each other, and so do the first rank and the
+rest: a program that depends on the order of a set is still found."""
+for server in SERVERS:
+    server.set_forkserver_preload(["autoshard.api", "autoshard.seeds.marks", "autoshard.runtime.inputs", "autoshard.verification.check", "torch._dynamo",
+                                   "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor"])
 
 
 def on_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
     """`fn(*args)` in each of `world` processes of one process group; its results by rank. `fn` is a module-level
-    function. Fails with the first traceback, or when time is up.
-
-    The first rank is a process from scratch. The others are forks of one that has done their imports, which saves seconds for each; they hash
-    otherwise than the first one, so a program that depends on the order of a set is still found."""
+    function. Fails with the first traceback, or when time is up."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [(FORK_SERVER if r else SPAWN).Process(target=_rank, args=(r, world, folder, fn, args)) for r in range(world)]
-        for p in ranks:
-            p.start()
+        ranks = [started(r, _rank, r, world, folder, fn, args) for r in range(world)]
         failed = _join(ranks, time.monotonic() + timeout)
         texts = [Path(folder, f"error{r}").read_text() for r in range(world) if Path(folder, f"error{r}").exists()]
         if texts or failed:
             raise AssertionError("\n".join(texts) or f"processes ended with {failed} and no message")
         return [pickle.loads(Path(folder, f"result{r}").read_bytes()) for r in range(world)]
+
+
+def started(rank: int, target: Callable[..., None], *args: Any) -> Any:
+    """The process of a rank, which calls `target(*args)`."""
+    process = FORKS.Process(target=target, args=args, daemon=True)
+    with mock.patch.object(forkserver, "connect_to_new_process", SERVERS[min(rank, 1)].connect_to_new_process):
+        process.start()
+    return process
 
 
 def _join(ranks: list[Any], deadline: float) -> list[Any]:

@@ -153,7 +153,7 @@ def _as_planned(compiled: Any, sent: list[tuple[Message, int]]) -> bool:
     rank_of = {s.index: s.rank for s in plan.stages}
     planned = Counter((t["value"], m, rank_of[t["from"]], rank_of[t["to"]], t["window"], t["nbytes"]) for t in plan.pipeline["transfers"]
                       if rank_of[t["from"]] == me != rank_of[t["to"]] for m in range(plan.pipeline["microbatches"]))
-    found = [(m.value, m.microbatch, m.source, m.target, m.channel, n) for m, n in sent if m.channel != "step"]
+    found = [(m.value, m.microbatch, m.source, m.target, m.channel.split()[0], n) for m, n in sent if m.channel != "step"]
     by_value: dict[str, list[int]] = {}
     for value, m, *_ in found:
         by_value.setdefault(value, []).append(m)

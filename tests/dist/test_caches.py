@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -80,7 +83,36 @@ def goes_on(how: str, folder: str) -> None:
     assert_near(f"{how}: after loading", model(*call), copy.deepcopy(alone)(*call), 1e-9)
 
 
+class Functional(nn.Module):
+    """Attention over keys that come in and go out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = keys.index_copy(1, position, self.project(x))
+        return nn.functional.scaled_dot_product_attention(x, keys, keys), keys
+
+
+@torch.no_grad()
+def as_arguments() -> None:
+    """A cache that is an argument stays a DTensor, split as it came, from call to call."""
+    torch.manual_seed(0)
+    alone, mesh = Functional().double(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    xs, want = torch.randn(3, 4, 1, 16, dtype=torch.float64), torch.zeros(4, 8, 16, dtype=torch.float64)
+    mine = distribute_tensor(want.clone(), mesh, [Shard(0)])
+    model = autoshard.compile(alone, mesh, (xs[0], torch.tensor([0]), mine), training=False, outputs=("replicate", "dtensor"), cluster="cpu-gloo",
+                              cache=False)
+    for at, x in enumerate(xs):
+        (out, want), (found, mine) = alone(x, torch.tensor([at]), want), model(x, torch.tensor([at]), mine)
+        assert mine.placements == (Shard(0),) and mine.to_local().shape == (2, 8, 16)
+        assert_near("attention", found, out, 1e-9)
+        assert_near("keys", mine, want, 1e-9)
+
+
 def everything(folder: str) -> list[tuple[float, int, float]]:
+    as_arguments()
     found = [decoded(how, folder) for how in SPLITS]
     for how in ("batch", "sequence"):
         goes_on(how, folder)

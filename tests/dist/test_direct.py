@@ -17,7 +17,7 @@ from harness import on_ranks  # noqa: E402
 from autoshard.collectives import RUN  # noqa: E402
 from autoshard.collectives.reduce_ops import COMBINE  # noqa: E402
 from autoshard import _torch  # noqa: E402
-from autoshard.lower.overwrite_table import SWAP  # noqa: E402
+from autoshard.lower.overwrite_table import LATE_SWAP, SWAP  # noqa: E402
 from autoshard.runtime.carriers import gloo_messages  # noqa: E402
 
 pytestmark = pytest.mark.dist
@@ -37,11 +37,12 @@ def same_as_gloo() -> int:
             assert isinstance(flight, gloo_messages.Flight) and got.dtype == want.dtype, kind
             assert torch.allclose(got.double(), want.double(), rtol=1e-12, atol=0.25 if dtype is torch.bfloat16 else 0), f"{kind} {dtype}"
             count += 1
-    for size in (5, (SWAP >> 2) + 7):  # of two ranks messages, and gloo's own
+    for size, late in ((5, False), ((SWAP >> 2) + 7, False), (5, True), ((LATE_SWAP >> 2) + 7, True)):  # of two ranks messages, and gloo's own
         x = torch.randn(size, generator=torch.Generator().manual_seed(dist.get_rank()))
         want, before = gloos("all_reduce", x, "max"), x.clone()
         for in_place, left in ((False, before), (True, want)):
-            flight = gloo_messages.exchange(RUN["all_reduce"], x, "max", group, in_place)
+            flight = gloo_messages.exchange(RUN["all_reduce"], x, "max", group, in_place, late)
+            assert len(flight.works) == (2 if n == 2 and size == 5 else 1)
             assert torch.equal(gloo_messages.land(flight), want) and torch.equal(x, left), "in place" if in_place else "into a copy"
         count += 1
     return count
@@ -54,7 +55,7 @@ def gloos(kind: str, x: torch.Tensor, op: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_same_as_gloo(world: int) -> None:
-    assert on_ranks(world, same_as_gloo) == [23] * world
+    assert on_ranks(world, same_as_gloo) == [25] * world
 
 
 def in_any_order() -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import on_ranks, whole  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
-from autoshard.errors import AutoshardError, LoweringError, ModelError, TraceError  # noqa: E402
+import autoshard  # noqa: E402
+from autoshard.errors import AutoshardError, LoweringError, ModelError, TraceError, UsageError  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.agree import alone, share  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
 
 pytestmark = pytest.mark.dist
-MESH, SOON = "dp=2", 10.0
+MESH, SOON = "dp=2", 60.0
 
 
 class Odd(nn.Module):
@@ -111,11 +114,27 @@ def meta(build) -> nn.Module:
         return build()
 
 
+def saved_by_one_rank(folder: str) -> None:
+    """`torch.save` writes a rank's own pieces: no other rank may load them as its own."""
+    model = autoshard.compile(nn.Linear(8, 8), MESH, (torch.ones(4, 8),), cluster="cpu-gloo", cache=False, seeds={"weight": "dp,-", "bias": "-"})
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), f"{folder}/one.pt")
+        torch.save({"bias": model.state_dict()["bias"]}, f"{folder}/bias.pt")
+    dist.barrier()
+    state, before = torch.load(f"{folder}/one.pt"), whole(model.weight)
+    with nullcontext() if dist.get_rank() == 0 else pytest.raises(UsageError, match="the piece of weight that another rank holds"):
+        model.load_state_dict(state)
+    model.load_state_dict(torch.load(f"{folder}/bias.pt"), strict=False)  # whole on every rank
+    model.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    assert torch.equal(whole(model.weight), before)
+
+
 def all_failures(folder: str) -> None:
     one_rank_fails_to_trace()
     one_rank_fails_otherwise()
     checkpoints(folder)
+    saved_by_one_rank(folder)
 
 
 def test_failures(tmp_path: Path) -> None:
-    on_ranks(2, all_failures, str(tmp_path), timeout=60)
+    on_ranks(2, all_failures, str(tmp_path))

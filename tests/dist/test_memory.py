@@ -11,7 +11,7 @@ from autoshard.program.trace import trace
 from models import llama
 
 MESH = "d=2"
-SIZES = {"batch": 32, "seq": 32, "layers": 4}
+SIZES = {"batch": 32, "seq": 32, "layers": 3}
 
 
 def build():
@@ -20,7 +20,7 @@ def build():
 
 def plan(budget: float | None) -> autoshard.Plan:
     model, _, batch = twins(build, torch.float64)
-    return autoshard.plan(model, MESH, batch, loss_fn=llama.loss, cluster="h100-dgx", time_limit=120, memory_budget=budget)
+    return autoshard.plan(model, MESH, batch, loss_fn=llama.loss, cluster="h100-dgx", time_limit=20, memory_budget=budget)
 
 
 def layers_again(found: autoshard.Plan) -> set[str]:

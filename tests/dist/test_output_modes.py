@@ -1,6 +1,8 @@
 """A mode for every output, and DTensors of outputs whose leading dims a view has merged, on two processes."""
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,37 +14,42 @@ import autoshard
 from autoshard.errors import UsageError
 
 pytestmark = pytest.mark.dist
+SLOW = str(Path(__file__).with_name("slow-device.toml"))
 
 
 class Words(nn.Module):
     """Returns a loss and logits, as models of transformers do; or logits alone, of all tokens in one dim."""
 
-    def __init__(self, alone: bool = False):
+    def __init__(self, alone: bool = False, words: int = 24):
         super().__init__()
-        self.words, self.head, self.alone = nn.Embedding(24, 16), nn.Linear(16, 24), alone
+        self.words, self.head, self.alone = nn.Embedding(words, 16), nn.Linear(16, words), alone
 
     def forward(self, ids, labels):
         logits = self.head(torch.tanh(self.words(ids)).flatten(0, 1))
         return logits if self.alone else {"loss": F.cross_entropy(logits, labels.flatten()), "logits": logits}
 
 
-def build(alone: bool = False):
+def build(alone: bool = False, words: int = 24, tokens: int = 12):
     torch.manual_seed(0)
-    return Words(alone).double(), (torch.randint(24, (2, 6)), torch.randint(24, (2, 6)))
+    ids, labels = torch.randint(words, (2, 2, tokens // 2))
+    return Words(alone, words).double(), (ids, labels)
 
 
 def beside_a_loss() -> None:
-    (model, batch), (reference, _) = build(), build()
-    wanted = reference(*batch)
-    for outputs, split in (("replicate", False), ("auto", True), (("replicate", "dtensor"), True)):
-        fast = autoshard.compile(model, "tp=2", outputs=outputs, cluster="cpu-gloo", cache=False, seeds={"output:1": "-,tp"} if split else {})
+    small, large = {}, {"words": 1024, "tokens": 2048}
+    for sizes, outputs, split in ((small, "replicate", False), (small, "auto", False), (large, "auto", True), (small, ("replicate", "dtensor"), True)):
+        (model, batch), (reference, _) = build(**sizes), build(**sizes)
+        wanted = reference(*batch)
+        more = {} if outputs == "auto" else {"outputs": outputs}  # the default
+        fast = autoshard.compile(model, "tp=2", cluster="cpu-gloo", cache=False, seeds={"output:1": "-,tp"} if split else {}, **more)
         got = fast(*batch)
         assert not isinstance(got["loss"], DTensor) and isinstance(got["logits"], DTensor) == split, outputs
         assert_near(f"{outputs}: loss", got["loss"], wanted["loss"], 1e-9)
         assert_near(f"{outputs}: logits", got["logits"], wanted["logits"], 1e-9)
         if split:
-            assert got["logits"].to_local().shape == (12, 12), "the head's shard stays one"
-        assert any("stays split" in note for note in fast.plan.notes) == (outputs == "auto")
+            rows, words = wanted["logits"].shape
+            assert got["logits"].to_local().shape == (rows, words // 2), "the head's shard stays one"
+        assert any("stays split" in note for note in fast.plan.notes) == split
         got["loss"].backward()
     with pytest.raises(UsageError, match="names 3 modes, and the model returns 2 tensors"):
         autoshard.compile(model, "tp=2", outputs="replicate,local,local", cluster="cpu-gloo", cache=False)(*batch)
@@ -68,6 +75,18 @@ def work() -> None:
 
 def test_every_output_as_asked():
     on_ranks(2, work)
+
+
+def test_what_is_gathered_beside_a_loss_is_named_with_its_price():
+    model, batch = build(words=1024, tokens=2048)
+    plans = {mode: autoshard.plan(model, "tp=2", batch, outputs=mode, cluster=SLOW) for mode in ("replicate", "auto")}
+    (whole,) = (note for note in plans["replicate"].notes if note.startswith("output:1"))
+    assert "is whole on every rank at every step (to gather it takes" in whole and "outputs='auto'" in whole
+    assert any("output:1 (2048 x 1024) stays split" in note for note in plans["auto"].notes)
+    assert plans["auto"].objective_s < plans["replicate"].objective_s
+    model, batch = build()
+    small = autoshard.plan(model, "tp=2", batch, cluster="cpu-gloo")
+    assert not any(note.startswith("output:") for note in small.notes), "nothing is said of what costs nothing"
 
 
 def test_a_mode_that_there_is_none_of_is_named():

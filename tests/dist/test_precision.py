@@ -185,7 +185,7 @@ def everything() -> list[str]:
 
 
 def test_on_two_processes() -> None:
-    for failed in on_ranks(2, everything, timeout=120):
+    for failed in on_ranks(2, everything):
         assert not failed, "\n".join(failed)
 
 
@@ -211,7 +211,7 @@ def train(out: str) -> None:
 def test_lazily_under_torchrun(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, str(tmp_path)],
-                   check=True, timeout=120, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                   check=True, timeout=300, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"})
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for i, got in enumerate(zip(*(json.loads((tmp_path / f"{r}.json").read_text()) for r in range(2)), strict=True)):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from harness import on_ranks
 from autoshard.collectives import RUN
 from autoshard.collectives.reduce_ops import COMBINE
 from autoshard import _torch
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, CollectiveError
 from autoshard.runtime.carriers import gloo_messages, over_shared_memory
-from autoshard.runtime.carriers.shared_memory import RING, Post, Shared, share_memory
+from autoshard.runtime.carriers.choose import start
+from autoshard.runtime.carriers.shared_memory import LAP, RING, Post, Shared, share_memory
 
 pytestmark = pytest.mark.dist
 DTYPES = (torch.float64, torch.bfloat16, torch.int64)
@@ -35,7 +37,7 @@ def same_as_gloo() -> int:
     memory, n, name, count = shared(), dist.get_world_size(), dist.group.WORLD.group_name, 0
     for dtype in DTYPES:
         x = torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(dist.get_rank())).mul(9).to(dtype)
-        calls = [(c, op) for c in RUN.values() if c.holds_input for op in (COMBINE if c.runs.reduces else ("",))]
+        calls = [(c, op) for c in RUN.values() if c.holds_input and not c.runs.sized for op in (COMBINE if c.runs.reduces else ("",))]
         wanted = [_torch.WAIT(c.target(x, *c.arguments(2 * n, n, op), name)) for c, op in calls]  # one at a time: docs/runtime.md
         pending = [(c.name, over_shared_memory.exchange(c, x, op, memory), want) for (c, op), want in zip(calls, wanted, strict=True)]  # all under way
         for kind, flight, want in pending[::-1]:  # landed in another order than issued
@@ -74,6 +76,20 @@ def many_small_ones() -> None:
     assert len(memory._old) <= 600
 
 
+def shared_pages() -> int:
+    """Bytes of shared memory that this process has touched."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem"))
+
+
+def one_at_a_time() -> None:
+    """Posts of which none is under way beside another write one lap of each rank's ring, however many there are."""
+    before, memory, n = shared_pages(), shared(), dist.get_world_size()
+    for _ in range(24):
+        gloo_messages.land(all_reduce_(torch.ones(RING // 48), "sum", memory))  # 32 MiB in all
+    assert LAP < shared_pages() - before < n * (LAP + (2 << 20))
+
+
 def full_ring() -> None:
     memory = shared()
     half, third = (torch.ones(RING // 4 // k) for k in (2, 3))
@@ -88,6 +104,7 @@ def another_program() -> None:
 
 
 def everything() -> int:
+    one_at_a_time()
     laps_of_the_ring()
     many_small_ones()
     full_ring()
@@ -103,16 +120,28 @@ def one_is_gone() -> str:
     try:
         memory.wait(Post(0, 0, 8))
     except AutoshardError as e:
-        assert time.monotonic() - start < 10
-        os._exit(0 if "rank 1 ended" in str(e) else 3)
+        named = "rank 1 ended" in str(e)
+        os._exit(0 if named and time.monotonic() - start < 25 and names_the_call(gloo_messages.Members(dist.group.WORLD)) else 3)
     os._exit(4)
+
+
+def names_the_call(group: gloo_messages.Members) -> bool:
+    """Whether the error of messages to a rank that is gone says which collective it was, and that of gloo's own call."""
+    said = []
+    for late, rows in ((False, 2), (True, 1 << 15)):
+        try:
+            gloo_messages.land(start(RUN["all_reduce"], group, in_place=False, late=late)(torch.ones(rows, 3), "sum", group))
+        except CollectiveError as e:
+            said.append(str(e).startswith(f"all_reduce of torch.float32 ({rows}, 3) among ranks 0, 1 failed: "))
+    return said == [True, True]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_same_as_gloo_however_full_the_ring(world: int) -> None:
-    assert on_ranks(world, everything) == [21] * world
+    assert on_ranks(world, everything) == [24] * world
 
 
 def test_a_rank_that_is_gone_ends_the_wait() -> None:
-    with pytest.raises(FileNotFoundError, match="result0"):  # both ended with 0 on their own, without a result
+    """Whatever carries the collectives. Both ranks end with status 0 on their own, without a result."""
+    with pytest.raises(FileNotFoundError, match="result0"):
         on_ranks(2, one_is_gone, timeout=60)

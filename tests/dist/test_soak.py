@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SOAK = BENCHMARKS / "soak.py"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -16,3 +17,9 @@ def test_soak(ranks: int) -> None:
     command = [sys.executable, SOAK, "--ranks", str(ranks), "--seconds", "30", "--busy", "4", "--stall", "120"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0 and done.stdout.count("losses as in a quiet run, status 0") == 3, done.stdout + done.stderr
+
+
+def test_faults() -> None:
+    """Every fault once, over both carriers."""
+    done = subprocess.run([sys.executable, BENCHMARKS / "soak_faults.py"], capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 18, done.stdout + done.stderr

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
 
 
-def check(todo: list[int], folder: Path) -> None:
-    for found in on_ranks(CASES[todo[0]].world, run_cases, todo, str(folder), timeout=1800):
+def check(todo: list[int], folder: Path, backend: str = "") -> None:
+    for found in on_ranks(CASES[todo[0]].world, run_cases, todo, str(folder), backend, timeout=1800):
         bad = [f"{o.case.title}: {o.failure}" for o in found if o.failure]
         assert not bad, "\n".join(bad)
 
@@ -24,6 +24,12 @@ def check(todo: list[int], folder: Path) -> None:
 def test_a_rank_without_words_and_features(tmp_path: Path) -> None:
     """The one case that is here in the fast tests: 9 words and 6 features on four ranks, the last one empty."""
     check([i for i, case in enumerate(CASES) if case.name.startswith("nothing on the last rank") and case.seeds], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_smallest_case_compiled_by_inductor(tmp_path: Path) -> None:
+    """As `benchmarks/unfriendly.py --backend inductor` runs it, a checkpoint into another mesh included."""
+    check([i for i, case in enumerate(CASES) if case.name == "fused q|k|v and gate|up" and case.world == 2], tmp_path, "inductor")
 
 
 @pytest.mark.slow

@@ -158,11 +158,13 @@ CASES = (
 
 # ---- what is run
 
-def run_cases(todo: list[int], folder: str) -> list[Outcome]:
-    """On every rank; `todo`: places in CASES, which cannot be sent to a process. The first rank says how each of them ended."""
+def run_cases(todo: list[int], folder: str, backend: str = "") -> list[Outcome]:
+    """On every rank; `todo`: places in CASES, which cannot be sent to a process. The first rank says how each of them ended. `backend`: instead of
+    what the cases say."""
     found = []
     for i in todo:
-        found.append(_run_safely(CASES[i], f"{folder}/{i}"))
+        case = replace(CASES[i], options={**CASES[i].options, "backend": backend}) if backend else CASES[i]
+        found.append(_run_safely(case, f"{folder}/{i}"))
         if dist.get_rank() == 0:
             print(found[-1].line, flush=True)
     return found

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
 from models import bert, dlrm, gpt, llama, moe, t5, vit
@@ -31,6 +32,12 @@ class Subject:
     def state(self) -> dict[str, torch.Tensor]:
         found = {n: t.detach() for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         return {**found, **self.traced.calling.constants}
+
+
+def even_cuts(what: Subject, stages: int) -> tuple[str, ...]:
+    """As many blocks in each stage: for tests of what becomes of cuts, and not of their search, which plans every stretch."""
+    names = Blocks.of(what.traced.graph).names
+    return tuple(names[len(names) * k // stages] for k in range(1, stages))
 
 
 def subject(name: str, batch: int = 8, microbatches: int = 4, **sizes: Any) -> Subject:

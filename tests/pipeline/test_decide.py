@@ -1,3 +1,6 @@
+from itertools import pairwise
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from random_chains import all_cuts
@@ -5,7 +8,7 @@ from synthetic_pricer import Synthetic
 
 from autoshard.base.plan import NOT_FOUND
 from autoshard.errors import InfeasibleError
-from autoshard.pipeline.shapes.decide import TOLERANCE, ranked, try_shapes
+from autoshard.pipeline.shapes.decide import LOOKS, TOLERANCE, ranked, try_shapes
 from autoshard.pipeline.shapes.meshes import Room, shapes
 from autoshard.pipeline.shapes.partitions import course_of, price_by_play
 from autoshard.pipeline.shapes.price import chain_from
@@ -53,6 +56,20 @@ def test_shapes_that_cannot_win_are_not_searched():
     assert len(passed_over) > 0.3 * len(tried)
     assert all(t.bound >= best * (1 - TOLERANCE) and "bound" in t.why for t in passed_over)
     assert {slot for _, _, slot, _ in pricer.asked} < {t.shape.slot for t in tried}
+
+
+def test_dear_looks_are_for_shapes_that_cheap_ones_leave():
+    class Looking(Synthetic):
+        looks: ClassVar[list] = []
+
+        def floor(self, slot, look):
+            self.looks.append((slot, look))
+            return super().floor(slot, look)
+
+    pricer = Looking(5)
+    try_shapes(pricer, shapes(Room(devices=4, most_tp=2, batch=6, blocks=7)), 9.0)
+    looked = [{slot for slot, look in pricer.looks if look == n} for n in range(1, LOOKS + 1)]
+    assert all(more >= fewer for more, fewer in pairwise(looked)) and looked[0] > looked[-1] > set()
 
 
 def test_a_larger_tolerance_searches_fewer_shapes():

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from cut_models import MODELS, subject
+from cut_models import MODELS, even_cuts, subject
 from pipeline_ranks import Threads, gradients, ranks_of, train
 
 from autoshard import Pipeline
+from autoshard.base.mesh import parse_mesh
 from autoshard.runtime.pipeline.wires import Message
 
 TOLERANCE = 1e-10  # key biases have gradients that are zero in exact arithmetic: 2e-12 of them is rounding
@@ -17,6 +19,7 @@ TOLERANCE = 1e-10  # key biases have gradients that are zero in exact arithmetic
 def off(name: str, mesh: str, options: Pipeline, rows: int = 2, wires: type = Threads, **sizes: int) -> tuple[float, str]:
     """The largest relative error of loss and gradients, and of what."""
     what = subject(name, rows * options.microbatches, options.microbatches, **sizes)
+    options = replace(options, cuts=even_cuts(what, parse_mesh(mesh).size * (2 if options.chunks == 2 else 1)))
     _, steps = ranks_of(what.model, what.batch, mesh, options, what.loss, wires)
     losses = train(steps, what.batch)
     parts = what.parts(options.microbatches if name == "moe" else 1)  # its balance loss is not linear in the batch
@@ -47,7 +50,7 @@ def test_schedules(name, mesh, m, schedule, chunks):
 
 
 def test_uneven_counts_under_ignore_index():
-    """A mean over targets that count: micro-batches weigh as many as they have, one of them none at all."""
+    """A mean over targets that count: micro-batches weigh as many as they have, one of them none at all. At cuts that are searched."""
     what = subject("gpt", 6, 3)
     ids, target = what.batch
     target = target.clone()
@@ -66,7 +69,7 @@ def test_uneven_counts_under_ignore_index():
 
 def test_what_is_sent_is_what_is_planned():
     what = subject("t5", 8, 4)
-    plan, steps = ranks_of(what.model, what.batch, "pp=3", Pipeline(microbatches=4), what.loss)
+    plan, steps = ranks_of(what.model, what.batch, "pp=3", Pipeline(microbatches=4, cuts=("decoder.bias", "decoder.norm")), what.loss)
     train(steps, what.batch)
     sent = Counter((m.value, m.microbatch, m.source, m.target) for s in steps for m in s.runner.wires.sent if m.channel != "step")
     planned = Counter((t["value"], m, t["from"], t["to"]) for t in plan.pipeline["transfers"] for m in range(4))
@@ -108,9 +111,9 @@ def test_dropout_does_not_depend_on_the_number_of_stages():
     """A random op draws under the seed of the step, its name and the micro-batch."""
     what = subject("gpt", 8, 4, dropout=0.2)
     losses = set()
-    for mesh in ("pp=2", "pp=3", "pp=4"):
-        _, steps = ranks_of(what.model, what.batch, mesh, Pipeline(microbatches=4), what.loss)
+    for stages in (2, 3, 4):
+        _, steps = ranks_of(what.model, what.batch, f"pp={stages}", Pipeline(microbatches=4, cuts=even_cuts(what, stages)), what.loss)
         losses |= {round(x, 12) for x in train(steps, what.batch)}
     plain = subject("gpt", 8, 4)
-    _, steps = ranks_of(plain.model, plain.batch, "pp=2", Pipeline(microbatches=4), plain.loss)
+    _, steps = ranks_of(plain.model, plain.batch, "pp=2", Pipeline(microbatches=4, cuts=even_cuts(plain, 2)), plain.loss)
     assert len(losses) == 1 and losses != {round(x, 12) for x in train(steps, plain.batch)}

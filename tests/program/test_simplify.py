@@ -193,3 +193,48 @@ def test_attention_reads_heads_that_are_not_repeated(way, again, heads):
     keys = {simple.meta(op.refs[2 if op.phase == "backward" else 1]).shape[1] for op in attention}
     assert len(attention) == 2 and keys == {heads}
     assert heads == 4 or not calls(simple, aten.expand.default)
+
+
+def filled(y, made, *cuts):
+    """`made`, with pieces of y written into it one by one: along dim 1, cut at `cuts`."""
+    for a, b in zip((0, *cuts), (*cuts, 8), strict=True):
+        made[:, a:b].copy_(y[:, a:b])
+    return made
+
+
+@pytest.mark.parametrize("cuts", [(3,), (2, 5)])
+def test_an_empty_tensor_that_is_filled_is_its_pieces(cuts):
+    left = folded(lambda y: filled(y, y.new_empty(4, 8), *cuts).sin())
+    assert left == ["slice"] * (1 + len(cuts)) + ["cat", "sin"]
+
+
+def with_steps(y):
+    made = torch.zeros_like(y)
+    made[:, ::2].copy_(y[:, ::2])
+    made[:, 1::2].copy_(y[:, 1::2])
+    return made
+
+
+def across(y):
+    made = y.new_zeros(8, 8)
+    made[:4, :4].copy_(y[:, 4:])
+    made[4:, 4:].copy_(y[:, :4])
+    return made
+
+
+def overlapping(y):
+    made = y.new_empty(4, 8)
+    made[:, :5].copy_(y[:, :5])
+    made[:, 3:].copy_(y[:, 1:6])
+    return made
+
+
+def twice(y):
+    made = filled(y, y.new_empty(4, 8), 3)
+    made[:, :3].copy_(y[:, 5:])
+    return made
+
+
+@pytest.mark.parametrize("body", [with_steps, across, overlapping, twice, lambda y: filled(y, y.new_zeros(4, 8), 3)])
+def test_what_is_not_filled_so_is_left(body):
+    assert "slice_scatter" in folded(body)

@@ -62,7 +62,7 @@ def test_nothing_is_sent_of_nothing(s):
         if all(m is None or divides(m.logical_shape, spec, mesh.sizes)
                for m, spec in zip((*call.inputs, *call.outputs), (*specs[0], *specs[1]), strict=True)):
             emit = Emitter(mesh)
-            context = Context(call, *specs, mesh, emit)
+            context = Context(call, *specs, mesh, emit, "an op")
             proxies = [emit.placeholder(f"in{i}", context.local_in(i), m.dtype) for i, m in enumerate(call.inputs)]
             args, kwargs = oracle._arguments(call, proxies)
             registry.run_local(context, *args, **kwargs)

@@ -1,6 +1,7 @@
 """Layers of experts under the oracle: every way to run the forward together with the gradient that takes what it saved."""
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.spec import PSUM, R, divides
+from autoshard.cost.cluster import load_cluster
+from autoshard.cost.compute import call_seconds
 from autoshard.errors import CapacityError
 from autoshard.experts.ops import EXPERTS, EXPERTS_BACKWARD
 from autoshard.rules import registry
@@ -108,6 +111,18 @@ def test_the_ways_are_those_of_the_page():
                     *((t, R, (t, 0, PSUM, t)) for t in (0, 1)), *((t, 0, (t, 0, 0, t)) for t in (0, 1))}
     plain = replace(forward, inputs=(*forward.inputs[:3], TensorMeta((4, 8, 6), torch.float64), forward.inputs[4]))
     assert all(row.outputs[1] != 2 for row in registry.rows(plain)), "gate and up as one dim must not be split as it stands"
+
+
+def test_rows_of_all_tokens_have_a_price_where_few_are_computed():
+    """A rank that has all tokens and an eighth of the experts puts all rows in order, though it computes an eighth of them."""
+    forward, backward, _ = layer()
+    device = load_cluster("h100-dgx").device
+    for call, first in ((forward, 0), (backward, 1)):
+        shapes = [list(m.logical_shape) for m in call.inputs]
+        ids, down = shapes[first + 1], shapes[first + 4]
+        ids[1] *= 2**16
+        seconds = call_seconds(call, shapes, [m.logical_shape for m in call.outputs], device)
+        assert seconds > 4 * prod(ids) * down[1] * call.inputs[first + 4].dtype.itemsize / device.memory_bandwidth, call.target
 
 
 def test_experts_that_do_not_divide_stay_whole():

@@ -1,4 +1,6 @@
 """Random ops: the rows, and that seeding by piece makes replicas agree and shards differ."""
+import threading
+
 import pytest
 import torch
 
@@ -74,3 +76,25 @@ def test_draws_of_weights_keep_them_together():
 
 def _weights():
     return Fixed(torch.rand(4, 6) + 0.1)
+
+
+def test_threads_of_one_process_do_not_mix_their_draws():
+    """While one op draws, another thread comes to draw under a seed of its own."""
+    inside, go, drawn = threading.Event(), threading.Event(), []
+
+    def others(size):
+        inside.set()
+        go.wait(60)
+        return torch.rand(size)
+
+    def mine(size):
+        other.start()
+        inside.wait(0.2)  # it never is inside while this op draws
+        return torch.rand(size)
+
+    other = threading.Thread(target=lambda: drawn.append(seeded(others, 5, 6, 8, (4,))))
+    first = seeded(mine, 5, 6, 7, (4,))
+    go.set()
+    other.join()
+    assert torch.equal(first, seeded(torch.rand, 5, 6, 7, (4,)))
+    assert torch.equal(drawn[0], seeded(torch.rand, 5, 6, 8, (4,)))

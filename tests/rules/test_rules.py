@@ -132,7 +132,7 @@ def test_local_runs_lower_to_nodes(s):
             continue
         emit = Emitter(mesh)
         emit.placeholder("some_weight", (1,), torch.float32)
-        context = Context(call, inputs, outputs, mesh, emit)
+        context = Context(call, inputs, outputs, mesh, emit, "an op")
         proxies = [emit.placeholder(f"in{i}", context.local_in(i), m.dtype) for i, m in enumerate(call.inputs)]
         args, kwargs = oracle._arguments(call, proxies)
         found = emit.value(registry.run_local(context, *args, **kwargs))

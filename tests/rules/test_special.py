@@ -209,7 +209,7 @@ def test_local_implementations_lower_to_nodes(s):
         if any(m and not divides(m.logical_shape, spec, mesh.sizes) for m, spec in pairs):
             continue
         emit = Emitter(mesh)
-        context = Context(call, inputs, outputs, mesh, emit)
+        context = Context(call, inputs, outputs, mesh, emit, "an op")
         proxies = [emit.placeholder(f"in{i}", context.local_in(i), m.dtype) for i, m in enumerate(call.inputs)]
         args, kwargs = oracle._arguments(call, proxies)
         got = emit.value(registry.run_local(context, *args, **kwargs))

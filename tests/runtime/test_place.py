@@ -1,4 +1,6 @@
 """Which devices run a compiled model, and the profile that is assumed for them."""
+import platform
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,16 @@ def test_a_device_mesh_says_its_devices(kind, cluster):
     mesh = object.__new__(DeviceMesh)
     mesh._device_type = kind
     assert cluster_here(mesh) == cluster
+
+
+@pytest.mark.parametrize("here, world, cluster", [("2", "2", "cpu-gloo:shared"), ("2", "4", "cpu-gloo"), (None, "2", "cpu-gloo")])
+def test_processes_of_one_machine_take_the_prices_of_shared_memory(here, world, cluster, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for name, value in (("LOCAL_WORLD_SIZE", here), ("WORLD_SIZE", world)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    assert cluster_here("tp=2", "cpu") == cluster and cluster_here("tp=2", "cuda:0") == "h100-dgx"
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert cluster_here("tp=2", "cpu") == "cpu-gloo"
 
 
 @pytest.mark.parametrize("given, used", [({}, "cpu-gloo"), ({"cluster": "a100-dgx"}, "a100-dgx")])

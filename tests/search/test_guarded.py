@@ -1,11 +1,11 @@
 """Solver processes: answers come back, a solver that hangs or crashes is ended and the search goes on."""
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_a_hanging_solver_is_ended(script, monkeypatch, caplog):
     worker, start = script("while True: pass"), time.monotonic()
     found = worker.ask({"seconds": 0.1}, b"")
     assert found.reason == "KILLED" and found.values is None and found.bound == -np.inf
-    assert time.monotonic() - start < 10 and not worker.alive
+    assert time.monotonic() - start < 60 and not worker.alive
     assert "did not answer" in caplog.text
 
 
@@ -94,8 +94,12 @@ def test_a_worker_ends_with_its_parent(tmp_path):
     code = ("import os, time\nfrom autoshard.search.mip.guarded import Worker\n"
             "w = Worker(); print(w.process.pid, flush=True); os._exit(0)")
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    for _ in range(100):
-        if not os.path.exists(f"/proc/{pid}") or "Z" in open(f"/proc/{pid}/stat").read().split(")")[1][:3]:
+    for _ in range(600):  # a busy machine takes seconds to import what the worker needs before it looks
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "Z":
             return
         time.sleep(0.1)
     pytest.fail(f"solver process {pid} outlived its parent")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from random_problems import random_problem
 
-from autoshard.search import Edge, Items, Problem, Status, evaluate, solve
+from autoshard.search import Clock, Edge, Items, Problem, Status, evaluate, solve
 from autoshard.search.routes import min_sum
 
 
@@ -78,3 +78,15 @@ def test_nothing_is_possible():
     table = np.full((2, 2), np.inf)
     problem = Problem((np.zeros(2), np.zeros(2)), (Edge(0, 1, table, np.arange(2), np.arange(2)),))
     assert min_sum.minimise(problem).status is Status.INFEASIBLE
+
+
+def test_the_first_pairs_may_be_the_widest_and_a_clock_of_another_ends_it():
+    problem = grid(8, 4)
+    known = np.zeros(problem.n, dtype=np.int64)
+    best = min_sum.minimise(problem, [known])
+    wide = min_sum.minimise(problem, [known], pairs=min_sum.PAIRS[-1:])
+    assert wide.bound <= best.cost * (1 + 1e-9) and best.bound <= wide.cost * (1 + 1e-9) and wide.cost < evaluate(problem, known)
+    over = Clock(60.0)
+    over.stop = True
+    stopped = min_sum.minimise(problem, [known], over.part())
+    assert stopped.status is Status.INTERRUPTED and np.isfinite(stopped.cost)

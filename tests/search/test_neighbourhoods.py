@@ -72,3 +72,12 @@ def test_copies_that_are_alike_stay_alike():
 def test_what_is_not_feasible_is_no_start():
     problem = Problem((np.array([np.inf, 1.0]),))
     assert improve(problem, np.array([0]), Clock(5.0)) is None
+
+
+def test_wide_neighbourhoods_gain_what_takes_many_changes_at_once():
+    """A chain in which neighbours that differ cost 1, and every node saves 0.008 in the other state: only more than 125 nodes together gain."""
+    every, differ = np.arange(2), np.array([[0.0, 1.0], [1.0, 0.0]])
+    problem = Problem((np.array([0.008, 0.0]),) * 200, tuple(Edge(v, v + 1, differ, every, every) for v in range(199)))
+    start = np.zeros(200, dtype=np.int64)
+    assert improve(problem, start, Clock(20.0))[1] == evaluate(problem, start)
+    assert improve(problem, start, Clock(20.0), wide=True)[1] == 0.0

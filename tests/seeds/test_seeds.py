@@ -153,6 +153,12 @@ def test_uneven_shards_are_refused():
         plan(Two(), "dp=5,tp=3", seeds={"a.up.weight": "dp*tp,-"})
 
 
+def test_an_op_that_a_seed_splits_unevenly_is_named_with_its_line():
+    """A sequence shorter than the ranks, say."""
+    with pytest.raises(SeedError, match=r"splits addmm_0 \(aten.addmm.default\) in a.up at .*test_seeds.py:\d+ of shape \(\d+, 256\) unevenly"):
+        plan(Two(), "dp=64,tp=3", seeds={"addmm_0": "dp,-"})
+
+
 def test_uneven_placements_are_refused():
     with pytest.raises(SeedError, match=r"splits a tensor of shape \(256, 64\) unevenly \(S0,R on mesh dp=5,tp=3\).*padded to 258, for an axis"):
         plan(Two(), "dp=5,tp=3", seeds={"a.up.weight": "S(0),R"})

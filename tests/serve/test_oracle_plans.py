@@ -4,10 +4,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autoshard.cost.cluster import load_cluster
 from tests.support.one_token import kept, plan_of, planned
 
 CAPTURED = "h100-dgx:captured"
 QWEN_3B = {"width": 2048, "heads": 16, "kv_heads": 2, "hidden": 11008, "vocab": 512, "layers": 1, "context": 4096}
+LLAMA_70B = {"width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672, "vocab": 512}
+LAYER_70B = 2 * (2 * 8192**2 + 2 * 8192**2 // 8 + 3 * 8192 * 28672)
+"""Bytes of the weights of a layer."""
 GLM_9B = {"width": 4096, "heads": 32, "kv_heads": 2, "hidden": 13696, "vocab": 512, "layers": 1, "context": 4096}
 
 
@@ -22,6 +26,25 @@ def test_eight_gpus_that_split_the_batch_give_nearly_eight_times_the_tokens():
     one, eight = (planned(f"dp={n}", batch=512 * n, context=512, layers=1, vocab=512) for n in (1, 8))
     assert kept(eight) == {(0,)} and {c.kind for c in eight.collectives} <= {"all_gather"} and len(eight.collectives) == 1
     assert one.objective_s < eight.objective_s < 1.15 * one.objective_s
+
+
+def test_a_token_of_70b_is_fastest_with_tensor_parallelism_over_all_eight():
+    """Two reductions a layer, so 160 of 80 layers; 64 sequences of 4,096 read 10.7 GB of keys and values a rank beside 17.1 of weights."""
+    one = planned("tp=8", layers=2, cluster=CAPTURED, **LLAMA_70B)
+    assert kept(one) == {(1,)} and [c.kind for c in one.collectives] == ["all_reduce"] * 4
+    bandwidth, keys = load_cluster(CAPTURED).device.memory_bandwidth, 2 * 64 * 4096 * 8 * 128 * 2 / 8
+    many = planned("dp=2,tp=4", batch=64, context=4096, layers=1, cluster=CAPTURED, **LLAMA_70B)
+    assert kept(many) == {(1, 1)} and many.objective_s == planned("tp=8", batch=64, context=4096, layers=1, cluster=CAPTURED, **LLAMA_70B).objective_s
+    assert (LAYER_70B / 8 + keys) / bandwidth < many.objective_s < 3 * (LAYER_70B / 8 + keys) / bandwidth
+    assert 80 * keys == pytest.approx(10.7e9, rel=0.01) and 80 * LAYER_70B / 8 == pytest.approx(17.1e9, rel=0.01)
+
+
+def test_many_sequences_of_70b_are_split_by_batch_on_one_axis_and_by_heads_on_the_other():
+    """Weights are on fewer ranks than there are, which no plan of one axis has."""
+    sizes = {"batch": 1024, "context": 512, "layers": 1, "cluster": CAPTURED, **LLAMA_70B}
+    both = planned("dp=2,tp=4", **sizes)
+    assert {frozenset(spec) for spec in kept(both)} == {frozenset((0, 1))}
+    assert both.objective_s < 0.9 * planned("tp=8", **sizes).objective_s
 
 
 def test_a_million_tokens_of_eight_heads_lie_on_two_axes_by_heads_and_by_sequence():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 Boxes = dict[tuple[int, int, int], "queue.Queue[np.ndarray]"]
 
 

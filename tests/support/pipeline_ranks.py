@@ -31,7 +31,7 @@ from autoshard.runtime.pipeline.wires import Message
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 
 
 @dataclass(eq=False)

@@ -52,6 +52,6 @@ class Synthetic:
             stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
             wire_out=self.hop * rows, wire_in=self.hop * rows)
 
-    def floor(self, slot: Slot, close: bool) -> Floor:
+    def floor(self, slot: Slot, look: int) -> Floor:
         work = np.array([self.work(k) for k in range(len(self.labels))]) * slot.rows / (slot.dp * slot.tp)
-        return Floor(work, 3 * work, np.zeros(len(work)), np.zeros(len(work)))
+        return Floor(work, 3 * work, np.zeros(len(work)))

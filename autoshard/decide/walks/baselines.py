@@ -136,16 +136,16 @@ class _ByRoles:
         """How far reading a value in `target` departs from the roles, summed over mesh axes."""
         graph = self.wiring.formulation.table.graph
         maker, meta, reader = graph.op(read.value.op), graph.meta(read.value), graph.op(read.op)
-        total = 0.0
+        into_attention, from_attention, total = is_attention(reader), is_attention(maker), 0.0
         for axis, role in enumerate(self.scheme.roles):
             made, wanted = None if source is None else source[axis], target[axis]
             if read.value in self.wiring.param_derived:
                 total += self._weight(role, reader, meta.ndim, made, wanted, read.value in self.experts)
             elif maker.kind == "input":
                 total += wanted != splits_input(role, meta.shape, graph)
-            elif is_attention(reader) and (far := attention_departures(role, graph.calls[reader.name], read.index, wanted)) is not None:
+            elif into_attention and (far := attention_departures(role, graph.calls[reader.name], read.index, wanted)) is not None:
                 total += far
-            elif made is not None and is_attention(maker) and (
+            elif made is not None and from_attention and (
                     far := behind_attention(role, graph.calls[maker.name], read.value.index, made, wanted)) is not None:
                 total += far
             else:

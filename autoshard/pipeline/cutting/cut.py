@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.base.graph import BACKWARD, EARLY, FORWARD, PORT, WEIGHT, Graph, Op, Ref, TensorMeta, map_args
+from autoshard.base.graph import BACKWARD, EARLY, FORWARD, PORT, WEIGHT, Graph, Op, Ref, TensorMeta
 from autoshard.base.roles import Output, Role
 from autoshard.base.windows import END, START
 from autoshard.errors import UsageError
@@ -38,6 +38,17 @@ class Hop:
     def name(self) -> str:
         """What the ports at both ends are called."""
         return f"{self.value}@{self.target}"
+
+    @property
+    def skips(self) -> bool:
+        """Whether other stages lie between: then no action of the schedule stands for it."""
+        return abs(self.target - self.source) > 1
+
+    @property
+    def channel(self) -> str:
+        """Values of one channel arrive in the order in which they are sent. The schedule orders those of neighbours; between other stages, which
+        may be on the same two ranks, only their own are in the same order at both ends."""
+        return f"{self.window} {self.source}>{self.target}" if self.skips else self.window
 
     @property
     def recv(self) -> str:
@@ -211,13 +222,10 @@ class _Cutter:
         names = {op.name: self._unique(op.name, s) for op in ops}
         arrived = {h.value: Ref(h.recv) for h in receives}
 
-        def rename(leaf: object) -> object:
-            if isinstance(leaf, Ref):
-                return Ref(names[leaf.op], leaf.index) if leaf.op in names else arrived[leaf]
-            return leaf
+        def rename(ref: Ref) -> Ref:
+            return Ref(names[ref.op], ref.index) if ref.op in names else arrived[ref]
 
-        own = [replace(op, name=names[op.name], args=map_args(rename, op.args), kwargs=tuple((k, map_args(rename, v)) for k, v in op.kwargs))
-               for op in ops]
+        own = [replace(op.reading(rename), name=names[op.name]) for op in ops]
         own += [Op(h.recv, "input" if h.window == FORWARD else "tangent", h.recv, (), ((PORT, True),), (h.meta,), h.window) for h in receives]
         own += [Op(h.send, "output", Output(Role.SEND, h.name), (rename(h.value),), ((PORT, True),), (), h.window) for h in sends]
         return tuple(sorted(own, key=_place))

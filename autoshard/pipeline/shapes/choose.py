@@ -25,6 +25,9 @@ PLANNED, FINALISTS = 2, 6
 FEW, WANTED = 8, 0.05
 """Of so many devices shapes are searched as closely as `TOLERANCE` says. With more of them there are many shapes: those that bounds leave less
 than this part of a step to gain are not searched."""
+DEEP = 48
+"""Blocks of a model of which shapes without stages are priced by blocks first, like all others: a search of so many takes longer than four
+short ones."""
 AMPLE = 1e15
 """Bytes that no rank uses."""
 PlanShape = Callable[[Mesh, Pipeline], Plan]
@@ -114,7 +117,8 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
             raise
         return Tried(shape, plan.bound_s, plan.objective_s, memory=plan.memory.get("total"), planned=True)
 
-    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, plan_whole, asked.tolerance)
+    deep = len(pricer.labels) >= DEEP and not why
+    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, None if deep else plan_whole, asked.tolerance)
     staged = 0
     for candidate in ranked(tried)[:FINALISTS]:
         best = min((plan.objective_s for plan in plans.values()), default=np.inf)
@@ -126,7 +130,12 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
                 failures.append(e)
     if not plans:
         raise failures[0] if failures else InfeasibleError(_nothing_fits(tried, asked), proven=all(t.bound == np.inf for t in tried))
-    return _chosen(asked, tried, plans, why)
+    return _chosen(asked, [_proven(t, plans.get(t.shape)) for t in tried], plans, why)
+
+
+def _proven(tried: Tried, plan: Plan | None) -> Tried:
+    """Without stages, the bound of a plan holds for all plans of its shape."""
+    return replace(tried, bound=max(tried.bound, plan.bound_s)) if plan is not None and tried.shape.pp == 1 else tried
 
 
 def _pricer(batch: Batch, asked: Asked, searches: Searches, rows: int) -> tuple[MeshPricer, str]:

@@ -32,8 +32,8 @@ MARGIN = 1.05
 """A partition search ends where it finds nothing within this factor of the best price."""
 TOLERANCE = 0.02
 """A shape is not searched if its bound is at most this part below the best price, where nothing else is said."""
-LOOKS = 2
-"""Bounds of a shape that are looked at before it is searched, besides that of all its ops."""
+LOOKS = 4
+"""Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before."""
 PARTITIONS = 200
 """About how many partitions of a shape are priced at most."""
 
@@ -50,8 +50,8 @@ class Pricer(Protocol):
     def ideal(self, slot: Slot) -> float:
         """Seconds of a micro-batch of the whole model, at least, on one stage's devices; 0 if that is not known."""
 
-    def floor(self, slot: Slot, close: bool) -> Floor:
-        """The same by blocks; `close`: as high as can be shown, which takes longer."""
+    def floor(self, slot: Slot, look: int) -> Floor:
+        """The same by blocks; `look`: from 1 to `LOOKS`, the last is as high as can be shown."""
 
     def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         """The stage of blocks first..end-1, whatever it holds; `split`: with backward in two windows. Raises InfeasibleError where it
@@ -115,7 +115,7 @@ def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, t
         elif bound >= search.enough:
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
         elif looked < LOOKS:
-            heappush(waiting, (later, max(bound, search.bound(shapes[at], close=looked > 0)), promise, at, looked + 1))
+            heappush(waiting, (later, max(bound, search.bound(shapes[at], looked + 1)), promise, at, looked + 1))
         else:
             anchored = anchored or not later
             done[at] = search.searched(Tried(shapes[at], bound))
@@ -156,9 +156,9 @@ class _Search:
         """A bound above which a shape is not searched."""
         return (1 - self.tolerance) * self.best
 
-    def bound(self, shape: Shape, close: bool) -> float:
+    def bound(self, shape: Shape, look: int) -> float:
         """At the floors of blocks; the best price where it is no less."""
-        floor, run = self.floor(shape.slot, close), self.run(shape)
+        floor, run = self.floor(shape.slot, look), self.run(shape)
         return Stages(floor.chain(run.table.split_backward), run.course, work=floor.work(shape.microbatches)).bound(self.best)
 
     def searched(self, tried: Tried) -> Tried:

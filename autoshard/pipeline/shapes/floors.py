@@ -11,12 +11,13 @@ from autoshard.search.partition import Chain, chain_of_blocks
 @dataclass(frozen=True, eq=False)
 class Floor:
     """Of every block, what no plan is below, so that sums over blocks are floors of stages: seconds of a micro-batch for forward, and for all of it;
-    of a step besides; of a step with all micro-batches and what is besides, if more is known of that."""
+    of a step besides; and of `steps` with all micro-batches and what is besides, if more is known of that. Each of those is at prices of its own:
+    only seconds of one of them add up."""
 
     forward: np.ndarray
     whole: np.ndarray
     once: np.ndarray
-    step: np.ndarray
+    steps: tuple[np.ndarray, ...] = ()
 
     def chain(self, split: bool) -> Chain:
         """All stages at their floors; `split`: where the weight part of backward may come later, any part of it."""
@@ -25,6 +26,6 @@ class Floor:
 
     def work(self, microbatches: int) -> np.ndarray:
         """[a, b]: seconds of a step that blocks a..b-1 take on their rank."""
-        each = np.maximum(microbatches * self.whole + self.once, self.step)
-        total = np.concatenate([[0.0], np.cumsum(each)])
-        return np.triu(total[None, :] - total[:, None])
+        each = np.stack([microbatches * self.whole + self.once, *self.steps])
+        total = np.pad(np.cumsum(each, axis=1), ((0, 0), (1, 0)))
+        return np.triu((total[:, None, :] - total[:, :, None]).max(axis=0))

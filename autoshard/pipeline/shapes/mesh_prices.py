@@ -124,19 +124,20 @@ class MeshPricer:
         blocks = Blocks.of(self.sizes.batch.whole.graph)
         return block_seconds(blocks, self.cluster), block_seconds(blocks, self.cluster, FORWARD)
 
-    def floor(self, slot: Slot, close: bool) -> Floor:
+    def floor(self, slot: Slot, look: int) -> Floor:
         """Every block is by itself, with free transfers at its ends. What a micro-batch takes is that of the batch as one, scaled to the slot's rows:
-        many small ones are never faster than a large one. `close`: all kinds of blocks are looked at, and the steps of this slot; else the
-        main kind, and micro-batches alone."""
+        many small ones are never faster than a large one. Looks: 1 micro-batches of the main kind; 2 its step with the batch as one; 3 both of all
+        kinds; 4 steps of this slot. So slots with equal submeshes share all looks but the last."""
         share, all_rows = slot.rows / self.sizes.rows, replace(slot, rows=self.sizes.rows)
         forward, whole = np.array(self._seconds)[::-1] / (slot.dp * slot.tp)
-        once, step = np.zeros_like(whole), np.zeros_like(whole)
-        for label in self.kinds if close else (self.main,):
+        once = np.zeros_like(whole)
+        steps = {at: np.zeros_like(whole) for at in ((), (all_rows,), (all_rows,), (all_rows, slot))[look - 1]}
+        for label in self.kinds if look > 2 else (self.main,):
             here = [k for k, other in enumerate(self.labels) if other == label]
             whole[here], once[here] = self._run(all_rows, label)
-            if close:
-                step[here] = self._step(slot, label)[0]
-        return Floor(np.minimum(forward, whole) * share, whole * share, once, step)
+            for at, step in steps.items():
+                step[here] = self._step(at, label)[0]
+        return Floor(np.minimum(forward, whole) * share, whole * share, once, tuple(steps.values()))
 
     @cached_property
     def main(self) -> Hashable:

@@ -37,6 +37,8 @@ from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.binding import Binding
 from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain
+from autoshard.program.tracing.any_size import AnySize
+from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
 from autoshard.program.tracing.known_values import Constants
 from autoshard.program.tracing.lru_caches import kept_clean
@@ -51,24 +53,27 @@ from autoshard.seeds.marks import annotate, is_user_collective, marks_of
 class OneTrace:
     """State of one trace; nothing of it outlives `traced()`. `whole`: paths of submodules that run whole; `survey`: notes what
     goes wrong, and the trace goes on; `answers`: made-up data for a trace of a submodule `alone`, where nothing need be
-    differentiable; `mode`: see `_torch.functional_tracing`."""
+    differentiable; `mode`: see `_torch.functional_tracing`; `any_size`: a size of inputs that is left open."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
                  marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
                  answers: Answers | None = None, mode: str = "exporting", hooks_run: bool = False,
-                 expert_capacity: float = EXPERT_CAPACITY) -> None:
+                 expert_capacity: float = EXPERT_CAPACITY, any_size: AnySize | None = None) -> None:
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
         self.marks, self.hooks_run, self.expert_capacity = marks, hooks_run, expert_capacity
         self.binding = Binding.of(model, loss_fn)
         self.flat, self.in_spec = pytree.tree_flatten(self.binding.arguments(args, kwargs))  # as `flatten` has it, and checked
         self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
         self.tape = Tape()
-        self.recorder = _torch.Recorder(self.tape.on_op)
+        self.any_size = any_size
+        self.recorder = _torch.Recorder(self.tape.on_op, any_size and any_size.begin())
+        if any_size is not None:
+            any_size.make_symbol(self.recorder)
         if survey is not None:
             self.tape.on_problem = lambda text: survey.add(text, self.tape.module)
             answers = Answers(note=self._note_data)
-        self.recorder.answer = Constants(self.tape, answers)
+        self.recorder.answer = Constants(self.tape, answers) if any_size is None else None  # they are values at one size
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
         self.params = dict(model.named_parameters())
@@ -78,7 +83,7 @@ class OneTrace:
 
     def traced(self) -> Traced:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
-              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS)):
+              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS), EqualHeads()):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
@@ -91,12 +96,14 @@ class OneTrace:
             self._mutations(twin, inputs)
             if self.training:
                 self._backward(users, wanted, inputs)
+        if self.any_size is not None:
+            self.any_size.end()
         return self._finish(out_leaves, out_spec)
 
     # --- placeholders ---
 
-    def _placeholder(self, kind: Any, target: str, t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        fake = self.recorder.empty(t.shape, dtype or t.dtype)
+    def _placeholder(self, kind: Any, target: str, t: torch.Tensor, dtype: torch.dtype | None = None, shape: Any = None) -> torch.Tensor:
+        fake = self.recorder.empty(t.shape if shape is None else shape, dtype or t.dtype)
         name = target if kind == "input" else f"{kind}:{target}"
         self.tape.add(Op(name, kind, target, outputs=(meta_of(fake),)))
         self.tape.bind(fake, Ref(name))
@@ -120,7 +127,8 @@ class OneTrace:
         for (path, value), name in zip(pytree.tree_flatten_with_path(bound)[0], self.binding.names(self.in_spec), strict=True):
             if isinstance(value, torch.Tensor):
                 self.leaves.append(TensorLeaf(len(out)))
-                t = self._placeholder("input", f"input:{len(out)}", value)
+                shape = self.any_size and self.any_size.shape(len(out), value.shape)
+                t = self._placeholder("input", f"input:{len(out)}", value, shape=shape)
                 needs_grad = value.requires_grad and self.training and value.dtype.is_floating_point
                 out.append(t.requires_grad_(needs_grad))
                 names.append(name)

@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from autoshard import _torch
 from autoshard.base.graph import Op, Phase, Ref, TensorMeta
 from autoshard.errors import TraceError
+from autoshard.program.tracing.any_size import plain
 from autoshard.program.tracing.ways_out import on_higher_order
 
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
@@ -23,8 +24,8 @@ HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 RECORDING_FILES = frozenset(HERE + name for name in (
     "_torch.py", "program/tracing/tape.py", "program/tracing/survey.py", "program/opaque/opaque.py", "program/opaque/opaque_probe.py",
-    "program/tracing/known_values.py", "program/tracing/user_collectives.py", "program/tracing/expert_layers.py", "program/tracing/ways_out.py",
-    "seeds/marks.py"))
+    "program/tracing/known_values.py", "program/tracing/equal_heads.py", "program/tracing/user_collectives.py", "program/tracing/expert_layers.py",
+    "program/tracing/ways_out.py", "seeds/marks.py"))
 """Files of autoshard that run between the user's code and the tape."""
 TRACER = HERE + "program/tracing/one_trace.py"
 """Calls the model: what called it is no part of a trace."""
@@ -41,7 +42,7 @@ DEVICE_KWARGS = frozenset({"device", "pin_memory"})
 
 
 def meta_of(t: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(t.shape), t.dtype)
+    return TensorMeta(tuple(map(plain, t.shape)), t.dtype)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,9 @@ class Tape:
             return self.ref(value)
         if isinstance(value, (tuple, list)):
             return tuple(self._freeze(v) for v in value)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, torch.SymInt):
+            return plain(value)
+        if isinstance(value, (torch.SymFloat, torch.SymBool)):
             raise TraceError(f"a symbolic size is used{self._at()}; shapes must be fixed")
         if isinstance(value, torch.Generator):
             self.refuse(f"an op draws from its own torch.Generator{self._at()}; use the default generator")

@@ -115,7 +115,7 @@ LOSS = (sample(aten._safe_softmax.default, T(4, 2, 6), -1),
 
 
 def _attention(queries: int = 6, kv_heads: int = 4, mask: tuple[int, ...] | None = None,
-               causal: bool = False, hidden: slice | None = None, keys: int = 6) -> tuple[Sample, Sample]:
+               causal: bool = False, hidden: slice | None = None, keys: int = 6, heads: int = 4) -> tuple[Sample, Sample]:
     """Forward and backward of CPU flash attention, the backward fed with the forward's own results. `hidden`: keys that the mask
     hides from the first half of the batch."""
     rng = torch.Generator().manual_seed(5)
@@ -123,7 +123,7 @@ def _attention(queries: int = 6, kv_heads: int = 4, mask: tuple[int, ...] | None
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=rng, dtype=_f64)
 
-    q, k, v = make(4, 4, queries, 8), make(4, kv_heads, keys, 8), make(4, kv_heads, keys, 8)
+    q, k, v = make(4, heads, queries, 8), make(4, kv_heads, keys, 8), make(4, kv_heads, keys, 8)
     bias = None if mask is None else make(*mask)
     if bias is not None and hidden is not None:
         bias[:2, ..., hidden] = -torch.inf
@@ -143,6 +143,7 @@ ATTENTION = (
     *_attention(mask=(6, 6)), *_attention(mask=(4, 1, 6, 6)), *_attention(mask=(1, 4, 6, 6)),
     *_attention(queries=2, mask=(4, 1, 1, 6)),
     _attention(queries=1, kv_heads=2)[0],
+    *_attention(heads=6, kv_heads=3), *_attention(heads=12, kv_heads=6, queries=4, causal=True),
     *(_attention(queries=q, mask=(4, 1, q, 6), hidden=keys)[0] for q in (1, 2) for keys in (slice(0, 3), slice(2, 6), slice(None))),
     _attention(queries=2, mask=(4, 4, 2, 1))[0],
 )

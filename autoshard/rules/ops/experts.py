@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -126,6 +126,21 @@ def _backward_flops(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -
     return 2.0 * _flops(call, inputs[6], inputs[4], inputs[5])
 
 
+def _moved(ids: Sequence[Any], down: Sequence[Any], dtype: torch.dtype, passes: int) -> Any:
+    """Every row of this rank's tokens, also of those whose experts are elsewhere, in `passes` reads and writes."""
+    return passes * prod(ids) * down[1] * dtype.itemsize
+
+
+def _forward_moved(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """Rows of tokens are picked (read, written), results written and summed up."""
+    return _moved(inputs[1], inputs[4], call.tensor("up").dtype, 4)
+
+
+def _backward_moved(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """Rows of gradients and of tokens are picked, rows of gradients written and summed up."""
+    return _moved(inputs[2], inputs[5], call.tensor("up").dtype, 6)
+
+
 # ---- on one rank
 
 @dataclass(frozen=True)
@@ -204,6 +219,8 @@ def _one_way(call: Call, specs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
 
 
 RULES = {
-    EXPERTS: Rule(_forward_rows, _forward_factors, _forward, flops=_forward_flops, family=Family.MATMUL, private=(1, 2, 3), takes=_one_way),
-    EXPERTS_BACKWARD: Rule(_backward_rows, _backward_factors, _backward, flops=_backward_flops, family=Family.MATMUL, takes=_one_way),
+    EXPERTS: Rule(_forward_rows, _forward_factors, _forward, flops=_forward_flops, moved=_forward_moved, family=Family.MATMUL, private=(1, 2, 3),
+                  takes=_one_way),
+    EXPERTS_BACKWARD: Rule(_backward_rows, _backward_factors, _backward, flops=_backward_flops, moved=_backward_moved, family=Family.MATMUL,
+                           takes=_one_way),
 }

@@ -1,18 +1,19 @@
 """Attention whose heads of keys and values serve several heads of the query, split further than there are heads of keys.
 
 Eight heads of keys on sixteen ranks, or on eight ranks of which keys are whole for another reason: a rank holds some heads of the query, all
-(or more) heads of keys, and picks those that its own share. Gradients of keys and values are Partial: zeros but for the heads picked.
+(or more) heads of keys, and picks those that its own share. Gradients of keys and values are Partial: zeros but for the heads picked. Forty heads
+that share ten, on four ranks: a rank's ten heads share two whole ones and half of another, so it picks one head of keys for each of its own.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoshard.base.graph import Call
-from autoshard.base.spec import PSUM, R, Spec, local_shape
+from autoshard.base.spec import PSUM, R, Spec
 from autoshard.rules.parts import input_axes
 from autoshard.rules.types import LocalContext, Row, Rule
 
@@ -60,14 +61,11 @@ def _slots(call: Call) -> tuple[int, ...]:
 
 def takes(call: Call, inputs: Sequence[Spec], sizes: tuple[int, ...]) -> bool:
     """Whether the heads of keys that a rank holds are those that its heads of the query share: the axes that split the query alone come after
-    those that split both, and the heads of a rank share whole ones, or are all of one."""
+    those that split both."""
     query, key = call.argument("query").index, call.argument("key").index
     dims = [call.inputs[i].logical_dims(HEADS) for i in (query, key)]
     mine, theirs = ([a for a, p in enumerate(inputs[i]) if p in d and sizes[a] > 1] for i, d in zip((query, key), dims, strict=True))
-    if mine == theirs:
-        return True
-    heads = local_shape(call.inputs[query].logical_shape, inputs[query], sizes)[dims[0].start]
-    return mine[:len(theirs)] == theirs and (heads % group(call) == 0 or group(call) % heads == 0)
+    return mine[:len(theirs)] == theirs
 
 
 def _extra_axes(ctx: LocalContext) -> tuple[int, ...]:
@@ -78,12 +76,30 @@ def _extra_axes(ctx: LocalContext) -> tuple[int, ...]:
 def _picked(ctx: LocalContext, extra: Sequence[int], run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`run` on the heads of keys that this rank's heads share."""
     heads, there = (ctx.local_in(ctx.call.argument(name).index)[HEADS] for name in ("query", "key"))
+    pick, put = _one_for_each(ctx, extra, heads) if heads % group(ctx.call) and group(ctx.call) % heads else _range(ctx, extra, heads, there)
+    names = [a.name for a in ctx.call.target._schema.arguments]
+    found = run(*(pick(x) if name in KEYS else x for name, x in zip(names, args, strict=False)), **kwargs)
+    return found if ctx.call.given("grad_out") is None else (found[0], *(put(grad) for grad in (found[1], found[2])))
+
+
+Pick = Callable[[Any], Any]
+
+
+def _range(ctx: LocalContext, extra: Sequence[int], heads: int, there: int) -> tuple[Pick, Pick]:
+    """Pick heads of keys that are shared by heads of this rank alone, or one that all share; put their gradients among zeros."""
     each = group(ctx.call)
     first, count = ctx.index(extra) * heads // each, max(heads // each, 1)
-    names = [a.name for a in ctx.call.target._schema.arguments]
-    picked = tuple(aten.slice.Tensor(x, HEADS, first, first + count) if name in KEYS else x for name, x in zip(names, args, strict=False))
-    found = run(*picked, **kwargs)
-    if ctx.call.given("grad_out") is None:
-        return found
     rest = [0, 0, 0, 0, first, first * -1 + (there - count)]
-    return found[0], *(aten.constant_pad_nd.default(grad, rest) for grad in (found[1], found[2]))
+    return lambda x: aten.slice.Tensor(x, HEADS, first, first + count), lambda grad: aten.constant_pad_nd.default(grad, rest)
+
+
+def _one_for_each(ctx: LocalContext, extra: Sequence[int], heads: int) -> tuple[Pick, Pick]:
+    """Pick one head of keys for each head of the query; add their gradients up where they share one."""
+    mine = aten.add.Tensor(aten.arange.default(heads, dtype=torch.int64), ctx.index(extra), alpha=heads)
+    at = aten.div.Tensor_mode(mine, group(ctx.call), rounding_mode="floor")
+    shape = ctx.local_in(ctx.call.argument("key").index)
+
+    def put(grad: Any) -> Any:
+        return aten.index_add.default(aten.new_zeros.default(grad, shape), HEADS, at, grad)
+
+    return lambda x: aten.index_select.default(x, HEADS, at), put

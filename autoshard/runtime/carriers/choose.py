@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -23,7 +25,7 @@ def carry(graph: Graph, carriers: Mapping[str, Carrier]) -> None:
         if kind.runs.sized:
             node.target, node.args = start_rows(kind), (*node.args[:-1], carrier)
             continue
-        node.target = start(kind, carrier, node.target is kind.in_place)
+        node.target = start(kind, carrier, node.target is kind.in_place, late=wait is not node.next)
         node.args = (node.args[0], kind.reduce_op(node.args[1:]), carrier)
 
 
@@ -35,21 +37,43 @@ def carried(graph: Graph, carriers: Mapping[str, Carrier]) -> Iterator[tuple[Nod
             yield node, kind, carrier
 
 
-def start(kind: Collective, carrier: Carrier, in_place: bool) -> Callable[[torch.Tensor, str, Carrier], gloo_messages.Flight]:
-    """A function that starts a collective: (tensor, reduce op, carrier). `in_place`: the tensor may be overwritten."""
-    exchange: Callable[..., gloo_messages.Flight] = (over_shared_memory if isinstance(carrier, Shared) else gloo_messages).exchange
+def start(kind: Collective, carrier: Carrier, in_place: bool, late: bool = False) -> Callable[[torch.Tensor, str, Carrier], gloo_messages.Flight]:
+    """A function that starts a collective: (tensor, reduce op, carrier). `in_place`: the tensor may be overwritten; `late`: other ops come before
+    the wait. Equal calls have one function, so that programs can be compared."""
+    return _start(kind, isinstance(carrier, Shared), in_place, late)
+
+
+@cache
+def _start(kind: Collective, shared: bool, in_place: bool, late: bool) -> Callable[[torch.Tensor, str, Carrier], gloo_messages.Flight]:
+    exchange: Callable[..., gloo_messages.Flight] = (over_shared_memory if shared else gloo_messages).exchange
 
     def begin(x: torch.Tensor, op: str, carrier: Carrier) -> gloo_messages.Flight:
-        return exchange(kind, x, op, carrier, in_place)
+        return _begun(partial(gloo_messages.in_words, kind, x, _members(carrier)), exchange, kind, x, op, carrier, in_place, late)
 
     return begin
 
 
+@cache
 def start_rows(kind: Collective) -> Callable[..., gloo_messages.Flight]:
-    """A function that starts a collective with sizes of its own: (tensor, sends, gets, room, balanced, carrier). By messages, in shared memory
+    """A function that starts a collective with sizes of its own: (tensor, sends, gets, room, where, balanced, carrier). By messages, in shared memory
     too: its posts are of one size on all ranks."""
-    def begin(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int, carrier: Carrier) -> gloo_messages.Flight:
-        group = carrier.group if isinstance(carrier, Shared) else carrier
-        return gloo_messages.exchange_rows(kind, x, sends, gets, room, balanced, group)
+    def begin(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, where: str, balanced: int,
+              carrier: Carrier) -> gloo_messages.Flight:
+        group = _members(carrier)
+        what = partial(gloo_messages.in_words, kind, x, group)
+        return _begun(what, gloo_messages.exchange_rows, kind, x, sends, gets, room, where, balanced, group)
 
     return begin
+
+
+def _begun(what: Callable[[], str], exchange: Callable[..., gloo_messages.Flight], *args: Any) -> gloo_messages.Flight:
+    try:
+        flight = exchange(*args)
+    except RuntimeError as e:
+        raise gloo_messages.failed(e, what()) from e
+    flight.what = what
+    return flight
+
+
+def _members(carrier: Carrier) -> Members:
+    return carrier.group if isinstance(carrier, Shared) else carrier

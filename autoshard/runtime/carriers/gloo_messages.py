@@ -21,7 +21,7 @@ from autoshard.collectives.all_to_all_rows import parts, result
 from autoshard.collectives.exchange import Exchange
 from autoshard.collectives.kind import Collective
 from autoshard.collectives.reduce_ops import combine_into
-from autoshard.errors import UsageError
+from autoshard.errors import CollectiveError, UsageError
 from autoshard.lower.overwrite_table import swaps
 
 TAG = 7919
@@ -50,35 +50,53 @@ class Members:
 
 @dataclass
 class Flight:
-    """Messages under way, and what to do once they are there. Holds what is sent until then."""
+    """Messages under way, and what to do once they are there. Holds what is sent until then. `what`: words for errors."""
 
     works: list[Any]
     finish: Callable[[], torch.Tensor]
     sent: tuple[torch.Tensor, ...]
+    what: Callable[[], str] = lambda: "a collective"
 
 
 def land(flight: Flight) -> torch.Tensor:
     """The collective's result."""
-    for work in flight.works:
-        work.wait()
-    return flight.finish()
+    try:
+        for work in flight.works:
+            work.wait()
+    except RuntimeError as e:
+        raise failed(e, flight.what()) from e
+    try:
+        return flight.finish()
+    except CollectiveError as e:
+        raise CollectiveError(f"{flight.what()}: {e}") from e
 
 
-def exchange(kind: Collective, x: torch.Tensor, op: str, group: Members, in_place: bool = False) -> Flight:
-    """Start a collective of any kind. `op`: how it combines, if it does; `in_place`: `x` may be overwritten, if the kind can."""
+def in_words(kind: Collective, x: torch.Tensor, group: Members) -> str:
+    """A call on `x` in words."""
+    return f"{kind.name} of {x.dtype} {tuple(x.shape)} among ranks {', '.join(map(str, group.world))}"
+
+
+def failed(e: RuntimeError, what: str = "a collective") -> CollectiveError:
+    """gloo's error as ours, without its advice. It names no rank."""
+    return CollectiveError(f"{what} failed: {(str(e).splitlines() or [type(e).__name__])[0].partition('. This is typically')[0]}")
+
+
+def exchange(kind: Collective, x: torch.Tensor, op: str, group: Members, in_place: bool = False, late: bool = False) -> Flight:
+    """Start a collective of any kind. `op`: how it combines, if it does; `in_place`: `x` may be overwritten, if the kind can; `late`: compute
+    comes before the wait."""
     if kind.runs is Exchange.REDUCE:
-        return _reduce_whole(kind, x if in_place else x.clone(), op, group)
+        return _reduce_whole(kind, x if in_place else x.clone(), op, group, late)
     if kind.runs.paired:
         return _swap(kind, x, group)
     sent = [x] * group.n if kind.runs.whole else list(x.chunk(group.n))
     return (_reduce if kind.runs.reduces else _concatenate)(kind, x, sent, op, group)
 
 
-def exchange_rows(kind: Collective, x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int,
-                  group: Members) -> Flight:
+def exchange_rows(kind: Collective, x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, where: str,
+                  balanced: int, group: Members) -> Flight:
     """Start an exchange of as many rows as counts say. Ranks that have nothing for each other send no message. Raises CapacityError."""
     to, come = parts(sends, group.n), parts(gets, group.n)
-    out, got = result(x, come, room)
+    out, got = result(x, come, room, where)
     sent, me = list(x[:sum(to)].split(to)), group.me
     note(kind.name, x.new_empty((balanced, *x.shape[1:]), device="meta"), group)
     got[me].copy_(sent[me])
@@ -125,10 +143,10 @@ def _reduce(kind: Collective, x: torch.Tensor, sent: list[torch.Tensor], op: str
     return Flight(works, finish, (x,))
 
 
-def _reduce_whole(kind: Collective, x: torch.Tensor, op: str, group: Members) -> Flight:
+def _reduce_whole(kind: Collective, x: torch.Tensor, op: str, group: Members, late: bool) -> Flight:
     """Into `x`. Of two ranks each adds the other's buffer to its own. Large buffers and more ranks are gloo's own, in c10d's call:
     functional collectives under way at once corrupt memory, see docs/runtime.md."""
-    if not swaps(group.n, x.nbytes):
+    if not swaps(group.n, x.nbytes, late):
         note(kind.name, x, group)
         return Flight([dist.all_reduce(x, getattr(ReduceOp, op.upper()), group.group, async_op=True)], lambda: x, (x,))
     got = torch.empty_like(x)

@@ -11,13 +11,13 @@ from autoshard.runtime.carriers.gloo_messages import Flight, note
 from autoshard.runtime.carriers.shared_memory import Post, Shared
 
 
-def exchange(kind: Collective, x: torch.Tensor, op: str, shared: Shared, in_place: bool = False) -> Flight:
+def exchange(kind: Collective, x: torch.Tensor, op: str, shared: Shared, in_place: bool = False, late: bool = False) -> Flight:
     """Start a collective of any kind, as `gloo_messages.exchange` does, which carries what the ring has no room for."""
     if kind.runs is Exchange.REDUCE and not in_place:
         x, in_place = x.clone(), True
     post = shared.post(x)
     if post is None:
-        return gloo_messages.exchange(kind, x, op, shared.group, in_place)
+        return gloo_messages.exchange(kind, x, op, shared.group, in_place, late)
     if kind.runs is Exchange.REDUCE:
         return _reduce_whole(kind, x, op, shared, post)
     if kind.runs.paired:

@@ -10,6 +10,7 @@ land them in the same order; so the counters "posted" and "landed", and the plac
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import platform
@@ -24,12 +25,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autoshard.errors import AutoshardError
-from autoshard.runtime.carriers.gloo_messages import Members
+from autoshard.errors import AutoshardError, CollectiveError
+from autoshard.runtime.carriers.gloo_messages import Members, failed
 
+log = logging.getLogger("autoshard")
 RING = 64 << 20
 """Bytes of posts in a segment: gradients on their way at once are at most this many (schedule.IN_FLIGHT), others wait one by one.
 Pages that were never written take no memory."""
+LAP = 16 << 20
+"""Bytes of the ring behind which a post starts again at 0 if no other is under way: a long run writes no more pages than a step needs."""
 HEADER, LINE = 4096, 64
 """Bytes before the ring; counters lie a cache line apart."""
 POSTED, LANDED, TOKEN, SIZES = 0, 8, 16, 64
@@ -73,16 +77,18 @@ class Shared:
         self._alive = {rank: os.pidfd_open(pids[rank]) for rank in self.others}
         weakref.finalize(self, _close, tuple(self._alive.values()))
         self._posted = self._landed = self._next = 0
+        self._clear = RING  # from `_next` to here lies no post
         self._flying: dict[int, Post] = {}
         self._old: list[tuple[Post, int]] = []  # landed, with how many had landed then
 
     def post(self, x: torch.Tensor) -> Post | None:
         """Let the others read contiguous `x`. None, on all ranks, where the ring has no room."""
-        start = self._next if self._next + x.nbytes <= RING else 0
+        start = self._next if self._next + x.nbytes <= (RING if self._flying else LAP) else 0
         post = Post(self._posted, start, x.nbytes)
-        if not 0 < x.nbytes <= RING or len(self._flying) >= KEPT // 2 or any(_overlap(post, p) for p in self._flying.values()):
+        if not 0 < x.nbytes <= RING or len(self._flying) >= KEPT // 2:
             return None
-        self._reclaim(post)
+        if (start < self._next or start + x.nbytes > self._clear or len(self._old) > KEPT) and not self._reclaim(post):
+            return None
         ctypes.memmove(self.mine.address + start, x.data_ptr(), x.nbytes)
         self._flying[post.number] = post
         self._posted += 1
@@ -114,16 +120,21 @@ class Shared:
         self._old.append((self._flying.pop(post.number), self._landed))
         self.mine.counters[LANDED] = self._landed
 
-    def _reclaim(self, post: Post) -> None:
-        """Wait until nobody reads what lay where `post` will lie."""
-        if len(self._old) > KEPT:
-            done = min(self.segments[rank].counters[LANDED] for rank in self.others)
-            self._old = [(old, landed) for old, landed in self._old if landed > done]
+    def _reclaim(self, post: Post) -> bool:
+        """Wait until nobody reads what lay where `post` will lie. False: a post that is still under way lies there. This looks at all posts that are
+        remembered, so it is for a post that comes near one, and for a ring of many."""
+        if any(_overlap(post, p) for p in self._flying.values()):
+            return False
+        done = min(self.segments[rank].counters[LANDED] for rank in self.others)
+        self._old = [(old, landed) for old, landed in self._old if landed > done]
         over = [landed for old, landed in self._old if _overlap(post, old)]
         if over:
             for rank in self.others:
                 self._until(rank, LANDED, max(over))
             self._old = [(old, landed) for old, landed in self._old if not _overlap(post, old)]
+        there = (*self._flying.values(), *(old for old, _ in self._old))
+        self._clear = min((p.start for p in there if p.start > post.start), default=RING)
+        return True
 
     def _until(self, rank: int, counter: int, wanted: int) -> None:
         counters = self.segments[rank].counters
@@ -141,8 +152,8 @@ class Shared:
                 if gone and counters[counter] < wanted:  # not one that came and then ended
                     raise AutoshardError(f"{self._name(rank)} ended while this rank waited for it in a collective; its own output says why")
                 if now - start > self.timeout:
-                    raise AutoshardError(f"{self._name(rank)} did not come to a collective for {now - start:.0f} s; the ranks must run the "
-                                         "same program")
+                    raise CollectiveError(f"{self._name(rank)} did not come to a collective for {now - start:.0f} s; the ranks must run the "
+                                          "same program")
 
     def _name(self, rank: int) -> str:
         return f"rank {self.group.world[rank]}"
@@ -157,21 +168,34 @@ def _overlap(a: Post, b: Post) -> bool:
     return a.start < b.start + max(b.nbytes, 1) and b.start < a.start + max(a.nbytes, 1)
 
 
+def on_one_machine() -> bool:
+    """Whether all processes that the launcher started (torchrun) can share memory; what it says in the environment is equal on all of them."""
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    return here is not None and here == os.environ.get("WORLD_SIZE") and _can_share()
+
+
 def share_memory(group: ProcessGroup, timeout: float) -> Shared | None:
     """Segments for a group whose ranks all run on one machine; None where they do not. All ranks of the group call this.
     Counters need stores to be seen in order, as x86 does."""
-    token, fd = secrets.token_bytes(16), _make()
-    if fd is not None:
-        own = Segment(fd)
+    token, fd, own = secrets.token_bytes(16), *_make()
+    if own is not None:
         own.memory[8 * TOKEN:8 * TOKEN + 16] = token
-    known: list[Any] = [None] * group.size()
-    dist.all_gather_object(known, (os.getpid(), fd, token), group=group)
-    segments = [own if rank == group.rank() else _open(*known[rank]) for rank in range(group.size())] if fd is not None else [None]
-    agreed: list[Any] = [None] * group.size()
-    dist.all_gather_object(agreed, all(segments), group=group)  # after this nobody needs the file any more
+    known = _told((os.getpid(), fd, token), group)
+    segments = [own if rank == group.rank() else _open(*known[rank]) for rank in range(group.size())] if own is not None else [None]
+    agreed = _told(all(segments), group)  # after this nobody needs the file any more
     if fd is not None:
         os.close(fd)
     return Shared(Members(group), segments, [pid for pid, _, _ in known], timeout) if all(agreed) else None
+
+
+def _told(mine: Any, group: ProcessGroup) -> list[Any]:
+    """What every rank has, in the order of ranks."""
+    all_of_them: list[Any] = [None] * group.size()
+    try:
+        dist.all_gather_object(all_of_them, mine, group=group)
+    except RuntimeError as e:
+        raise failed(e) from e
+    return all_of_them
 
 
 def _close(fds: tuple[int, ...]) -> None:
@@ -179,12 +203,23 @@ def _close(fds: tuple[int, ...]) -> None:
         os.close(fd)
 
 
-def _make() -> int | None:
-    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return None
-    fd = os.memfd_create("autoshard")  # gone with the last process that maps it
-    os.ftruncate(fd, HEADER + RING)
-    return fd
+def _can_share() -> bool:
+    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+
+
+def _make() -> tuple[int | None, Segment | None]:
+    """A file and its memory. The others must hear of it where this rank gets none: they wait for its answer."""
+    if not _can_share():
+        return None, None
+    fd = None
+    try:
+        fd = os.memfd_create("autoshard")  # gone with the last process that maps it
+        os.ftruncate(fd, HEADER + RING)
+        return fd, Segment(fd)
+    except OSError as e:
+        log.warning("no memory to share with the other ranks (%s): collectives travel as gloo's messages, which takes longer", e)
+        _close(() if fd is None else (fd,))
+        return None, None
 
 
 def _open(pid: int, fd: int | None, token: bytes) -> Segment | None:

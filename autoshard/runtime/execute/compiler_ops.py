@@ -55,10 +55,13 @@ def _op() -> Any:
 @cache
 def _rows_op() -> Any:
     """The same for a kind whose sizes are known at run time only."""
-    def run(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int, kind: str, carrier: int) -> torch.Tensor:
-        return land(start_rows(RUN[kind])(x.contiguous(), sends, gets, room, balanced, _known()[carrier]))
+    def run(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, where: str, balanced: int, kind: str,
+            carrier: int) -> torch.Tensor:
+        return land(start_rows(RUN[kind])(x.contiguous(), sends, gets, room, where, balanced, _known()[carrier]))
 
-    def shape(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, balanced: int, kind: str, carrier: int) -> torch.Tensor:
+    def shape(x: torch.Tensor, sends: torch.Tensor, gets: torch.Tensor, room: int, where: str, balanced: int, kind: str,
+              carrier: int) -> torch.Tensor:
         return x.new_empty((room, *x.shape[1:]))
 
-    return custom_op("carried_rows", "(Tensor x, Tensor sends, Tensor gets, int room, int balanced, str kind, int carrier) -> Tensor", run, shape)
+    return custom_op("carried_rows", "(Tensor x, Tensor sends, Tensor gets, int room, str where, int balanced, str kind, int carrier) "
+                     "-> Tensor", run, shape)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import linecache
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,14 +21,31 @@ from autoshard import _torch
 from autoshard.lower.lifetimes import Lifetimes
 
 
-def straight(graph: Graph, name: str, lifetimes: Lifetimes | None = None) -> Callable[[list[Any]], Sequence[Any]]:
+@dataclass(frozen=True, eq=False)
+class Straight:
+    """Text of a function `run` and what it names. Called as that function."""
+
+    name: str
+    source: str
+    scope: dict[str, Any]
+
+    @cached_property
+    def run(self) -> Callable[..., Sequence[Any]]:
+        file = f"<autoshard {self.name} {id(self):x}>"
+        linecache.cache[file] = (len(self.source), None, self.source.splitlines(True), file)  # tracebacks show the line
+        weakref.finalize(self, linecache.cache.pop, file, None)
+        exec(compile(self.source, file, "exec"), self.scope)
+        run: Callable[..., Sequence[Any]] = self.scope["run"]
+        return run
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        return self.run(values)
+
+
+def straight(graph: Graph, name: str, lifetimes: Lifetimes | None = None) -> Straight:
     """A function of one list (placeholders in order), which it empties so that arguments die at their last use."""
     writer = Writer(graph, lifetimes or Lifetimes.of(graph))
-    source = "\n".join(writer.lines()) + "\n"
-    file = f"<autoshard {name} {id(graph):x}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # tracebacks show the line
-    exec(compile(source, file, "exec"), writer.scope)
-    return writer.scope["run"]
+    return Straight(name, "\n".join(writer.lines()) + "\n", writer.scope)
 
 
 class Writer:

@@ -305,3 +305,12 @@ def _initialiser(root: nn.Module, module: nn.Module) -> Any:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def check_own_piece(name: str, value: DTensor, mine: DTensor) -> None:
+    """Raises UsageError for a DTensor that `torch.save` wrote on another rank of the mesh: its numbers are that rank's piece."""
+    theirs, ours = value.device_mesh, mine.device_mesh
+    if theirs == ours and theirs.get_coordinate() != ours.get_coordinate() and any(not p.is_replicate() for p in value.placements):
+        raise UsageError(f"the state dict has the piece of {name} that another rank holds: torch.save on one rank writes that rank's piece "
+                         "alone. Save with torch.distributed.checkpoint, or save whole tensors: "
+                         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), on all ranks")

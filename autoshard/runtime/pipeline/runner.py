@@ -135,4 +135,4 @@ class Runner:
         return self.table.rank_of[hop.source] == self.table.rank_of[hop.target]
 
     def _message(self, hop: Hop, m: int) -> Message:
-        return Message(hop.name, m, self.table.rank_of[hop.source], self.table.rank_of[hop.target], hop.window)
+        return Message(hop.name, m, self.table.rank_of[hop.source], self.table.rank_of[hop.target], hop.channel)

@@ -19,7 +19,7 @@ from autoshard.errors import AutoshardError
 from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.program.calling import Calling
-from autoshard.program.output_modes import DTENSOR, REPLICATE, modes_of
+from autoshard.program.output_modes import AUTO, DTENSOR, REPLICATE, modes_of
 from autoshard.runtime.hand_out import hand_out, multiply
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.microbatches import Micro
@@ -54,12 +54,17 @@ class PipelineStep:
         self.shown = tuple(Shown(i, joined_meta(self.graph.meta(op.refs[0]), *way, self.graph.microbatches), plan.ops[op.name].inputs[0])
                            for i, (op, way) in enumerate(zip(results, self.ways, strict=True)) if way[0] != WEIGHTS)
         self.user_specs, self.user_metas = tuple(s.spec for s in self.shown), tuple(s.meta for s in self.shown)
-        modes = list(modes_of(self.graph, outputs).values())
+        modes = list(modes_of(self.graph, outputs.replace(AUTO, REPLICATE)).values())
         self.modes = tuple(modes[s.index] for s in self.shown)
         self.wraps = DTENSOR in self.modes
         self.loss = next((op.target for op in self.graph.of_kind("tangent")), None)
         self.weighted = any(how == WEIGHTS for how, _ in self.ways)
         self.grad_names = tuple(dict.fromkeys(n for program in runner.programs.values() for n in program.grad_names))
+
+    @property
+    def status(self) -> str:
+        """Of the plan."""
+        return self.plan.status
 
     @property
     def owner(self) -> int:

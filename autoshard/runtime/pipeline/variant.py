@@ -21,7 +21,7 @@ from autoshard.runtime.pipeline.check_stages import check_stages
 from autoshard.runtime.pipeline.runner import Runner
 from autoshard.runtime.pipeline.stage_program import StageProgram
 from autoshard.runtime.pipeline.step import PipelineStep
-from autoshard.runtime.pipeline.wires import STEP, Wires, directed_pairs
+from autoshard.runtime.pipeline.wires import ORDERED, STEP, Wires, directed_pairs
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
@@ -97,7 +97,7 @@ class PipelineVariant(Variant):
 
     def _wires(self, made: Pipelined) -> Wires:
         rank_of, place, ranks = made.table.rank_of, self.place, self._ranks
-        wanted = {(rank_of[h.source], rank_of[h.target], h.window) for h in made.cut.hops if rank_of[h.source] != rank_of[h.target]}
+        wanted = {(rank_of[h.source], rank_of[h.target], h.channel) for h in made.cut.hops if rank_of[h.source] != rank_of[h.target]}
         wanted |= {(a, b, STEP) for a in range(len(ranks)) for b in range(len(ranks)) if a != b}
         pairs = directed_pairs(ranks, wanted, place.device)
         group = place.device_mesh.get_group(place.mesh.names[0])
@@ -105,7 +105,8 @@ class PipelineVariant(Variant):
         def trouble(coordinate: int) -> str:
             return place.pulse.trouble(ranks[coordinate], 0.0) or f"global rank {ranks[coordinate]}; see its output"
 
-        return Wires(group, place.coordinates[0], place.device, trouble, pairs=pairs)
+        skips = sorted({h.channel for h in made.cut.hops if h.skips})
+        return Wires(group, place.coordinates[0], place.device, trouble, (*ORDERED, *skips), pairs)
 
 
 def _names(made: Pipelined, mine: tuple[int, ...]) -> frozenset[str]:

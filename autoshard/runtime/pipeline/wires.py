@@ -1,4 +1,5 @@
-"""Messages between the ranks of a pipeline: FIFO channels, one per sender, receiver and window.
+"""Messages between the ranks of a pipeline: FIFO channels, one per sender, receiver and window, and one per pair of stages that are no
+neighbours.
 
 Messages are plain sends and receives of c10d, never functional collectives (docs/runtime.md). A receive is posted before its value is
 needed; what is sent is held until it is gone. On CPUs a tag keeps the channels of one process group apart; NCCL has no tags, so there
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
+from autoshard.base.graph import BACKWARD, FORWARD
 from autoshard.base.turns import UNDER_WAY
 from autoshard.errors import AutoshardError
 
@@ -25,6 +27,8 @@ ONCE = -1
 """In place of a micro-batch, for what is sent once a step."""
 STEP = "step"
 """The channel of it."""
+ORDERED = (FORWARD, BACKWARD, STEP)
+"""Channels whose sends and receives stand in one order on all ranks, so that a send may wait for its receive."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Wires:
     me: int
     device: torch.device
     trouble: Callable[[int], str] = lambda coordinate: ""
-    channels: tuple[str, ...] = ("forward", "backward", STEP)
+    channels: tuple[str, ...] = ORDERED
     pairs: Mapping[tuple[int, int, str], dist.ProcessGroup] = field(default_factory=dict)
     _arriving: dict[tuple[str, int], tuple[Any, torch.Tensor, Message]] = field(default_factory=dict)
     _sent: list[tuple[Any, torch.Tensor, Message]] = field(default_factory=list)
@@ -93,7 +97,9 @@ class Wires:
 
     def _let_go(self, message: Message) -> None:
         """Wait for the oldest sends of a channel before there are too many: every one holds a tensor. The order of sends and receives allows
-        for sends that block (pipeline/action_lists/check.py), so this ends."""
+        for sends that block (pipeline/action_lists/check.py), so this ends. What skips stages is not in that order, and never waits here."""
+        if message.channel not in ORDERED:
+            return
         there = [entry for entry in self._sent if (entry[2].target, entry[2].channel) == (message.target, message.channel)]
         for entry in there[:max(0, len(there) - UNDER_WAY + 1)]:
             with self._named(entry[2], entry[2].target):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autoshard import _torch, errors
+from autoshard import errors
 from autoshard.runtime.ranks.place import Place
 
 log = logging.getLogger("autoshard")
@@ -57,6 +57,11 @@ def gathered(place: Place, text: str, judge: Callable[[Iterator[tuple[int, str]]
     return text
 
 
+def alike(place: Place, text: str, timeout: float = 3600.0) -> bool:
+    """Whether all ranks say the same. Raises as `share` does."""
+    return place.mesh.size == 1 or gathered(place, text, lambda found: str(len({said for _, said in found}) == 1), timeout) == "True"
+
+
 def alone(place: Place, work: Callable[[], T]) -> T:
     """`work()`, which each rank does for itself before the next `share`. Where it fails, that `share` raises on
     the other ranks, instead of waiting for a rank that never comes."""
@@ -64,14 +69,22 @@ def alone(place: Place, work: Callable[[], T]) -> T:
         return work()
     except BaseException as e:
         if place.mesh.size > 1:
-            store, prefix = _round(place)
-            store.set(f"{prefix}/answer" if place.is_leader else f"{prefix}/facts/{dist.get_rank()}", _described(e))
+            stay_away(place, e)
         raise
+
+
+def stay_away(place: Place, e: BaseException) -> None:
+    """Take part in the next exchange with the reason why this rank does not come. Where the store is gone nobody can be told."""
+    try:
+        store, prefix = _round(place)
+        store.set(f"{prefix}/answer" if place.is_leader else f"{prefix}/facts/{dist.get_rank()}", _described(e))
+    except errors.AutoshardError as gone:
+        log.warning("the other ranks are not told of an error here: %s", gone)
 
 
 def _round(place: Place) -> tuple[Any, str]:
     """The store, and the prefix of this rank's next exchange; ranks count theirs in step."""
-    store = _torch.default_store()
+    store = place.store
     call = store.add(f"autoshard/calls/{_of(place)}/{dist.get_rank()}", 1)
     return store, f"autoshard/{_of(place)}/{call}"
 
@@ -145,6 +158,5 @@ def _wait(store: Any, key: str, timeout: float, what: str, place: Place, rank: i
 def _is_there(store: Any, key: str, what: str) -> bool:
     try:
         return store.check([key])
-    except RuntimeError as e:
-        raise errors.AutoshardError(f"waiting for {what}: the process group's store is gone, and with it the process that "
-                                    f"kept it (usually rank 0); see its output ({str(e).splitlines()[0]})") from None
+    except errors.AutoshardError as e:
+        raise errors.AutoshardError(f"waiting for {what}: {e}") from None

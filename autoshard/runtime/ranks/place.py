@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import _torch
-from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.base.mesh import AUTO, Mesh, parse_mesh
 from autoshard.base.spec import Spec
 from autoshard.decide.options import default_cluster
 from autoshard.errors import MeshError
 from autoshard.runtime.carriers.choose import Carrier
 from autoshard.runtime.carriers.gloo_messages import Members
-from autoshard.runtime.carriers.shared_memory import share_memory
+from autoshard.runtime.carriers.shared_memory import on_one_machine, share_memory
 from autoshard.runtime.ranks.heartbeat import JOIN, Pulse, meet
 from autoshard.runtime.ranks.leaving import leave_in_order
+from autoshard.runtime.ranks.store import PatientStore
 
 NOT_FOR_GPUS = ("", "gloo")
 """What process groups that cannot carry tensors of a GPU name as their carrier."""
@@ -44,7 +45,7 @@ class Place:
     def is_leader(self) -> bool:
         return not any(self.coordinates)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the mesh, in mesh order."""
         return (0,) if self.device_mesh is None else tuple(self.device_mesh.mesh.flatten().tolist())
@@ -77,9 +78,14 @@ class Place:
         return {}
 
     @cached_property
+    def store(self) -> PatientStore:
+        """Of the default process group."""
+        return PatientStore(_torch.default_store())
+
+    @cached_property
     def pulse(self) -> Pulse:
         """Of this rank; starts when it is first asked for. Ranks make their places in the same order."""
-        store, rank = _torch.default_store(), dist.get_rank()
+        store, rank = self.store, dist.get_rank()
         name = "-".join(map(str, (self.ranks[0], self.ranks[-1], len(self.ranks), self.mesh)))
         return Pulse(store, f"autoshard/pulse/{name}/{store.add(f'autoshard/places/{name}/{rank}', 1)}", rank, self.ranks, self.join_timeout)
 
@@ -135,8 +141,16 @@ def device_type(mesh: Any, device: Any = None) -> str:
 
 
 def cluster_here(mesh: Any, device: Any = None) -> str:
-    """The profile to assume for the devices that run a model, when the user names none."""
-    return default_cluster(device_type(mesh, device))
+    """The profile to assume for the devices that run a model, when the user names none. On CPUs of one machine collectives go through shared
+    memory; messages between pipeline stages do not, so where there may be stages all is priced as messages."""
+    name = default_cluster(device_type(mesh, device))
+    return f"{name}:shared" if name == "cpu-gloo" and on_one_machine() and not _may_have_stages(mesh) else name
+
+
+def _may_have_stages(mesh: Any) -> bool:
+    """Whether the mesh has the usual axis of a pipeline, or is open."""
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else getattr(mesh, "names", None)
+    return "pp" in names if names else any(word in str(mesh) for word in (AUTO, "pp="))
 
 
 def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
@@ -159,7 +173,7 @@ def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
     if world != mesh.size:
         raise MeshError(f"mesh {mesh} has {mesh.size} ranks, but {world} processes run; make them equal")
     if dist.is_initialized() and mesh.ndim > 1:  # one axis takes the group that is there
-        store, rank = _torch.default_store(), dist.get_rank()
+        store, rank = PatientStore(_torch.default_store()), dist.get_rank()
         meet(store, f"autoshard/meet/{mesh}/{store.add(f'autoshard/meets/{mesh}/{rank}', 1)}", rank, range(world), join_timeout)
     started = not dist.is_initialized()
     return _placed(mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names), device, join_timeout, started)

@@ -7,7 +7,7 @@ sweeps run again. Of a problem that is too large for that the equal layers are t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from autoshard.search.dual.dual import Dual
 
 
-def minimise(problem: Problem, known: Iterable[np.ndarray] = (), seconds: float = SECONDS, like: Core | None = None) -> Solution:
+def minimise(problem: Problem, known: Iterable[np.ndarray] = (), clock: Clock | None = None, like: Core | None = None,
+             pairs: Sequence[int] = PAIRS) -> Solution:
     """The cheapest choice found, and a valid bound (-inf where layers were tied). `known`: choices to start from. Rows of the problem are not
-    looked at: give one without. `like`: a core of much the same arrays, whose memo it shares. The status is OPTIMAL where the choice is proven."""
-    board = Board(problem, Clock(seconds))
+    looked at: give one without. `like`: a core of much the same arrays, whose memo it shares. `pairs`: joint strategies of the largest pair, sweep
+    by sweep. The status is OPTIMAL where the choice is proven."""
+    board = Board(problem, clock or Clock(SECONDS))
     for choice in known:
         board.offer(choice)
     try:
@@ -39,12 +41,12 @@ def minimise(problem: Problem, known: Iterable[np.ndarray] = (), seconds: float 
         reduce_core(core, board.clock.expired)
         quotient = tie(problem) if table_entries(core) > LARGE else None
         if quotient is None or quotient.problem.n == problem.n:
-            _solve(board, core)
+            _solve(board, core, pairs)
         else:
             own = Board(quotient.problem, board.clock)
             core, _ = build(quotient.problem, core)
             reduce_core(core, board.clock.expired)
-            _solve(own, core)
+            _solve(own, core, pairs)
             if own.choice is not None:
                 board.offer(quotient.lift(own.choice), "layers tied")
     except Infeasible:
@@ -52,10 +54,10 @@ def minimise(problem: Problem, known: Iterable[np.ndarray] = (), seconds: float 
     return board.solution()
 
 
-def _solve(board: Board, core: Core) -> None:
+def _solve(board: Board, core: Core, pairs: Sequence[int]) -> None:
     """Raises Infeasible where nothing is possible, and no choice is known."""
     try:
-        for largest in PAIRS:
+        for largest in pairs:
             merge_pairs(core, largest, board.clock.expired)
             if board.clock.expired():
                 drop_forbidden(core)

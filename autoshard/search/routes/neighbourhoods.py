@@ -8,31 +8,65 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.problem import Edge, Items, Problem, Solution, evaluate, row_loads
-from autoshard.search.reductions.core import build
+from autoshard.search.reductions.core import Core, build
 from autoshard.search.routes.auto import search_auto
-from autoshard.search.routes.min_sum import minimise
+from autoshard.search.routes.min_sum import PAIRS, minimise
 from autoshard.search.tie import Tied, tie
 
 NODES = 80  # of a neighbourhood: with 40 bert gains 2.45 % instead of 2.49, with 160 no more; a node costs the same in all
-INNER = 2  # the part of them next to the centre, one of so many, need not be a centre themselves
+WIDE = 320  # of a wide one, with the widest pairs at once: a sweep of resnet takes 11 CPU s, with all widths 15 for 0.2 % more
+INNER = 1  # the part of them next to the centre, one of so many, need not be a centre themselves: 2 takes 1.7 times as long for little
 SECONDS = 5.0  # for one of them: a net
 
 
-def improve(board: Board, nodes: int = NODES) -> None:
-    """Make the choice of `board` cheaper until no neighbourhood of `nodes` nodes can, or the clock is over. Without a choice nothing is done."""
+class Neighbourhoods:
+    """Those of one problem: what is computed while one choice is made cheaper the next ones share."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    @cached_property
+    def alike(self) -> _Layers:
+        """For choices that treat repeated layers alike."""
+        return _Layers(tie(self.problem))
+
+    @cached_property
+    def each(self) -> _Layers:
+        """For all choices."""
+        return _Layers(Tied(self.problem, 1, np.arange(self.problem.n)))
+
+    def of(self, choice: np.ndarray, cost: float) -> _Layers:
+        """Those for a choice of that cost."""
+        tied = self.alike.tied
+        return self.alike if evaluate(self.problem, tied.lift(choice[tied.first])) <= cost + MARGIN * abs(cost) else self.each
+
+
+@dataclass(eq=False)
+class _Layers:
+    """A problem without its repeated layers, and a core of it that lends its memo."""
+
+    tied: Tied
+
+    @cached_property
+    def core(self) -> Core:
+        return build(self.tied.problem)[0]
+
+
+def improve(board: Board, nodes: int = NODES, known: Neighbourhoods | None = None) -> None:
+    """Make the choice of `board` cheaper until no neighbourhood of `nodes` nodes can, or the clock is over. Without a choice nothing is done.
+    `known`: of the same problem."""
     if board.choice is None:
         return
-    tied, known = tie(board.problem), board.choice
-    first = tied.first
-    if evaluate(board.problem, tied.lift(known[first])) > board.cost + MARGIN * abs(board.cost):
-        tied = Tied(board.problem, 1, np.arange(board.problem.n))  # it does not treat the layers alike
-        first = tied.place
-    search = _Search(tied.problem, known[first], nodes)
+    layers = (known or Neighbourhoods(board.problem)).of(board.choice, board.cost)
+    tied = layers.tied
+    search = _Search(tied.problem, layers.core, board.choice[tied.first], nodes)
     waiting, due = deque(range(tied.problem.n)), np.ones(tied.problem.n, bool)
     while waiting and not board.clock.expired():
         centre = waiting.popleft()
@@ -50,9 +84,9 @@ def improve(board: Board, nodes: int = NODES) -> None:
 class _Search:
     """A problem, the best choice of it so far, and its edges by node. What one neighbourhood computes the others like it share."""
 
-    def __init__(self, problem: Problem, choice: np.ndarray, nodes: int) -> None:
-        self.problem, self.choice, self.nodes = problem, np.array(choice, dtype=np.int64), nodes
-        self.load, self.core = row_loads(problem, self.choice), build(problem)[0]
+    def __init__(self, problem: Problem, core: Core, choice: np.ndarray, nodes: int) -> None:
+        self.problem, self.core, self.choice, self.nodes = problem, core, np.array(choice, dtype=np.int64), nodes
+        self.load = row_loads(problem, self.choice)
         self.edges: list[list[Edge]] = [[] for _ in range(problem.n)]
         for edge in problem.edges:
             self.edges[edge.u].append(edge)
@@ -87,10 +121,10 @@ class _Search:
         return list(dict.fromkeys(w for v in changed for w in (v, *self.beside(v))))
 
     def _solved(self, part: Problem, known: np.ndarray, board: Board) -> Solution:
-        if not len(part.items.node):
-            return minimise(part, [known], min(SECONDS, board.clock.left), self.core)
         clock = board.clock.part()
         clock.time_limit = min(SECONDS, clock.time_limit)
+        if not len(part.items.node):
+            return minimise(part, [known], clock, self.core, PAIRS if self.nodes <= NODES else PAIRS[-1:])
         own = Board(part, clock)
         own.offer(known)
         search_auto(own, 0, 1)

@@ -17,7 +17,8 @@ from autoshard.search.clock import Clock
 from autoshard.search.mip import guarded
 from autoshard.search.problem import row_loads
 from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
-from autoshard.search.reductions.core import GONE, Core, build, stored_entries, table_entries
+from autoshard.search.reductions.core import GONE, Core, stored_entries, table_entries
+from autoshard.search.routes.mixture import mix
 from autoshard.search.routes.priced import (
     LARGEST_PAIR,
     MIP_NODES,
@@ -90,7 +91,8 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         if not board.done:
             _close_tied(board, quotient, seed)
     close(board, core, best, seed)
-    _mix(board, [*pool, *found], seed)
+    if not board.done:
+        mix(board, [*pool, *found], seed)
     board.near = [*pool, *found]
 
 
@@ -263,28 +265,6 @@ def _keep_possible(core: Core, masks: dict[int, np.ndarray]) -> None:
 def _kept(mask: np.ndarray) -> np.ndarray | None:
     """None where all strategies are."""
     return None if mask.all() else np.flatnonzero(mask)
-
-
-def _mix(board: Board, pool: list[np.ndarray], seed: int) -> None:
-    """Where the gap stayed open: the best mixture of known choices, every node doing what some choice of the pool does.
-    Layers that differ in which known choice they follow are how an optimum balances on a row."""
-    if len(pool) < 2 or board.done:
-        return
-    core = build(board.problem)[0]
-    projected = np.stack([core.project(choice) for choice in pool])
-    try:
-        for v in core.alive:
-            allowed = np.unique(projected[:, v])
-            allowed = allowed[allowed >= 0]
-            if len(allowed) and len(allowed) < len(core.cost[v]):
-                core.keep(v, allowed)
-        reduce_core(core, board.clock.expired)
-        if table_entries(core) <= TABLES:
-            answer = solve_left(board, core, seed)
-            if answer.choice is not None:
-                board.offer(core.lift(answer.choice), "mixture of known choices")
-    except Infeasible:
-        return
 
 
 def _planes(board: Board, core: Core) -> list[Plane]:

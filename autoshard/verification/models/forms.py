@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.base.graph import Graph, Op, TensorMeta, map_args
+from autoshard.base.graph import Graph, Op, TensorMeta
 from autoshard.pipeline.microbatches.results import pieces_of
 from autoshard.program.calling import Traced
 from autoshard.program.interpret import values_of
@@ -72,8 +72,7 @@ def _obstacle(form: Form) -> str:
 
 
 def _wide_op(op: Op) -> Op:
-    return replace(op, args=map_args(_wide, op.args), kwargs=tuple((k, map_args(_wide, v)) for k, v in op.kwargs),
-                   outputs=tuple(m and _wide_meta(m) for m in op.outputs))
+    return replace(op.mapped(_wide), outputs=tuple(m and _wide_meta(m) for m in op.outputs))
 
 
 def _wide(leaf: Any) -> Any:

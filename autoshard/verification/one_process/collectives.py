@@ -35,7 +35,7 @@ def run_collective(target: Any, x: Ranked, arguments: Sequence[Sequence[Any]], m
     for ranks in groups(mesh, axes):
         given = [x[r] for r in ranks]
         if kind.runs.sized:
-            found = rows_reference(given, *([arguments[r][i] for r in ranks] for i in (0, 1)), arguments[0][2])
+            found = rows_reference(given, *([arguments[r][i] for r in ranks] for i in (0, 1)), *arguments[0][2:4])
         else:
             found = kind.runs.reference(given, kind.reduce_op(arguments[0]))
         for rank, piece in zip(ranks, found, strict=True):

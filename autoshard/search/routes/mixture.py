@@ -1,0 +1,36 @@
+"""The best mixture of known choices: every node does what one of them does.
+
+Searches that started from different choices end at choices that are good in different parts of the problem, and repeated layers balance on
+a row where they follow different ones. What is left when every node may only do what a known choice does is small, and is solved with its rows."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.search.board import Board
+from autoshard.search.reductions import Infeasible, reduce_core
+from autoshard.search.reductions.core import build, table_entries
+from autoshard.search.routes.priced import TABLES, solve_left
+
+
+def mix(board: Board, pool: Sequence[np.ndarray], seed: int = 0) -> None:
+    """Offer the cheapest choice of the problem in which every node does what it does in some choice of `pool`. Nothing is done where there
+    are fewer than two, where the time is up, or where what is left of the problem is too large for a MIP."""
+    if len(pool) < 2 or board.clock.expired():
+        return
+    core = build(board.problem)[0]
+    projected = np.stack([core.project(choice) for choice in pool])
+    try:
+        for v in core.alive:
+            allowed = np.unique(projected[:, v])
+            allowed = allowed[allowed >= 0]
+            if len(allowed) and len(allowed) < len(core.cost[v]):
+                core.keep(v, allowed)
+        reduce_core(core, board.clock.expired)
+        if table_entries(core) <= TABLES:
+            answer = solve_left(board, core, seed)
+            if answer.choice is not None:
+                board.offer(core.lift(answer.choice), "mixture of known choices")
+    except Infeasible:
+        return

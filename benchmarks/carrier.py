@@ -1,0 +1,19 @@
+"""`--carrier` of benchmarks with several processes on one machine."""
+from __future__ import annotations
+
+import argparse
+import os
+
+SHARED, GLOO = "shared", "gloo"
+
+
+def add_carrier(parser: argparse.ArgumentParser) -> None:
+    """What carries autoshard's collectives on CPUs."""
+    parser.add_argument("--carrier", choices=(SHARED, GLOO), default=SHARED,
+                        help="what carries autoshard's collectives on CPUs; gloo: as between machines, and as those of plans by hand")
+
+
+def take_carrier(name: str) -> None:
+    """For this process, before anything is compiled in it."""
+    if name == GLOO and hasattr(os, "memfd_create"):
+        del os.memfd_create  # as on a system where processes cannot share memory by a descriptor
