@@ -8,6 +8,7 @@ import pytest
 from random_problems import random_problem
 
 from autoshard.search import Board, Clock, Edge, Problem, evaluate, improve, solve
+from autoshard.search.problem import Items
 from autoshard.search.routes import neighbourhoods
 
 
@@ -81,3 +82,16 @@ def test_wide_neighbourhoods_gain_what_takes_many_changes_at_once():
     start = np.zeros(200, dtype=np.int64)
     assert improve(problem, start, Clock(20.0))[1] == evaluate(problem, start)
     assert improve(problem, start, Clock(20.0), wide=True)[1] == 0.0
+
+
+def test_a_neighbourhood_whose_rows_bind_does_not_begin_with_itself_again():
+    """Its bound is loose, so that the search for it would ask for neighbourhoods of its own choice, of which this one is the first."""
+    rng, nodes, every = np.random.default_rng(0), 24, np.arange(12)
+    pairs = {(v, v + 1) for v in range(nodes - 1)} | {tuple(sorted(rng.choice(nodes, 2, replace=False).tolist())) for _ in range(2 * nodes)}
+    load = rng.random((nodes, 12))
+    row = Items(np.repeat(np.arange(nodes), 12), np.tile(every, nodes), np.zeros(12 * nodes, dtype=np.int64), load.ravel())
+    problem = Problem(tuple(rng.random((nodes, 12))), tuple(Edge(u, v, rng.random((12, 12)), every, every) for u, v in sorted(pairs)),
+                      np.array([0.3 * nodes]), np.array([np.inf]), row)
+    first = load.argmin(axis=1)
+    choice, cost = improve(problem, first, Clock(20.0))
+    assert cost == evaluate(problem, choice) < evaluate(problem, first), "a plan found this way ended in a RecursionError"

@@ -126,6 +126,7 @@ class _Search:
         if not len(part.items.node):
             return minimise(part, [known], clock, self.core, PAIRS if self.nodes <= NODES else PAIRS[-1:])
         own = Board(part, clock)
+        own.stats["improved"] = True  # else the search would look in neighbourhoods of this one, which is as large as they are, without end
         own.offer(known)
         search_auto(own, 0, 1)
         return own.solution()
