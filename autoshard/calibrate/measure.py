@@ -3,9 +3,9 @@
 All ranks do the same at the same time, as they do in a training step: they share memory bandwidth and caches. A round
 times each case once, after a barrier. The time of an op is the lower quartile over rounds of the slowest rank: whatever else
 runs on the machine only ever adds time. A collective's is a mean: a step adds up all its calls, the slow ones too. On a CPU each
-call comes after some compute, as in a step; back to back, a call finds its peer awake and waiting. An op runs once in a round there, and finds in
-the caches what the op before it in a step would leave: its activation or gradient. Weights and saved activations were evicted by the other cases, as they are by
-the rest of a step. Back to back, the backward of a ReLU takes a fifth of what it takes in a step.
+call comes after some compute, as in a step; back to back, a call finds its peer awake and waiting. An op runs once in a round there, and
+finds in the caches what the op before it in a step would leave: its activation or gradient. Weights and saved activations were evicted by
+the other cases, as they are by the rest of a step. Back to back, the backward of a ReLU takes a fifth of what it takes in a step.
 """
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ log = logging.getLogger("autoshard")
 
 
 def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:
-    """Ask the allocator to keep what is freed. Returns whether it does: not where it is another one than glibc's, nor where the user has set one of its
-    thresholds (MALLOC_TRIM_THRESHOLD_=131072 is glibc's own)."""
+    """Ask the allocator to keep what is freed. Returns whether it does: not where it is another one than glibc's, nor where the user has set
+    one of its thresholds (MALLOC_TRIM_THRESHOLD_=131072 is glibc's own)."""
     if not sys.platform.startswith("linux") or _is_chosen(os.environ if environment is None else environment):
         return False
     libc = ctypes.CDLL(None)
