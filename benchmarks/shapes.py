@@ -9,14 +9,18 @@ how many meshes were searched for the choice. With --axes 3 the choice is thorou
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
-import autoshard
-from autoshard.search.mip import guarded
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import autoshard  # noqa: E402
+from autoshard.decide.phase_timer import cpu_seconds  # noqa: E402
 
 MODELS = ("mlp", "gpt", "llama", "vit", "moe")
 
@@ -66,10 +70,6 @@ def factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts > 1:
         for first in (n for n in range(2, number) if number % n == 0):
             yield from ((first, *rest) for rest in factorings(number // first, parts - 1))
-
-
-def cpu_seconds() -> float:
-    return time.process_time() + guarded.cpu_seconds()
 
 
 if __name__ == "__main__":

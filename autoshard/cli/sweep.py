@@ -15,6 +15,8 @@ from autoshard.cli.request import Request
 from autoshard.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autoshard.study.sizing import Cases, Job
 
 EXAMPLES = """
@@ -57,7 +59,7 @@ def sweep(request: Request, batch: BatchOption = None, devices: DevicesOption = 
     with progress_shown(not quiet) as progress:
         from autoshard.decide.phase_timer import PhaseTimer
 
-        found = plan_all([_job(replace(requests[0], batch=size), progress) for size in batches], cases, PhaseTimer(progress))
+        found = plan_all(_jobs([replace(requests[0], batch=size) for size in batches], progress), cases, PhaseTimer(progress))
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:
@@ -83,11 +85,25 @@ def _cases(requests: list[Request], clusters: list[str], memory: str | None) -> 
     return Cases([(r.wanted, r.options) for r in requests], clusters, budgets)
 
 
-def _job(request: Request, progress: Callable[[str, str], None]) -> Job:
+def _jobs(requests: list[Request], progress: Callable[[str, str], None]) -> list[Job]:
+    """One per batch. Where all have one model, a batch between two others need not be traced."""
+    from autoshard.pipeline.microbatches.batch import Batch
     from autoshard.study.sizing import Job
 
-    spec, batch = request.loaded_batch(progress)
-    return Job(batch, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings})
+    jobs: list[Job] = []
+    batches: list[Batch] = []
+    for request in requests:
+        spec, batch = request.loaded_batch(progress)
+        if batches and _tensors(batch.model) == _tensors(batches[0].model):
+            batch = Batch(batches[0].model, batch.args, batch.kwargs, batch.how, batches)
+        batches.append(batch)
+        jobs.append(Job(batch, spec.loss_fn is not None, {"reference": spec.reference, **spec.settings}))
+    return jobs
+
+
+def _tensors(model: nn.Module) -> list[object]:
+    """What a model of this class is made of."""
+    return [type(model), *((name, t.shape, t.dtype) for name, t in (*model.named_parameters(), *model.named_buffers()))]
 
 
 def _words(option: str, text: str) -> list[str]:

@@ -43,6 +43,7 @@ class Planner:
         self._given = {**_defaults(), **_checked(options), "model": model, "example_inputs": example_inputs, "example_kwargs": example_kwargs}
         check_arguments(self._given)
         self._benches: dict[str, Workbench] = {}
+        self._batches: dict[str, list[Batch]] = {}  # traced alike: those of `_benches`
 
     def plan(self, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, **options: Any) -> Plan:
         """As `autoshard.plan`, which says what the options are and what is raised. `example_inputs`: another batch."""
@@ -97,13 +98,17 @@ class Planner:
         model, inputs, kwargs = given["model"], tuple(given["example_inputs"]), dict(given["example_kwargs"] or {})
         check_called(model, inputs, kwargs)
         how = options.tracing(given["loss_fn"], given["training"])
-        key = f"{_shapes((inputs, kwargs))} {how} {_state(model)}"
+        alike = f"{how} {_state(model)}"
+        key = f"{_shapes((inputs, kwargs))} {alike}"
         if key not in self._benches:
-            self._benches[key] = Workbench(Batch(model, inputs, kwargs, how), given["loss_fn"] is not None, given["model_info"] or {},
-                                             self._benches.values())
+            others = self._batches.setdefault(alike, [])
+            others.append(Batch(model, inputs, kwargs, how, others))
+            self._benches[key] = Workbench(others[-1], given["loss_fn"] is not None, given["model_info"] or {}, self._benches.values())
         self._benches[key] = self._benches.pop(key)  # the one used last comes last
         for oldest in list(self._benches)[:-MOST_BATCHES]:
-            del self._benches[oldest]
+            gone = self._benches.pop(oldest).batch
+            for others in self._batches.values():
+                others[:] = [batch for batch in others if batch is not gone]
         return self._benches[key]
 
 

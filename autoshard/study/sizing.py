@@ -165,9 +165,15 @@ def _asked(jobs: Sequence[Job], cases: Cases) -> Iterator[tuple[Workbench, Case,
         benches: list[Workbench] = []  # another mesh shares the traces alone
         benches += [Workbench(job.batch, job.has_loss, job.model_info, benches) for job in jobs]
         for name in cases.clusters:
-            for job, bench in zip(jobs, benches, strict=True):
+            for job, bench in _ends_first(list(zip(jobs, benches, strict=True))):
                 for budget in cases.budgets:
                     yield bench, Case(job.samples, job.tokens, mesh, name, budget), replace(options, cluster=name, memory_budget=budget)
+
+
+def _ends_first(pairs: list[tuple[Job, Workbench]]) -> list[tuple[Job, Workbench]]:
+    """The smallest and the largest batch before those between, whose programs are made of these two."""
+    rising = sorted(pairs, key=lambda pair: pair[0].samples)
+    return rising[:1] + rising[1:][-1:] + rising[1:-1]
 
 
 def _nothing_more(case: Case, found: Sequence[Point]) -> Point | None:

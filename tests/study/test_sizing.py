@@ -76,6 +76,18 @@ def test_a_batch_is_traced_once(monkeypatch):
     assert len(traces) == 2
 
 
+def test_a_batch_between_two_is_not_traced(monkeypatch):
+    """And its plan is that of a call for it alone, of the very program that a trace gives."""
+    model, (least, most, middle) = model_and(models.gpt, 8, 16, 12)
+    traces = []
+    plain = batches_module.trace
+    monkeypatch.setattr(batches_module, "trace", lambda *a, **k: traces.append(a[1][0].shape[0]) or plain(*a, **k))
+    found = autoshard.sweep(model, ["dp=2"], [least, middle, most], loss_fn=models.gpt.loss, cluster="cpu-gloo")
+    assert traces == [8, 16] and [p.case.samples for p in found.points] == [8, 16, 12]
+    alone = autoshard.plan(model, "dp=2", middle, loss_fn=models.gpt.loss, cluster="cpu-gloo")
+    assert found.points[2].plan.graph_hash == alone.graph_hash and found.points[2].plan.objective_s == pytest.approx(alone.objective_s, rel=1e-9)
+
+
 def test_less_memory_than_nothing_fits_in_is_not_searched():
     model, inputs = model_and(models.mlp, 64)
     found = autoshard.sweep(model, ["dp=2"], inputs, memory_budgets=[512, "1KiB", "1GiB"], loss_fn=models.mlp.loss, time_limit=10)
