@@ -210,6 +210,12 @@ def test_compile_needs_inputs_to_choose_a_mesh():
         autoshard.compile(nn.Linear(4, 4), "auto:1", cluster="cpu-gloo")
 
 
+def test_a_number_of_devices_is_a_mesh_to_compile_for():
+    x = torch.randn(2, 4)
+    compiled = autoshard.compile(nn.Linear(4, 4), 1, (x, x), loss_fn=nn.functional.mse_loss, cluster="cpu-gloo", cache=False)
+    assert compiled.plan.mesh.size == 1 and compiled(x, x).requires_grad
+
+
 def test_meshes_as_text():
     assert mesh_or_any("auto:64") == mesh_or_any(64) == AnyMesh(64) and str(AnyMesh(64)) == "auto:64"
     assert mesh_or_any("dp=2,tp=4") == parse_mesh("dp=2,tp=4") == Mesh(("dp", "tp"), (2, 4))
