@@ -73,7 +73,7 @@ def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, cl
 
 def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock: PhaseTimer, profile: Cluster, **how: Any) -> Plan:
     """Choose what is open of mesh, micro-batches, schedule and cuts, and plan it."""
-    wanted = Asked(mesh.size, mesh if isinstance(mesh, Mesh) else None, options.pipeline, profile, options.memory_limit(profile))
+    wanted = Asked(mesh.size, mesh if isinstance(mesh, Mesh) else None, options.pipeline, profile, options.memory_limit(profile), options.thorough)
     with clock("trace"):
         whole = asked.whole
     options.check_offload(profile, whole.graph.training)
@@ -106,8 +106,8 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
     """Short searches, of which block prices are made (pipeline/mesh_prices.py)."""
     short, quiet = replace(options, time_limit=options.time_limit / SHORT_STAGES), clock.quiet()
 
-    def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1) -> CostTable:
-        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying)
+    def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1, floor: frozenset[str] | None = None) -> CostTable:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying, floor=floor)
         return prices(replace(whole, graph=graph), on, short, clock=quiet, profile=profile, step=step)
 
     def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, within: float) -> Plan:
@@ -119,13 +119,13 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
                 program = with_starts(formulation, asked.settings(graph.training, False), (next(iter(greedy_plans(formulation)))[1],))
         return decide(priced, asked, clock=quiet, interruptible=False, finer=False, enough=ENOUGH, program=program)
 
-    def run(graph: Graph, on: Mesh) -> tuple[float, float]:
-        priced = table(graph, on, None)
+    def run(graph: Graph, on: Mesh, shared: frozenset[str]) -> tuple[float, float]:
+        priced = table(graph, on, None, floor=shared)
         with quiet("bounds"):
             return least_run(priced, How(Clock(short.time_limit), options.search))
 
-    def step(graph: Graph, on: Mesh, at: Prices | None) -> tuple[float, Prices]:
-        priced = table(graph, on, None)
+    def step(graph: Graph, on: Mesh, at: Prices | None, shared: frozenset[str]) -> tuple[float, Prices]:
+        priced = table(graph, on, None, floor=shared)
         with quiet("bounds"):
             return least_step(priced, How(Clock(short.time_limit), options.search), at)
 

@@ -18,9 +18,9 @@ from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import ClusterError, InfeasibleError, MeshError, UsageError
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.shapes.choose import Asked
-from autoshard.pipeline.shapes.decide import LOOKS
+from autoshard.pipeline.shapes.decide import LOOKS, TOLERANCE
 from autoshard.pipeline.shapes.floors import Floor
-from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes
+from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes, traced_count
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.planner.open_mesh import searches
 from models import llama
@@ -114,8 +114,73 @@ def test_a_model_that_micro_batches_would_change_gets_a_mesh():
     """Batch norm in training: no stages and no micro-batches, and the notes say why."""
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     made = autoshard.plan(model, "auto:2", (torch.randn(6, 8), torch.randn(6, 4)), loss_fn=nn.functional.mse_loss, cluster="cpu-gloo")
-    assert {s.microbatches for s in made.shapes} == {1} and {s.mesh for s in made.shapes} == {"dp=2", "tp=2"}
+    assert {s.microbatches for s in made.shapes} == {1} and {s.mesh for s in made.shapes} == {"dp=2"}
     assert any("no stages and no micro-batches" in note and "batch_norm" in note for note in made.notes)
+
+
+def mlp_and_loss():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 16)), (
+            torch.empty(32, 64), torch.empty(32, 16)), nn.functional.mse_loss
+
+
+def llama_and_loss():
+    return *small(), llama.loss
+
+
+MESHES = {"dp=8": Slot(8, 1, 0), "dp=4,tp=2": Slot(4, 2, 0), "dp=2,tp=4": Slot(2, 4, 0), "dp=2,mp=2,tp=2": Slot(2, 2, 0, 2)}
+
+
+CASES = [pytest.param((mlp_and_loss, "cpu-gloo"), id="mlp"), pytest.param((mlp_and_loss, "h100-dgx"), id="mlp-fused"),
+         pytest.param((llama_and_loss, "cpu-gloo"), id="llama", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def planned(request):
+    """A model, and the step of its best plan on every mesh of up to three axes of 8 devices, each planned by itself."""
+    made, cluster = request.param
+    model, inputs, loss = made()
+
+    def step(mesh, **options):
+        return autoshard.plan(model, mesh, inputs, loss_fn=loss, cluster=cluster, **options)
+
+    return (model, inputs, loss), step, {mesh: step(mesh).objective_s for mesh in MESHES}
+
+
+def test_the_chosen_mesh_is_as_good_as_the_best_of_all_planned_one_by_one(planned):
+    """With `thorough` equal, and without it never more than its tolerance dearer than a mesh by hand."""
+    _, step, by_hand = planned
+    one = Pipeline(microbatches=1)
+    found = step(8, pipeline=one, thorough=True)
+    assert {s.mesh for s in found.shapes} == set(by_hand), "one micro-batch is not cut into stages"
+    assert found.objective_s == pytest.approx(min(by_hand.values()), rel=1e-9)
+    assert all(s.bound_s <= by_hand[s.mesh] * (1 + 1e-9) for s in found.shapes)
+    two_axes = min(seconds for mesh, seconds in by_hand.items() if "mp" not in mesh)
+    assert step(8, pipeline=one).objective_s <= two_axes / (1 - TOLERANCE) * (1 + 1e-9)
+
+
+def test_bounds_hold_for_plans_without_micro_batches(planned):
+    """Chains of ops that one kernel runs go over blocks' borders, nothing is accumulated, and an update is made once."""
+    (model, inputs, loss), step, by_hand = planned
+    cluster, rows = load_cluster(step("dp=8").cluster["name"]), inputs[0].shape[0]
+    options = Options(cluster=cluster.name, pipeline=Pipeline(microbatches="auto"))
+    batch = Batch(model, inputs, {}, {"loss_fn": loss, "training": True})
+    pricer = MeshPricer(Sizes(batch, options.pipeline, rows, traced_count(rows)), 8, Asked(8, None, options.pipeline, cluster, 1e15).mesh_of,
+                        cluster, 1e15, searches(batch.whole, options, PhaseTimer(), cluster))
+    for mesh, slot in MESHES.items():
+        slot = replace(slot, rows=rows)
+        assert pricer.ideal(slot) <= by_hand[mesh] * (1 + 1e-9)
+        for look in range(1, LOOKS + 1):
+            floor = pricer.floor(slot, look)
+            assert floor.work(1)[0, -1] <= by_hand[mesh] * (1 + 1e-6), (mesh, look)
+        assert floor.work(1)[0, -1] >= 0.5 * by_hand[mesh], "a bound that says something"
+
+
+def test_a_batch_that_divides_nowhere_gets_a_mesh():
+    """Three rows on 8 devices: no axis splits them, and there is a mesh all the same."""
+    made = autoshard.plan(nn.Linear(8, 16), "auto:8", (torch.randn(3, 8),), training=False, cluster="h100-dgx")
+    assert made.mesh.size == 8 and {s.mesh for s in made.shapes} == {"dp=8", "dp=4,tp=2", "dp=2,tp=4"}
 
 
 def test_inference_gets_a_mesh():
@@ -145,8 +210,14 @@ def test_compile_needs_inputs_to_choose_a_mesh():
         autoshard.compile(nn.Linear(4, 4), "auto:1", cluster="cpu-gloo")
 
 
+def test_a_number_of_devices_is_a_mesh_to_compile_for():
+    x = torch.randn(2, 4)
+    compiled = autoshard.compile(nn.Linear(4, 4), 1, (x, x), loss_fn=nn.functional.mse_loss, cluster="cpu-gloo", cache=False)
+    assert compiled.plan.mesh.size == 1 and compiled(x, x).requires_grad
+
+
 def test_meshes_as_text():
-    assert mesh_or_any("auto:64") == AnyMesh(64) and str(AnyMesh(64)) == "auto:64"
+    assert mesh_or_any("auto:64") == mesh_or_any(64) == AnyMesh(64) and str(AnyMesh(64)) == "auto:64"
     assert mesh_or_any("dp=2,tp=4") == parse_mesh("dp=2,tp=4") == Mesh(("dp", "tp"), (2, 4))
 
 

@@ -20,6 +20,7 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.pipeline.cutting.cut_points import block_seconds
+from autoshard.pipeline.cutting.repeated import repeated_ops
 from autoshard.pipeline.cutting.split import split_stage
 from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.microbatches.batch import Batch
@@ -33,12 +34,12 @@ from autoshard.pipeline.shapes.stage_prices import price_of
 @dataclass(frozen=True, eq=False)
 class Searches:
     """The ordinary search, as the pricer asks it. `plan`: (graph of a stage, its mesh, the wire, micro-batches in flight, bytes a rank may
-    use) -> plan; `run`: (graph, mesh) -> seconds of one run at least, and of the update; `step`: (graph, mesh, prices or None) -> seconds
-    of a step at least, and at which prices."""
+    use) -> plan; `run`: (graph, mesh, ops that other parts may pay for) -> seconds of one run at least, and of the update; `step`: (graph, mesh,
+    prices or None, those ops) -> seconds of a step at least, and at which prices."""
 
     plan: Callable[[Graph, Mesh, AxisLink, int, float], Plan]
-    run: Callable[[Graph, Mesh], tuple[float, float]]
-    step: Callable[[Graph, Mesh, Prices | None], tuple[float, Prices]]
+    run: Callable[[Graph, Mesh, frozenset[str]], tuple[float, float]]
+    step: Callable[[Graph, Mesh, Prices | None, frozenset[str]], tuple[float, Prices]]
 
 
 class Sizes:
@@ -116,7 +117,7 @@ class MeshPricer:
         return self._seconds[0]
 
     def ideal(self, slot: Slot) -> float:
-        return float(sum(self._seconds[0])) * slot.rows / self.sizes.rows / (slot.dp * slot.tp)
+        return float(sum(self._seconds[0])) * slot.rows / self.sizes.rows / slot.ranks
 
     @cached_property
     def _seconds(self) -> tuple[list[float], list[float]]:
@@ -129,7 +130,7 @@ class MeshPricer:
         many small ones are never faster than a large one. Looks: 1 micro-batches of the main kind; 2 its step with the batch as one; 3 both of all
         kinds; 4 steps of this slot. So slots with equal submeshes share all looks but the last."""
         share, all_rows = slot.rows / self.sizes.rows, replace(slot, rows=self.sizes.rows)
-        forward, whole = np.array(self._seconds)[::-1] / (slot.dp * slot.tp)
+        forward, whole = np.array(self._seconds)[::-1] / slot.ranks
         once = np.zeros_like(whole)
         steps = {at: np.zeros_like(whole) for at in ((), (all_rows,), (all_rows,), (all_rows, slot))[look - 1]}
         for label in self.kinds if look > 2 else (self.main,):
@@ -147,13 +148,29 @@ class MeshPricer:
 
     def _run_of(self, slot: Slot, label: Hashable) -> tuple[float, float]:
         graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
-        return self.searches.run(graph, self.mesh_of(slot)) if graph.of_kind("call") else (0.0, 0.0)
+        return self.searches.run(graph, self.mesh_of(slot), self._shared(graph)) if graph.of_kind("call") else (0.0, 0.0)
 
     def _step_of(self, slot: Slot, label: Hashable) -> tuple[float, Prices]:
         """At the prices of the main kind, so that kinds add up."""
         prices = None if label == self.main else self._step(slot, self.main)[1]
         graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
-        return self.searches.step(graph, self.mesh_of(slot), prices) if graph.of_kind("call") else (0.0, (0.0, 0.0))
+        return self.searches.step(graph, self.mesh_of(slot), prices, self._shared(graph)) if graph.of_kind("call") else (0.0, (0.0, 0.0))
+
+    def _shared(self, graph: Graph) -> frozenset[str]:
+        """Ops of a block's program that another block may have too."""
+        return frozenset(op.name for op in graph.ops if op.name.split("@")[0] in self._several)
+
+    @cached_property
+    def _several(self) -> frozenset[str]:
+        """Ops that every stage repeats, and parameters that several blocks read."""
+        graph, of_op = self.sizes.first.graph, self.sizes.first.blocks.of_op
+        repeated = repeated_ops(graph)
+        blocks: dict[str, set[int]] = {}
+        for op in sorted((op for op in graph.of_kind("call") if op.name in of_op), key=lambda op: -graph.order[op.name]):
+            own = blocks.get(op.name, set()) if op.name in repeated else {of_op[op.name]}
+            for ref in op.refs:
+                blocks.setdefault(ref.op, set()).update(own)
+        return repeated | {op.name for op in graph.of_kind("param") if len(blocks.get(op.name, ())) > 1}
 
     def _stage(self, first: int, end: int, slot: Slot, split: bool = False) -> Stage:
         return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)
@@ -173,7 +190,7 @@ class MeshPricer:
         return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, limit), wire)
 
     def _pp(self, slot: Slot) -> int:
-        return self.devices // (slot.dp * slot.tp)
+        return self.devices // slot.ranks
 
     def _part(self, first: int, end: int, slot: Slot, split: bool) -> float:
         """Bytes of a rank for these blocks."""

@@ -151,7 +151,7 @@ def cluster_here(mesh: Any, device: Any = None) -> str:
 def _may_have_stages(mesh: Any) -> bool:
     """Whether the mesh has the usual axis of a pipeline, or is open."""
     names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else getattr(mesh, "names", None)
-    return "pp" in names if names else any(word in str(mesh) for word in (AUTO, "pp="))
+    return "pp" in names if names else isinstance(mesh, int) or any(word in str(mesh) for word in (AUTO, "pp="))
 
 
 def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
