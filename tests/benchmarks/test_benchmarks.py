@@ -60,8 +60,8 @@ def test_tables_say_machine_date_and_commit():
     assert markdown(("a", "b"), [(1, "x")]).splitlines() == ["| a | b |", "| --- | --- |", "| 1 | x |"]
 
 
-SUBJECTS = {"moe": {}, "dlrm": {"bottom": (32, 32), "top": (64, 32, 32, 16)}, "vit": {}}
-BY_HAND = (("moe", "hybrid"), ("dlrm", "hybrid"), ("dlrm", "tp"), ("moe", "tp+sp"), ("vit", "tp+sp"))
+SUBJECTS = {"moe": {}, "dlrm": {"bottom": (32, 32), "top": (64, 32, 32, 16)}, "vit": {}, "bert": {}, "t5": {}}
+BY_HAND = (("moe", "hybrid"), ("dlrm", "hybrid"), ("dlrm", "tp"), ("moe", "tp+sp"), ("vit", "tp+sp"), ("bert", "tp"), ("t5", "fsdp2"))
 
 
 def losses(kind: str, plan: str) -> list[float]:
