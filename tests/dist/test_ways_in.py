@@ -107,9 +107,9 @@ def every_way(ports: list[int]) -> None:
                 assert set(carriers) == set(place.groups.values()) and all(isinstance(c, Shared if shared else Members) for c in carriers.values()), (
                     f"{name}: {carriers}")
     for shared in (True, False):
-        for module, sizes in ((moe, {"layers": 1}), (resnet, {"blocks": (1, 1, 0, 0)})):  # with calls of every kind, some of them inside ops
+        for module in (moe, resnet):  # with calls of every kind, some of them inside ops
             with patch.object(Function, "of", staticmethod(refusing)), no_memory(not shared):
-                train(mesh, lambda: module.build(**sizes), module.loss, lambda model: CompiledModule(model, locate(mesh), by_planner(random_planner(0), loss_fn=module.loss)))
+                train(mesh, module.build, module.loss, lambda model: CompiledModule(model, locate(mesh), by_planner(random_planner(0), loss_fn=module.loss)))
 
 
 def no_memory(really: bool) -> Any:
