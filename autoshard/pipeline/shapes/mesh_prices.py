@@ -179,9 +179,9 @@ class MeshPricer:
         return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)
 
     def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
-        """That of the first blocks of the same kinds, see `_price`."""
+        """That of the first blocks of the same kinds, see `_price`. Where there is one rank, it has one micro-batch in flight."""
         at = self._first_of.setdefault(self.labels[first:end], first)
-        return self._cached(at, at + end - first, slot, lean, split)
+        return self._cached(at, at + end - first, slot, lean if self._pp(slot) > 1 else min(lean, 1), split)
 
     def _price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         """At level 0 with ample memory. Further up with as many micro-batches in flight as the pipeline has ranks, and half as many more (for several
