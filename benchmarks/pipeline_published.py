@@ -13,8 +13,8 @@ Megatron-Core on H100, the table in its README (images/model_table.png at f2e5db
 * Llama 3: bf16 with fp32 masters, gradients reduced in fp32; fused attention; one layer per chunk, the embedding and the head chunks of their own,
   interleaved ("the first chunk on the first stage has only the embedding": 128 chunks on 16 ranks); nothing is computed again. Layouts inside of tp
   and dp are searched: the paper does not say them all.
-* Megatron-Core: bf16 with fp32 masters, fused attention, equal layers, layouts searched likewise. Not published: micro-batches (one row here),
-  interleaving (plain 1F1B here, so that its bubble is the largest it may be), and what is computed again (nothing here).
+* Megatron-Core: bf16 with fp32 masters, fused attention, equal layers, layouts searched likewise. Not published: micro-batches (4 rows here
+  without a pipeline, which is all of a rank, and one row with it), interleaving (plain 1F1B here), and what is computed again (nothing here).
 
 Windows are simulated as they are executed, launches included. A model of three layers gives the prices of all blocks; the chain has as many as the
 run. Memory is not limited. `searched` is without their recomputation.
@@ -131,7 +131,7 @@ def megatron_core(name: str, layers: int, width: int, heads: int, tp: int, pp: i
     """One of 48 data-parallel ranks' worth of devices each; forward and backward of a GPT have 72 B s l h^2 (1 + s / 6h + V / 12lh) FLOPs."""
     seq, vocab, devices = 4096, 131072, 48 * tp * pp
     flops = 72 * batch * seq * layers * width**2 * (1 + seq / (6 * width) + vocab / (12 * layers * width))
-    return Published(f"H100 {name}", "h100-dgx", layers, width, heads, tp, pp, devices, batch, 1, flops / (tflops * 1e12 * devices), 0, seq, vocab)
+    return Published(f"H100 {name}", "h100-dgx", layers, width, heads, tp, pp, devices, batch, 4 if pp == 1 else 1, flops / (tflops * 1e12 * devices), 0, seq, vocab)
 
 
 RUNS = (
