@@ -17,12 +17,15 @@ from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import ClusterError, InfeasibleError, MeshError, UsageError
 from autoshard.pipeline.microbatches.batch import Batch
+from autoshard.pipeline.schedules import make_schedule
 from autoshard.pipeline.shapes.choose import Asked
 from autoshard.pipeline.shapes.decide import LOOKS, TOLERANCE
 from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes, traced_count
 from autoshard.pipeline.shapes.meshes import Slot
+from autoshard.pipeline.shapes.partitions import course_of
 from autoshard.planner.open_mesh import searches
+from autoshard.search.partition.feasible import Stages
 from models import llama
 
 OPTIONS = Options(cluster="cpu-gloo", pipeline=Pipeline(microbatches="auto"))
@@ -96,9 +99,28 @@ def test_bounds_hold_for_plans():
         assert 0.3 * made.objective_s < max(step.sum() for step in floor.steps)
 
 
+def test_bounds_hold_for_plans_in_little_memory():
+    """Where a plan computes again what it cannot keep, a floor with memory in it is higher, and not above the plan."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(6)))
+    inputs = (torch.randn(4096, 8), torch.randn(4096, 8))
+    ample = autoshard.plan(model, "dp=2", inputs, loss_fn=nn.functional.mse_loss, cluster="cpu-gloo")
+    limit = 0.35 * ample.memory["total"]
+    made = autoshard.plan(model, "dp=2", inputs, loss_fn=nn.functional.mse_loss, cluster="cpu-gloo", memory_budget=limit)
+    assert made.objective_s > ample.objective_s * (1 + 1e-9)
+    batch, cluster = Batch(model, inputs, {}, {"loss_fn": nn.functional.mse_loss, "training": True}), load_cluster("cpu-gloo")
+    options = replace(OPTIONS, memory_budget=limit)
+    found = searches(batch.whole, options, PhaseTimer(), cluster)
+    pricer = MeshPricer(Sizes(batch, options.pipeline, 4096, 2), 2, Asked(2, None, options.pipeline, cluster, limit).mesh_of, cluster, limit, found)
+    course, floor = course_of(make_schedule("1f1b", 1, 1)), pricer.floor(Slot(2, 1, 4096), LOOKS)
+    blind, seeing = (Stages(f.chain(False), course, work=f.work(course)).bound() for f in (replace(floor, needs=None, _known={}), floor))
+    assert blind * 1.01 < seeing <= made.objective_s * (1 + 1e-6)
+    assert 0.0 < floor.needs.always(1).sum() <= made.memory["parameters"] + made.memory["optimizer"]
+
+
 def test_seconds_at_different_prices_do_not_add_up():
     floor = Floor(np.zeros(2), np.ones(2), np.zeros(2), (np.array([0.0, 2.0]), np.array([2.5, 0.0])))
-    assert floor.work(1)[0, 2] == 2.5 and floor.work(1)[0, 1] == 2.5 and floor.work(1)[1, 2] == 2.0
+    work, = floor.work(course_of(make_schedule("gpipe", 1, 1)))
+    assert work[0, 2] == 2.5 and work[0, 1] == 2.5 and work[1, 2] == 2.0
 
 
 def test_micro_batches_are_chosen_on_a_given_mesh():
