@@ -68,7 +68,9 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
     plain = free.copy() if not large and table_entries(free) <= JOINABLE and not board.clock.expired() else None
-    if max((len(free.cost[v]) for v in free.alive), default=0) >= MANY:
+    if large:
+        largest = 0  # sweeps are usually exact without, and pairs cost more than they do; `_answer` makes them where not
+    elif max((len(free.cost[v]) for v in free.alive), default=0) >= MANY:
         largest = LARGER_PAIRS[-1]
     merge_pairs(free, largest, board.clock.expired)
     if board.clock.expired():
