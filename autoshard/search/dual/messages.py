@@ -93,7 +93,8 @@ def sweep_ahead(p: Packed, message: np.ndarray, before: np.ndarray, pace: np.nda
         ahead = pace[0] / (pace[0] + 3.0)
         for i in range(len(message)):
             now = message[i]
-            message[i] = now + ahead * (now - before[i])
+            step = now - before[i]
+            message[i] = now + ahead * step if abs(step) < np.inf else now  # infinite: a strategy without a partner
             before[i] = now
         sweep(p, p.cost, message, theta, False)
         bound = sweep(p, p.cost, message, theta, True)
