@@ -204,7 +204,9 @@ def show(rows: Sequence[Row]) -> None:
         (r.model, r.plan, f"{1e3 * r.measured:.1f}", f"{r.floor:+.1%}", *(f"{1e3 * getattr(r, mode):.1f}" for mode in MODES),
          *(f"{r.error(mode):+.1%}" for mode in MODES)) for r in rows)))
     floor = [abs(r.floor) for r in rows]
-    print(f"\n{len(rows)} plans of {len({r.model for r in rows})} models; A/A: median {median(floor):.1%}, 90 % within {np.quantile(floor, 0.9):.1%}\n")
+    again = rank_correlation([r.again for r in rows], [r.measured for r in rows]) if len(rows) > 1 else 1.0
+    print(f"\n{len(rows)} plans of {len({r.model for r in rows})} models; A/A: median {median(floor):.1%}, 90 % within {np.quantile(floor, 0.9):.1%}, "
+          f"rank correlation {again:.3f}\n")
     for mode in MODES:
         for said, value in figures(rows, mode).items():
             shown = f"{value:.3f}" if said == RANKS else f"{value:+.1%}" if said == SIGNED else f"{value:.1%}"

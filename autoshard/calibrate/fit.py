@@ -54,6 +54,8 @@ def predicted(cluster: Cluster, s: Sample) -> float:
     """What the cost model says, through the functions that price plans."""
     if s.kind == "collective":
         return float(collectives.seconds(s.key, s.nbytes, AxisLink(((cluster.links[s.link], s.ranks),))))
+    if s.kind == "view":
+        return float(cluster.device.view or 0.0)
     if s.kind == "optimizer":
         curve = cluster.device.curve_of(f"{OPTIMIZER}/{s.key}", OPTIMIZER, torch.float32)
         return float(curve(s.amount))
@@ -94,7 +96,8 @@ def _device(machine: Machine, used: Sequence[Sample]) -> Device:
     fraction = {f: _fraction([s for s in ops if s.family is f], bandwidth, peak) for f in PRICED}
     overhead = min(s.seconds for s in light)
     efficiency = {f.value: fraction[f] for f in PRICED}
-    return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, _op_curves(used), updates_together=machine.backend == "nccl")
+    view = next((s.seconds for s in used if s.kind == "view"), None)
+    return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, _op_curves(used), updates_together=machine.backend == "nccl", view=view)
 
 
 def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float]) -> float:

@@ -6,20 +6,20 @@ from typing import Literal
 
 from autoshard.rules.family import Family
 
-Kind = Literal["collective", "op", "optimizer"]
+Kind = Literal["collective", "op", "optimizer", "view"]
 
 
 @dataclass(frozen=True)
 class Sample:
     """One size of one thing.
 
-    key       the collective, the op ("aten::gelu") or "optimizer/adamw"
+    key       the collective, the op ("aten::gelu", "aten::view") or the optimizer
     family    op family; None for collectives and the optimizer
     dtype     torch's name of the dtype an op computes in; "" for collectives
     link, ranks   for collectives: index of the profile's link, and ranks of the group
     nbytes    for collectives: the buffer, by the convention of collectives/__init__.py
-    amount    what its curve is a function of: bytes on the wire, bytes moved, or FLOP
-    seconds   lower quartile over rounds of the slowest rank
+    amount    what its curve is a function of: bytes on the wire, bytes moved, or FLOP; 1 for a view
+    seconds   mean over rounds of the slowest rank, without the extreme ones
     spread    upper quartile / lower quartile of the rounds - 1: the noise
     held_out  not used in the fit, only to test it
     """

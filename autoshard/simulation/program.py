@@ -5,7 +5,7 @@ last are waited for at once, the last one runs on the stream of its mesh axes un
 are work: of what is sent before the call, of what is received after the wait.
 
 Two questions can be asked. "planned": every gradient is reduced by itself, as the objective prices it; "executed": small gradients
-share calls (lower/buckets.py), as it runs.
+share calls (lower/buckets.py), as it runs, and views take what they take where the device is its own host (`Device.view`).
 """
 from __future__ import annotations
 
@@ -186,6 +186,7 @@ class _Maker:
 
     def __init__(self, graph: Graph, mesh: Mesh, cluster: Cluster, executed: bool) -> None:
         self.graph, self.mesh, self.executed = graph, mesh, executed
+        self.view = cluster.device.view if executed else None
         self.prices = Prices(mesh, cluster)
         self.overlaps = cluster.overlap.eta > 0
         self._phases = lru_cache(maxsize=None)(
@@ -211,8 +212,8 @@ class _Maker:
 
     def _compute(self, window: str, i: Instruction) -> Iterator[_Event]:
         op = self.graph.op(i.op)
-        if i.seconds:
-            yield Work("op", i.op, i.seconds, window, op.module, op.source)
+        if seconds := i.seconds or self.view:
+            yield Work("op", i.op, seconds, window, op.module, op.source)
         for call in i.calls:
             yield from self._at_once(self._issue(window, call, i.op, op.module, op.source))
 

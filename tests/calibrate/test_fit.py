@@ -13,7 +13,7 @@ from rich.console import Console
 from autoshard import collectives
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.fit import errors, fit, monotone
-from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Stopwatch, Work, op_work, time_rounds
+from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Stopwatch, Work, op_work, time_rounds, trimmed_mean
 from autoshard.calibrate.overlap import Timing, fitted
 from autoshard.calibrate.page import FOOT, HEIGHT, LEFT, WIDTH, chart, page
 from autoshard.calibrate.report import contradictions, label, show, warnings
@@ -75,6 +75,15 @@ def test_the_profile_is_a_profile(tmp_path):
     axis, same = (AxisLink(((c.links[0], 2),)) for c in (again, cluster))
     for kind in KINDS:
         assert collectives.seconds(kind, 3e5, axis) == pytest.approx(collectives.seconds(kind, 3e5, same), rel=1e-4)
+
+
+def test_a_view_costs_what_it_was_measured_at(tmp_path):
+    given = [*samples(), Sample("view", "aten::view", 1.0, 2e-6, False, dtype="float32")]
+    cluster = fit(MACHINE, given, OVERLAP)
+    assert cluster.device.view == 2e-6 and errors(cluster, given)[-1].error == 0.0
+    (tmp_path / "mine.toml").write_text(profile_text(cluster, cluster.description))
+    assert load_cluster(tmp_path / "mine.toml").device.view == 2e-6
+    assert fit(MACHINE, samples(), OVERLAP).device.view is None
 
 
 def test_two_group_sizes_give_the_latency():
@@ -140,6 +149,11 @@ def test_rounds_come_from_the_clock():
     out = time_rounds(work, Stopwatch(place), 0.0, lambda phase, detail: seen.append(detail))
     assert len(seen) == MIN_ROUNDS and [s.key for s in out] == ["aten::add.Tensor"] * 2
     assert all(1e-7 < s.seconds < 1.0 and s.spread >= 0 for s in out)
+
+
+def test_seconds_are_a_mean_without_the_extreme_rounds():
+    table = np.array([[1.0] * 10 + [2.0, 100.0], [3.0] * 12]).T
+    assert trimmed_mean(table) == pytest.approx([1.1, 3.0])
 
 
 def test_parts_share_the_time():

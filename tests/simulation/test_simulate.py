@@ -28,6 +28,7 @@ from autoshard.errors import PlanError, UsageError
 from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import with_recompute
+from autoshard.rules.registry import rule_of
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.simulation.flops import executed_seconds, model_seconds
 from autoshard.simulation.replay import replay
@@ -70,6 +71,17 @@ def test_where_nothing_hides_the_step_is_the_objective(name: str) -> None:
     for scheme, plan in plans.items():
         assert step_of(name, plan) == pytest.approx(plan.objective_s, rel=1e-9), scheme
         assert step_of(name, plan, executed=True) == pytest.approx(plan.predicted["bucketed_s"], rel=1e-9), scheme
+
+
+def test_views_take_time_in_what_is_executed_where_the_device_is_its_own_host() -> None:
+    plan = by_hand("gpt", "dp=2,tp=2", "cpu-gloo")["DDP"]
+    cluster = Cluster.from_snapshot(plan.cluster)
+    slow = replace(cluster, device=replace(cluster.device, view=1e-3))
+    graph = with_recompute(program("gpt").graph, plan.recompute)
+    steps = {executed: [replay(program_for(graph, plan, c, executed), c).step_s for c in (cluster, slow)] for executed in (False, True)}
+    views = sum(rule_of(call.target).family.free for call in graph.calls.values())
+    assert steps[False][0] == steps[False][1], "the objective knows nothing of it"
+    assert views > 20 and steps[True][1] - steps[True][0] == pytest.approx(views * 1e-3)
 
 
 def test_where_something_hides_the_step_is_no_longer_than_the_sum_and_no_shorter_than_the_work() -> None:
