@@ -97,7 +97,8 @@ def _device(machine: Machine, used: Sequence[Sample]) -> Device:
     overhead = min(s.seconds for s in light)
     efficiency = {f.value: fraction[f] for f in PRICED}
     view = next((s.seconds for s in used if s.kind == "view"), None)
-    return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, _op_curves(used), updates_together=machine.backend == "nccl", view=view)
+    return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, _op_curves(used),
+                  updates_together=machine.backend == "nccl", view=view)
 
 
 def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float]) -> float:

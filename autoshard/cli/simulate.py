@@ -39,6 +39,9 @@ SlowRankOption = Annotated[list[str] | None, typer.Option(
 SlowLinkOption = Annotated[list[str] | None, typer.Option(
     metavar="LINK=SHARE", help="A level of links with SHARE of its bandwidth: nvlink=0.5, or infiniband@3=0.5 for the ranks of node 3. May be "
                                "repeated; `autoshard clusters show NAME` lists the links.")]
+ExpertLoadOption = Annotated[list[str] | None, typer.Option(
+    metavar="RANK=LOAD", help="A rank to whose experts LOAD times the rows of an even load come: 3=1.5. The rest of its group shares what is left. "
+                              "May be repeated.")]
 JitterOption = Annotated[float, typer.Option(
     help="Relative standard deviation of work, per rank and stretch between two collectives: 0.05 for 5 %.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of the jitter: the same seed, the same numbers.")]
@@ -57,7 +60,7 @@ BatchOption = Annotated[int | None, typer.Option(help="With another global batch
 
 def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = None, trace: TraceOption = None, rank: RankOption = None,
              slow_rank: SlowRankOption = None, slow_link: SlowLinkOption = None, shared_links: SharedOption = False,
-             cluster: ClusterOption = None, jitter: JitterOption = 0.0, seed: SeedOption = 0,
+             expert_load: ExpertLoadOption = None, cluster: ClusterOption = None, jitter: JitterOption = 0.0, seed: SeedOption = 0,
              executed: ExecutedOption = False, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Play the step of a PLAN event by event on all its ranks: idle time by cause, the critical path, bytes and utilisation of the
     links, sizes of transfers, MFU. The model is loaded and traced again, on no device; nothing is searched and no rank is started."""
@@ -66,13 +69,14 @@ def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = N
     if trace is not None:
         check_writable(trace)
     slow_ranks = {int(name): value for name, value in parse_amounts("--slow-rank", slow_rank or [], "5=1.3", whole=True).items()}
+    loads = {int(name): value for name, value in parse_amounts("--expert-load", expert_load or [], "3=1.5", whole=True).items()}
     slow_links = parse_amounts("--slow-link", slow_link or [], "nvlink=0.5")
     with progress_shown(not quiet) as progress:
         progress("simulate", str(plan))
         from autoshard.simulation.simulate import simulate as run
 
         found = run(plan, mesh=mesh, batch=batch, cluster=cluster, ranks=rank or (), slow_ranks=slow_ranks, slow_links=slow_links,
-                    shared_links=shared_links, jitter=jitter, seed=seed, executed=executed)
+                    shared_links=shared_links, expert_load=loads, jitter=jitter, seed=seed, executed=executed)
     if trace is not None:
         found.write_trace(trace)
     if as_json:

@@ -6,6 +6,7 @@ Units: seconds, bytes, bytes/s, FLOP/s.
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -271,7 +272,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     text, variant = split_name(str(name_or_path))
     if text in available():
         return _parse(resources.files("autoshard.cost").joinpath("clusters", f"{text}.toml").read_text(), text, variant)
-    if not text.endswith(".toml") and not Path(text).is_file():
+    if not text.endswith(".toml") and not os.path.isfile(text):  # False also for what no path can be
         near = difflib.get_close_matches(text, available(), n=3, cutoff=0.3) or available()
         raise ClusterError(f"no cluster profile {text!r}; did you mean {' or '.join(near)}? "
                            "(a path to a .toml file also works)")

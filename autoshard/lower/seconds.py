@@ -13,14 +13,15 @@ from functools import cached_property
 import torch
 
 from autoshard import collectives
-from autoshard.base.graph import Graph
+from autoshard.base.graph import Call, Graph
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Plan
+from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.spec import Spec, local_shape
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, op_seconds
 from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule
+from autoshard.rules import registry
 from autoshard.rules.family import Family
 
 
@@ -52,8 +53,18 @@ class Prices:
         return sum(sum(map(self.of_call, call.planned())) - self.of_call(call) - self.of_copy(call.nbytes) for call in move.calls if call.bucket)
 
 
+def uneven_axes(call: Call, chosen: OpPlan, mesh: Mesh) -> tuple[int, ...]:
+    """The mesh axes along which the data decides how much a rank computes and sends (`Row.uneven`)."""
+    rows = registry.rows(call)
+    if not any(row.uneven for row in rows):
+        return ()
+    specs = (*chosen.inputs, *chosen.outputs)
+    of_uneven = {(*row.inputs, *row.outputs) for row in rows if row.uneven}
+    return tuple(a for a, n in enumerate(mesh.sizes) if n > 1 and tuple(s[a] for s in specs) in of_uneven)
+
+
 class _Computes:
-    """Seconds of the ops of a plan, each form of a call priced once."""
+    """Seconds of the ops of a plan with the load of the busiest rank, each form of a call priced once."""
 
     def __init__(self, graph: Graph, plan: Plan, cluster: Cluster) -> None:
         self.graph, self.plan, self.cluster = graph, plan, cluster
@@ -69,8 +80,13 @@ class _Computes:
         if key not in self._known:
             inputs = [self._shape(m.logical_shape, s) for m, s in zip(call.inputs, chosen.inputs, strict=True)]
             outputs = [None if m is None else self._shape(m.logical_shape, s) for m, s in zip(call.outputs, chosen.outputs, strict=True)]
-            self._known[key] = float(call_seconds(call, inputs, outputs, self.cluster.device, kept))
+            self._known[key] = float(call_seconds(call, inputs, outputs, self.cluster.device, kept)) * self.load(name)
         return self._known[key]
+
+    def load(self, name: str) -> float:
+        """What the busiest rank takes, over what a rank takes in an even load."""
+        imbalance = self.cluster.device.imbalance
+        return imbalance if imbalance != 1.0 and uneven_axes(self.graph.calls[name], self.plan.ops[name], self.plan.mesh) else 1.0
 
     def _shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
         return local_shape(shape, spec, self.plan.mesh.sizes)
@@ -85,7 +101,8 @@ def priced(order: Schedule, graph: Graph, plan: Plan, cluster: Cluster) -> Sched
             return prices.moved(i)
         if i.kind == "wait":
             return i
-        return replace(i, seconds=computes(i.op), calls=tuple(replace(c, seconds=prices.of_call(c)) for c in i.calls))
+        load = computes.load(i.op) if i.calls else 1.0
+        return replace(i, seconds=computes(i.op), calls=tuple(replace(c, seconds=prices.of_call(c) * load) for c in i.calls))
 
     return replace(order, windows=tuple(replace(w, instructions=tuple(map(with_seconds, w.instructions))) for w in order.windows))
 

@@ -1,10 +1,10 @@
-"""How the machine of a simulation differs from its profile: slow ranks, slow links, jitter; and whether collectives share links."""
+"""How a simulated step differs from what its profile says: slow ranks, slow links, uneven loads, jitter; and whether collectives share links."""
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite, log, sqrt
+from math import isfinite, log, prod, sqrt
 
 import numpy as np
 
@@ -14,10 +14,15 @@ from autoshard.cost.cluster import Cluster
 from autoshard.errors import UsageError
 
 
+ROUNDING = 1e-9
+"""Of loads that add up to the number of ranks."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """slow_ranks  rank -> how many times as long as others it takes for work
     slow_links     "nvlink", or "nvlink@3" for the ranks of node 3 -> the share of its bandwidth that is left
+    expert_load    rank -> tokens' rows that come to its experts, over those of an even load. The other ranks of its group share what is left evenly
     jitter         relative standard deviation of the seconds of every stretch of work between two collectives, drawn per rank (log-normal,
                    mean 1)
     seed           of the jitter: the same seed, the same numbers
@@ -27,6 +32,7 @@ class Conditions:
 
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
     slow_links: Mapping[str, float] = field(default_factory=dict)
+    expert_load: Mapping[int, float] = field(default_factory=dict)
     jitter: float = 0.0
     seed: int = 0
     shared_links: bool = False
@@ -37,13 +43,18 @@ class Conditions:
                 raise UsageError(f"slow rank {rank}: {factor:g} times as long makes no sense; give a positive number, 1.5 for half as long again")
         for link, share in self.slow_links.items():
             if not 0 < share <= 1:
-                raise UsageError(f"slow link {link}: {share:g} is no share of its bandwidth; give more than 0 and at most 1, 0.5 for half")
+                raise UsageError(f"slow link {link}: {share:g} is no share of its bandwidth; give more than 0 and at most 1, 0.5 for half "
+                                 "(over a link that is gone no step ends: simulate the mesh that is left)")
+        for rank, load in self.expert_load.items():
+            if not (isfinite(load) and load >= 0):
+                raise UsageError(f"expert load of rank {rank}: {load:g} makes no sense; give its rows over those of an even load, 1.5 for half "
+                                 "as many again")
         if not (isfinite(self.jitter) and 0 <= self.jitter <= 10):
             raise UsageError(f"jitter {self.jitter:g}: give the relative standard deviation of work, 0 to 10: 0.05 for 5 %")
 
     def check(self, mesh: Mesh, cluster: Cluster) -> None:
         """Raises UsageError for a rank, a link or a node that is not there."""
-        for rank in self.slow_ranks:
+        for rank in (*self.slow_ranks, *self.expert_load):
             check_rank(rank, mesh)
         names = [link.name for link in cluster.links]
         for text in self.slow_links:
@@ -57,7 +68,7 @@ class Conditions:
     @property
     def ideal(self) -> bool:
         """Whether the machine is as its profile says."""
-        return not (self.slow_ranks or self.slow_links or self.jitter)
+        return not (self.slow_ranks or self.slow_links or self.expert_load or self.jitter)
 
     def work(self, mesh: Mesh) -> np.ndarray | float:
         """Per rank, how many times as long work takes."""
@@ -67,6 +78,20 @@ class Conditions:
         for rank, factor in self.slow_ranks.items():
             out[rank] = factor
         return out.reshape(mesh.sizes)
+
+    def load(self, mesh: Mesh, axes: tuple[int, ...]) -> np.ndarray:
+        """Per rank, its rows over those of an even load, where experts lie on the ranks along `axes`. Raises UsageError where ranks of one group
+        would get more than there is."""
+        given = np.full(mesh.size, np.nan)
+        given[list(self.expert_load)] = list(self.expert_load.values())
+        given = given.reshape(mesh.sizes)
+        open_ = np.isnan(given).sum(axis=axes, keepdims=True)
+        left = prod(mesh.sizes[a] for a in axes) - np.nansum(given, axis=axes, keepdims=True)
+        if (left < -ROUNDING).any() or (left > ROUNDING)[open_ == 0].any():
+            names = ", ".join(f"{mesh.names[a]}={mesh.sizes[a]}" for a in axes)
+            raise UsageError(f"expert loads {dict(self.expert_load)}: those of a group ({names}) are over an even load, so they add up to the number "
+                             "of its ranks; give less, or leave a rank out, which gets what is left")
+        return np.where(np.isnan(given), np.maximum(left, 0.0) / np.maximum(open_, 1), given)
 
     def links(self, mesh: Mesh, cluster: Cluster) -> dict[str, np.ndarray]:
         """Per slow link, the share of its bandwidth that each rank has."""
@@ -81,8 +106,10 @@ class Conditions:
         """In words, a line each."""
         ranks = [f"rank {r} takes {f:g} times as long for its work" for r, f in sorted(self.slow_ranks.items())]
         links = [f"{_words(name)} has {100 * share:g} % of its bandwidth" for name, share in sorted(self.slow_links.items())]
+        loads = [f"{x:g} times an even load comes to the experts of rank {r}" for r, x in sorted(self.expert_load.items())]
         shared = ["collectives share the links that they use at the same time"] if self.shared_links else []
-        return (*ranks, *links, *shared, *([f"work varies by {100 * self.jitter:g} % per rank and stretch, seed {self.seed}"] if self.jitter else []))
+        varies = [f"work varies by {100 * self.jitter:g} % per rank and stretch, seed {self.seed}"] if self.jitter else []
+        return (*ranks, *links, *loads, *shared, *varies)
 
 
 class Jitter:

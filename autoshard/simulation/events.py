@@ -17,7 +17,7 @@ from math import inf
 
 import numpy as np
 
-from autoshard.collectives.phases import Phase
+from autoshard.collectives.phases import Phase, scaled
 from autoshard.cost.cluster import Cluster
 from autoshard.errors import UsageError
 from autoshard.simulation.classes import Classes, classes_of
@@ -73,14 +73,15 @@ def play_events(program: Program, cluster: Cluster, conditions: Conditions | Non
     conditions.check(program.mesh, cluster)
     told = _Told(program, cluster, conditions)
     walk(told)  # what each stretch takes on each rank, in the order that jitter is drawn
-    own = [*told.seconds.values()] if conditions.jitter else [np.asarray(told.work)]
-    classes = classes_of([*own, *told.links.values()], (e.axes for e in program.calls), program.mesh.sizes)
+    own = [*told.seconds.values()] if conditions.jitter or told.loaded else [np.asarray(told.work)]
+    busiest = {at: told.busiest(e) for at, e in enumerate(program.events) if told.loaded and isinstance(e, Call) and e.uneven}
+    classes = classes_of([*own, *told.links.values(), *map(np.asarray, busiest.values())], (e.axes for e in program.calls), program.mesh.sizes)
     if classes.count > MOST_CLASSES:
         raise UsageError(f"{classes.count} of the {program.mesh.size} ranks differ; shared links are played for up to {MOST_CLASSES} ranks or "
                          "classes of equal ones: leave out the jitter, or simulate without shared links")
     seconds = {at: classes.of_first(s) for at, s in told.seconds.items()}
     limits = {(c, link): share for link, shares in told.links.items() for c, share in enumerate(classes.of_first(shares))}
-    run = _Run(program, classes, seconds, limits)
+    run = _Run(program, classes, seconds, limits, {at: classes.of_first(np.asarray(x)) for at, x in busiest.items()})
     run.play()
     return walk(_Told(program, cluster, conditions, run))
 
@@ -91,10 +92,11 @@ def play(program: Program, cluster: Cluster, conditions: Conditions) -> Replay:
 
 
 class _Run:
-    """`clock[at][class]`: as `Replay.clock`, once the class is past event `at`."""
+    """`clock[at][class]`: as `Replay.clock`, once the class is past event `at`. `busiest[at][class]`: how many times as long a call takes."""
 
-    def __init__(self, program: Program, classes: Classes, seconds: Mapping[int, list[float]], limits: Mapping[Port, float]) -> None:
-        self.program, self.classes, self.seconds, self.limits = program, classes, seconds, limits
+    def __init__(self, program: Program, classes: Classes, seconds: Mapping[int, list[float]], limits: Mapping[Port, float],
+                 busiest: Mapping[int, list[float]]) -> None:
+        self.program, self.classes, self.seconds, self.limits, self.busiest = program, classes, seconds, limits, busiest
         self.now, n = 0.0, classes.count
         self.clock = [[0.0] * n for _ in program.events]
         self.collectives: dict[Name, Collective] = {}
@@ -147,7 +149,8 @@ class _Run:
     def _issue(self, c: int, at: int, call: Call) -> None:
         name = at, self.classes.groups[call.axes][c]
         if name not in self.collectives:
-            self.collectives[name] = Collective(call, self.classes.members[call.axes][name[1]], groups=deque(call.phases))
+            groups = scaled(call.phases, self.busiest[at][c]) if at in self.busiest else call.phases
+            self.collectives[name] = Collective(call, self.classes.members[call.axes][name[1]], groups=deque(groups))
         queue = self.queues[c, call.stream]
         queue.append(name)
         if len(queue) == 1:

@@ -31,7 +31,7 @@ from autoshard.runtime.route import route_of
 from autoshard.simulation.conditions import Conditions
 from autoshard.simulation.events import play as play_program
 from autoshard.simulation.flops import executed_seconds, model_seconds
-from autoshard.simulation.program import UPDATE, program_of, update_program
+from autoshard.simulation.program import UPDATE, check_loads, program_of, update_program
 from autoshard.simulation.replay import FINISHED, Cause, Replay
 from autoshard.simulation.result import Idle, Simulation, idle_rows
 from autoshard.simulation.trace import COMPUTE, Span, Track
@@ -68,6 +68,8 @@ def simulate_pipeline(graph: Graph, plan: Plan, cluster: Cluster, conditions: Co
     """A step of a plan with stages. Raises PlanError for a plan of another model."""
     made = pipelined_as(graph, plan)
     stages = tuple(_stage(made, plan, s, cluster, conditions, executed) for s in range(made.table.stages))
+    if conditions.expert_load:
+        check_loads(w for s in stages for played in s.windows.values() for w in played.program.works)
     played = play(network_of(made.table), _seconds(made, stages, cluster, conditions))
     shared = exchange_seconds(made, [s.plan for s in stages], cluster.device,
                               lambda part: _wire_seconds(made, (part.source, part.target), part.nbytes, cluster, conditions))
@@ -104,7 +106,8 @@ def _within(conditions: Conditions, made: Pipelined, rank: int, cluster: Cluster
         if not node or first <= int(node) <= last:
             links[f"{name}@{int(node) - first}" if node else name] = share
     slow = {r - rank * inside: factor for r, factor in conditions.slow_ranks.items() if r // inside == rank}
-    return replace(conditions, slow_ranks=slow, slow_links=links, seed=conditions.seed + rank)
+    loads = {r - rank * inside: load for r, load in conditions.expert_load.items() if r // inside == rank}
+    return replace(conditions, slow_ranks=slow, slow_links=links, expert_load=loads, seed=conditions.seed + rank)
 
 
 def _nodes_of(made: Pipelined, rank: int, cluster: Cluster) -> tuple[int, int]:

@@ -9,7 +9,7 @@ share calls (lower/buckets.py), as it runs, and views take what they take where 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -18,13 +18,14 @@ from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.windows import END, START
-from autoshard.collectives.phases import Phases, alone, phases
+from autoshard.collectives.phases import Phases, alone, phases, scaled
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import host_seconds, optimizer_seconds
 from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import SLICE, Step
+from autoshard.errors import UsageError
 from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule, parameter_gradients
-from autoshard.lower.seconds import Prices, priced
+from autoshard.lower.seconds import Prices, priced, uneven_axes
 
 UPDATE = "update"
 """The window of the optimizer's update."""
@@ -33,7 +34,8 @@ UPDATE = "update"
 @dataclass(frozen=True)
 class Work:
     """Something on the compute stream: an op, a copy that rearranges a buffer ("copy"), or the optimizer's update ("update"). `name`: of the
-    op, or the value that is copied, or the parameter; `seconds` with no collective beside it."""
+    op, or the value that is copied, or the parameter; `seconds` with no collective beside it; `uneven`: mesh axes along which the data decides
+    what a rank does (experts), whose busiest rank takes `seconds` at the profile's `imbalance`."""
 
     kind: str
     name: str
@@ -41,6 +43,7 @@ class Work:
     window: str
     module: str = ""
     source: str = ""
+    uneven: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Stretch:
 @dataclass(frozen=True)
 class Call:
     """A collective is issued. `axis`: as plans write it, `axes`: indices of its mesh axes; `seconds`: alone; `stream`: calls of one stream run
-    one after the other; `value`: what is moved, or the op that it is inside of."""
+    one after the other; `value`: what is moved, or the op that it is inside of; `uneven`: as of `Work`."""
 
     kind: str
     axis: str
@@ -67,6 +70,7 @@ class Call:
     value: str
     module: str = ""
     source: str = ""
+    uneven: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def program_of(graph: Graph, plan: Plan, order: Schedule, cluster: Cluster, *, e
                windows: Sequence[str] | None = None) -> Program:
     """The program of `plan`, whose ranks do `order`. `graph`: with what backward recomputes. `windows`: those to run, in order; default: a
     whole step, micro-batch by micro-batch, and the optimizer's update."""
-    maker = _Maker(graph, plan.mesh, cluster, executed)
+    maker = _Maker(graph, plan, cluster, executed)
     order = priced(order, graph, plan, cluster)
     names = [w.name for w in order.windows]
     made: dict[str, tuple[_Event, ...]] = {w.name: tuple(maker.window(w.name, w.instructions)) for w in order.windows}
@@ -117,6 +121,12 @@ def program_of(graph: Graph, plan: Plan, order: Schedule, cluster: Cluster, *, e
         maker.put(tuple(_updates(graph, plan, cluster)))
     program = Program(maker.finished(), plan.mesh, cluster.overlap.interference if maker.overlaps else 0.0)
     return host_bound(program, cluster.device.launch) if cluster.device.launch else program
+
+
+def check_loads(works: Iterable[Work]) -> None:
+    """Raises UsageError where no work depends on how many rows come to a rank."""
+    if not any(w.uneven for w in works):
+        raise UsageError("expert_load: this plan splits no experts over ranks, so that no rank's work depends on which experts are chosen")
 
 
 def host_bound(program: Program, launch: float) -> Program:
@@ -184,8 +194,10 @@ _Event = Work | _Issue | _WaitFor
 class _Maker:
     """Turns instructions into events, and puts those of windows one after the other."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, cluster: Cluster, executed: bool) -> None:
-        self.graph, self.mesh, self.executed = graph, mesh, executed
+    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, executed: bool) -> None:
+        self.graph, self.plan, self.executed = graph, plan, executed
+        self.mesh = mesh = plan.mesh
+        self.imbalance = cluster.device.imbalance
         self.view = cluster.device.view if executed else None
         self.prices = Prices(mesh, cluster)
         self.overlaps = cluster.overlap.eta > 0
@@ -212,10 +224,11 @@ class _Maker:
 
     def _compute(self, window: str, i: Instruction) -> Iterator[_Event]:
         op = self.graph.op(i.op)
+        uneven = uneven_axes(self.graph.calls[i.op], self.plan.ops[i.op], self.mesh)
         if seconds := i.seconds or self.view:
-            yield Work("op", i.op, seconds, window, op.module, op.source)
+            yield Work("op", i.op, seconds, window, op.module, op.source, uneven)
         for call in i.calls:
-            yield from self._at_once(self._issue(window, call, i.op, op.module, op.source))
+            yield from self._at_once(self._issue(window, call, i.op, op.module, op.source, uneven))
 
     def _redistribute(self, window: str, i: Instruction) -> Iterator[Any]:
         """Events of a redistribution; the last item is the tuple of those of its wait."""
@@ -262,11 +275,11 @@ class _Maker:
             value, module, source = shown
             yield Work("copy", value, self.prices.of_copy(step.rearranged), window, module, source)
 
-    def _issue(self, window: str, call: CollectiveCall, value: str, module: str, source: str) -> _Issue:
-        groups = self._phases(call.kind, call.axis, call.nbytes)
+    def _issue(self, window: str, call: CollectiveCall, value: str, module: str, source: str, uneven: tuple[int, ...] = ()) -> _Issue:
+        groups = scaled(self._phases(call.kind, call.axis, call.nbytes), self.imbalance if uneven else 1.0)
         self._numbers += 1
         return _Issue(Call(call.kind, call.axis, self.mesh.axes(call.axis), call.nbytes, alone(groups), groups,
-                           call.axis if self.overlaps else "compute", window, value, module, source), self._numbers)
+                           call.axis if self.overlaps else "compute", window, value, module, source, uneven), self._numbers)
 
     def _at_once(self, issue: _Issue) -> Iterator[_Event]:
         yield issue

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def walk(player: "Player", own: Mapping[int, np.ndarray] | None = None) -> Repla
     """Every event of its program, in order. `own`: as `replay` takes it."""
     for at, event in enumerate(player.program.events):
         if isinstance(event, Stretch):
-            player.stretch(event.seconds if own is None else own.get(at, event.seconds))
+            player.stretch(player.alone(event) if own is None else own.get(at, event.seconds))
         elif isinstance(event, Call):
             player.call(at, event)
         elif isinstance(event, Host):
@@ -89,6 +90,8 @@ class Player:
         mesh = program.mesh
         self.program, self.sizes = program, mesh.sizes
         self.work, self.jitter, self.links = conditions.work(mesh), Jitter(conditions, mesh), conditions.links(mesh, cluster)
+        self.load = cache(lambda axes: conditions.load(mesh, axes) / cluster.device.imbalance)
+        self.loaded = bool(conditions.expert_load)
         self.now = np.zeros(self.sizes)
         self.free: dict[str, np.ndarray] = {}
         self.calls: dict[int, Running] = {}
@@ -98,6 +101,16 @@ class Player:
         self.idle: dict[Cause, np.ndarray] = {}
         self.alike = np.zeros(self.sizes)
         self.weights = np.random.default_rng(0)
+
+    def alone(self, event: Stretch) -> np.ndarray | float:
+        """Seconds of a stretch on each rank, with the loads of its experts."""
+        if not self.loaded:
+            return event.seconds
+        return sum((w.seconds * (self.load(w.uneven) - 1.0) for w in event.works if w.uneven), start=np.asarray(event.seconds))
+
+    def busiest(self, event: Call) -> np.ndarray | float:
+        """How many times as long a call takes because of the rank of its group that sends most."""
+        return self.load(event.uneven).max(axis=event.axes, keepdims=True) if self.loaded and event.uneven else 1.0
 
     def stretch(self, alone: np.ndarray | float) -> None:
         seconds = alone * self.work * self.jitter()
@@ -118,7 +131,7 @@ class Player:
         """When each rank is ready for a call, and when it runs."""
         ready = np.maximum(self.now, self.free[event.stream]) if event.stream in self.free else self.now
         start = ready.max(axis=event.axes, keepdims=True)
-        running = Running(start, start + seconds_of(event.phases, event.seconds, event.axes, self.links))
+        running = Running(start, start + seconds_of(event.phases, event.seconds, event.axes, self.links) * self.busiest(event))
         self.free[event.stream] = np.broadcast_to(running.end, self.sizes)
         return ready, running
 

@@ -21,7 +21,7 @@ from autoshard.simulation.conditions import Conditions, check_rank
 from autoshard.simulation.critical_path import critical_path, shares
 from autoshard.simulation.events import play
 from autoshard.simulation.flops import executed_seconds, model_seconds
-from autoshard.simulation.program import Program, program_of
+from autoshard.simulation.program import Program, check_loads, program_of
 from autoshard.simulation.replay import Replay
 from autoshard.simulation.result import Simulation, idle_rows, stamped
 from autoshard.simulation.scale import at_scale
@@ -34,7 +34,7 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
              example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable[..., Any] | None = None, executed: bool = False,
              mesh: Any = None, batch: int | None = None, cluster: Cluster | str | os.PathLike[str] | None = None,
              slow_ranks: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None, shared_links: bool = False,
-             jitter: float = 0.0, seed: int = 0, ranks: Sequence[int] = ()) -> Simulation:
+             expert_load: Mapping[int, float] | None = None, jitter: float = 0.0, seed: int = 0, ranks: Sequence[int] = ()) -> Simulation:
     """The step of `plan`, event by event on all ranks: who waits for whom, what is exposed, which link is used how much.
 
     plan        a Plan or its file
@@ -46,13 +46,14 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
     slow_ranks  {rank: how many times as long its work takes}
     slow_links  {"nvlink": share of its bandwidth that is left}; "infiniband@3": of the ranks of node 3
     shared_links  collectives that run at the same time share the links they use, max-min fair; default: each has all of them
+    expert_load  {rank: tokens' rows that come to its experts, over those of an even load}; the rest of its group shares what is left
     jitter      relative standard deviation of work, per rank and stretch between two collectives; `seed` of its random numbers
     ranks       those to keep tracks of, for a trace; default: one of each class of ranks that did the same
 
     No process is started and no number computed. Raises PlanError for a plan of another model, ClusterError for a cluster that is not known or has
-    too few devices, UsageError for ranks, links and nodes that are not there and for a mesh that the placements do not divide over, and what loading
-    and tracing the model raise."""
-    conditions = Conditions(dict(slow_ranks or {}), dict(slow_links or {}), jitter, seed, shared_links)
+    too few devices, UsageError for ranks, links and nodes that are not there, for loads of experts where the plan splits none, and for a mesh that
+    the placements do not divide over, and what loading and tracing the model raise."""
+    conditions = Conditions(dict(slow_ranks or {}), dict(slow_links or {}), dict(expert_load or {}), jitter, seed, shared_links)
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     if cluster is not None:
         other = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
@@ -71,7 +72,10 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
         return simulate_pipeline(graph, found, machine, conditions, executed, ranks)
     check_fits(found, graph, found.mesh)
     graph = with_recompute(graph, found.recompute)
-    played = play(program_for(graph, found, machine, executed), machine, conditions)
+    program = program_for(graph, found, machine, executed)
+    if conditions.expert_load:
+        check_loads(program.works)
+    played = play(program, machine, conditions)
     return _result(graph, found, machine, conditions, executed, played, ranks)
 
 

@@ -203,6 +203,8 @@ def test_the_command_says_where_time_goes(file: Path, run) -> None:
     (["--cluster", "/nowhere/my.toml"], "/nowhere/my.toml"),
     (["--cluster", "h100-dgx", "--slow-link", "loopback=0.5"], "has no link 'loopback'"),
     (["--trace", "/nowhere/t.json"], "cannot write /nowhere/t.json"),
+    (["--expert-load", "1=1.5"], "this plan splits no experts over ranks"),
+    (["--expert-load", "one=1.5"], "--expert-load"),
 ])
 def test_bad_requests_are_named(file: Path, run, arguments: list[str], words: str) -> None:
     code, out, err = run("simulate", file, *arguments)
