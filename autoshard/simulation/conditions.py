@@ -13,7 +13,6 @@ from autoshard.collectives.phases import Phases, alone
 from autoshard.cost.cluster import Cluster
 from autoshard.errors import UsageError
 
-
 ROUNDING = 1e-9
 """Of loads that add up to the number of ranks."""
 
