@@ -21,6 +21,8 @@ EXAMPLES = """
 
   autoshard simulate plan.json --trace t.json                      open t.json in https://ui.perfetto.dev
 
+  autoshard simulate plan.json --html step.html                    streams of the ranks and links over time, in a page
+
   autoshard simulate plan.json --slow-rank 5=1.3 --jitter 0.05     rank 5 takes 1.3 times as long, all vary by 5 %
 
   autoshard simulate plan.json --mesh dp=64,tp=2 --batch 512       the same placements on 16 times as many ranks, no search
@@ -33,6 +35,8 @@ EXAMPLES = """
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file: `autoshard plan ... -o plan.json`.")]
 TraceOption = Annotated[Path | None, typer.Option(
     metavar="FILE", help="Write a Chrome trace: t.json, or t.json.gz. Ranks that do the same at the same times are shown once.")]
+HtmlOption = Annotated[Path | None, typer.Option(
+    metavar="FILE", help="Write the plan's report with the simulated step as one HTML page: streams of the ranks, links over time, tables.")]
 RankOption = Annotated[list[int] | None, typer.Option("--rank", help="Rank to show in the trace. May be repeated; default: one of each class.")]
 SlowRankOption = Annotated[list[str] | None, typer.Option(
     metavar="RANK=FACTOR", help="A rank whose work takes FACTOR times as long: 5=1.3. May be repeated.")]
@@ -58,16 +62,16 @@ MeshOption = Annotated[str | None, typer.Option(
 BatchOption = Annotated[int | None, typer.Option(help="With another global batch; usually beside --mesh.")]
 
 
-def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = None, trace: TraceOption = None, rank: RankOption = None,
-             slow_rank: SlowRankOption = None, slow_link: SlowLinkOption = None, shared_links: SharedOption = False,
+def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = None, trace: TraceOption = None, html: HtmlOption = None,
+             rank: RankOption = None, slow_rank: SlowRankOption = None, slow_link: SlowLinkOption = None, shared_links: SharedOption = False,
              expert_load: ExpertLoadOption = None, cluster: ClusterOption = None, jitter: JitterOption = 0.0, seed: SeedOption = 0,
              executed: ExecutedOption = False, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Play the step of a PLAN event by event on all its ranks: idle time by cause, the critical path, bytes and utilisation of the
     links, sizes of transfers, MFU. The model is loaded and traced again, on no device; nothing is searched and no rank is started."""
     from autoshard.base.plan import check_writable
 
-    if trace is not None:
-        check_writable(trace)
+    for path in filter(None, (trace, html)):
+        check_writable(path)
     slow_ranks = {int(name): value for name, value in parse_amounts("--slow-rank", slow_rank or [], "5=1.3", whole=True).items()}
     loads = {int(name): value for name, value in parse_amounts("--expert-load", expert_load or [], "3=1.5", whole=True).items()}
     slow_links = parse_amounts("--slow-link", slow_link or [], "nvlink=0.5")
@@ -79,6 +83,12 @@ def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = N
                     shared_links=shared_links, expert_load=loads, jitter=jitter, seed=seed, executed=executed)
     if trace is not None:
         found.write_trace(trace)
+    if html is not None:
+        from autoshard.report.html import write
+
+        write(html, found.plan, simulated=found)
+        if not (as_json or quiet):
+            typer.echo(f"Report saved to {html}; open it in a browser", err=True)
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:

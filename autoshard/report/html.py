@@ -18,24 +18,27 @@ from string import Template
 from typing import Any
 
 from autoshard.base.plan import CATEGORIES, Plan, write_atomically
-from autoshard.report import stages, text, what
+from autoshard.report import simulation, stages, text, what
 from autoshard.report.page_tables import price_tables, tables
 from autoshard.report.tree import tree
+from autoshard.simulation.result import Simulation
 
-SCRIPTS = ("elements.js", "table.js", "placements.js", "memory.js", "schedule.js", "script.js")  # in this order, as one
+SCRIPTS = ("elements.js", "table.js", "placements.js", "memory.js", "schedule.js", "simulation.js", "script.js")  # in this order, as one
 ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def write(path: str | os.PathLike[str], plan: Plan, comparison: Any = None, prices: Iterable[Any] = (),
-          serving: Mapping[str, Any] | None = None) -> None:
+          serving: Mapping[str, Any] | None = None, simulated: Simulation | None = None) -> None:
     """Write `page(...)` to a file, whole or not at all. Raises UsageError when it cannot be written."""
-    write_atomically(path, page(plan, comparison, prices, serving))
+    write_atomically(path, page(plan, comparison, prices, serving, simulated))
 
 
-def page(plan: Plan, comparison: Any = None, prices: Iterable[Any] = (), serving: Mapping[str, Any] | None = None) -> str:
+def page(plan: Plan, comparison: Any = None, prices: Iterable[Any] = (), serving: Mapping[str, Any] | None = None,
+         simulated: Simulation | None = None) -> str:
     """The report as HTML. `comparison`: a `compare.Comparison`, for the chart of baselines; `prices`: `explain.EdgeTable`s
-    and `explain.OpTable`s, for what the plan decided against; `serving`: `report.serving.for_page` of a sweep that the plan is of."""
-    data = document(plan, comparison, tuple(prices), serving)
+    and `explain.OpTable`s, for what the plan decided against; `serving`: `report.serving.for_page` of a sweep that the plan is of;
+    `simulated`: its step, played."""
+    data = document(plan, comparison, tuple(prices), serving, simulated)
     script = "\n".join(map(_file, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_file("page.html")).substitute(
@@ -47,7 +50,8 @@ def embedded(data: Any) -> str:
     return json.dumps(_finite(data), separators=(",", ":"), ensure_ascii=False).translate(ESCAPED)
 
 
-def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = (), serving: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = (), serving: Mapping[str, Any] | None = None,
+             simulated: Simulation | None = None) -> dict[str, Any]:
     """Everything the page shows, as plain data in seconds and bytes."""
     mesh, played = plan.spec_mesh, stages.playback(plan)
     return {
@@ -58,9 +62,10 @@ def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = (), s
         "step": [{"label": a.label, "seconds": a.value, "counts": a.counts} for a in what.step_time(plan)],
         "memory": _memory(plan),
         "schedule": None if played is None else stages.drawing(plan, played),
-        "comparison": _comparison(comparison), "serving": serving,
+        "comparison": _comparison(comparison), "serving": serving, "simulation": simulated and simulation.drawing(simulated),
         "tree": tree(plan), "whole_buffers": what.whole_buffers(plan),
-        "tables": {**tables(plan, prices), **price_tables(prices), **({"serving": serving["table"]} if serving else {})},
+        "tables": {**tables(plan, prices), **price_tables(prices), **({"serving": serving["table"]} if serving else {}),
+                   **(simulation.page_tables(simulated) if simulated else {})},
         "search": what.search_facts(plan), "timings": list(plan.timings.items()), "notes": plan.notes,
     }
 

@@ -34,12 +34,12 @@ def price_tables(prices: Sequence[Any]) -> dict[str, Table]:
     if not prices:
         return {}
     priced = [_priced(found) for found in prices]
-    overview = _table("what:name where:text ways:count chosen:seconds", [row for _, row, _ in priced],
+    overview = page_table("what:name where:text ways:count chosen:seconds", [row for _, row, _ in priced],
                       [[(_price_name(i), None)] for i in range(len(priced))])
     return {PRICES: overview, **{_price_name(i): table for i, (_, _, table) in enumerate(priced)}}
 
 
-def _table(columns: str, rows: Iterable[Sequence[Any]], detail: list[Detail] | None = None) -> Table:
+def page_table(columns: str, rows: Iterable[Sequence[Any]], detail: list[Detail] | None = None) -> Table:
     """`columns`: words "title:kind", `_` for a blank in the title."""
     pairs = [c.split(":") for c in columns.split()]
     return {"columns": [[title.replace("_", " "), kind] for title, kind in pairs], "rows": [list(r) for r in rows],
@@ -54,13 +54,13 @@ def _collectives(plan: Plan) -> Table:
     found = what.collectives(plan, by_source=True)
     rows = [(r.kind, r.axis, r.where, r.phase, r.count, r.nbytes, r.total_bytes, r.seconds, "yes" if r.hideable else "", r.source)
             for r in found]
-    return _table("collective:word axis:word module:name pass:word calls:count each:bytes total:bytes time:seconds "
+    return page_table("collective:word axis:word module:name pass:word calls:count each:bytes total:bytes time:seconds "
                   "may_overlap:word source:source", rows, [[(CALLS, r.calls)] for r in found])
 
 
 def _calls(plan: Plan) -> Table:
     rows = [(c.kind, c.axis, c.phase, c.value, c.op, c.module, c.dtype, c.nbytes, c.seconds, c.source) for c in plan.collectives]
-    return _table("collective:word axis:word pass:word value:name read_by:name module:name dtype:word bytes:bytes time:seconds "
+    return page_table("collective:word axis:word pass:word value:name read_by:name module:name dtype:word bytes:bytes time:seconds "
                   "source:source", rows)
 
 
@@ -78,13 +78,13 @@ def _changes(plan: Plan) -> Table:
             for r in folded]
     detail: list[Detail] = [[(COPIES, r.rows), (CALLS, [i for k in r.rows for i in calls[plan.copies[k].value, plan.copies[k].window]])]
                             for r in folded]
-    return _table("where:name pass:word from:word to:word copy:word by:text alike:count bytes:bytes time:seconds", rows, detail)
+    return page_table("where:name pass:word from:word to:word copy:word by:text alike:count bytes:bytes time:seconds", rows, detail)
 
 
 def _copies(plan: Plan) -> Table:
     specs = _made_specs(plan)
     rows = [(c.value, c.window, _text(specs.get(c.value)), format_spec(c.spec), c.source) for c in plan.copies]
-    return _table("value:name pass:word from:word to:word copy:word", rows)
+    return page_table("value:name pass:word from:word to:word copy:word", rows)
 
 
 def _ops(plan: Plan, prices: Sequence[Any]) -> Table:
@@ -102,16 +102,16 @@ def _ops(plan: Plan, prices: Sequence[Any]) -> Table:
                      more[name], *places.get(name, ("", ""))))
         moved = [(COPIES, [i for v in values for i in copies[v]]), (CALLS, [i for v in values for w in WINDOWS for i in calls[v, w]])]
         detail.append([x for x in moved if x[1]] + [(_price_name(i), None) for v in values for i in priced[v]])
-    return _table("op:name inputs:text outputs:text other_layouts:count module:name source:source", rows, detail)
+    return page_table("op:name inputs:text outputs:text other_layouts:count module:name source:source", rows, detail)
 
 
 def _fallbacks(plan: Plan) -> Table:
-    return _table("op:name module:name count:count time:seconds source:source",
+    return page_table("op:name module:name count:count time:seconds source:source",
                   [(r.target, r.where, r.count, r.seconds, r.source) for r in what.fallbacks(plan)])
 
 
 def _stages(plan: Plan) -> Table:
-    return _table("stage:count rank:count blocks:name ops:count parameters:count forward:seconds backward:seconds weights:seconds "
+    return page_table("stage:count rank:count blocks:name ops:count parameters:count forward:seconds backward:seconds weights:seconds "
                   "once_a_step:seconds in_flight:count memory:bytes sends:text",
                   [(r.index, r.rank, r.blocks, r.ops or None, r.parameters or None, *(r.windows.get(w) for w in (FORWARD, BACKWARD, WEIGHT)),
                     r.once_s, r.in_flight, r.nbytes, r.sent) for r in stages.stage_rows(plan)])
@@ -120,12 +120,12 @@ def _stages(plan: Plan) -> Table:
 def _ranks(plan: Plan) -> Table:
     played = stages.playback(plan)
     rows = () if played is None else stages.rank_rows(plan, played)
-    return _table("rank:count stages:text computes:seconds waits:seconds of_the_step:text end_of_the_step:seconds",
+    return page_table("rank:count stages:text computes:seconds waits:seconds of_the_step:text end_of_the_step:seconds",
                   [(r.rank, ", ".join(map(str, r.stages)), r.busy_s, r.idle_s, quantities.share(r.idle_s, plan.objective_s), r.end_s) for r in rows])
 
 
 def _largest(plan: Plan) -> Table:
-    return _table("tensor:name category:word bytes:bytes module:name source:source",
+    return page_table("tensor:name category:word bytes:bytes module:name source:source",
                   [(a.name, what.MEMORY_LABELS[a.category], a.nbytes, a.module, a.source) for a in plan.fullest.largest])
 
 
@@ -173,7 +173,7 @@ def _(found: EdgeTable) -> tuple[str, tuple, Table]:
     chosen = min((r.seconds for r in found.rows if r.chosen), default=None)
     rows = [(_mark(r), r.source, ", ".join(r.targets), r.words, r.nbytes, r.seconds, r.compute_s) for r in found.rows]
     return (found.value, (f"edge: {found.value}", f"{found.maker} to {found.reader}", len(rows) + found.left_out, chosen),
-            _table("chosen:word source:text target:text redistribution:text bytes:bytes cost:seconds op:seconds", rows))
+            page_table("chosen:word source:text target:text redistribution:text bytes:bytes cost:seconds op:seconds", rows))
 
 
 @_priced.register
@@ -182,7 +182,7 @@ def _(found: OpTable) -> tuple[str, tuple, Table]:
     rows = [(_mark(r), ", ".join(r.inputs), ", ".join(r.outputs), r.compute_s + r.update_s, r.inner_s, r.moved_s, r.nbytes, r.regret_s)
             for r in found.rows]
     return (found.op, (f"op: {found.op}", found.where, len(rows) + found.left_out, chosen),
-            _table("chosen:word inputs:text outputs:text op:seconds inside:seconds moving_inputs:seconds output:bytes regret:seconds", rows))
+            page_table("chosen:word inputs:text outputs:text op:seconds inside:seconds moving_inputs:seconds output:bytes regret:seconds", rows))
 
 
 def _mark(row: Any) -> str:

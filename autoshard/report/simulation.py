@@ -1,7 +1,8 @@
-"""A simulation for people."""
+"""A simulation for people: on the terminal, and as data for the page."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -10,10 +11,16 @@ from rich.text import Text
 
 from autoshard.base.quantities import seconds, share, size
 from autoshard.collectives import KINDS
+from autoshard.report.page_tables import page_table
 from autoshard.report.tables import report_console, section, table
 from autoshard.simulation.result import Idle, Simulation
+from autoshard.simulation.trace import COMPUTE, Track
 
 MOST_ROWS = 16
+MOST_TRACKS = 4
+"""Ranks drawn in the page."""
+SEEN = 1 / 1500
+"""Of a step: what is shorter is drawn with its neighbours."""
 WHY = {"stragglers": "waits for slower ranks", "queued": "waits behind an earlier call", "exposed": "exposed",
        "finished": "done before the last rank", "host": "waits for the host", "pipeline": "waits for other stages"}
 MOVES = {"copy": "copies for collectives", "update": "optimizer"}
@@ -43,17 +50,22 @@ def _summary(found: Simulation) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
+    for label, words in _facts(found):
+        grid.add_row(label, escape(words))
+    return grid
+
+
+def _facts(found: Simulation) -> Iterator[tuple[str, str]]:
     plan, objective = found.plan, "the plan is for another mesh, batch or cluster"
     if found.objective_s:
         objective = f"the plan's objective is {seconds(found.objective_s)} ({100 * (found.step_s / found.objective_s - 1):+.1f} %)"
-    grid.add_row("step", f"{seconds(found.step_s)}; {objective}")
-    grid.add_row("ranks", f"{plan.mesh} ({plan.mesh.size}) of {plan.cluster['name']}; rank {found.slowest} ends last, the first one at "
-                          f"{seconds(found.fastest_s)}")
-    grid.add_row("program", "as executed: small gradients share calls" if found.executed else "as planned: each gradient is reduced by itself")
+    yield "step", f"{seconds(found.step_s)}; {objective}"
+    yield "ranks", (f"{plan.mesh} ({plan.mesh.size}) of {plan.cluster['name']}; rank {found.slowest} ends last, the first one at "
+                    f"{seconds(found.fastest_s)}")
+    yield "program", "as executed: small gradients share calls" if found.executed else "as planned: each gradient is reduced by itself"
     for line in found.conditions.describe() or ("the machine is as its profile says",):
-        grid.add_row("", escape(line))
-    grid.add_row("MFU, HFU", f"{100 * found.mfu:.1f} %, {100 * found.hfu:.1f} %")
-    return grid
+        yield "", line
+    yield "MFU, HFU", f"{100 * found.mfu:.1f} %, {100 * found.hfu:.1f} %"
 
 
 def _time(found: Simulation) -> RenderableType:
@@ -108,3 +120,39 @@ def _sizes(found: Simulation) -> RenderableType:
 
 def _kind(name: str) -> str:
     return KINDS[name].words if name in KINDS else name
+
+
+# ---- the page
+
+def drawing(found: Simulation) -> dict[str, Any]:
+    """What the page draws: per rank its streams, as [begin, end, what, window, how many], and what the links carry over time."""
+    tracks = [{"title": track.title, "streams": list(_streams(track, found.step_s).items())} for track in found.tracks[:MOST_TRACKS]]
+    traffic = [{"link": t.link, "part": t.part_s, "bytes": t.nbytes, "used": t.utilisation} for t in found.traffic]
+    return {"step": found.step_s, "facts": list(_facts(found)), "tracks": tracks, "traffic": traffic}
+
+
+def _streams(track: Track, step: float) -> dict[str, list[list[Any]]]:
+    """Work and transfers by stream; those of one kind in one window that follow each other closely are one."""
+    out: dict[str, list[list[Any]]] = {COMPUTE: []}
+    for span in track.spans:
+        if span.category == "idle":
+            continue
+        what, window = (span.name.partition(" ")[0] if span.category == "communication" else span.category), span.details.get("window", "")
+        rows = out.setdefault(span.stream, [])
+        if rows and rows[-1][2:4] == [what, window] and span.begin - rows[-1][1] < SEEN * step:
+            rows[-1][1], rows[-1][4] = max(rows[-1][1], span.end), rows[-1][4] + 1
+        else:
+            rows.append([span.begin, span.end, what, window, 1])
+    return out
+
+
+def page_tables(found: Simulation) -> dict[str, dict[str, Any]]:
+    """The tables of the terminal, whole."""
+    idle = [("work", "", "", found.work_s, None), *((WHY[r.why], _kind(r.kind), r.axis, r.mean_s, r.most_s) for r in found.idle)]
+    critical = [(MOVES.get(r.what, _kind(r.what)), r.axis, r.module, r.times, r.seconds) for r in found.critical]
+    sent = [(r.link, r.nbytes, r.busy_s, f"{100 * r.utilisation:.1f} %") for r in found.links]
+    by_size = [(_kind(r.kind), r.axis, r.window, r.least, r.calls, r.nbytes) for r in found.sizes]
+    return {"idle": page_table("mean_over_ranks:word collective:word axis:word time:seconds most:seconds", idle),
+            "critical": page_table("what:word axis:word module:name times:count time:seconds", critical),
+            "links": page_table("link:word sent:bytes sending:seconds utilisation:word", sent),
+            "sizes": page_table("collective:word axis:word window:word from:bytes calls:count bytes:bytes", by_size)}

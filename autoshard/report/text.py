@@ -173,6 +173,9 @@ def _collectives(plan: Plan) -> RenderableType:
     lines = []
     if any(row.hideable for row in rows):
         lines.append(Text("* may run beside compute (a parameter gather or a gradient reduction).", style="dim"))
+    sent = "; ".join(f"{quantities.size(use.nbytes)} over {escape(use.link)} ({100 * use.utilisation:.1f} % of the step)" for use in what.links(plan))
+    if sent:
+        lines.append(Text(f"A rank sends {sent}.", style="dim"))
     of = "of one rank of every stage, per step" if stages.is_pipeline(plan) else "per rank and step"
     return section(f"Collectives, {of}", Group(grid, *lines))
 

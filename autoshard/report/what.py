@@ -11,7 +11,10 @@ from autoshard.base.roles import Output
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.base.windows import ONCE
 from autoshard.base.worth import GIB, SAME, Neighbour
+from autoshard.collectives.phases import phases
+from autoshard.cost.cluster import Cluster
 from autoshard.report.collapse import Folded, collapse
+from autoshard.simulation.traffic import LinkUse, link_use
 
 MEMORY_LABELS = {
     "parameters": "parameters",
@@ -216,6 +219,16 @@ def collectives(plan: Plan, by_source: bool = False) -> tuple[CollectiveRow, ...
     folded = collapse((_place(c), (*_call_key(c), c.source if by_source else "")) for c in plan.collectives)
     rows = (_collective_row(row, runs_of(plan, row.payload[2])) for row in folded)
     return tuple(sorted(rows, key=lambda r: (-r.seconds, r.kind, r.where, r.phase)))
+
+
+def links(plan: Plan) -> tuple[LinkUse, ...]:
+    """What a rank sends over each level of links in a step, by the algorithms that are priced. Of pipelines, whose stages differ, and of plans
+    without a whole cluster: nothing."""
+    if len(plan.stages) > 1 or not plan.cluster.get("links"):
+        return ()
+    cluster, mesh = Cluster.from_snapshot(plan.cluster), plan.spec_mesh
+    calls = ((c, cluster.link_of(mesh, mesh.axes(c.axis))) for c in plan.collectives)
+    return link_use((phases(c.kind, c.nbytes, link) for c, link in calls for _ in range(runs_of(plan, c.phase))), plan.objective_s)
 
 
 def _call_key(c: Collective) -> tuple:

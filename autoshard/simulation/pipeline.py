@@ -79,7 +79,8 @@ def simulate_pipeline(graph: Graph, plan: Plan, cluster: Cluster, conditions: Co
     done = [(executed_seconds(s.graph, s.plan, cluster.device), model_seconds(s.graph, s.plan, cluster.device)) for s in stages]
     return Simulation(
         plan, conditions, executed, step, work, slowed, slowest=int(ends.argmax()) * made.submesh.size,
-        fastest_s=played.makespan + float(ends.min()), idle=idle, critical=(), links=link_use(calls, step), sizes=sizes(calls), memory=(),
+        fastest_s=played.makespan + float(ends.min()), idle=idle, critical=(), links=link_use((c.phases for c in calls), step),
+        sizes=sizes(calls), memory=(),
         mfu=sum(m for _, m in done) / plan.mesh.size / step, hfu=sum(e for e, _ in done) / len(made.table.ranks) / step,
         make_tracks=lambda: _tracks(made, stages, played, ranks, shared), stages=_rows(made, stages, played))
 

@@ -15,7 +15,7 @@ from autoshard.simulation.critical_path import Share
 from autoshard.simulation.program import Call, Stretch
 from autoshard.simulation.replay import Cause, Replay
 from autoshard.simulation.trace import Track, trace_events, write_trace
-from autoshard.simulation.traffic import LinkUse, Size
+from autoshard.simulation.traffic import LinkTime, LinkUse, Size
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Simulation:
     idle         by cause, the largest first; work_s and all mean_s add up to step_s
     critical     the critical path by what and module, the longest first; adds up to step_s. Empty for pipelines
     links, sizes what a rank sends, by level of links, and by size of the transfers. In pipelines, of the first stage
+    traffic      what the first rank sends by level of links over time (in pipelines: empty)
     memory       over time, of the first rank (in pipelines: of the first stage, empty)
     mfu, hfu     model and hardware FLOP utilisation
     stages       of a pipeline, a row per stage
@@ -74,6 +75,7 @@ class Simulation:
     hfu: float
     make_tracks: Callable[[], tuple[Track, ...]] = field(repr=False)
     stages: tuple[Mapping[str, Any], ...] = ()
+    traffic: tuple[LinkTime, ...] = ()
 
     @cached_property
     def tracks(self) -> tuple[Track, ...]:
@@ -88,12 +90,12 @@ class Simulation:
         """As Chrome and Perfetto read it, see trace.py. `beside`: tracks of a measured step, `autoshard.clocked(model)` has them. Raises UsageError
         where the file cannot be written."""
         own = [replace(t, title=f"{t.title}, simulated") for t in self.tracks] if beside else self.tracks
-        write_trace(path, trace_events([*own, *beside], [(stamp.seconds, stamp.live) for stamp in self.memory]))
+        write_trace(path, trace_events([*own, *beside], [(stamp.seconds, stamp.live) for stamp in self.memory], self.traffic))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, `step_s` and the rest at the top."""
         same = {name: getattr(self, name) for name in ("step_s", "objective_s", "work_s", "slowed_s", "slowest", "fastest_s", "mfu", "hfu")}
-        rows = {name: [asdict(row) for row in getattr(self, name)] for name in ("idle", "critical", "links", "sizes", "memory")}
+        rows = {name: [asdict(row) for row in getattr(self, name)] for name in ("idle", "critical", "links", "traffic", "sizes", "memory")}
         return {**same, **rows, "mesh": str(self.plan.mesh), "cluster": self.plan.cluster["name"], "model": dict(self.plan.model),
                 "program": "executed" if self.executed else "planned", "conditions": list(self.conditions.describe()),
                 "stages": [dict(row) for row in self.stages]}

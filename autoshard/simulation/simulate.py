@@ -27,7 +27,7 @@ from autoshard.simulation.result import Simulation, idle_rows, stamped
 from autoshard.simulation.scale import at_scale
 from autoshard.simulation.source import traced_for
 from autoshard.simulation.trace import tracks_of
-from autoshard.simulation.traffic import link_use, sizes
+from autoshard.simulation.traffic import link_use, over_time, sizes
 
 
 def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None, example_inputs: Sequence[Any] = (),
@@ -90,6 +90,7 @@ def _result(graph: Graph, plan: Plan, cluster: Cluster, conditions: Conditions, 
     return Simulation(
         plan, conditions, executed, step, work_s=float(played.worked.mean()), slowed_s=float(played.slowed.mean()),
         slowest=int(played.finish.argmax()), fastest_s=float(played.finish.min()), idle=idle_rows(played.idle),
-        critical=shares(played, critical_path(played)), links=link_use(calls, step), sizes=sizes(calls),
+        critical=shares(played, critical_path(played)), links=link_use((c.phases for c in calls), step), sizes=sizes(calls),
         memory=stamped(plan.stages[0].timeline, played), mfu=model_seconds(graph, plan, cluster.device) / n / step,
-        hfu=executed_seconds(graph, plan, cluster.device) / step, make_tracks=lambda: tracks_of(played, ranks))
+        hfu=executed_seconds(graph, plan, cluster.device) / step, make_tracks=lambda: tracks_of(played, ranks),
+        traffic=over_time(played) if step else ())

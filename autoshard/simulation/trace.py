@@ -1,8 +1,8 @@
 """A simulation as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open.
 
-A process per rank that is shown, with a thread for its compute stream and one per stream of collectives; counters for memory. Ranks that
-did the same at the same times are shown once, by the first of them. Measured ranks (clocked.py) are processes of their own, each below the simulated
-one of its number.
+A process per rank that is shown, with a thread for its compute stream and one per stream of collectives; counters for memory and for
+what the links carry. Ranks that did the same at the same times are shown once, by the first of them. Measured ranks (clocked.py) are
+processes of their own, each below the simulated one of its number.
 """
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from autoshard.base.plan import write_atomically
 from autoshard.errors import UsageError
 from autoshard.simulation.program import Call, Host, Stretch, Wait
 from autoshard.simulation.replay import Replay
+from autoshard.simulation.traffic import LinkTime
 
 MOST_TRACKS = 16
 """Ranks shown where the user names none."""
@@ -108,8 +109,10 @@ def _works(event: Stretch, begin: float, end: float) -> Iterator[Span]:
         at = until
 
 
-def trace_events(tracks: Sequence[Track], memory: Iterable[tuple[float, Mapping[str, int]]] = ()) -> Iterator[dict[str, Any]]:
-    """The events of a trace, in Chrome's format: times in microseconds. `memory`: (seconds, bytes by category), of the first track."""
+def trace_events(tracks: Sequence[Track], memory: Iterable[tuple[float, Mapping[str, int]]] = (),
+                 traffic: Iterable[LinkTime] = ()) -> Iterator[dict[str, Any]]:
+    """The events of a trace, in Chrome's format: times in microseconds. `memory`: (seconds, bytes by category), `traffic`: of the links, both of
+    the first track."""
     for track in tracks:
         streams = [COMPUTE, *sorted({s.stream for s in track.spans} - {COMPUTE})]
         pid = track.process
@@ -124,6 +127,10 @@ def trace_events(tracks: Sequence[Track], memory: Iterable[tuple[float, Mapping[
                    "args": {k: v for k, v in span.details.items() if v != ""}}
     for seconds, live in memory:
         yield {"ph": "C", "name": "memory", "pid": tracks[0].process, "ts": MICROSECONDS * seconds, "args": dict(live)}
+    for link in traffic:
+        for part, nbytes in enumerate((*link.nbytes, 0.0)):
+            yield {"ph": "C", "name": f"{link.link}, bytes/s", "pid": tracks[0].process, "ts": MICROSECONDS * part * link.part_s,
+                   "args": {"sent": nbytes / link.part_s}}
 
 
 def write_trace(path: str | os.PathLike[str], events: Iterable[Mapping[str, Any]]) -> None:

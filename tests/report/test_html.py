@@ -22,6 +22,11 @@ from autoshard.base import quantities
 from autoshard.base.plan import CATEGORIES, Alive, Fallback, Moment, PlacedTensor, Plan
 from autoshard.report.html import document, embedded, page, write
 from autoshard.report.tree import tree
+from autoshard.simulation.conditions import Conditions
+from autoshard.simulation.critical_path import Share
+from autoshard.simulation.result import Idle, Simulation
+from autoshard.simulation.trace import Span, Track
+from autoshard.simulation.traffic import LinkTime, LinkUse, Size
 from autoshard.study.explain import EdgeRow, EdgeTable, OpRow, OpTable
 
 NASTY = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>&amp;\u2028${x}"
@@ -282,6 +287,27 @@ def test_a_plan_with_little_in_it_opens_too(show):
     shown = show(page(plan)).open()
     assert "no rank talks to another" in shown.js("document.body.innerText")
     assert shown.errors == []
+
+
+def played(plan: Plan) -> Simulation:
+    """A step of one second on two ranks."""
+    spans = tuple(Span(stream, name, begin, end, what, {"window": "forward"}) for stream, name, begin, end, what in (
+        ("compute", "mm_0", 0.0, 0.4, "op"), ("compute", "mm_1", 0.4, 0.5, "op"), ("tp", f"all_reduce {NASTY}", 0.5, 0.8, "communication"),
+        ("compute", f"wait for all_reduce {NASTY}", 0.5, 0.8, "idle"), ("compute", NASTY, 0.8, 1.0, "update")))
+    return Simulation(plan, Conditions(), False, 1.0, 0.7, 0.0, 0, 1.0, (Idle("exposed", "all_reduce", NASTY, 0.3, 0.3),), (Share("compute", "", NASTY, 0.7, 2),),
+                      (LinkUse(NASTY, 1e6, 0.2, 0.2),), (Size("all_reduce", "tp", "forward", 1 << 19, 1, 1 << 20),), (), 0.5, 0.5,
+                      lambda: (Track(0, f"rank 0 {NASTY}", spans, 2),), traffic=(LinkTime(NASTY, 0.25, (0.0, 0.0, 1e6, 0.0), (0.0, 0.0, 0.8, 0.0)),))
+
+
+def test_a_simulated_step_is_drawn(show):
+    plan = timed_plan()
+    shown = show(page(plan, simulated=played(plan))).open()
+    drawn = "[...document.querySelectorAll('#simulated svg title')].map(t => t.textContent)"
+    assert shown.js(drawn) == ["2 x compute, forward: 500 ms from 0", "optimizer, forward: 200 ms from 800 ms", "all_reduce, forward: 300 ms from 500 ms",
+                               f"{NASTY}, 500 ms: 3.81 MiB/s, 80.0 %"]
+    words = shown.js("document.querySelector('#simulated').innerText")
+    assert all(word in words for word in ("the machine is as its profile says", "AllReduce", "Critical path", "Links, per rank", NASTY))
+    assert shown.js("window.hacked === undefined") and shown.errors == []
 
 
 def test_names_stay_text(show):

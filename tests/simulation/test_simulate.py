@@ -4,6 +4,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -34,6 +35,7 @@ from autoshard.simulation.flops import executed_seconds, model_seconds
 from autoshard.simulation.replay import replay
 from autoshard.simulation.scale import inner_collectives
 from autoshard.simulation.simulate import program_for
+from autoshard.simulation.source import traced_for
 
 FEW = ("dlrm", "moe", "gpt")
 
@@ -115,6 +117,28 @@ def test_transfers_are_those_of_the_plan(file: Path) -> None:
         nbytes[key] += c.nbytes
     assert {(s.kind, s.axis, s.window, s.least): (s.calls, s.nbytes) for s in found.sizes} == {k: (n, nbytes[k]) for k, n in calls.items()} and calls
     assert all(0 < use.utilisation < 1 for use in found.links)
+    over_time = {t.link: t for t in found.traffic}
+    assert over_time.keys() == {use.link for use in found.links}
+    for use in found.links:
+        time = over_time[use.link]
+        assert sum(time.nbytes) == pytest.approx(use.nbytes) and sum(time.utilisation) * time.part_s == pytest.approx(use.busy_s)
+        assert len(time.nbytes) * time.part_s == pytest.approx(found.step_s) and min(time.nbytes) == 0.0 < max(time.utilisation)
+
+
+def test_the_page_and_the_trace_show_links_over_time(file: Path, tmp_path: Path, run) -> None:
+    code, _, err = run("simulate", file, "--html", tmp_path / "s.html", "--trace", tmp_path / "t.json")
+    assert code == 0 and "Report saved to" in err
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', (tmp_path / "s.html").read_text(), re.S).group(1))
+    found = autoshard.simulate(file)
+    assert data["simulation"]["step"] == found.step_s and [t["link"] for t in data["simulation"]["traffic"]] == [t.link for t in found.traffic]
+    (name, work), *streams = data["simulation"]["tracks"][0]["streams"]
+    assert name == "compute" and streams and sum(row[4] for row in work) == len(program_for(
+        traced_for(found.plan, None, (), None, None, None).graph, found.plan, Cluster.from_snapshot(found.plan.cluster)).works)
+    assert data["tables"]["sizes"]["rows"] and data["tables"]["links"]["rows"] == [
+        [u.link, u.nbytes, u.busy_s, f"{100 * u.utilisation:.1f} %"] for u in found.links]
+    counted = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "C" and e["name"] == "nvlink, bytes/s"]
+    assert counted[-1]["args"]["sent"] == 0.0 and sum(e["args"]["sent"] for e in counted) * found.traffic[0].part_s == pytest.approx(sum(found.traffic[0].nbytes))
+    assert run("simulate", file, "--html", "/nowhere/s.html")[0] == 2
 
 
 def test_bytes_on_a_link_where_all_is_a_ring() -> None:
@@ -164,7 +188,7 @@ def test_a_trace_is_complete_and_nothing_overlaps_on_a_track(file: Path, tmp_pat
         assert busy + idle == pytest.approx(end, rel=1e-9) and end <= 1e6 * found.step_s * (1 + 1e-9)
     names = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     assert {"compute", "dp", "tp"} <= names
-    memory = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
+    memory = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["name"] == "memory"]
     assert max(memory) == Plan.load(file).stages[0].peak.total
     assert sum(t.alike for t in found.tracks) == 4, "every rank is shown, or is like one that is"
     assert run("simulate", file, "-q", "--trace", tmp_path / "t.json.gz", "--rank", 3)[0] == 0

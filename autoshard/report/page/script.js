@@ -108,6 +108,7 @@ function theme() {
 
 theme();
 summary();
+simulated();
 serving();
 comparison();
 stages();

@@ -3,7 +3,8 @@
 const ROWS = 60; // rows of a table before its "Show all" button
 
 const TITLES = { stages: "Stages of the pipeline", ranks: "What the ranks do in a step", collectives: "Collectives", calls: "Calls", changes: "Changes of layout", copies: "Values", ops: "Ops",
-                 fallbacks: "Ops without a sharding rule", largest: "Largest tensors at the peak", prices: "What the plan decided against", serving: "Serving" };
+                 fallbacks: "Ops without a sharding rule", largest: "Largest tensors at the peak", prices: "What the plan decided against", serving: "Serving",
+                 idle: "Where the time of a rank goes", critical: "Critical path", links: "Links, per rank", sizes: "Sizes of transfers, per rank and step" };
 
 const scroll = (label, node) => h("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, node);
 
