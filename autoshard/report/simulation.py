@@ -1,6 +1,7 @@
 """A simulation for people: on the terminal, and as data for the page."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,13 +138,18 @@ def _streams(track: Track, step: float) -> dict[str, list[list[Any]]]:
     for span in track.spans:
         if span.category == "idle":
             continue
-        what, window = (span.name.partition(" ")[0] if span.category == "communication" else span.category), span.details.get("window", "")
+        what, window = (_moved(span.name) if span.category == "communication" else span.category), span.details.get("window", "")
         rows = out.setdefault(span.stream, [])
         if rows and rows[-1][2:4] == [what, window] and span.begin - rows[-1][1] < SEEN * step:
             rows[-1][1], rows[-1][4] = max(rows[-1][1], span.end), rows[-1][4] + 1
         else:
             rows.append([span.begin, span.end, what, window, 1])
     return out
+
+
+def _moved(name: str) -> str:
+    """The kind of a collective ("all_reduce wte"), or of what a stage sends ("0SEND_F1")."""
+    return "send" if re.fullmatch(r"\d+SEND_[A-Z]\d+", name) else name.partition(" ")[0]
 
 
 def page_tables(found: Simulation) -> dict[str, dict[str, Any]]:

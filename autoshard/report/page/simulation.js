@@ -1,12 +1,12 @@
 // A step as it was simulated: what some ranks do when, and what the links carry meanwhile.
 
-const WORKS = { op: ["compute", color(0)], copy: ["copies for collectives", color(6)], update: ["optimizer", color(2)] };
+const WORKS = { ...WORK, op: ["compute", color(0)], copy: ["copies for collectives", color(6)], update: ["optimizer", color(2)] };
 const LEFT = 118, WIDE = 1000 - LEFT - 8, TALL = 20;
 
 function streamsChart(found) {
   const x = (t) => LEFT + WIDE * t / found.step, rows = found.tracks.flatMap((track) => [[track.title], ...track.streams]);
   const kinds = [...new Set(found.tracks.flatMap((t) => t.streams.flatMap(([, spans]) => spans.map((s) => s[2]))))].filter((k) => !WORKS[k]);
-  const hue = (what) => WORKS[what] ? WORKS[what][1] : color([1, 3, 5, 4, 7][kinds.indexOf(what) % 5]);
+  const hue = (what) => WORKS[what] ? WORKS[what][1] : color([3, 5, 4, 7, 1][kinds.indexOf(what) % 5]);
   const height = rows.length * (TALL + 4), text = (at, y, words, more = {}) => svg("text", { x: at, y, "font-size": 11, style: { fill: "var(--text)" }, ...more }, words);
   const out = svg("svg", { viewBox: `0 0 1000 ${height + 22}`, role: "img", "aria-label": `The simulated step of ${found.tracks.map((t) => t.title).join("; ")}` });
   rows.forEach(([name, spans], r) => {
