@@ -1,10 +1,11 @@
 """Planning models with layers of experts at real widths on 64 devices: seconds of CPU, gap, and what travels.
 
     python benchmarks/experts.py                                 # all cases: minutes each
+    python benchmarks/experts.py deepseek ep=64 --cluster b200-dgx    # whose weights and state at 61 layers need more than a rank of h100-dgx has
     python benchmarks/experts.py mixtral dp=8 --layers 4         # those whose name and mesh have all of these words, cut to 4 layers
 
 Models are transformers' classes at their published configurations, on the meta device in bf16: 64 x 4096 tokens, trained with AdamW on
-`h100-dgx`, logits handed out as the plan splits them. Limits of a search are CPU seconds, which a busy machine stretches less. Each case runs in a
+`h100-dgx` or another cluster, logits handed out as the plan splits them. Limits of a search are CPU seconds, which a busy machine stretches less. Each case runs in a
 process of its own. A collective that is neither of a weight or its gradient nor inside an op moves tokens: these are listed by kind.
 """
 from __future__ import annotations
@@ -55,11 +56,11 @@ def deepseek_v3(layers: int | None) -> nn.Module:
 MODELS: dict[str, Callable[[int | None], nn.Module]] = {"mixtral": mixtral, "deepseek_v3": deepseek_v3}
 
 
-def run_case(name: str, mesh: str, layers: int | None, seconds: float) -> dict[str, Any]:
+def run_case(name: str, mesh: str, layers: int | None, seconds: float, cluster: str) -> dict[str, Any]:
     """Plan one case in this process and measure it."""
     with torch.device("meta"):
         model, ids = MODELS[name](layers).to(torch.bfloat16), torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    options, start = Options(passing=Passing(outputs="auto")), cpu_seconds()
+    options, start = Options(cluster=cluster, passing=Passing(outputs="auto")), cpu_seconds()
     clock = PhaseTimer(lambda phase, detail: print(f"  {phase} {detail}", file=sys.stderr))
     with clock("trace"):
         traced = trace(model, (), {"input_ids": ids, "labels": ids}, training=True)
@@ -95,13 +96,14 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--layers", type=int, help="of the model, instead of all")
     parser.add_argument("--seconds", type=float, default=60.0, help="of CPU, for each search")
+    parser.add_argument("--cluster", default="h100-dgx", help="a profile's name or file")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(run_case(*given.one, given.layers, given.seconds)))
+        print(json.dumps(run_case(*given.one, given.layers, given.seconds, given.cluster)))
         return
     print(HEADER, flush=True)
-    more = ["--seconds", str(given.seconds), *(["--layers", str(given.layers)] if given.layers else [])]
+    more = ["--seconds", str(given.seconds), "--cluster", given.cluster, *(["--layers", str(given.layers)] if given.layers else [])]
     for name, mesh in ((name, mesh) for name in MODELS for mesh in MESHES):
         if all(word in f"{name} {mesh}" for word in given.words):
             done = subprocess.run([sys.executable, __file__, "--one", name, mesh, *more], stdout=subprocess.PIPE, text=True,
