@@ -15,7 +15,7 @@ import torch
 
 from autoshard import collectives
 from autoshard.calibrate.sample import Machine, Sample
-from autoshard.cost.cluster import OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, load_cluster
+from autoshard.cost.cluster import OPTIMIZER, AxisLink, Cluster, Device, Link, Overlap, OwnHost, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.curve import Curve, Points
 from autoshard.rules.family import PRICED, Family
@@ -23,6 +23,10 @@ from autoshard.rules.family import PRICED, Family
 ANCHOR = {Family.POINTWISE: ("aten::add.Tensor", "aten::mul.Tensor"), Family.REDUCTION: ("aten::sum.dim_IntList",),
           Family.NORM: ("aten::native_layer_norm", "aten::native_layer_norm_backward"), Family.MATMUL: ("aten::mm", "aten::addmm")}
 """Ops that stand for their family where an op of it has no curve of its own; of the other families, all."""
+
+
+LEAST = 1e-9
+"""Seconds: what noise made negative."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,10 @@ def predicted(cluster: Cluster, s: Sample) -> float:
     """What the cost model says, through the functions that price plans."""
     if s.kind == "collective":
         return float(collectives.seconds(s.key, s.nbytes, AxisLink(((cluster.links[s.link], s.ranks),))))
-    if s.kind == "view":
-        return float(cluster.device.view or 0.0)
+    if s.kind in ("view", "step"):
+        host = cluster.device.own_host
+        assert host is not None, "made of these very samples"
+        return host.view if s.kind == "view" else host.step + s.amount * host.parameter
     if s.kind == "optimizer":
         curve = cluster.device.curve_of(f"{OPTIMIZER}/{s.key}", OPTIMIZER, torch.float32)
         return float(curve(s.amount))
@@ -96,9 +102,18 @@ def _device(machine: Machine, used: Sequence[Sample]) -> Device:
     fraction = {f: _fraction([s for s in ops if s.family is f], bandwidth, peak) for f in PRICED}
     overhead = min(s.seconds for s in light)
     efficiency = {f.value: fraction[f] for f in PRICED}
-    view = next((s.seconds for s in used if s.kind == "view"), None)
     return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, _op_curves(used),
-                  updates_together=machine.backend == "nccl", view=view)
+                  updates_together=machine.backend == "nccl", own_host=_own_host(used))
+
+
+def _own_host(used: Sequence[Sample]) -> OwnHost | None:
+    """The line through what is left of steps with fewer and with more parameters."""
+    views, steps = ([s for s in used if s.kind == kind] for kind in ("view", "step"))
+    if not views or not steps:
+        return None
+    fewer, more = sorted(steps, key=lambda s: s.amount)
+    parameter = max((more.seconds - fewer.seconds) / (more.amount - fewer.amount), LEAST)
+    return OwnHost(views[0].seconds, max(fewer.seconds - fewer.amount * parameter, LEAST), parameter)
 
 
 def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float]) -> float:

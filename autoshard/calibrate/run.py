@@ -17,6 +17,7 @@ from autoshard.calibrate.fit import Error, errors, fit
 from autoshard.calibrate.measure import Progress, measure
 from autoshard.calibrate.overlap import Timing, fitted, measure_overlap
 from autoshard.calibrate.sample import Machine, Sample
+from autoshard.calibrate.step import step_samples
 from autoshard.cost.cluster import Cluster, Overlap
 from autoshard.errors import ClusterError, MeshError
 from autoshard.runtime.ranks.place import Place, locate
@@ -53,6 +54,7 @@ def calibrate(name: str, mesh: str | None, *, seconds: float, timeout: float, pr
         place = locate(wanted)
         machine, link_of = _machine(name, place)
         samples = measure(place, link_of, DTYPES, seconds, progress)
+        samples += step_samples(place, progress)
         timings = None
         if place.mesh.size > 1:
             progress("calibrate", "overlap")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from autoshard.rules.family import Family
 
-Kind = Literal["collective", "op", "optimizer", "view"]
+Kind = Literal["collective", "op", "optimizer", "view", "step"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Sample:
     dtype     torch's name of the dtype an op computes in; "" for collectives
     link, ranks   for collectives: index of the profile's link, and ranks of the group
     nbytes    for collectives: the buffer, by the convention of collectives/__init__.py
-    amount    what its curve is a function of: bytes on the wire, bytes moved, or FLOP; 1 for a view
+    amount    what its curve is a function of: bytes on the wire, bytes moved, or FLOP; 1 for a view, the
+              parameters of a step
     seconds   mean over rounds of the slowest rank, without the extreme ones
     spread    upper quartile / lower quartile of the rounds - 1: the noise
     held_out  not used in the fit, only to test it

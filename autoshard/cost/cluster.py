@@ -39,6 +39,18 @@ class HostLink:
 
 
 @dataclass(frozen=True)
+class OwnHost:
+    """What a CPU takes in Python, computing nothing meanwhile; plans do not count it, since it is about the same in all plans of a model.
+
+    view       seconds of a view
+    step       seconds of a training step in no op, collective or update: autograd, zero_grad;  parameter  more for each parameter"""
+
+    view: Positive
+    step: Positive
+    parameter: Positive
+
+
+@dataclass(frozen=True)
 class Device:
     """One device.
 
@@ -51,8 +63,7 @@ class Device:
     multiprocessors   how many tiles of a matrix product it computes at once, see tiles.py; None: shapes play no part
     launch            seconds in which its host issues one op in an eager stream, ahead of the device: simulations then wait for the
                       host where ops are short. None: the host is never waited for, or computes itself
-    view              seconds of a view where the device is its own host, which computes nothing meanwhile: simulations of what is executed count
-                      it, plans do not (every plan of a model has about the same views). None: nothing
+    own_host          what a device that is its own host takes besides ops: simulations of what is executed count it. None: nothing
     measured          seconds over amount, by what they stand in for on the roofline; see `curve_of`
     fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
     allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
@@ -75,7 +86,7 @@ class Device:
     bandwidth_efficiency: Mapping[str, Share] = field(default_factory=dict, hash=False)
     multiprocessors: Positive | None = None
     launch: Positive | None = None
-    view: Positive | None = None
+    own_host: OwnHost | None = None
     imbalance: Positive = 1.0
 
     @cached_property

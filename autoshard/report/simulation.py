@@ -24,7 +24,7 @@ SEEN = 1 / 1500
 """Of a step: what is shorter is drawn with its neighbours."""
 WHY = {"stragglers": "waits for slower ranks", "queued": "waits behind an earlier call", "exposed": "exposed",
        "finished": "done before the last rank", "host": "waits for the host", "pipeline": "waits for other stages"}
-MOVES = {"copy": "copies for collectives", "update": "optimizer"}
+MOVES = {"copy": "copies for collectives", "update": "optimizer", "rest": "Python and autograd"}
 
 
 def show(found: Simulation, console: Console | None = None) -> None:

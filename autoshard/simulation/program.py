@@ -5,7 +5,7 @@ last are waited for at once, the last one runs on the stream of its mesh axes un
 are work: of what is sent before the call, of what is received after the wait.
 
 Two questions can be asked. "planned": every gradient is reduced by itself, as the objective prices it; "executed": small gradients
-share calls (lower/buckets.py), as it runs, and views take what they take where the device is its own host (`Device.view`).
+share calls (lower/buckets.py), as it runs, and what Python takes besides is counted where the device is its own host (`OwnHost`).
 """
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ UPDATE = "update"
 
 @dataclass(frozen=True)
 class Work:
-    """Something on the compute stream: an op, a copy that rearranges a buffer ("copy"), or the optimizer's update ("update"). `name`: of the
-    op, or the value that is copied, or the parameter; `seconds` with no collective beside it; `uneven`: mesh axes along which the data decides
-    what a rank does (experts), whose busiest rank takes `seconds` at the profile's `imbalance`."""
+    """Something on the compute stream: an op, a copy that rearranges a buffer ("copy"), the optimizer's update ("update"), or the rest of a
+    step ("rest"). `name`: of the op, or the value that is copied, or the parameter; `seconds` with no collective beside it; `uneven`: mesh
+    axes along which the data decides what a rank does (experts), whose busiest rank takes `seconds` at the profile's `imbalance`."""
 
     kind: str
     name: str
@@ -118,7 +118,7 @@ def program_of(graph: Graph, plan: Plan, order: Schedule, cluster: Cluster, *, e
     for name in windows or _step(names, graph.microbatches):
         maker.put(made[name])
     if windows is None:
-        maker.put(tuple(_updates(graph, plan, cluster)))
+        maker.put((*_updates(graph, plan, cluster), *(_rest(graph, cluster) if executed else ())))
     program = Program(maker.finished(), plan.mesh, cluster.overlap.interference if maker.overlaps else 0.0)
     return host_bound(program, cluster.device.launch) if cluster.device.launch else program
 
@@ -148,7 +148,7 @@ def host_bound(program: Program, launch: float) -> Program:
 
 def _issued(event: Event) -> Sequence[Event]:
     """What the host issues one by one of an event."""
-    if isinstance(event, Stretch) and any(w.kind != "update" for w in event.works):
+    if isinstance(event, Stretch) and any(w.window != UPDATE for w in event.works):
         return [Stretch((w,), w.seconds) for w in event.works]
     return [event]
 
@@ -167,6 +167,13 @@ def _updates(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[Work]:
         seconds = (host_seconds if name in plan.offload else optimizer_seconds)(optimizer, nbytes, cluster.device)
         if seconds:
             yield Work("update", name, float(seconds), UPDATE, name.rpartition(".")[0])
+
+
+def _rest(graph: Graph, cluster: Cluster) -> Iterator[Work]:
+    """What a training step takes in Python besides."""
+    host, parameters = cluster.device.own_host, sum(1 for _ in parameter_gradients(graph))
+    if host is not None and parameters:
+        yield Work("rest", "", host.step + parameters * host.parameter, UPDATE)
 
 
 def _step(names: Sequence[str], microbatches: int) -> list[str]:
@@ -198,7 +205,7 @@ class _Maker:
         self.graph, self.plan, self.executed = graph, plan, executed
         self.mesh = mesh = plan.mesh
         self.imbalance = cluster.device.imbalance
-        self.view = cluster.device.view if executed else None
+        self.view = cluster.device.own_host.view if executed and cluster.device.own_host else None
         self.prices = Prices(mesh, cluster)
         self.overlaps = cluster.overlap.eta > 0
         self._phases = lru_cache(maxsize=None)(

@@ -21,7 +21,7 @@ from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.calibrate.toml import profile_text
 from autoshard.collectives import KINDS
-from autoshard.cost.cluster import AxisLink, Overlap, load_cluster
+from autoshard.cost.cluster import AxisLink, Overlap, OwnHost, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import UsageError
 from autoshard.rules.family import Family
@@ -77,13 +77,16 @@ def test_the_profile_is_a_profile(tmp_path):
         assert collectives.seconds(kind, 3e5, axis) == pytest.approx(collectives.seconds(kind, 3e5, same), rel=1e-4)
 
 
-def test_a_view_costs_what_it_was_measured_at(tmp_path):
-    given = [*samples(), Sample("view", "aten::view", 1.0, 2e-6, False, dtype="float32")]
+def test_what_python_takes_is_what_was_measured(tmp_path):
+    steps = [Sample("step", "step", n, 1e-3 + n * 4e-5, False, dtype="float32") for n in (6.0, 24.0)]
+    given = [*samples(), Sample("view", "aten::view", 1.0, 2e-6, False, dtype="float32"), *steps]
     cluster = fit(MACHINE, given, OVERLAP)
-    assert cluster.device.view == 2e-6 and errors(cluster, given)[-1].error == 0.0
+    assert cluster.device.own_host == OwnHost(2e-6, pytest.approx(1e-3), pytest.approx(4e-5))
+    assert [e.error for e in errors(cluster, given)[-3:]] == pytest.approx([0.0] * 3)
     (tmp_path / "mine.toml").write_text(profile_text(cluster, cluster.description))
-    assert load_cluster(tmp_path / "mine.toml").device.view == 2e-6
-    assert fit(MACHINE, samples(), OVERLAP).device.view is None
+    assert load_cluster(tmp_path / "mine.toml").device.own_host == OwnHost(2e-6, pytest.approx(1e-3), pytest.approx(4e-5))
+    assert fit(MACHINE, samples(), OVERLAP).device.own_host is None
+    assert fit(MACHINE, [*given[:-1], replace(steps[1], seconds=1e-4)], OVERLAP).device.own_host.parameter > 0, "noise"
 
 
 def test_two_group_sizes_give_the_latency():

@@ -1,6 +1,7 @@
 // A step as it was simulated: what some ranks do when, and what the links carry meanwhile.
 
-const WORKS = { ...WORK, op: ["compute", color(0)], copy: ["copies for collectives", color(6)], update: ["optimizer", color(2)] };
+const WORKS = { ...WORK, op: ["compute", color(0)], copy: ["copies for collectives", color(6)], update: ["optimizer", color(2)],
+  rest: ["Python and autograd", color(7)] };
 const LEFT = 118, WIDE = 1000 - LEFT - 8, TALL = 20;
 
 function streamsChart(found) {
