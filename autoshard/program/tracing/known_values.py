@@ -4,27 +4,34 @@ Example: a model that makes a mask of ones and calls `mask.all()` takes the same
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoshard import _torch
 from autoshard.base.graph import Op, Ref, map_args
 from autoshard.program.tracing.tape import Tape, is_random
 
 ASKED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+MOST_SETTLED = 64
+"""Largest number of elements of a buffer that counts as a setting."""
 LARGEST = 1 << 26
 """Largest number of elements of a value that is computed while tracing."""
 
 
 @dataclass(eq=False)
 class Constants:
-    """Answers reads of data during a trace. `otherwise` is called where the data depends on parameters, inputs or random numbers."""
+    """Answers reads of data during a trace. `otherwise` is called where the data depends on parameters, inputs or random numbers. `buffers`:
+    those of the model whose values are as fixed as its attributes (`settled_buffers`); `assumed`: which of them were looked at."""
 
     tape: Tape
     otherwise: Callable[[Any, Any], Any] | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    assumed: set[str] = field(default_factory=set)
     _read: int = 0
     _makers: dict[str, Op] = field(default_factory=dict)
     _values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -39,6 +46,15 @@ class Constants:
                 return op(*(self._values[r.op][r.index] for r in refs))
         return NotImplemented if self.otherwise is None else self.otherwise(op, args)
 
+    @contextmanager
+    def strictly(self) -> Iterator[None]:
+        """No data is made up meanwhile."""
+        kept, self.otherwise = self.otherwise, None
+        try:
+            yield
+        finally:
+            self.otherwise = kept
+
     def _look_at_new_ops(self) -> None:
         """Find the constant ops among those recorded since the last call."""
         for op in self.tape.ops[self._read:]:
@@ -48,7 +64,7 @@ class Constants:
 
     def _is_constant(self, op: Op) -> bool:
         if op.kind == "buffer":
-            return op.target in self.tape.constants and not self.tape.constants[op.target].is_meta
+            return op.target in self.buffers or (op.target in self.tape.constants and not self.tape.constants[op.target].is_meta)
         small = all(m is not None and m.numel <= LARGEST for m in op.outputs)
         plain = isinstance(op.target, torch._ops.OpOverload) and not is_random(op.target) and "empty" not in str(op.target)
         return op.kind == "call" and small and plain and all(r.op in self._makers for r in op.refs)
@@ -59,9 +75,22 @@ class Constants:
             if op.name in wanted and op.name not in self._values:
                 wanted |= {r.op for r in op.refs}
         for op in [op for op in self._makers.values() if op.name in wanted and op.name not in self._values]:
-            made = self.tape.constants[op.target] if op.kind == "buffer" else op.target(
+            made = self._stored(op.target) if op.kind == "buffer" else op.target(
                 *map_args(self._value, op.args), **{k: map_args(self._value, v) for k, v in op.kwargs})
             self._values[op.name] = tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
+    def _stored(self, name: str) -> torch.Tensor:
+        if name in self.buffers:
+            self.assumed.add(name)
+            return self.buffers[name]
+        return self.tape.constants[name]
+
     def _value(self, leaf: Any) -> Any:
         return self._values[leaf.op][leaf.index] if isinstance(leaf, Ref) else leaf
+
+
+def settled_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers of integers that are no part of the state: numbers that a module keeps as tensors (a convolution's stride), not data."""
+    state = {f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._non_persistent_buffers_set}
+    return {name: b.detach() for name, b in model.named_buffers() if name in state and type(b) in (torch.Tensor, nn.Buffer) and not b.is_meta
+            and b.numel() <= MOST_SETTLED and not b.is_floating_point() and not b.is_complex()}

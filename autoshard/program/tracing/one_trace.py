@@ -37,10 +37,11 @@ from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.binding import Binding
 from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain
+from autoshard.program.reads.data_reads import DataReads
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
-from autoshard.program.tracing.known_values import Constants
+from autoshard.program.tracing.known_values import Constants, settled_buffers
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
 from autoshard.program.tracing.survey import Answers, Survey, short, user_errors
@@ -73,7 +74,9 @@ class OneTrace:
         if survey is not None:
             self.tape.on_problem = lambda text: survey.add(text, self.tape.module)
             answers = Answers(note=self._note_data)
-        self.recorder.answer = Constants(self.tape, answers) if any_size is None else None  # they are values at one size
+        self.constants = Constants(self.tape, answers, settled_buffers(model))
+        self.recorder.answer = self.constants if any_size is None else None  # they are values at one size
+        self.reads = DataReads(self.tape, self.constants.strictly)
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
         self.params = dict(model.named_parameters())
@@ -83,7 +86,8 @@ class OneTrace:
 
     def traced(self) -> Traced:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
-              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS), EqualHeads()):
+              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS), EqualHeads(),
+              self.reads):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
@@ -208,8 +212,9 @@ class OneTrace:
                 users.append(value)
             else:
                 leaves.append(self._plain(value))
+        carrier = min(range(len(users)), key=lambda i: users[i].numel(), default=None) if self.reads.checks else None
         for i, value in enumerate(users):
-            self._output(Output(Role.USER, i), value)
+            self._output(Output(Role.USER, i), self.reads.guarded(value) if i == carrier else value)
         return users, tuple(leaves), spec, _differentiable(out, users, leaves)
 
     def _plain(self, value: Any) -> Any:
@@ -239,6 +244,8 @@ class OneTrace:
                 if now.shape != stored.shape:
                     self.tape.refuse(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
                                      f"{tuple(now.shape)}; keep its shape")
+                if name in self.constants.assumed:
+                    self.tape.refuse(f"the model writes buffer {name!r}, whose value decided what it does; keep that number outside of tensors")
                 with torch.no_grad():
                     self._output(Output(Role.MUTATION, name), now.to(stored.dtype))
 

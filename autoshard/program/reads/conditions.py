@@ -1,0 +1,142 @@
+"""The user's source around a read of data: the condition it decides, and what happens then."""
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+Place = tuple[int | None, int | None, int | None, int | None]
+CLAMPS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "nan_to_num", "masked_fill", "minimum", "maximum", "zeros_like", "finfo"})
+"""Functions and methods that a selected branch may call: none writes, draws numbers, or has an infinite derivative where it is not taken."""
+ASKS = frozenset({"max", "min", "amax", "amin", "any", "all", "sum", "abs", "isnan", "isinf", "isfinite", "size", "dim", "numel"})
+"""Methods that a checked condition may call: it is computed twice."""
+PLAIN = (ast.Name, ast.Attribute, ast.Constant, ast.UnaryOp, ast.expr_context, ast.unaryop, ast.keyword)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """An `if` or `assert`, and the part of its test that is a truth value by itself. `rest`: whether the test has the value of that part
+    once it is known, since what stands before it has been seen; None: it need not."""
+
+    statement: ast.If | ast.Assert
+    part: ast.expr
+    path: tuple[tuple[ast.expr, bool], ...]
+
+    def wanted(self, whole: bool) -> bool | None:
+        """What the part must be for the test to be `whole`, whatever comes after it; None where that cannot be said."""
+        for node, is_last in self.path:
+            if isinstance(node, ast.UnaryOp):
+                whole = not whole
+            elif isinstance(node, ast.BoolOp) and not is_last and whole != isinstance(node.op, ast.And):
+                return None
+        return whole
+
+    @property
+    def decides(self) -> bool:
+        """Whether the test's value is that of the part, or the opposite: what stands before it has been seen."""
+        return all(is_last for _, is_last in self.path)
+
+    @property
+    def raises(self) -> bool | None:
+        """The value of the test for which the statement raises; None where it does not, or does more."""
+        if isinstance(self.statement, ast.Assert):
+            return False
+        return True if len(self.statement.body) == 1 and isinstance(self.statement.body[0], ast.Raise) else None
+
+    @property
+    def clamped(self) -> tuple[str, ...]:
+        """The local names that the statement gives new values, if that is all it does and it is made of CLAMPS; else ()."""
+        if not isinstance(self.statement, ast.If) or self.statement.orelse or not all(_is_clamp(s) for s in self.statement.body):
+            return ()
+        return tuple(dict.fromkeys(s.targets[0].id for s in self.statement.body))
+
+    def as_tensor(self, put: ast.expr | None = None) -> ast.expr | None:
+        """The part with the tensor that `.item()` is called on in its place, or with `put`; None where the part cannot be computed again."""
+        found = _Items(put)
+        part = found.visit(ast.parse(ast.unparse(self.part), mode="eval").body)
+        fine = all(isinstance(n, (*PLAIN, ast.Compare, ast.cmpop, ast.BinOp, ast.operator))
+                   or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ASKS) for n in ast.walk(part))
+        chained = any(isinstance(n, ast.Compare) and (len(n.ops) > 1 or isinstance(n.ops[0], (ast.In, ast.NotIn, ast.Is, ast.IsNot)))
+                      for n in ast.walk(part))
+        return part if fine and not chained and found.count == 1 else None
+
+
+class _Items(ast.NodeTransformer):
+    """Replaces calls of `.item()`."""
+
+    def __init__(self, put: ast.expr | None) -> None:
+        self.put, self.count = put, 0
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        node = self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
+            self.count += 1
+            return node.func.value if self.put is None else self.put
+        return node
+
+
+def condition_of(frame: FrameType, is_item: bool) -> Condition | None:
+    """The condition that decides on what `frame` reads now: as its truth value, or by `.item()` inside of it. None where there is none,
+    or no source."""
+    place = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    if place[0] is None or frame.f_code.co_name.startswith("<"):
+        return None
+    for statement in _statements(frame.f_code.co_filename):
+        if _covers(statement.test, place):
+            path, part = _path_to(statement.test, place)
+            return Condition(statement, part, path) if is_item or (_place(part) == place and _is_truth(part, frame)) else None
+    return None
+
+
+def _is_truth(part: ast.expr, frame: FrameType) -> bool:
+    """Whether the frame looks at the truth of the value of `part`: `in`, `max` and chained comparisons look at others."""
+    chained = isinstance(part, ast.Compare) and len(part.ops) > 1
+    return not chained and any(word in dis.opname[frame.f_code.co_code[frame.f_lasti]] for word in ("JUMP", "TO_BOOL", "UNARY_NOT"))
+
+
+@lru_cache(maxsize=64)
+def _statements(filename: str) -> Sequence[ast.If | ast.Assert]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return ()
+    return [n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.Assert))]
+
+
+def _path_to(test: ast.expr, place: Place) -> tuple[tuple[tuple[ast.expr, bool], ...], ast.expr]:
+    """What combines truth values on the way from `test` to the part that `place` lies in, each with whether that part is its last."""
+    path: list[tuple[ast.expr, bool]] = []
+    while isinstance(test, ast.BoolOp) or (isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)):
+        parts = list(_truths(test))
+        inner = next((p for p in parts if _covers(p, place)), None)
+        if inner is None:
+            break
+        path.append((test, inner is parts[-1]))
+        test = inner
+    return tuple(path), test
+
+
+def _truths(test: ast.expr) -> Iterator[ast.expr]:
+    yield from test.values if isinstance(test, ast.BoolOp) else [test.operand]
+
+
+def _place(node: ast.expr) -> Place:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _covers(node: ast.expr, place: Place) -> bool:
+    line, end, column, end_column = _place(node)
+    return (line, column) <= (place[0], place[2]) and (place[1], place[3]) <= (end, end_column)
+
+
+def _is_clamp(statement: ast.stmt) -> bool:
+    """Whether it gives one local name a value that CLAMPS, sums and differences make of others."""
+    if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name)):
+        return False
+    return all(isinstance(n, PLAIN) or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in CLAMPS)
+               or isinstance(n, (ast.BinOp, ast.Add, ast.Sub)) for n in ast.walk(statement.value))
