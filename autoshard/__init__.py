@@ -25,6 +25,7 @@ _HOMES = {
     "local_update": "autoshard.runtime.params.update",
     "stage": "autoshard.seeds.grammar",
     "stale_pipeline": "autoshard.api",
+    "sweep": "autoshard.study.planner",
     "shard_batch": "autoshard.runtime.inputs",
     "transformers_cuts": "autoshard.seeds.from_transformers",
     "transformers_plan": "autoshard.report.as_transformers",

@@ -45,12 +45,12 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
          outputs: str | Sequence[str] = "auto", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
-         expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", pipeline: Pipeline | None = None, progress: Progress | None = None,
-         model_info: Mapping[str, Any] | None = None) -> Plan:
+         expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", pipeline: Pipeline | None = None, thorough: bool = False,
+         progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
-    mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh; "auto:64": any mesh of 64 devices, with or without pipeline stages and
-                   micro-batches (see docs/pipeline.md); `plan.mesh` is the one that was chosen
+    mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh; 64 or "auto:64": any mesh of 64 devices, with or without pipeline stages
+                   and micro-batches (see docs/pipeline.md); `plan.mesh` is the one that was chosen
     example_inputs the positional inputs (real, fake or meta tensors); with `loss_fn` the last one is the
                    target and the graph computes loss_fn(model(*inputs[:-1]), target)
     training       None: with gradients when grad mode is on and some parameter is trainable
@@ -76,6 +76,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    attention heads and rows of the batch too, whose pads are computed (docs/padding.md)
     pipeline       Pipeline(microbatches=4): the batch in so many parts, see docs/pipeline.md; Pipeline(...) also names stages. With
                    Pipeline(microbatches="auto") their number is searched, as it is on a mesh "auto:64" without `pipeline`
+    thorough       where the mesh is chosen: meshes of three axes too, and shapes that can gain little (docs/pipeline.md)
     progress       called with (phase, detail)
 
     Raises TraceError, SeedError, MeshError, ClusterError, UsageError, InfeasibleError; Interrupted (also a KeyboardInterrupt) on
@@ -93,14 +94,14 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "auto",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0,
             search: str = "auto", fallback: str = "error", offload: str = "none", expert_capacity: float = EXPERT_CAPACITY,
-            pad: str = "weights", pipeline: Pipeline | None = None, plan: Plan | str | os.PathLike[str] | None = None,
+            pad: str = "weights", pipeline: Pipeline | None = None, thorough: bool = False, plan: Plan | str | os.PathLike[str] | None = None,
             backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
             join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,
             progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
-    mesh           "auto:4": as many processes run, and the mesh is chosen for `example_inputs`; `compiled.plan.mesh` is it
+    mesh           4 or "auto:4": as many processes run, and the mesh is chosen for `example_inputs`; `compiled.plan.mesh` is it
     example_inputs plan now, for these; without them the model is planned at its first call
     cluster        default: that of the devices which run it: "h100-dgx" for GPUs, "cpu-gloo" for CPUs, "cpu-gloo:shared" for those of one machine
     batch_axes     with inputs="local": mesh axes that split dim 0 of every input (default: the first)

@@ -116,7 +116,9 @@ def _blocks(model: nn.Module, kind: str) -> list[nn.Module]:
     with the rest, in one call)."""
     if kind == "dlrm":
         return [model.bottom, model.top]
-    table = {"gpt": "h", "llama": "layers", "moe": "layers", "vit": "blocks", "resnet": "blocks", "mlp": "layers"}
+    if kind == "t5":
+        return [*model.encoder.blocks, *model.decoder.blocks]
+    table = {"gpt": "h", "llama": "layers", "moe": "layers", "vit": "blocks", "resnet": "blocks", "mlp": "layers", "bert": "layers"}
     return list(getattr(model, table[kind]))
 
 
@@ -154,7 +156,14 @@ def _vit_attention(self: nn.Module, x: Tensor) -> Tensor:
     return self.output(y.transpose(1, 2).reshape(b, s, -1))
 
 
-ATTENTION = {"gpt": _gpt_attention, "llama": _llama_attention, "moe": _moe_attention, "vit": _vit_attention}
+def _bert_attention(self: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+    b, s, d = x.shape
+    q, k, v = (w(x).view(b, s, -1, d // self.heads).transpose(1, 2) for w in (self.query, self.key, self.value))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return self.output(y.transpose(1, 2).reshape(b, s, -1))
+
+
+ATTENTION = {"bert": _bert_attention, "gpt": _gpt_attention, "llama": _llama_attention, "moe": _moe_attention, "vit": _vit_attention}
 
 
 class _ExpertHidden(ParallelStyle):
@@ -224,6 +233,12 @@ def _vit_tensor() -> dict[str, ParallelStyle]:
     return {**columns, "blocks.*.attention.output": RowwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
+def _bert_tensor() -> dict[str, ParallelStyle]:
+    """Heads and hidden units; the table of words, which the output layer reads too, stays whole."""
+    columns = {f"layers.*.{name}": ColwiseParallel() for name in ("attention.query", "attention.key", "attention.value", "up")}
+    return {**columns, "layers.*.attention.output": RowwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+
 def _moe_sequence() -> dict[str, ParallelStyle]:
     """The router sees whole sequences: it fills slots in their order."""
     return {**_moe_tensor(),
@@ -263,7 +278,7 @@ def _mlp_tensor() -> dict[str, ParallelStyle]:
     return {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel(), "layers.2": ColwiseParallel(output_layouts=Replicate())}
 
 
-TENSOR = {"gpt": _gpt_tensor, "llama": _llama_tensor, "moe": _moe_tensor, "vit": _vit_tensor, "mlp": _mlp_tensor, "dlrm": _dlrm_tensor}
+TENSOR = {"gpt": _gpt_tensor, "llama": _llama_tensor, "moe": _moe_tensor, "vit": _vit_tensor, "bert": _bert_tensor, "mlp": _mlp_tensor, "dlrm": _dlrm_tensor}
 SEQUENCE = {"gpt": _gpt_sequence, "llama": _llama_sequence, "moe": _moe_sequence, "vit": _vit_sequence}
 DEALT = {"moe": deal_out_experts, "dlrm": deal_out_tables}
 PLANS = {"one": alone, "independent": independent, "ddp": ddp, "fsdp2": fsdp2, "tp": tp, "tp+sp": tp_sp, "hybrid": hybrid}

@@ -4,12 +4,12 @@ from __future__ import annotations
 import argparse
 import os
 
-SHARED, GLOO = "shared", "gloo"
+SHARED, GLOO = CARRIERS = "shared", "gloo"
 
 
 def add_carrier(parser: argparse.ArgumentParser) -> None:
     """What carries autoshard's collectives on CPUs."""
-    parser.add_argument("--carrier", choices=(SHARED, GLOO), default=SHARED,
+    parser.add_argument("--carrier", choices=CARRIERS, default=SHARED,
                         help="what carries autoshard's collectives on CPUs; gloo: as between machines, and as those of plans by hand")
 
 

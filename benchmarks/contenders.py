@@ -38,6 +38,8 @@ SIZES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "large": ("tiny", dict(layers=6, width=768, heads=12, image=128, patch=8, classes=1024, batch=32))},
     "dlrm": {"small": ("small", dict(rows=10_000, top=(1024, 1024, 512, 256), batch=2048)),
              "large": ("small", dict(rows=20_000, top=(1024, 1024, 512, 256), batch=8192))},
+    "bert": {"small": ("tiny", dict(layers=4, width=512, heads=8, vocab=4096, context=128, batch=8))},
+    "t5": {"small": ("tiny", dict(layers=3, width=512, heads=8, head_dim=64, hidden=1024, vocab=4096, context=128, batch=8))},
 }
 """Arguments of models.<model>.build. "large": communication should hardly show. "words": the vocabulary of GPT-2 and of Llama 2
 on a small body, which is how small language models are."""

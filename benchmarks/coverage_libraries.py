@@ -1,14 +1,18 @@
 """Models of timm, torchvision and diffusers, small and random: does each trace, plan, and compute what it should?
 
-    pip install --no-deps timm diffusers 'torchvision==0.28.*'
-    python benchmarks/coverage_libraries.py                            # all: an hour and more on 2 cores; may be interrupted
+    pip install --no-deps timm diffusers 'torchvision==0.28.*' && pip install pillow
+    python benchmarks/coverage_libraries.py                            # what has no line yet; may be interrupted
     python benchmarks/coverage_libraries.py --library diffusers        # one library
     python benchmarks/coverage_libraries.py --models resnet18,vgg11    # some models
     python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md    # no run: write the page from the results so far
 
 Of timm one model for each of its modules, of torchvision two, without detection (the number of boxes depends on the numbers), of diffusers ten classes;
-two blocks of each run of equal ones (zoo/shorten.py). Each is verified as coverage_models.py does it: one training step with the mean square of the outputs as loss, planned for a device so slow that
-splitting always pays, all ranks in one process, losses, gradients and updated weights compared. Exit code 1 when one is wrong.
+two blocks of each run of equal ones (zoo/shorten.py). Each is verified as coverage_models.py does it: one training step with the mean square of the
+outputs as loss, planned for a device so slow that splitting always pays, all ranks in one process, losses, gradients and updated weights compared. Exit code 1
+when one is wrong. torchvision's wheel is for torch with CUDA, and transformers does not load beside it: install these into an environment of their own,
+or with `pip install --target FOLDER` and run with PYTHONPATH=FOLDER.
+
+A model's result is a line of zoo/libraries.jsonl, with its date and commit; several runs add lines, and the page has the latest of each model.
 """
 from __future__ import annotations
 
@@ -32,6 +36,10 @@ from zoo.page import STAGES, table  # noqa: E402
 from zoo.shorten import shortened, without_noise  # noqa: E402
 
 MESHES = ("d=4", "dp=2,tp=2")
+RESULTS = ROOT / "benchmarks" / "zoo" / "libraries.jsonl"
+KEPT = ("family", "stage", "why", "meshes")
+"""Of what is known of a model, that which its line says."""
+PIP = "    pip install --no-deps timm diffusers 'torchvision==0.28.*' && pip install pillow"
 
 
 def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
@@ -43,7 +51,10 @@ def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]
     except Exception as e:
         return found | {"why": short(e)}
     model = shortened(without_noise(model), inputs)
-    return found | examined(_Called(model, {}, library, own_loss=False, positional=inputs), found, meshes, plans)
+    result = examined(_Called(model, {}, library, own_loss=False, positional=inputs), found, meshes, plans)
+    if "can't allocate memory" in result["why"]:
+        result["stage"] = "limit"  # of this run, not of the planner
+    return {k: result[k] for k in KEPT if k in result}
 
 
 class _Called(Example):
@@ -66,33 +77,42 @@ def earlier(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def page(path: Path, results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     """docs/coverage-libraries.md."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     lines = ["# Models of other libraries", "",
-             f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit or 'unknown'}, torch {torch.__version__}. Written by "
-             "`python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md`.", "",
+             "Written by `python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md` from `benchmarks/zoo/libraries.jsonl`, which has a line",
+             "for each run of a model; the latest counts.", "",
              "Of timm one model for each of its modules, of torchvision two (without detection, where the number of boxes depends on the numbers), of diffusers",
              "ten classes; small images, random weights, no dropout, two blocks of each run of equal ones. One training step is traced, planned for a made-up device",
              "so slow that splitting always pays, and run with all four ranks in one process; loss, gradients and updated weights are compared with the model's own.", "",
-             "    pip install --no-deps timm diffusers 'torchvision==0.28.*'",
-             "    python benchmarks/coverage_libraries.py --library torchvision --mesh d=4", "",
+             PIP, "    python benchmarks/coverage_libraries.py --library torchvision --mesh d=4", "",
              "Models that have no row were not run. torchvision's own compiled ops (boxes) are not loaded: its wheels are for torch with CUDA.", ""]
     for library in sorted({library for library, _ in results}):
-        mine = {name: r for (of, name), r in sorted(results.items()) if of == library}
-        lines += [f"## {library}", "", *table(("stage", "models"), [[text, str(n)] for stage, text in STAGES.items()
-                                                                    if (n := sum(r["stage"] == stage for r in mine.values()))]), ""]
-        for tried in sorted({tuple(r["meshes"]) for r in mine.values() if r["stage"] == "verified"}):
-            names = [f"`{n}`" for n, r in mine.items() if r["stage"] == "verified" and tuple(r["meshes"]) == tried]
-            lines += [f"Verified on {' and '.join(f'`{m}`' for m in tried)}: {', '.join(names)} ({len(names)}).", ""]
-        whole = sorted({op for r in mine.values() for m in r.get("meshes", {}).values() for op in m.get("unruled", ())})
-        lines += [f"Ops without a rule, which run whole: {', '.join(f'`{op}`' for op in whole)}.", ""] if whole else []
-        rest = [[f"`{n}`", STAGES[r["stage"]], _here(r["why"])[:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
-        lines += [*table(("model", "stage", "why"), rest), ""] if rest else []
+        lines += _section(library, {name: r for (of, name), r in sorted(results.items()) if of == library})
     path.write_text("\n".join(lines))
+
+
+def _section(library: str, mine: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Of one library: how many reached each stage, which were verified, and why the others were not."""
+    dates, of = sorted({r["date"] for r in mine.values()}), max(r["of"] for r in mine.values())
+    commits = sorted({f"`{r['commit']}`" for r in mine.values()})
+    lines = [f"## {library}", "", f"{len(mine)} of {of} models were run, {dates[0]}{f' to {dates[-1]}' if dates[1:] else ''}, commit{'s' * (len(commits) > 1)} "
+             f"{', '.join(commits)}.", "",
+             *table(("stage", "models"), [[text, str(n)] for stage, text in STAGES.items() if (n := sum(r["stage"] == stage for r in mine.values()))]), ""]
+    for tried in sorted({tuple(r["meshes"]) for r in mine.values() if r["stage"] == "verified"}):
+        names = [f"`{n}`" for n, r in mine.items() if r["stage"] == "verified" and tuple(r["meshes"]) == tried]
+        lines += [f"Verified on {' and '.join(f'`{m}`' for m in tried)}: {', '.join(names)} ({len(names)}).", ""]
+    whole = sorted({op for r in mine.values() for m in r.get("meshes", {}).values() for op in m.get("unruled", ())})
+    lines += [f"Ops without a rule, which run whole: {', '.join(f'`{op}`' for op in whole)}.", ""] if whole else []
+    rest = [[f"`{n}`", STAGES[r["stage"]], _here(r["why"])[:240].replace("|", "\\|")] for n, r in mine.items() if r["stage"] != "verified"]
+    return lines + ([*table(("model", "stage", "why"), rest), ""] if rest else [])
 
 
 def _here(why: str) -> str:
     """Files of the libraries without where they are installed."""
     return re.sub(r"\S*/(?=(torchvision|timm|diffusers)/)", "", why)
+
+
+def _commit() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip() or "unknown"
 
 
 def arguments() -> argparse.Namespace:
@@ -103,7 +123,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="start no model after this long")
     parser.add_argument("--time-limit", type=float, default=120.0, help="CPU seconds for one model")
     parser.add_argument("--memory", type=float, default=6.0, help="GiB for one model")
-    parser.add_argument("--results", type=Path, default=Path("coverage-libraries.jsonl"))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a line for each run of a model; default: %(default)s")
     parser.add_argument("--again", help="run models whose line has this stage once more")
     parser.add_argument("--table", type=Path, help="write this page from the results, and run nothing")
     return parser.parse_args()
@@ -124,7 +144,10 @@ def main() -> int:
     todo = [(name, library) for library in options.library or libraries()
             for name in chosen(libraries()[library](), options.models) if options.models or (library, name) not in done]
     warm_up()
-    return run_all((({"library": library}, (name, library, options.mesh or MESHES, PLANS)) for name, library in todo), options, examine)
+    today = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": _commit()}
+    facts = {library: {"library": library, "of": len(libraries()[library]()), **today} for library in {library for _, library in todo}}
+    return run_all(((facts[library], (name, library, options.mesh or MESHES, PLANS)) for name, library in todo), options, examine)
+
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "pictures"
 WINDOW, MOST = "900,1000", 150_000
 """Pixels, and bytes of a picture."""
+LIMIT = "60"
+"""Seconds of a search."""
 GALLERY = {
     "mlp": "mlp:wide --mesh dp=2,tp=4 --batch 512",
     "gpt": "gpt:124M --mesh dp=2,tp=4 --batch 32 --seq 1024 --dtype bf16",
@@ -37,7 +39,7 @@ GALLERY = {
 def picture(name: str, chromium: str, folder: Path) -> None:
     """docs/pictures/plan-NAME.png. Raises RuntimeError where it is larger than `MOST`."""
     plan, report, shot = folder / f"{name}.json", folder / f"{name}.html", PICTURES / f"plan-{name}.png"
-    command = [sys.executable, "-m", "autoshard", "plan", *GALLERY[name].split(), "--time-limit", "20", "-o", plan, "--html", report]
+    command = [sys.executable, "-m", "autoshard", "plan", *GALLERY[name].split(), "--time-limit", LIMIT, "-o", plan, "--html", report]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     subprocess.run([chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                     "--force-device-scale-factor=0.8", f"--window-size={WINDOW}", "--virtual-time-budget=4000", f"--screenshot={shot}", report.as_uri()],
@@ -49,8 +51,8 @@ def picture(name: str, chromium: str, folder: Path) -> None:
 
 def page() -> str:
     lines = ["# Gallery of plans", "",
-             "The top of the [report](report.md) of plans for 8 GPUs of one `h100-dgx`, each with its command, searched for 20 s at most. Planning needs no GPU and none",
-             "ran: seconds are prices of the [profile](costs.md). `python benchmarks/gallery.py` makes the plans, the pictures and this page anew.", ""]
+             f"The top of the [report](report.md) of plans for 8 GPUs of one `h100-dgx`, each with its command, searched for {LIMIT} s at most. Planning needs no GPU",
+             "and none ran: seconds are prices of the [profile](costs.md). `python benchmarks/gallery.py` makes the plans, the pictures and this page anew.", ""]
     for name, arguments in GALLERY.items():
         kind = PICTURES / f"plan-{name}.txt"
         if kind.exists():

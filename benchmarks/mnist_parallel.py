@@ -35,6 +35,7 @@ from about import about, line, markdown  # noqa: E402
 from carrier import add_carrier, take_carrier  # noqa: E402
 
 import autoshard  # noqa: E402
+from autoshard.runtime.ranks.freed_memory import keep_freed_memory  # noqa: E402
 from models import mlp  # noqa: E402
 
 STEPS = 1875
@@ -148,6 +149,7 @@ def main() -> None:
         parser.error("start with `torchrun --nproc-per-node 2 benchmarks/mnist_parallel.py ...`")
     torch.set_num_threads(1)
     take_carrier(options.carrier)
+    keep_freed_memory()  # for the run without autoshard too
     dist.init_process_group("gloo")
     try:
         found = runs(options)

@@ -1,10 +1,11 @@
 """Steps of pipelines that were published, beside what block prices say of the same configuration and of a searched one.
 
     python benchmarks/pipeline_published.py                      # all rows
-    python benchmarks/pipeline_published.py 39B 405B             # some
+    python benchmarks/pipeline_published.py 39B 405B "H100 70B"  # some
     python benchmarks/pipeline_published.py --searched 39B       # and the searched cuts, schedule and layouts: about ten short searches each
 
-Published: Llama 3 405B, arXiv 2407.21783, table 4 (seconds from 430 and 400 TFLOP/s a device); Narayanan et al., SC'21, table 1 (GPT on A100).
+Published: Llama 3 405B, arXiv 2407.21783, table 4 (seconds from 430 and 400 TFLOP/s a device); Narayanan et al., SC'21, table 1 (GPT on A100);
+Megatron-Core on H100, the table in its README (images/model_table.png at f2e5db402c, GPT, seconds from TFLOP/s a device and its count of FLOPs).
 `same` is what they say they ran, by hand, no search, nothing fitted:
 
 * Megatron: tensor parallelism inside a node and replicas, without sequence parallelism; attention as matrix products; fp16 with fp32 masters; equal
@@ -12,6 +13,8 @@ Published: Llama 3 405B, arXiv 2407.21783, table 4 (seconds from 430 and 400 TFL
 * Llama 3: bf16 with fp32 masters, gradients reduced in fp32; fused attention; one layer per chunk, the embedding and the head chunks of their own,
   interleaved ("the first chunk on the first stage has only the embedding": 128 chunks on 16 ranks); nothing is computed again. Layouts inside of tp
   and dp are searched: the paper does not say them all.
+* Megatron-Core: bf16 with fp32 masters, fused attention, equal layers, layouts searched likewise. Not published: micro-batches (4 rows here
+  without a pipeline, which is all of a rank, and one row with it), interleaving (plain 1F1B here), and what is computed again (nothing here).
 
 Windows are simulated as they are executed, launches included. A model of three layers gives the prices of all blocks; the chain has as many as the
 run. Memory is not limited. `searched` is without their recomputation.
@@ -79,6 +82,8 @@ class Published:
     rows: int
     seconds: float
     hidden: int = 0
+    seq: int = 2048
+    vocab: int = 51200
 
     @property
     def dp(self) -> int:
@@ -92,12 +97,17 @@ class Published:
 
     @property
     def precision(self) -> Precision:
-        return Precision(param="bf16", master="fp32", reduce="fp32") if self.hidden else Precision(param="fp16", master="fp32", reduce="fp16")
+        return Precision(param="fp16", master="fp32", reduce="fp16") if self.by_hand else Precision(param="bf16", master="fp32", reduce="fp32")
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the paper says how its layers are split, and that they are computed again: Megatron's on A100."""
+        return self.cluster == "a100-dgx"
 
     @property
     def scheme(self) -> Scheme | None:
         """None: layouts are searched."""
-        return None if self.hidden else Scheme("Megatron TP", ("data", "tensor"))
+        return Scheme("Megatron TP", ("data", "tensor")) if self.by_hand else None
 
     def build(self) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], object]:
         """A short model of the same width."""
@@ -106,15 +116,22 @@ class Published:
                 config = llama.Config(SHORT, self.width, self.heads, 8, self.hidden)
                 model, module, vocab, seq = llama.Llama(config), llama, config.vocab, 8192
             else:
-                seq, vocab, module = 2048, 51200, gpt
+                seq, vocab, module = self.seq, self.vocab, gpt
                 model = gpt.build(batch=1, seq=seq, layers=SHORT, width=self.width, heads=self.heads, vocab=vocab, context=seq)[0]
-                for block in model.h:
+                for block in model.h if self.by_hand else ():
                     block.attn.__class__ = Unfused
             return model, tuple(torch.zeros(self.batch, seq, dtype=torch.int64) for _ in range(2)), module.loss
 
 
 def megatron(name: str, layers: int, width: int, heads: int, tp: int, pp: int, devices: int, batch: int, rows: int, seconds: float) -> Published:
     return Published(name, "a100-dgx", layers, width, heads, tp, pp, devices, batch, rows, seconds)
+
+
+def megatron_core(name: str, layers: int, width: int, heads: int, tp: int, pp: int, batch: int, tflops: float) -> Published:
+    """One of 48 data-parallel ranks' worth of devices each; forward and backward of a GPT have 72 B s l h^2 (1 + s / 6h + V / 12lh) FLOPs."""
+    seq, vocab, devices = 4096, 131072, 48 * tp * pp
+    flops = 72 * batch * seq * layers * width**2 * (1 + seq / (6 * width) + vocab / (12 * layers * width))
+    return Published(f"H100 {name}", "h100-dgx", layers, width, heads, tp, pp, devices, batch, 4 if pp == 1 else 1, flops / (tflops * 1e12 * devices), 0, seq, vocab)
 
 
 RUNS = (
@@ -124,7 +141,12 @@ RUNS = (
     megatron("145B", 80, 12288, 96, 8, 8, 1536, 2304, 2, 24.8), megatron("310B", 96, 16384, 128, 8, 16, 1920, 2160, 1, 37.6),
     megatron("530B", 105, 20480, 128, 8, 35, 2520, 2520, 1, 54.1), megatron("1T", 128, 25600, 160, 8, 64, 3072, 3072, 1, 102.6),
     Published("405B", "h100-dgx", 126, 16384, 128, 8, 16, 8192, 2048, 1, 12.0, hidden=53248),
-    Published("405B on 16,384", "h100-dgx", 126, 16384, 128, 8, 16, 16384, 2048, 1, 6.5, hidden=53248))
+    Published("405B on 16,384", "h100-dgx", 126, 16384, 128, 8, 16, 16384, 2048, 1, 6.5, hidden=53248),
+    megatron_core("1.7B", 24, 2048, 16, 1, 1, 192, 408.8), megatron_core("7.1B", 30, 4096, 32, 2, 1, 192, 465.9),
+    megatron_core("16B", 32, 6144, 48, 4, 1, 192, 489.1), megatron_core("32B", 48, 7168, 56, 8, 1, 192, 459.6),
+    megatron_core("70B", 84, 8192, 64, 8, 2, 384, 419.7), megatron_core("119B", 92, 10240, 80, 8, 4, 768, 420.5),
+    megatron_core("177B", 96, 12288, 96, 8, 6, 1152, 432.8), megatron_core("314B", 96, 16384, 128, 8, 8, 1536, 474.4),
+    megatron_core("462B", 112, 18432, 144, 8, 16, 3072, 459.9))
 
 
 class ByHand(MeshPricer):
@@ -202,11 +224,11 @@ def priced(run: Published, search: bool) -> tuple[float, float, str]:
     found = searches(batch.whole, options, PhaseTimer(), cluster)
     given = Sizes(batch, options.pipeline, run.batch, run.shape.microbatches), run.devices, mesh_of, cluster, np.inf, found
     by_hand, shape = Repeated(ByHand(run.scheme, batch.whole, options, *given), run.layers), run.shape
-    chain = by_hand.chain(shape.slot, False) if run.hidden else by_hand.with_recompute(shape.slot)
+    chain = by_hand.with_recompute(shape.slot) if run.by_hand else by_hand.chain(shape.slot, False)
     same = float(make_run(shape).price(chain)(by_hand.equal(shape.stages, bool(run.hidden)))[0])
     if not search:
         return same, float("nan"), ""
-    model_of = by_hand if run.hidden else Repeated(ByHand(None, batch.whole, options, *given), run.layers)
+    model_of = by_hand if not run.by_hand else Repeated(ByHand(None, batch.whole, options, *given), run.layers)
     chain_of = cache(lambda split: model_of.chain(shape.slot, split))  # `split`: for schedules that divide backward
     room = Room(run.devices, run.tp, run.batch, len(model_of.labels), pp=run.pp, dp=run.dp, tp=run.tp, microbatches=shape.microbatches,
                 schedules=TRIED, warmups=False)

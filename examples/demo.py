@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from autoshard.report.text import show
 from models import gpt
 
 TRAIN = Path(__file__).with_name("train_gpt.py")
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+"""What autoshard asks of the allocator on CPUs (docs/runtime.md), for the process without autoshard too: else it would be slower for that alone."""
 
 
 def plan(ranks: int) -> autoshard.Plan:
@@ -32,7 +35,7 @@ def train(launcher: list[str], steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, *launcher, str(TRAIN), "--steps", str(steps), "--result", str(result)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**KEPT, **os.environ})
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}\n{done.stdout}")
         return json.loads(result.read_text())

@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--folder", default="trainer-output")
     parser.add_argument("--tp", type=int, default=1, help="processes along a second axis of the mesh; default: one axis over all")
     parser.add_argument("--cluster", default="cpu-gloo")
+    parser.add_argument("--time-limit", type=float, default=60, help="seconds that the search for a plan may take")
     parser.add_argument("--save-steps", type=int, default=6)
     parser.add_argument("--plain", action="store_true", help="Trainer itself, on one process: the losses that a sharded run must have")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the folder")
@@ -114,7 +115,7 @@ def main() -> None:
     else:
         device = arguments.device.type  # reading it starts the process group
         mesh = init_device_mesh(device, (ranks // options.tp, options.tp), mesh_dim_names=("dp", "tp"))
-        trainer = ShardedTrainer(model, mesh, options={"cluster": options.cluster}, **data)
+        trainer = ShardedTrainer(model, mesh, options={"cluster": options.cluster, "time_limit": options.time_limit}, **data)
     trainer.train(resume_from_checkpoint=options.resume)
     loss = trainer.evaluate()["eval_loss"]
     if trainer.is_world_process_zero():

@@ -36,7 +36,7 @@ def call(name: str, model: Any = MODEL, mesh: Any = "d=1", examples: Any = (X,),
 MESHES = {  # mesh -> what the error must say
     "list": ([2, 4], "a list; write it as text, 'dp=2,tp=4'"), "dict": ({"x": 2, "y": 3}, "a dict; write it as text, 'x=2,y=3'"),
     "tuple": ((8,), "a tuple; write it as text, 'dp=8'"), "four": ((2, 2, 2, 2), "d0=2,d1=2,d2=2,d3=2"), "no list": ([], "[], a list"),
-    "no dict": ({}, "{}, a dict"), "none": (None, "None, a NoneType"), "number": (8, "8, a int; write it as text, 'dp=8'"),
+    "no dict": ({}, "{}, a dict"), "none": (None, "None, a NoneType"), "number": (8.0, "8.0, a float; write it as text, 'dp=2,tp=4'"),
     "odd": (["dp", 2], "dp=2,tp=4"), "empty": ("", "cannot read mesh ''"), "no size": ("dp", "cannot read mesh 'dp'"), "zero": ("dp=0", "size 0"),
     "huge": ("dp=99999999999999999999", "the most is"), "twice": ("a=2,a=2", "named twice"), "object": (object(), "an autoshard.Mesh or a torch DeviceMesh"),
 }

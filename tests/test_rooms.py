@@ -24,7 +24,7 @@ ROOMS = ("errors _torch base experts search collectives rules cost seeds program
          "study verification simulation report calibrate cli __main__").split()
 PUBLIC = ("AutoshardError Mesh Pipeline Plan Planner Precision ShardingSpec annotate check_rule clip_grad_norm_ clocked compile generator local_update "
           "pad_to_bucket plan "
-          "register_rule shard_batch simulate stage stale_pipeline transformers_cuts transformers_plan transformers_seeds verify").split()
+          "register_rule shard_batch simulate stage stale_pipeline sweep transformers_cuts transformers_plan transformers_seeds verify").split()
 MOST_LINES, MOST_IN_FUNCTION = 400, 60
 SHOWN = 12  # of the largest files, and of the largest functions
 NO_NAMES = {"common", "helper", "helpers", "misc", "tools", "util", "utils"}  # of modules: they say nothing of what is inside

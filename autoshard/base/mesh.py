@@ -88,9 +88,11 @@ class AnyMesh:
 
 
 def mesh_or_any(value: Any) -> Mesh | AnyMesh:
-    """`mesh_of`, and "auto:64". Raises MeshError."""
+    """`mesh_of`, and "auto:64" or 64. Raises MeshError."""
     if isinstance(value, AnyMesh):
         return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return AnyMesh(value)
     if not (isinstance(value, str) and value.strip().startswith(AUTO.rstrip(":"))):
         return mesh_of(value)
     number = value.strip().removeprefix(AUTO)

@@ -20,6 +20,8 @@ from autoshard.rules.registry import rule_of
 aten = torch.ops.aten
 COLUMNS = 512
 """Width of the tensors of ops that work on rows."""
+LINE = 64
+"""Elements: tensors begin at multiples of so many, as those of an allocator do."""
 
 ELEMENTS = (2**12, 2**14, 2**16, 2**17, 2**18, 2**19, 2**20, 2**21, 2**22)
 HELD_ELEMENTS = (2**13, 3 * 2**15, 3 * 2**17, 3 * 2**19)
@@ -36,13 +38,15 @@ Make = Callable[[Any, Callable[..., torch.Tensor]], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """`make(size, new)` gives the arguments; `new(*shape)` is a random tensor of the case's dtype and device."""
+    """`make(size, new)` gives the arguments; `new(*shape)` is a random tensor of the case's dtype and device. `fresh`: the arguments that the
+    op before it in a step has just written."""
 
     target: Any
     make: Make
     sizes: tuple[Any, ...] = ELEMENTS
     held: tuple[Any, ...] = HELD_ELEMENTS
     low_precision: bool = False
+    fresh: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Prepared:
     moved: float
     held_out: bool
     run: Callable[[], Any]
+    fresh: tuple[torch.Tensor, ...]
 
 
 def cases(device: torch.device) -> tuple[Case, ...]:
@@ -69,17 +74,21 @@ def rows(n: int) -> tuple[int, int]:
 
 
 class Pool:
-    """Random tensors as views of a few buffers, which all cases share: made one by one they would take gigabytes."""
+    """Random tensors as views of one buffer, one behind the other and from the start again: made one by one they would take gigabytes. The tensors of
+    one case do not overlap, as long as it asks for no more than there is; those of different cases seldom do, so that one does not find in the
+    caches what another one has read."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, buffers: int = 4) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, most: int = 4 * max(ELEMENTS)) -> None:
         self.device = device
-        self._buffers = [torch.randn(max(ELEMENTS), device=device).to(dtype) for _ in range(buffers)]
+        self._buffer = torch.randn(most, device=device).to(dtype)
         self._next = 0
 
     def new(self, *shape: int) -> torch.Tensor:
-        """A tensor of `shape`; those of one case lie in different buffers, as long as it asks for no more than there are."""
-        self._next = (self._next + 1) % len(self._buffers)
-        return self._buffers[self._next][:prod(shape)].view(shape)
+        """A tensor of `shape`."""
+        numel = prod(shape)
+        start = self._next if self._next + numel <= len(self._buffer) else 0
+        self._next = start + -(-numel // LINE) * LINE
+        return self._buffer[start:start + numel].view(shape)
 
 
 def prepare(case: Case, size: Any, pool: Pool, held_out: bool) -> Prepared:
@@ -91,7 +100,11 @@ def prepare(case: Case, size: Any, pool: Pool, held_out: bool) -> Prepared:
     moved = float(call_bytes(call, ins, outs))
     amount = float(rule.flops(call, ins, outs)) if rule.family.heavy else moved
     return Prepared(op_name(case.target), rule.family, str(compute_dtype(call)).removeprefix("torch."), amount, moved, held_out,
-                    lambda: case.target(*args))
+                    lambda: case.target(*args), tuple(x for i in case.fresh for x in _tensors(args[i])))
+
+
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def as_call(target: Any, args: tuple[Any, ...], result: Any) -> Call:
@@ -118,15 +131,15 @@ def _binary(target: Any, *rest: Any) -> Case:
     return Case(target, lambda n, new: (new(*rows(n)), new(*rows(n)), *rest))
 
 
-def _product(target: Any, make: Make, low_precision: bool = False) -> Case:
-    return Case(target, make, PRODUCTS, HELD_PRODUCTS, low_precision)
+def _product(target: Any, make: Make, low_precision: bool = False, fresh: tuple[int, ...] = (0,)) -> Case:
+    return Case(target, make, PRODUCTS, HELD_PRODUCTS, low_precision, fresh)
 
 
 MATMUL = (
     _product(aten.mm.default, lambda s, new: (new(s[0], s[1]), new(s[2], s[1]).t()), True),     # x w', forward
     _product(aten.mm.default, lambda s, new: (new(s[0], s[1]), new(s[1], s[2]))),               # dy w, backward
     _product(aten.mm.default, lambda s, new: (new(s[1], s[0]).t(), new(s[1], s[2]))),           # dy' x, backward
-    _product(aten.addmm.default, lambda s, new: (new(s[2]), new(s[0], s[1]), new(s[2], s[1]).t())),
+    _product(aten.addmm.default, lambda s, new: (new(s[2]), new(s[0], s[1]), new(s[2], s[1]).t()), fresh=(1,)),
     _product(aten.bmm.default, lambda s, new: (new(4, s[0] // 4, s[1]), new(4, s[1], s[2] // 4))),
 )
 POINTWISE = (
@@ -140,8 +153,7 @@ POINTWISE = (
     Case(aten.native_dropout.default, lambda n, new: (new(*rows(n)), 0.1, True)),
 )
 ROWS = (
-    Case(aten.sum.dim_IntList, lambda n, new: (new(*rows(n)), [0], True)),
-    Case(aten.sum.dim_IntList, lambda n, new: (new(*rows(n)), [1], True)),
+    Case(aten.sum.dim_IntList, lambda n, new: (new(*rows(n)), [0], True), fresh=()),  # a bias's gradient, after two products have read the same
     Case(aten.mean.dim, lambda n, new: (new(*rows(n)), [1], True)),
     Case(aten._softmax.default, lambda n, new: (new(*rows(n)), 1, False)),
     Case(aten._log_softmax.default, lambda n, new: (new(*rows(n)), 1, False)),
@@ -153,7 +165,7 @@ ROWS = (
         [True, True, True])),
 )
 LOOKUPS = (
-    Case(aten.embedding.default, lambda n, new: (new(1024, rows(n)[1]), _numbers(rows(n)[0], 1024, new))),
+    Case(aten.embedding.default, lambda n, new: (new(1024, rows(n)[1]), _numbers(rows(n)[0], 1024, new)), fresh=(1,)),
     Case(aten.embedding_dense_backward.default, lambda n, new: (new(*rows(n)), _numbers(rows(n)[0], 1024, new), 1024, -1, False)),
 )
 CONVOLUTIONS = (
@@ -186,7 +198,7 @@ def _attention(device: torch.device) -> tuple[Case, ...]:
         out, lse = forward(q, k, v, 0.0, True)
         return (new(*s), q, k, v, out, lse, 0.0, True)
 
-    return (Case(forward, lambda s, new: (*_heads(s, new), 0.0, True), HEADS, HELD_HEADS),
+    return (Case(forward, lambda s, new: (*_heads(s, new), 0.0, True), HEADS, HELD_HEADS, fresh=(0, 1, 2)),
             Case(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, backward, HEADS, HELD_HEADS))
 
 

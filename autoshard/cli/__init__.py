@@ -16,6 +16,7 @@ from autoshard.cli import plan as plan_command
 from autoshard.cli import serve_plan as serve_plan_command
 from autoshard.cli import simulate as simulate_command
 from autoshard.cli import solve as solve_command
+from autoshard.cli import sweep as sweep_command
 from autoshard.cli import verify as verify_command
 from autoshard.cli.clusters import clusters_app
 from autoshard.cli.request import takes_request
@@ -41,6 +42,7 @@ app.command(epilog=explain_command.EXAMPLES)(takes_request(explain_command.expla
 app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command(epilog=compare_command.EXAMPLES)(takes_request(compare_command.compare))
 app.command(epilog=memory_command.EXAMPLES)(takes_request(memory_command.memory))
+app.command(epilog=sweep_command.EXAMPLES)(takes_request(sweep_command.sweep))
 app.command(epilog=verify_command.EXAMPLES)(takes_request(verify_command.verify, optimizer="momentum"))
 app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
 app.command("serve-plan", epilog=serve_plan_command.EXAMPLES)(serve_plan_command.serve_plan)

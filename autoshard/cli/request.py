@@ -97,6 +97,9 @@ class Request:
              "format.")] = "auto"
     devices: Annotated[int | None, typer.Option(
         help="Instead of --mesh, for `plan`: choose the mesh of so many devices, with or without pipeline stages and micro-batches.")] = None
+    thorough: Annotated[bool, typer.Option(
+        "--thorough", help="Where the mesh is chosen: try meshes of three axes too, and shapes that can gain little. Takes several times as "
+                           "long.")] = False
     cut: Annotated[list[str] | None, typer.Option(
         help="Path of a module that begins a pipeline stage: layers.10. Once for every stage but the first. Default: searched.")] = None
 
@@ -188,8 +191,12 @@ class Request:
 
     def batch_of(self, progress: Callable[[str, str], None]) -> tuple[ModelSpec, Batch]:
         """The model with its batch, which is not traced yet."""
-        progress("load", self.what)
         self.check(self.options)
+        return self.loaded_batch(progress)
+
+    def loaded_batch(self, progress: Callable[[str, str], None]) -> tuple[ModelSpec, Batch]:
+        """The same, of options that are checked."""
+        progress("load", self.what)
         return self._batch(self.options)
 
     def _batch(self, options: Options) -> tuple[ModelSpec, Batch]:
@@ -211,10 +218,10 @@ class Request:
 
 
 def takes_request(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
-    """Replace the parameter `request` of a command by the options of `Request`, each under its own name. `defaults` are
-    other defaults than those of `Request`."""
-    shared = {n: p.replace(default=defaults.get(n, p.default)) for n, p in inspect.signature(Request).parameters.items()}
+    """Replace the parameter `request` of a command by the options of `Request`, each under its own name, but for those that the command has
+    itself. `defaults` are other defaults than those of `Request`."""
     own = {n: p for n, p in inspect.signature(command).parameters.items() if n != "request"}
+    shared = {n: p.replace(default=defaults.get(n, p.default)) for n, p in inspect.signature(Request).parameters.items() if n not in own}
 
     def run(**given: Any) -> None:
         try:

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from autoshard.base import quantities
 from autoshard.base.plan import NOT_FOUND, Plan, TriedShape
@@ -14,12 +15,21 @@ def show_shapes(plan: Plan, console: Console | None = None) -> None:
     """A line for every mesh: the best of its shapes. All of them are in the plan file."""
     if not plan.shapes:
         return
+    front = on_front(plan.shapes)
     grid = table("", "mesh", ">micro-batches", "!schedule", ">step", ">memory", ">gap", "what is known")
     for shape in lines_of(plan.shapes):
         gap = quantities.share(shape.step_s - (shape.bound_s or 0.0), shape.step_s) if shape.step_s else ""
-        grid.add_row("*" if shape.chosen else "", shape.mesh, str(shape.microbatches), _schedule(shape), quantities.seconds(shape.step_s),
+        mark = "*" if shape.chosen else "+" if shape in front else ""
+        grid.add_row(mark, shape.mesh, str(shape.microbatches), _schedule(shape), quantities.seconds(shape.step_s),
                      quantities.size(shape.memory), gap, says(shape), style="bold" if shape.chosen else None)
-    (console or report_console()).print(section(f"{len(plan.shapes)} shapes tried, the best of each mesh", grid))
+    below = [Text("+ no shape that was planned is faster in as little memory", style="dim")] if any(not s.chosen for s in front) else []
+    (console or report_console()).print(section(f"{len(plan.shapes)} shapes tried, the best of each mesh", Group(grid, *below)))
+
+
+def on_front(shapes: Sequence[TriedShape]) -> list[TriedShape]:
+    """Of the shapes that were planned, those than which none is both faster and leaner, or one of these and as good in the other."""
+    planned = [(s, (s.step_s, s.memory)) for s in shapes if s.step_s is not None and s.memory is not None]
+    return [s for s, own in planned if not any(other != own and all(x <= y for x, y in zip(other, own, strict=True)) for _, other in planned)]
 
 
 def lines_of(shapes: Sequence[TriedShape]) -> list[TriedShape]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.cost.cluster import Device
 from autoshard.rules import registry
 from autoshard.rules.family import Family
@@ -34,18 +35,20 @@ class Fused:
 NOTHING, IN_PLACE = Fused(), Fused(in_place=True)
 
 
-def untouched(graph: Graph, device: Device) -> Mapping[str, Fused]:
-    """Per op on a device what it need not read or write; ops that touch all of their tensors are left out."""
-    return {**(fused(graph) if device.fuses else {}), **dict.fromkeys(written_in_place(graph), IN_PLACE)}
+def untouched(graph: Graph, device: Device, open_ends: bool = False) -> Mapping[str, Fused]:
+    """Per op on a device what it need not read or write; ops that touch all of their tensors are left out. `open_ends`: of a part of a program,
+    at least: what is at its other ends may be in the same chain."""
+    return {**(fused(graph, open_ends) if device.fuses else {}), **dict.fromkeys(written_in_place(graph), IN_PLACE)}
 
 
-def fused(graph: Graph) -> Mapping[str, Fused]:
+def fused(graph: Graph, open_ends: bool = False) -> Mapping[str, Fused]:
     """Per op that is part of a chain, what it saves; other ops are left out."""
     out = {}
+    ends = frozenset(op.name for op in graph.ops if open_ends and (op.is_port or is_hold(op) or is_accumulator(op)))
     for op in graph.ops:
         if is_pointwise(op):
-            unread = frozenset(i for i, ref in enumerate(op.refs) if _joins(graph, graph.op(ref.op), ref, op))
-            unwritten = frozenset(i for i in range(len(op.outputs)) if _stays(graph, op, Ref(op.name, i)))
+            unread = frozenset(i for i, ref in enumerate(op.refs) if ref.op in ends or _joins(graph, graph.op(ref.op), ref, op))
+            unwritten = frozenset(i for i in range(len(op.outputs)) if _stays(graph, op, Ref(op.name, i), ends))
             if unread or unwritten:
                 out[op.name] = Fused(unread, unwritten)
     return out
@@ -56,9 +59,9 @@ def is_pointwise(op: Op) -> bool:
     return (registry.family_of(op) is Family.POINTWISE or op.target is torch.ops.aten._to_copy.default) and bool(op.refs)
 
 
-def _stays(graph: Graph, maker: Op, ref: Ref) -> bool:
+def _stays(graph: Graph, maker: Op, ref: Ref, ends: frozenset[str]) -> bool:
     readers = [graph.op(name) for name, _ in graph.users.get(ref, ())]
-    return bool(readers) and all(_joins(graph, maker, ref, reader) for reader in readers)
+    return bool(readers) and all(reader.name in ends or _joins(graph, maker, ref, reader) for reader in readers)
 
 
 def _joins(graph: Graph, maker: Op, ref: Ref, reader: Op) -> bool:

@@ -31,6 +31,7 @@ OPTIONAL: dict[str, Check] = {
     "plan": (lambda v: isinstance(v, (str, os.PathLike, Plan)), "an autoshard.Plan or the path of a plan file"),
 }
 REQUIRED: dict[str, Check] = {
+    "thorough": (lambda v: isinstance(v, bool), "True or False"),
     "time_limit": (lambda v: isinstance(v, (int, float)) and not isinstance(v, bool), "a positive number of seconds"),
 }
 

@@ -106,6 +106,7 @@ class Options(_Checked):
     expert_capacity: float = field(default=EXPERT_CAPACITY, metadata={"recorded": True})
     pad: str = one_of("weights", "all", recorded=True)
     pipeline: Pipeline = Pipeline()
+    thorough: bool = False
     running: Running = Running()
 
     @classmethod

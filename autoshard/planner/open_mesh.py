@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from autoshard.base import quantities
-from autoshard.base.graph import Graph
+from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_of, mesh_or_any
 from autoshard.base.plan import Plan
 from autoshard.base.spec import replicated
@@ -23,6 +23,7 @@ from autoshard.decide.program import formulate_within, with_starts
 from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.errors import InfeasibleError
 from autoshard.pipeline.microbatches import batch
+from autoshard.pipeline.rank_memory import duty_of
 from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES
 from autoshard.pipeline.shapes.mesh_prices import Searches
@@ -35,6 +36,8 @@ from autoshard.space.cost_table import CostTable, Training, trained_params
 
 ENOUGH = 0.01
 """The relative gap at which short searches end: prices of blocks leave out that neighbours agree on layouts, which is about as much."""
+ENOUGH_IN_LITTLE = 0.1
+"""The same where memory is short: what recomputes is far from the bound of what need not, and to prove more takes ten times as long."""
 
 
 def is_open(mesh: Mesh | AnyMesh, options: Options) -> bool:
@@ -73,7 +76,7 @@ def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, cl
 
 def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock: PhaseTimer, profile: Cluster, **how: Any) -> Plan:
     """Choose what is open of mesh, micro-batches, schedule and cuts, and plan it."""
-    wanted = Asked(mesh.size, mesh if isinstance(mesh, Mesh) else None, options.pipeline, profile, options.memory_limit(profile))
+    wanted = Asked(mesh.size, mesh if isinstance(mesh, Mesh) else None, options.pipeline, profile, options.memory_limit(profile), options.thorough)
     with clock("trace"):
         whole = asked.whole
     options.check_offload(profile, whole.graph.training)
@@ -91,23 +94,27 @@ def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock:
 def check_stored(graph: Graph, devices: int, options: Options, limit: float, profile: Cluster) -> None:
     """Raises InfeasibleError where parameters, gradients and optimizer state are too much though no two devices hold the same: a proof for all
     shapes."""
-    one, trained = Mesh(("devices",), (1,)), trained_params(graph)
-    least = 0
-    for op in graph.of_kind("param", "buffer"):
-        parts = stored_parts(op.outputs[0], replicated(one), one, options.optimizer if op.name in trained else None)
-        least += sum(parts.values()) - (parts["optimizer"] if options.offload == "optimizer" else 0)
-    each = Budget.of(profile.device, limit).taken(least / devices)
+    parts = [stored_alone(graph, op, options) for op in graph.of_kind("param", "buffer")]
+    each = Budget.of(profile.device, limit).taken(sum(sum(p.values()) for p in parts) / devices)
     if each > limit:
         raise InfeasibleError(f"parameters, gradients and optimizer state take {quantities.size(each)} on each of {devices} devices, however they "
                               f"are divided, and a device may use {quantities.size(limit)}; give more devices, or move state to the host", True)
+
+
+def stored_alone(graph: Graph, op: Op, options: Options) -> dict[str, int]:
+    """Bytes of a parameter or buffer on one device that has all of it: parameters, gradients, optimizer state that is not on the host."""
+    one = Mesh(("device",), (1,))
+    parts = stored_parts(op.outputs[0], replicated(one), one, options.optimizer if op.name in trained_params(graph) else None)
+    return {**parts, "optimizer": 0} if options.offload == "optimizer" else parts
 
 
 def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluster) -> Searches:
     """Short searches, of which block prices are made (pipeline/mesh_prices.py)."""
     short, quiet = replace(options, time_limit=options.time_limit / SHORT_STAGES), clock.quiet()
 
-    def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1) -> CostTable:
-        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying)
+    def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1, floor: frozenset[str] | None = None) -> CostTable:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying, floor=floor,
+                        duty=duty_of(graph, flying) if flying > 1 else None)
         return prices(replace(whole, graph=graph), on, short, clock=quiet, profile=profile, step=step)
 
     def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, within: float) -> Plan:
@@ -117,16 +124,21 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
             with quiet("formulate"):
                 formulation = formulate_within(priced, AMPLE)
                 program = with_starts(formulation, asked.settings(graph.training, False), (next(iter(greedy_plans(formulation)))[1],))
-        return decide(priced, asked, clock=quiet, interruptible=False, finer=False, enough=ENOUGH, program=program)
+        return decide(priced, asked, clock=quiet, interruptible=False, finer=False, program=program,
+                      enough=ENOUGH if within >= AMPLE else ENOUGH_IN_LITTLE)
 
-    def run(graph: Graph, on: Mesh) -> tuple[float, float]:
-        priced = table(graph, on, None)
+    def run(graph: Graph, on: Mesh, shared: frozenset[str]) -> tuple[float, float]:
+        priced = table(graph, on, None, floor=shared)
         with quiet("bounds"):
             return least_run(priced, How(Clock(short.time_limit), options.search))
 
-    def step(graph: Graph, on: Mesh, at: Prices | None) -> tuple[float, Prices]:
-        priced = table(graph, on, None)
+    def step(graph: Graph, on: Mesh, at: Prices | None, shared: frozenset[str]) -> tuple[float, Prices]:
+        priced = table(graph, on, None, floor=shared)
         with quiet("bounds"):
             return least_step(priced, How(Clock(short.time_limit), options.search), at)
 
-    return Searches(plan_short, run, step)
+    def stored(op: Op) -> float:
+        parts = stored_alone(whole.graph, op, options)
+        return float(parts["parameters"] + parts["optimizer"])
+
+    return Searches(plan_short, run, step, stored)

@@ -17,6 +17,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
 from autoshard.base.spec import NOWHERE, Spec, local_shape
 from autoshard.base.turns import Duty
+from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.cost import compute
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.fusion import NOTHING, Fused, untouched
@@ -32,7 +33,9 @@ from autoshard.space.strategies import SpecIndex, Strategies, StrategySet, local
 class Training:
     """What one step does besides the graph: its optimizer, whether gradients stay unreduced until backward is through, and whether
     optimizer state may lie on the host. `wire`: the links between the stages of a pipeline, over which ports send and receive;
-    `in_flight`: micro-batches of which a stage has saved values at once; `duty`: all that its rank does in a step, for the timeline."""
+    `in_flight`: micro-batches of which a stage has saved values at once; `duty`: all that its rank does in a step, for the timeline.
+    `floor`: the graph is a part of a program, and prices are what it adds to the whole at least: ops of these names may be paid for by other
+    parts, what runs between micro-batches may not run, and what is beyond the ends may be in one kernel with what is here."""
 
     optimizer: str = "adamw"
     training: bool = True
@@ -41,6 +44,7 @@ class Training:
     wire: AxisLink | None = None
     in_flight: int = 1
     duty: Duty | None = None
+    floor: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,14 +150,17 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
     trained = trained_params(graph)
     if training.offload:
         strategies = with_host(strategies, [n for n in trained if graph.op(n).outputs[0].shape])
-    kept = untouched(graph, cluster.device)
-    cache: dict[tuple[int, bool, Fused, int, bool], OpCost] = {}
+    kept = untouched(graph, cluster.device, open_ends=training.floor is not None)
+    free = set() if training.floor is None else {op.name for op in graph.ops if op.name in training.floor or is_hold(op) or is_accumulator(op)}
+    cache: dict[tuple[int, bool, Fused, int, bool, bool], OpCost] = {}
     ops: dict[str, OpCost] = {}
     for op in graph.ops:
         found = strategies[op.name]
-        key = (id(found), op.name in trained, kept.get(op.name, NOTHING), graph.runs_of(op.phase), op.is_port)
+        key = (id(found), op.name in trained, kept.get(op.name, NOTHING), graph.runs_of(op.phase), op.is_port, op.name in free)
         if key not in cache:
-            cache[key] = _op_cost(op, found, mesh, cluster, links, training, *key[1:3]).times(key[3])
+            zero = np.zeros(len(found))
+            cache[key] = OpCost(zero, zero, zero) if op.name in free else _op_cost(
+                op, found, mesh, cluster, links, training, *key[1:3]).times(key[3])
         ops[op.name] = cache[key]
     return CostTable(graph, mesh, cluster, strategies, training, ops, Redistribution(mesh, cluster))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from autoshard.errors import UsageError
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.planner.open_mesh import asked_for
 from autoshard.planner.workbench import Workbench
-from autoshard.study import what_if, worth
+from autoshard.study import sizing, what_if, worth
 
 MOST_BATCHES = 4
 """Batches of other shapes whose traces are kept."""
@@ -42,6 +43,7 @@ class Planner:
         self._given = {**_defaults(), **_checked(options), "model": model, "example_inputs": example_inputs, "example_kwargs": example_kwargs}
         check_arguments(self._given)
         self._benches: dict[str, Workbench] = {}
+        self._batches: dict[str, list[Batch]] = {}  # traced alike: those of `_benches`
 
     def plan(self, mesh: Any, example_inputs: Sequence[Any] | None = None, example_kwargs: Mapping[str, Any] | None = None, **options: Any) -> Plan:
         """As `autoshard.plan`, which says what the options are and what is raised. `example_inputs`: another batch."""
@@ -63,6 +65,26 @@ class Planner:
 
         return self._asked(run, mesh, options)
 
+    def sweep(self, meshes: Sequence[Any], batches: Sequence[Any] = (), *, clusters: Sequence[str] = (), memory_budgets: Sequence[str | float] = (),
+              **options: Any) -> sizing.Sizing:
+        """A plan for every batch on every mesh, cluster and budget, with samples and tokens a second: see `autoshard.sweep`."""
+        given = {**self._given, **_checked(options)}
+        calls = [_call(batch) for batch in batches] or [(given["example_inputs"], given["example_kwargs"])]
+        budgets = [parse_bytes(text) for text in memory_budgets] or [parse_bytes(given["memory_budget"])]
+        asked = []
+        for mesh in _several("meshes", meshes):
+            wanted, read, _ = asked_for(given, mesh)
+            for budget in budgets:
+                replace(read, memory_budget=budget)  # checks it
+            asked.append((wanted, read))
+        jobs = []
+        for inputs, kwargs in calls:
+            check_arguments(given | {"example_inputs": inputs, "example_kwargs": kwargs})
+            bench = self._bench({**given, "example_inputs": inputs, "example_kwargs": kwargs}, asked[0][1])
+            jobs.append(sizing.Job(bench.batch, bench.has_loss, bench.model_info))
+        cases = sizing.Cases(asked, _several("clusters", clusters or (asked[0][1].cluster,)), budgets)
+        return sizing.sweep(jobs, cases, PhaseTimer(given["progress"]))
+
     def _asked(self, run: Callable[[Workbench, Any, Options, PhaseTimer], Any], mesh: Any, options: Mapping[str, Any],
                inputs: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
         given = {**self._given, **_checked(options)}
@@ -76,14 +98,53 @@ class Planner:
         model, inputs, kwargs = given["model"], tuple(given["example_inputs"]), dict(given["example_kwargs"] or {})
         check_called(model, inputs, kwargs)
         how = options.tracing(given["loss_fn"], given["training"])
-        key = f"{_shapes((inputs, kwargs))} {how} {_state(model)}"
+        alike = f"{how} {_state(model)}"
+        key = f"{_shapes((inputs, kwargs))} {alike}"
         if key not in self._benches:
-            self._benches[key] = Workbench(Batch(model, inputs, kwargs, how), given["loss_fn"] is not None, given["model_info"] or {},
-                                             self._benches.values())
+            others = self._batches.setdefault(alike, [])
+            others.append(Batch(model, inputs, kwargs, how, others))
+            self._benches[key] = Workbench(others[-1], given["loss_fn"] is not None, given["model_info"] or {}, self._benches.values())
         self._benches[key] = self._benches.pop(key)  # the one used last comes last
         for oldest in list(self._benches)[:-MOST_BATCHES]:
-            del self._benches[oldest]
+            gone = self._benches.pop(oldest).batch
+            for others in self._batches.values():
+                others[:] = [batch for batch in others if batch is not gone]
         return self._benches[key]
+
+
+def sweep(model: nn.Module, meshes: Sequence[Any], batches: Sequence[Any], *, clusters: Sequence[str] = (),
+          memory_budgets: Sequence[str | float] = (), **options: Any) -> sizing.Sizing:
+    """What a model would train in a second: the cheapest plan for every batch on every mesh, cluster and memory budget.
+
+        found = autoshard.sweep(model, [8, 64, "dp=8,tp=8"], [(x16, y16), (x32, y32)], clusters=["h100-dgx", "a100-dgx"], loss_fn=loss)
+        [(p.case, p.samples_s, p.tokens_s, p.plan.mesh) for p in found.planned]     # in a notebook, `found` is a table
+
+    meshes          each as `autoshard.plan` takes it; a number of devices: any mesh of them
+    batches         example inputs: a tuple of positional ones, or a dict of those by name. Samples are the rows of the first tensor
+    clusters        names or files of profiles; default: that of `autoshard.plan`
+    memory_budgets  bytes a rank may use, or text such as "40GiB"; default: what devices have
+    options         those of `autoshard.plan`
+
+    A batch is traced once. A case that cannot be (nothing fits, more devices than the cluster has) is a point with the reason in `why`. Ctrl-C ends
+    it with the points so far. Raises what `autoshard.plan` raises for bad arguments and models that cannot be traced."""
+    first = _call(_several("batches", batches)[0])
+    return Planner(model, *first, **options).sweep(meshes, batches, clusters=clusters, memory_budgets=memory_budgets)
+
+
+def _several(name: str, values: Any) -> Sequence[Any]:
+    """Raises UsageError."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
+        raise UsageError(f"{name}={values!r:.60}: give a list, with one or more")
+    return values
+
+
+def _call(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any] | None]:
+    """Raises UsageError."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    if not isinstance(batch, (tuple, list)):
+        raise UsageError(f"a batch is {type(batch).__name__}; give a tuple of example inputs, (x, target), or a dict of them by name")
+    return batch, None
 
 
 def _plan(bench: Workbench, mesh: Any, options: Options, clock: PhaseTimer) -> Plan:

@@ -93,7 +93,8 @@ def _torchvision_model(name: str) -> Built:
     if "vision_transformer" in module:
         kwargs["image_size"] = 64
     frames = 16 if "mvit" in name or name == "s3d" else 4
-    pixels = {"maxvit": 224, "inception_v3": 96, "mvit": 224}.get(next((k for k in ("maxvit", "inception_v3", "mvit") if k in name), ""), 64)
+    larger = {"maxvit": 224, "inception_v3": 96, "mvit": 224, "s3d": 224}
+    pixels = next((size for part, size in larger.items() if part in name), 64)
     shape = (2, 3, frames, pixels, pixels) if "video" in module else (4, 3, pixels, pixels)
     return models.get_model(name, **kwargs), (torch.randn(shape),)
 

@@ -19,6 +19,7 @@ from contenders import contender, ddp_plan, subject  # noqa: E402
 from harness import on_ranks  # noqa: E402
 from results import Row, verdict  # noqa: E402
 from search_scaling import slope  # noqa: E402
+from train_all import summary  # noqa: E402
 
 
 def row(plan: str, seconds: float, loss_difference: float) -> Row:
@@ -50,6 +51,13 @@ def test_ddps_layout_beside_ddp() -> None:
     assert {c.kind for c in plan.collectives} == {"all_reduce"} and sum(c.nbytes for c in plan.collectives if c.op not in gradients) <= 8
 
 
+def test_ten_models_in_one_line() -> None:
+    chosen = [("gpt small over gloo", (0.8, 0.7, 0.9)), ("gpt small over shared", (1.1, 1.01, 1.2)), ("mlp small over gloo", (1.1, 0.9, 1.2))]
+    text, = summary(chosen, [("gpt small over gloo", (1.03, 1.01, 1.05)), ("mlp small over gloo", (1.1, 1.03, 1.2))])
+    assert text.startswith("3 cases; chosen plan slower than the best by hand beyond the interval in 1 (gpt small over shared); at least 10 % faster for 1 of 2 models (gpt small)")
+    assert text.endswith("in 1 of 2 (mlp small over gloo).")
+
+
 def test_slope_of_a_power():
     assert slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2.0)
 
@@ -60,8 +68,8 @@ def test_tables_say_machine_date_and_commit():
     assert markdown(("a", "b"), [(1, "x")]).splitlines() == ["| a | b |", "| --- | --- |", "| 1 | x |"]
 
 
-SUBJECTS = {"moe": {}, "dlrm": {"bottom": (32, 32), "top": (64, 32, 32, 16)}, "vit": {}}
-BY_HAND = (("moe", "hybrid"), ("dlrm", "hybrid"), ("dlrm", "tp"), ("moe", "tp+sp"), ("vit", "tp+sp"))
+SUBJECTS = {"moe": {}, "dlrm": {"bottom": (32, 32), "top": (64, 32, 32, 16)}, "vit": {}, "bert": {}, "t5": {}}
+BY_HAND = (("moe", "hybrid"), ("dlrm", "hybrid"), ("dlrm", "tp"), ("moe", "tp+sp"), ("vit", "tp+sp"), ("bert", "tp"), ("t5", "fsdp2"))
 
 
 def losses(kind: str, plan: str) -> list[float]:

@@ -1,4 +1,5 @@
-"""Models of other libraries are made shorter by repeated blocks alone."""
+"""Models of other libraries are made shorter by repeated blocks alone; the page has the latest run of each."""
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch import nn
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from coverage_libraries import earlier, page  # noqa: E402
 from zoo.shorten import shortened, without_noise  # noqa: E402
 
 
@@ -34,3 +36,18 @@ def test_two_of_each_run_are_kept():
 def test_a_model_that_counts_its_blocks_stays_whole():
     model = without_noise(Stack(counted=True))
     assert shortened(model, (torch.randn(2, 4),)) is model
+
+
+def line(family: str, stage: str, date: str, **more: object) -> str:
+    return json.dumps({"library": "timm", "of": 9, "date": date, "commit": "c" + date[-1], "family": family, "stage": stage, "why": "", **more})
+
+
+def test_the_page_has_the_latest_run_of_each_model(tmp_path: Path) -> None:
+    meshes = {"d=4": {"outcome": "verified", "unruled": ["aten.odd.default"]}}
+    lines = [line("one", "limit", "2026-01-01", why="too slow"), line("two", "built", "2026-01-02", why="a branch"), line("one", "verified", "2026-01-03", meshes=meshes)]
+    results = tmp_path / "lines.jsonl"
+    results.write_text("\n".join(lines) + "\n")
+    page(tmp_path / "page.md", earlier(results))
+    text = (tmp_path / "page.md").read_text()
+    assert "2 of 9 models were run, 2026-01-02 to 2026-01-03, commits `c2`, `c3`." in text
+    assert "Verified on `d=4`: `one` (1)." in text and "`aten.odd.default`" in text and "| `two` | built; refused by the trace | a branch |" in text and "too slow" not in text

@@ -68,7 +68,7 @@ def test_two_processes_make_a_profile_that_plans(tmp_path):
     assert "Held-out sizes" in done.stdout and "Overlap of a matmul" in done.stdout
     assert "<svg" in path.with_suffix(".html").read_text()
     cluster = load_cluster(path)
-    assert set(cluster.links[0].measured) == set(KINDS)
+    assert set(cluster.links[0].measured) == set(KINDS) - {"all_to_all_rows"}, "that one has the curve of all_to_all"
     assert 1e-7 < cluster.device.kernel_overhead < 1e-3 and cluster.device.memory_bandwidth > 1e8
     planned = subprocess.run([sys.executable, "-m", "autoshard", "plan", "gpt:tiny", "--mesh", "tp=2", "--cluster", str(path), "-q"],
                              capture_output=True, text=True, timeout=300)

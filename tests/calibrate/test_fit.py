@@ -143,11 +143,30 @@ def test_rounds_come_from_the_clock():
 
 
 def test_parts_share_the_time():
-    """A clock that ticks a millisecond per look: two repeats fill the shortest measurement, so each took half of one."""
+    """A clock that ticks a millisecond per look."""
     ticks = count(step=1e-3)
     slow = Work(Sample("optimizer", "adamw", 1.0, 0.0, False), lambda: None, False)
     whole, part = time_rounds([slow, replace(slow, parts=4)], Stopwatch(locate("one=1"), lambda: next(ticks)), 0.0, lambda *a: None)
-    assert (whole.seconds, part.seconds) == pytest.approx((5e-4, 1.25e-4)) and whole.spread == pytest.approx(0, abs=1e-6)
+    assert (whole.seconds, part.seconds) == pytest.approx((1e-3, 2.5e-4)) and whole.spread == pytest.approx(0, abs=1e-6)
+
+
+def test_an_op_finds_what_was_written_last_in_the_caches_and_runs_once_in_a_round():
+    """Back to back it would find all it reads; the clock of a GPU needs many kernels in a row."""
+    seen = []
+    fresh, stopwatch = torch.ones(4), Stopwatch(locate("one=1"))
+    op = Work(Sample("op", "aten::neg", 1.0, 0.0, False), lambda: seen.append(fresh._version), False, fresh=(fresh,))
+    stopwatch.after(op.fresh, op.run, 50)
+    assert seen == [1] and torch.equal(fresh, torch.ones(4))
+    stopwatch.cuda, stopwatch._finish = True, lambda: None
+    stopwatch.after(op.fresh, op.run, 50)
+    assert len(seen) == 51
+
+
+def test_tensors_of_a_case_do_not_overlap():
+    pool = Pool(torch.float32, torch.device("cpu"), most=1000)
+    first, second, third = pool.new(10, 10), pool.new(700), pool.new(300)
+    places = [(x.storage_offset(), x.storage_offset() + x.numel()) for x in (first, second, third)]
+    assert places == [(0, 100), (128, 828), (0, 300)], "from the start again where the rest is too short"
 
 
 def test_report_warns_of_a_poor_fit_and_writes_the_page(tmp_path):

@@ -13,7 +13,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autoshard
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.options import Options
 from autoshard.errors import UsageError
+from autoshard.planner.one_stage import decide, prices
+from autoshard.program.trace import trace
 from models import gpt
 
 MESH = "d=2"
@@ -30,8 +34,10 @@ def batch_of(step: int) -> tuple[torch.Tensor, ...]:
 
 
 def plan(budget: float | None, offload: str) -> autoshard.Plan:
+    """The first that fits: what is trained and measured holds for every one."""
     model, _, batch = twins(build, torch.float64)
-    return autoshard.plan(model, MESH, batch, loss_fn=gpt.loss, cluster="h100-dgx", time_limit=120, memory_budget=budget, offload=offload)
+    options = Options(cluster="h100-dgx", time_limit=120.0, memory_budget=budget, offload=offload)
+    return decide(prices(trace(model, batch, loss_fn=gpt.loss), parse_mesh(MESH), options), options, has_loss=True, finer=False, enough=0.5)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

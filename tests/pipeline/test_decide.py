@@ -31,7 +31,7 @@ def by_trying_all(pricer, shape, limit):
 @pytest.mark.parametrize("limit", [np.inf, 20.0, 9.0])
 @pytest.mark.parametrize("batch", [4, 6])
 def test_the_best_shape_equals_trying_everything(batch, limit):
-    pricer = Synthetic(5)
+    pricer = Synthetic(5, limit=limit, batch=batch)
     found = shapes(Room(devices=4, most_tp=2, batch=batch, blocks=7))
     prices = {shape: by_trying_all(pricer, shape, limit) for shape in found}
     tried = try_shapes(pricer, found, limit)
@@ -70,6 +70,17 @@ def test_dear_looks_are_for_shapes_that_cheap_ones_leave():
     try_shapes(pricer, shapes(Room(devices=4, most_tp=2, batch=6, blocks=7)), 9.0)
     looked = [{slot for slot, look in pricer.looks if look == n} for n in range(1, LOOKS + 1)]
     assert all(more >= fewer for more, fewer in pairwise(looked)) and looked[0] > looked[-1] > set()
+
+
+def test_bounds_that_know_memory_leave_fewer_shapes_to_search():
+    """Shapes that are fast in ample memory and must compute again in theirs."""
+    found = shapes(Room(devices=8, most_tp=2, batch=32, blocks=16))
+    blind, seeing = (try_shapes(Synthetic(14, limit=known, batch=32, state=1.0, saved=2.0), found, 14.0) for known in (np.inf, 14.0))
+    searched = [sum("says enough" not in t.why for t in tried) for tried in (blind, seeing)]
+    assert searched[1] < searched[0]
+    assert ranked(seeing)[0].seconds <= ranked(blind)[0].seconds / (1 - TOLERANCE)
+    ample, little = (min(t.bound for t in tried if t.shape.pp > 1) for tried in (blind, seeing))
+    assert little > ample, "one mesh without stages has enough for all it keeps"
 
 
 def test_a_larger_tolerance_searches_fewer_shapes():

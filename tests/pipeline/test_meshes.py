@@ -5,20 +5,22 @@ from autoshard.pipeline.shapes.meshes import MOST_ROUNDS, Room, shapes
 
 
 def test_every_factoring_divides_devices_and_batch():
-    found = shapes(Room(devices=16, most_tp=8, batch=24, blocks=10))
+    everything = shapes(Room(devices=16, most_tp=8, batch=24, blocks=10))
+    found = [s for s in everything if s.pp > 1 or s.microbatches > 1]  # the batch as one, without stages, is below
     assert {(s.pp, s.slot.dp, s.slot.tp) for s in found} == {
-        (pp, 16 // pp // tp, tp) for pp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if pp * tp <= 16 and 24 % (16 // pp // tp) == 0}
+        (pp, 16 // pp // tp, tp) for pp in (1, 2, 4, 8) for tp in (1, 2, 4, 8, 16) if pp * tp <= 16 and tp <= (8 if pp > 1 else 16)
+        and 24 % (16 // pp // tp) == 0}
     for s in found:
         assert s.pp * s.slot.dp * s.slot.tp == 16
         assert s.microbatches * s.slot.rows == 24
         assert s.slot.rows % s.slot.dp == 0
         assert s.stages <= 10
         assert s.microbatches <= MOST_ROUNDS * s.pp
-    assert len(set(found)) == len(found)
+    assert len(set(everything)) == len(everything)
 
 
 def test_a_tensor_axis_stays_within_what_is_allowed_unless_it_is_fixed():
-    assert max(s.slot.tp for s in shapes(Room(16, 4, 16, 8))) == 4
+    assert max(s.slot.tp for s in shapes(Room(16, 4, 16, 8)) if s.pp > 1) == 4
     assert {s.slot.tp for s in shapes(Room(16, 4, 16, 8, tp=16))} == {16}
 
 
@@ -42,3 +44,25 @@ def test_tables_have_the_shape():
 def test_where_nothing_divides_it_says_what_to_change(room):
     with pytest.raises(MeshError, match="no pipeline of 8 devices divides .* change"):
         shapes(room)
+
+
+def of_one_stage(devices, **room):
+    """(dp, mp, tp) of the shapes without stages."""
+    found = shapes(Room(devices, 2, 6, 8, pp=1, microbatches=1, **room))
+    assert all(s.slot.ranks == devices for s in found)
+    return [(s.slot.dp, s.slot.mp, s.slot.tp) for s in found]
+
+
+def test_without_stages_there_is_every_mesh_of_so_many_axes_once():
+    """Whatever the rows and the node: an axis may split other dims, and may reach over nodes."""
+    two = {(8, 1, 1), (4, 1, 2), (2, 1, 4)}
+    assert sorted(of_one_stage(8)) == sorted(two)
+    assert sorted(of_one_stage(8, axes=3)) == sorted({*two, (2, 2, 2)})
+    assert len(of_one_stage(64, axes=3)) == 6 + 10 and len(of_one_stage(64)) == 6
+
+
+def test_micro_batches_split_evenly_over_dp():
+    found = shapes(Room(8, 2, 6, 8, pp=1, axes=3))
+    assert all(s.slot.rows % s.slot.dp == 0 for s in found if s.microbatches > 1)
+    assert {(s.slot.dp, s.slot.tp) for s in found if s.microbatches == 2} == {(1, 8)}
+    assert {(s.slot.dp, s.slot.mp, s.slot.tp) for s in found if s.microbatches == 3} == {(1, 1, 8), (2, 1, 4), (2, 2, 2)}

@@ -1,6 +1,8 @@
 """Backward that runs parts of forward again: same graph otherwise, same price when lowered, less memory, same values."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
-from autoshard.planner.stages import plan_traced
+from autoshard.planner.one_stage import decide, prices
 from autoshard.program.calling import Traced
 from autoshard.program.interpret import run
 from autoshard.program.trace import trace
@@ -65,10 +67,11 @@ def test_random_ops_are_kept() -> None:
 def test_a_plan_that_recomputes_fits_round_trips_and_costs_what_it_says() -> None:
     sizes = {"batch": 32, "seq": 32, "layers": 4}
     model, batch = llama.build(**sizes)
-    traced, mesh, options = trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=2"), {"cluster": "h100-dgx", "time_limit": 120.0}
-    free = plan_traced(traced, mesh, Options(**options), has_loss=True)
+    traced, mesh, options = trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=2"), Options(cluster="h100-dgx", time_limit=120.0)
+    table = prices(traced, mesh, options)
+    free = decide(table, options, has_loss=True)
     budget = 0.6 * free.memory["total"]
-    plan = plan_traced(traced, mesh, Options(**options, memory_budget=budget), has_loss=True)
+    plan = decide(table, replace(options, memory_budget=budget), has_loss=True, finer=False, enough=0.5)  # what follows holds for every plan that fits
     assert plan.recompute and plan.memory["total"] <= budget and plan.objective_s > free.objective_s
     assert plan.graph_hash == free.graph_hash and Plan.from_json(plan.to_json()) == plan
     graph = with_recompute(traced.graph, plan.recompute)

@@ -9,7 +9,7 @@ from torch.fx import Graph
 from autoshard import _torch
 from autoshard.collectives import RUN
 from autoshard.lower.passes.in_place import overwrite
-from autoshard.lower.passes.linear import join_linears
+from autoshard.lower.passes.linear import join_linears, join_sums
 from autoshard.runtime.carriers.choose import carry, start
 from autoshard.runtime.execute.eager import straight
 
@@ -127,6 +127,39 @@ def test_a_matmul_stays_where_its_rows_would_be_copied_or_the_turned_weight_is_r
     w.graph.output((w.call(aten.reshape.default, w.call(aten.mm.default, rows, w.call(aten.t.default, weight)), [3, 2, 5]),))
     assert join_linears(w.graph) == 1
     assert targets(w.graph)[1:] == [aten.reshape.default, aten.linear.default, aten.reshape.default]
+
+
+def test_a_bias_is_added_in_the_same_call_where_it_is_a_vector() -> None:
+    w = Writer()
+    x, weight, bias, number = w.take(2, 3, 4), w.take(5, 4), w.take(5), w.take(1)
+    rows = w.call(aten.reshape.default, x, [6, 4])
+    adds = [w.graph.call_function(aten.addmm.default, (term, rows, w.call(aten.t.default, weight)), {"beta": 1, "alpha": alpha})
+            for term, alpha in ((bias, 1), (bias, 2), (number, 1))]
+    for add in adds:
+        add.meta["val"] = torch.empty(6, 5, device="meta")
+    w.graph.output((w.call(aten.reshape.default, adds[0], [2, 3, 5]), *adds[1:]))
+    given = [torch.randn(n.meta["val"].shape) for n in (x, weight, bias, number)]
+    want = straight(w.graph, "apart")(list(given))
+    assert join_linears(w.graph) == 1
+    left = targets(w.graph)
+    assert left.count(aten.linear.default) == 1 and left.count(aten.addmm.default) == left.count(aten.t.default) == 2
+    assert all(map(torch.equal, straight(w.graph, "joined")(list(given)), want))
+
+
+def test_a_sum_and_what_drops_its_dims_are_one_call() -> None:
+    w = Writer()
+    x = w.take(2, 3, 4)
+    summed = w.call(aten.sum.dim_IntList, x, [0, -2], True)
+    kept = w.call(aten.sum.dim_IntList, x, [1], True)  # its dims are dropped for one of two readers
+    other = w.call(aten.sum.dim_IntList, x, [2], True)  # its dims are dropped and others are joined
+    outs = (w.call(aten.view.default, summed, [4]), kept, w.call(aten.view.default, kept, [2, 4]), w.call(aten.reshape.default, other, [6]))
+    w.graph.output(outs)
+    given = [torch.randn(2, 3, 4)]
+    want = straight(w.graph, "apart")(list(given))
+    assert join_sums(w.graph) == 1
+    assert targets(w.graph)[0] == targets(w.graph)[1] == aten.sum.dim_IntList and len(targets(w.graph)) == 5
+    got = straight(w.graph, "joined")(list(given))
+    assert all(map(torch.equal, got, want)) and [t.shape for t in got] == [t.shape for t in want]
 
 
 def test_a_sum_with_ops_before_its_wait_is_carried_as_a_late_one() -> None:

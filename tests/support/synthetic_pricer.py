@@ -8,6 +8,7 @@ import numpy as np
 
 from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Slot
+from autoshard.pipeline.shapes.needs import Needs
 from autoshard.pipeline.shapes.price import StagePrice
 
 LEAN_SECONDS, LEAN_BYTES = 4 / 3, 0.2
@@ -15,7 +16,8 @@ LEAN_SECONDS, LEAN_BYTES = 4 / 3, 0.2
 
 @dataclass
 class Synthetic:
-    """Work in seconds of one row on one device. A layer on tp devices pays for its exchange, per row; lean stages compute forward again."""
+    """Work in seconds of one row on one device. A layer on tp devices pays for its exchange, per row; lean stages compute forward again. With the
+    memory of a rank and the rows of the batch, floors know memory."""
 
     layers: int
     head: float = 2.3
@@ -25,6 +27,8 @@ class Synthetic:
     state: float = 4.0
     saved: float = 0.5
     leanest: int = 1
+    limit: float = np.inf
+    batch: int = 0
     asked: list[tuple] = field(default_factory=list)
 
     @property
@@ -54,4 +58,12 @@ class Synthetic:
 
     def floor(self, slot: Slot, look: int) -> Floor:
         work = np.array([self.work(k) for k in range(len(self.labels))]) * slot.rows / (slot.dp * slot.tp)
-        return Floor(work, 3 * work, np.zeros(len(work)))
+        needs = self._needs().on(slot.dp * slot.tp) if np.isfinite(self.limit) else None
+        return Floor(work, 3 * work, np.zeros(len(work)), needs=needs)
+
+    def _needs(self) -> Needs:
+        """On one device: what a lean stage goes without, for the seconds that it takes more, and the rest."""
+        count, work = len(self.labels), np.array(self.weights)
+        seconds = np.concatenate([(LEAN_SECONDS - 1) * work, np.full(count, np.inf)]) * self.batch
+        nbytes = np.concatenate([(1 - LEAN_BYTES) * work, LEAN_BYTES * work]) * self.saved * self.batch
+        return Needs(np.tile(np.arange(count), 2), seconds, nbytes, np.zeros(2 * count, dtype=bool), self.state * work, np.zeros(count), self.limit)

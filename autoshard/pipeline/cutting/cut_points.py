@@ -9,6 +9,7 @@ import numpy as np
 from autoshard.base.graph import Graph
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds
+from autoshard.cost.fusion import NOTHING, untouched
 from autoshard.errors import UsageError
 from autoshard.pipeline.cutting.blocks import Blocks, forward_calls
 
@@ -72,12 +73,12 @@ def even_cuts(graph: Graph, cluster: Cluster, stages: int) -> tuple[str, ...]:
 
 def block_seconds(blocks: Blocks, cluster: Cluster, phase: str | None = None) -> list[float]:
     """Seconds of each block on one device; `phase`: of ops of that window alone. Ops of backward count for the block of their forward op."""
-    out = [0.0] * len(blocks.blocks)
+    out, kept = [0.0] * len(blocks.blocks), untouched(blocks.graph, cluster.device)
     for op in blocks.graph.of_kind("call"):
         if phase not in (None, op.phase):
             continue
         at = blocks.of_op.get(op.name, blocks.at(op.traced_at) if op.traced_at >= 0 else len(out) - 1)
         call = blocks.graph.calls[op.name]
         ins, outs = [list(m.logical_shape) for m in call.inputs], [None if m is None else list(m.logical_shape) for m in call.outputs]
-        out[at] += float(call_seconds(call, ins, outs, cluster.device))
+        out[at] += float(call_seconds(call, ins, outs, cluster.device, kept.get(op.name, NOTHING)))
     return out

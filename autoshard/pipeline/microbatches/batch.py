@@ -3,7 +3,7 @@
 `traced` is what planning, compiling and verifying trace with. For one micro-batch, and without gradients, it is the trace itself."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -22,6 +22,7 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.padding.padded import WEIGHTS as PAD_WEIGHTS
 from autoshard.padding.padded import padded
+from autoshard.pipeline.microbatches.known_sizes import made_between
 from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same, by_shape, partners, walk
 from autoshard.program.accumulate import accumulating
 from autoshard.program.calling import Calling, Traced
@@ -39,18 +40,21 @@ def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], p
 @dataclass(frozen=True, eq=False)
 class Batch:
     """A model with the batch of a step, which may be cut in several ways; `how`: the rest of what `program.trace.trace` takes, and `pad`: what is
-    padded (padding/padded.py)."""
+    padded (padding/padded.py). `others`: batches of the same model, traced in the same way; between two of them nothing is traced
+    (known_sizes.py)."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     how: Mapping[str, Any]
+    others: Collection[Batch] = ()
     _known: dict[Pipeline, Traced] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> Traced:
         """The program of the batch."""
-        return trace(self.model, self.args, self.kwargs, **self._tracing)
+        known = [((other.args, dict(other.kwargs)), other.whole) for other in self.others if "whole" in vars(other)]
+        return made_between((self.args, dict(self.kwargs)), known) or trace(self.model, self.args, self.kwargs, **self._tracing)
 
     def rows(self, pipeline: Pipeline) -> int:
         """The length of the batch dim. Raises UsageError."""

@@ -55,3 +55,22 @@ class Between:
         if found is None or found.denominator != 1 or found < 1:
             raise Unlike(f"{op.where}: {a} at one size of a batch and {b} at another")
         return int(found)
+
+
+@dataclass(frozen=True)
+class Line(Between):
+    """For programs that must be those of a trace: numbers are whole, grow with the rows, and are no less than nothing at none. So squares of
+    rows, their inverses and roots are no numbers of this kind. `first`, `second`: rows of the two programs."""
+
+    first: int
+    second: int
+
+    def _value(self, a: Any, b: Any, op: Op) -> Any:
+        if a == b or isinstance(a, tuple):
+            return super()._value(a, b, op)
+        if not all(type(x) in (int, float) and x == int(x) for x in (a, b)) or type(a) is not type(b):
+            raise Unlike(f"{op.where}: {a} at one size of a batch and {b} at another")
+        slope = Fraction(int(b) - int(a), self.second - self.first)
+        if slope < 0 or int(a) - slope * self.first < 0:
+            raise Unlike(f"{op.where}: {a} at {self.first} rows of a batch and {b} at {self.second}")
+        return type(a)(super()._value(int(a), int(b), op))

@@ -36,13 +36,15 @@ PlanShape = Callable[[Mesh, Pipeline], Plan]
 
 @dataclass(frozen=True)
 class Asked:
-    """`mesh` given, and the number of micro-batches left open; or any mesh of `devices`. `limit`: bytes a rank may use."""
+    """`mesh` given, and the number of micro-batches left open; or any mesh of `devices`. `limit`: bytes a rank may use. `thorough`: meshes of three
+    axes too, and shapes that can gain little."""
 
     devices: int
     mesh: Mesh | None
     options: Pipeline
     cluster: Cluster
     limit: float
+    thorough: bool = False
 
     def __post_init__(self) -> None:
         o = self.options
@@ -54,21 +56,23 @@ class Asked:
     def mesh_of(self, slot: Slot) -> Mesh:
         """The mesh of a stage."""
         if self.mesh is None:
-            return _named(("dp", slot.dp), ("tp", slot.tp)) or Mesh(("dp",), (1,))
+            return _named(("dp", slot.dp), ("mp", slot.mp), ("tp", slot.tp)) or Mesh(("dp",), (1,))
         return submesh(self.mesh, self.options.axis) if self.options.axis in self.mesh.names else self.mesh
 
     def whole_mesh(self, shape: Shape) -> Mesh:
         if self.mesh is not None:
             return self.mesh
-        return _named((self.options.axis, shape.pp), ("dp", shape.slot.dp), ("tp", shape.slot.tp)) or Mesh(("dp",), (1,))
+        slot = shape.slot
+        return _named((self.options.axis, shape.pp), ("dp", slot.dp), ("mp", slot.mp), ("tp", slot.tp)) or Mesh(("dp",), (1,))
 
     def shapes(self, rows: int, blocks: int, whole: bool) -> list[Shape]:
         """`whole`: without stages and micro-batches alone. Raises MeshError where nothing divides."""
         o = self.options
+        whole = whole or self.mesh is None and o.microbatches == 1
         count = 1 if whole else None if o.microbatches == AUTO else o.count
         schedules = TRIED if o.schedule == AUTO else (o.schedule,)
         room = Room(self.devices, self._most_tp, rows, blocks, 1 if whole else None, microbatches=count, schedules=schedules,
-                    chunks=CHUNKS if o.chunks == AUTO else (int(o.chunks),), warmups=False)
+                    chunks=CHUNKS if o.chunks == AUTO else (int(o.chunks),), warmups=False, axes=3 if self.thorough else 2)
         if self.mesh is None:
             return shapes(room)
         pp = o.stages(self.mesh)
@@ -76,6 +80,8 @@ class Asked:
 
     @property
     def tolerance(self) -> float:
+        if self.thorough:
+            return 0.0
         return TOLERANCE if self.mesh is not None or self.devices <= FEW else WANTED
 
     @property

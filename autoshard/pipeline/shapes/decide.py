@@ -159,7 +159,8 @@ class _Search:
     def bound(self, shape: Shape, look: int) -> float:
         """At the floors of blocks; the best price where it is no less."""
         floor, run = self.floor(shape.slot, look), self.run(shape)
-        return Stages(floor.chain(run.table.split_backward), run.course, work=floor.work(shape.microbatches)).bound(self.best)
+        chain, course = floor.chain(run.table.split_backward), run.course
+        return Stages(chain, course, work=floor.work(course), together=floor.together(course)).bound(self.best)
 
     def searched(self, tried: Tried) -> Tried:
         """The best partition at the first lean level where one fits."""

@@ -8,37 +8,46 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import ceil
 
 import numpy as np
 
-from autoshard.base.graph import FORWARD, Graph, Ref
+from autoshard.base.graph import FORWARD, Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
+from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.decide.least_seconds import Prices
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.pipeline.cutting.cut_points import block_seconds
+from autoshard.pipeline.cutting.repeated import repeated_ops
 from autoshard.pipeline.cutting.split import split_stage
 from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.microbatches.resize import Between, Unlike
 from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Slot
+from autoshard.pipeline.shapes.needs import Needs, needs_of
 from autoshard.pipeline.shapes.price import StagePrice
 from autoshard.pipeline.shapes.stage_prices import price_of
+
+FLYING = (0.0, 1.0, 1.5)
+"""Per lean level, micro-batches in flight for each rank of the pipeline; at level 0 memory is ample."""
 
 
 @dataclass(frozen=True, eq=False)
 class Searches:
     """The ordinary search, as the pricer asks it. `plan`: (graph of a stage, its mesh, the wire, micro-batches in flight, bytes a rank may
-    use) -> plan; `run`: (graph, mesh) -> seconds of one run at least, and of the update; `step`: (graph, mesh, prices or None) -> seconds
-    of a step at least, and at which prices."""
+    use) -> plan; `run`: (graph, mesh, ops that other parts may pay for) -> seconds of one run at least, and of the update; `step`: (graph, mesh,
+    prices or None, those ops) -> seconds of a step at least, and at which prices; `stored`: bytes of a parameter, and of what the optimizer has of it
+    on a device."""
 
     plan: Callable[[Graph, Mesh, AxisLink, int, float], Plan]
-    run: Callable[[Graph, Mesh], tuple[float, float]]
-    step: Callable[[Graph, Mesh, Prices | None], tuple[float, Prices]]
+    run: Callable[[Graph, Mesh, frozenset[str]], tuple[float, float]]
+    step: Callable[[Graph, Mesh, Prices | None, frozenset[str]], tuple[float, Prices]]
+    stored: Callable[[Op], float]
 
 
 class Sizes:
@@ -96,7 +105,7 @@ def _resized(stage: Stage, graph: Graph) -> Stage:
 class MeshPricer:
     """A `decide.Pricer`. `mesh_of`: the submesh of a slot; `devices`: of the whole mesh; `limit`: bytes a rank may use."""
 
-    leanest = 1
+    leanest = len(FLYING) - 1
 
     def __init__(self, sizes: Sizes, devices: int, mesh_of: Callable[[Slot], Mesh], cluster: Cluster, limit: float, searches: Searches) -> None:
         self.sizes, self.devices, self.mesh_of, self.cluster, self.limit, self.searches = sizes, devices, mesh_of, cluster, limit, searches
@@ -116,7 +125,7 @@ class MeshPricer:
         return self._seconds[0]
 
     def ideal(self, slot: Slot) -> float:
-        return float(sum(self._seconds[0])) * slot.rows / self.sizes.rows / (slot.dp * slot.tp)
+        return float(sum(self._seconds[0])) * slot.rows / self.sizes.rows / slot.ranks
 
     @cached_property
     def _seconds(self) -> tuple[list[float], list[float]]:
@@ -129,7 +138,7 @@ class MeshPricer:
         many small ones are never faster than a large one. Looks: 1 micro-batches of the main kind; 2 its step with the batch as one; 3 both of all
         kinds; 4 steps of this slot. So slots with equal submeshes share all looks but the last."""
         share, all_rows = slot.rows / self.sizes.rows, replace(slot, rows=self.sizes.rows)
-        forward, whole = np.array(self._seconds)[::-1] / (slot.dp * slot.tp)
+        forward, whole = np.array(self._seconds)[::-1] / slot.ranks
         once = np.zeros_like(whole)
         steps = {at: np.zeros_like(whole) for at in ((), (all_rows,), (all_rows,), (all_rows, slot))[look - 1]}
         for label in self.kinds if look > 2 else (self.main,):
@@ -137,7 +146,20 @@ class MeshPricer:
             whole[here], once[here] = self._run(all_rows, label)
             for at, step in steps.items():
                 step[here] = self._step(at, label)[0]
-        return Floor(np.minimum(forward, whole) * share, whole * share, once, tuple(steps.values()))
+        hides = [1.0 - self.cluster.overlap.eta * self._step(at, self.main)[1][1] if at else 0.0 for at in steps]
+        return Floor(np.minimum(forward, whole) * share, whole * share, once, tuple(steps.values()), tuple(hides), self._needs(slot))
+
+    def _needs(self, slot: Slot) -> Needs | None:
+        return self._needed.on(slot.ranks) if self._needed else None
+
+    @cached_property
+    def _needed(self) -> Needs | None:
+        """On one device."""
+        graph = self.sizes.batch.whole.graph
+        if not np.isfinite(self.limit) or not graph.training:
+            return None
+        limit = Budget.of(self.cluster.device, self.limit).peak
+        return needs_of(Blocks.of(graph), self.sizes.first.graph, self.searches.stored, self.cluster, limit)
 
     @cached_property
     def main(self) -> Hashable:
@@ -147,40 +169,59 @@ class MeshPricer:
 
     def _run_of(self, slot: Slot, label: Hashable) -> tuple[float, float]:
         graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
-        return self.searches.run(graph, self.mesh_of(slot)) if graph.of_kind("call") else (0.0, 0.0)
+        return self.searches.run(graph, self.mesh_of(slot), self._shared(graph)) if graph.of_kind("call") else (0.0, 0.0)
 
     def _step_of(self, slot: Slot, label: Hashable) -> tuple[float, Prices]:
         """At the prices of the main kind, so that kinds add up."""
         prices = None if label == self.main else self._step(slot, self.main)[1]
         graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
-        return self.searches.step(graph, self.mesh_of(slot), prices) if graph.of_kind("call") else (0.0, (0.0, 0.0))
+        return self.searches.step(graph, self.mesh_of(slot), prices, self._shared(graph)) if graph.of_kind("call") else (0.0, (0.0, 0.0))
+
+    def _shared(self, graph: Graph) -> frozenset[str]:
+        """Ops of a block's program that another block may have too."""
+        return frozenset(op.name for op in graph.ops if op.name.split("@")[0] in self._several)
+
+    @cached_property
+    def _several(self) -> frozenset[str]:
+        """Ops that every stage repeats, and parameters that several blocks read."""
+        graph, of_op = self.sizes.first.graph, self.sizes.first.blocks.of_op
+        repeated = repeated_ops(graph)
+        blocks: dict[str, set[int]] = {}
+        for op in sorted((op for op in graph.of_kind("call") if op.name in of_op), key=lambda op: -graph.order[op.name]):
+            own = blocks.get(op.name, set()) if op.name in repeated else {of_op[op.name]}
+            for ref in op.refs:
+                blocks.setdefault(ref.op, set()).update(own)
+        return repeated | {op.name for op in graph.of_kind("param") if len(blocks.get(op.name, ())) > 1}
 
     def _stage(self, first: int, end: int, slot: Slot, split: bool = False) -> Stage:
         return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)
 
     def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
-        """That of the first blocks of the same kinds, see `_price`."""
+        """That of the first blocks of the same kinds, see `_price`. Where there is one rank, it has one micro-batch in flight."""
         at = self._first_of.setdefault(self.labels[first:end], first)
-        return self._cached(at, at + end - first, slot, lean, split)
+        return self._cached(at, at + end - first, slot, lean if self._pp(slot) > 1 else min(lean, 1), split)
 
     def _price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
-        """At level 0 with ample memory. At level 1 with as many micro-batches in flight as there are stages, in the part of the ranks' memory
-        that these blocks need at level 0. Raises InfeasibleError."""
+        """At level 0 with ample memory. Further up with as many micro-batches in flight as the pipeline has ranks, and half as many more (for several
+        stages on a rank), in the part of the ranks' memory that these blocks need at level 0. Raises InfeasibleError."""
         stage, wire = self._stage(first, end, slot, split), self._wire(slot)
         if not stage.graph.of_kind("call"):  # all its ops run in blocks that read them
             return StagePrice(0.0, 0.0)
-        flying, limit = (1, np.inf) if lean == 0 else (self._pp(slot), self._part(first, end, slot, split))
-        return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, limit), wire)
+        flying = ceil(FLYING[lean] * self._pp(slot)) if lean else 1
+        limit = self._part(first, end, slot, split, flying) if lean else np.inf
+        return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, limit), wire, flying)
 
     def _pp(self, slot: Slot) -> int:
-        return self.devices // (slot.dp * slot.tp)
+        return self.devices // slot.ranks
 
-    def _part(self, first: int, end: int, slot: Slot, split: bool) -> float:
-        """Bytes of a rank for these blocks."""
+    def _part(self, first: int, end: int, slot: Slot, split: bool, flying: int) -> float:
+        """Bytes of a rank for these blocks. The main kind may not divide evenly among the ranks; then some have one block more."""
         alone = {label: self.price(at, at + 1, slot, 0, split) for label, at in self.kinds.items()}
-        own, flying = self.price(first, end, slot, 0, split), self._pp(slot)
-        room = max(0.0, flying * (self.limit - max(p.peak for p in alone.values())))
-        needed = sum(alone[label].stored + flying * alone[label].saved for label in self.labels)
+        own, ranks = self.price(first, end, slot, 0, split), self._pp(slot)
+        room = max(0.0, ranks * (self.limit - max(p.peak for p in alone.values())))
+        counts = {label: self.labels.count(label) for label in self.kinds}
+        counts[self.main] = ceil(counts[self.main] / ranks) * ranks
+        needed = sum(count * (alone[label].stored + flying * alone[label].saved) for label, count in counts.items())
         return own.peak + min(1.0, room / needed) * (own.stored + flying * own.saved)
 
     def _wire(self, slot: Slot) -> AxisLink:

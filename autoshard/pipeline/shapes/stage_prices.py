@@ -14,7 +14,6 @@ from autoshard.pipeline.shapes.price import StagePrice, chain_from
 from autoshard.search.partition import Chain
 
 STORED = ("parameters", "gradients", "optimizer", "buffers", "inputs")
-WORKING = ("temporaries", "outputs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +35,18 @@ class GraphPricer:
         return price_of(stage, self.plan_stage(stage.graph, {}, 1), self.wire)
 
 
-def price_of(stage: Stage, plan: Plan, wire: AxisLink) -> StagePrice:
-    """What a plan of a stage's graph says of one micro-batch. Its search paid for both ends of what crosses; that is the wire's here."""
+def price_of(stage: Stage, plan: Plan, wire: AxisLink, flying: int = 1) -> StagePrice:
+    """What a plan of a stage's graph says of one micro-batch. Its search paid for both ends of what crosses; that is the wire's here. `flying`:
+    micro-batches that are in flight at once in the plan's timeline."""
     (own,), m = plan.stages, stage.graph.microbatches
     windows = {name: float(seconds) / m - _paid(stage, plan, wire, name) for name, seconds in own.windows.items() if name not in ONCE}
-    memory = {name: float(value or 0.0) for name, value in own.memory.items() if name in (*STORED, *WORKING, "saved")}
-    saved = memory.get("saved", 0.0) / max(own.in_flight, 1)
+    turn = max(own.timeline, key=lambda moment: moment.by_category["saved"])  # the peak may be elsewhere, at the update for one
+    stored, held = sum(turn.by_category[name] for name in STORED), turn.by_category["saved"]
     return StagePrice(
         *(max(0.0, windows.get(name, 0.0)) for name in (FORWARD, BACKWARD, WEIGHT)),
         once=sum(float(seconds) for name, seconds in own.windows.items() if name in ONCE), update=float(own.once_s),
-        stored=sum(memory.get(name, 0.0) for name in STORED), peak=sum(memory.get(name, 0.0) for name in WORKING), saved=saved, between=saved,
+        stored=float(stored), peak=max(0.0, float(max(moment.total for moment in own.timeline) - stored - held)),
+        saved=held / flying, between=held / flying,
         wire_out=wire_seconds([h for h in stage.sends if h.window == FORWARD], plan, wire, "send"),
         wire_in=wire_seconds([h for h in stage.sends if h.window == BACKWARD], plan, wire, "send"))
 

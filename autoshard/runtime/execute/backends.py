@@ -11,7 +11,7 @@ from autoshard.base.random import seeded, seeded_op
 from autoshard.errors import UsageError
 from autoshard.lower.lifetimes import Lifetimes
 from autoshard.lower.passes.in_place import overwrite
-from autoshard.lower.passes.linear import join_linears
+from autoshard.lower.passes.linear import join_linears, join_sums
 from autoshard.program.opaque.opaque import opaque_of
 from autoshard.runtime.carriers.choose import carry
 from autoshard.runtime.execute.compiler_ops import enclose
@@ -32,6 +32,7 @@ def as_run(graph: torch.fx.Graph) -> torch.fx.Graph:
 def eager(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Op by op, over memory that is free where possible. Values die at their last use, arguments too."""
     join_linears(module.graph)
+    join_sums(module.graph)
     lifetimes = Lifetimes.of(module.graph)
     overwrite(module.graph, lifetimes)
     carry(module.graph, module.meta.get("carriers", {}))

@@ -20,6 +20,7 @@ from autoshard.errors import MeshError
 from autoshard.runtime.carriers.choose import Carrier
 from autoshard.runtime.carriers.gloo_messages import Members
 from autoshard.runtime.carriers.shared_memory import on_one_machine, share_memory
+from autoshard.runtime.ranks.freed_memory import keep_freed_memory
 from autoshard.runtime.ranks.heartbeat import JOIN, Pulse, meet
 from autoshard.runtime.ranks.leaving import leave_in_order
 from autoshard.runtime.ranks.store import PatientStore
@@ -150,13 +151,20 @@ def cluster_here(mesh: Any, device: Any = None) -> str:
 def _may_have_stages(mesh: Any) -> bool:
     """Whether the mesh has the usual axis of a pipeline, or is open."""
     names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else getattr(mesh, "names", None)
-    return "pp" in names if names else any(word in str(mesh) for word in (AUTO, "pp="))
+    return "pp" in names if names else isinstance(mesh, int) or any(word in str(mesh) for word in (AUTO, "pp="))
 
 
 def locate(mesh: Any, device: Any = None, join_timeout: float = JOIN) -> Place:
     """From "dp=2,tp=4", a Mesh or a torch DeviceMesh. Text and Mesh span all ranks; the process group is started
-    from the environment of torchrun if nobody did. Raises MeshError when the mesh does not fit the world, AutoshardError when
-    others do not come for `join_timeout` seconds."""
+    from the environment of torchrun if nobody did. On CPUs the process keeps from now on what its steps free. Raises MeshError when the mesh does
+    not fit the world, AutoshardError when others do not come for `join_timeout` seconds."""
+    place = _located(mesh, device, join_timeout)
+    if place.device.type == "cpu":
+        keep_freed_memory()
+    return place
+
+
+def _located(mesh: Any, device: Any, join_timeout: float) -> Place:
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names
         if not names:

@@ -33,6 +33,7 @@ class Dual:
         p = self.packed
         sizes = np.diff(p.start)
         self.message = np.zeros(int(np.repeat(sizes, np.diff(p.adj_ptr)).sum()))
+        self.before, self.pace = np.zeros_like(self.message), np.array([0.0, -np.inf])  # of `sweep_ahead`
         self.prices = _place_prices(row_prices, self.rows)
         self.best_prices = self.prices.copy()
         self.average = np.zeros(len(self.rows))
@@ -137,9 +138,7 @@ class Dual:
         grid = _grid(p) * FINER  # nothing here sums whole numbers
         for turn in range(ROUNDS):
             sweeps = SWEEPS if turn else FIRST_SWEEPS
-            for _ in range(sweeps):
-                messages.sweep(p, p.cost, self.message, theta, False)
-                messages.sweep(p, p.cost, self.message, theta, True)
+            messages.sweep_ahead(p, self.message, self.before, self.pace, theta, sweeps)
             messages.decode(p, p.cost, self.message, self.choice)
             cost = float(messages.total_cost(p, self.choice)) + constant
             if cost < value:

@@ -85,6 +85,24 @@ def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, b
 
 
 @compiled
+def sweep_ahead(p: Packed, message: np.ndarray, before: np.ndarray, pace: np.ndarray, theta: np.ndarray, sweeps: int) -> None:
+    """`sweeps` passes forward and backward, each from messages a little ahead of where the last pass left them: Nesterov's momentum, started
+    anew when the bound falls. Sweeps alone creep, for a value shares what it knows among its dozens of copies; llama 1B on (2, 4, 8) took ten
+    times as many. `before`: the messages one pass earlier. `pace`: passes since the start, and the last bound. `message` ends as a pass left it."""
+    for _ in range(sweeps):
+        ahead = pace[0] / (pace[0] + 3.0)
+        for i in range(len(message)):
+            now = message[i]
+            step = now - before[i]
+            message[i] = now + ahead * step if abs(step) < np.inf else now  # infinite: a strategy without a partner
+            before[i] = now
+        sweep(p, p.cost, message, theta, False)
+        bound = sweep(p, p.cost, message, theta, True)
+        pace[0] = pace[0] + 1.0 if bound >= pace[1] else 0.0
+        pace[1] = bound
+
+
+@compiled
 def _send(p: Packed, message: np.ndarray, theta: np.ndarray, v: int, a: int, share: float) -> float:
     """Replace the message from v along entry a; its minimum is made zero and returned."""
     w, m, t0 = p.adj_node[a], p.adj_message[a], p.adj_table[a]

@@ -8,6 +8,7 @@ terms strike out stages that are too long whatever the others are.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,20 +20,30 @@ PRECISION = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
+class Together:
+    """All ranks together work at least the sum of `work` [stage, a, b] over the stages, less `paid`, seconds."""
+
+    work: np.ndarray
+    paid: float
+
+
+@dataclass(frozen=True, eq=False)
 class Stages:
-    """The dynamic programs over a chain that all T share. Index [s, a]: stage s begins at block a, or the row has ended. `work`: where more is known
-    of what a stage does in a step than what its parts make of it, as in `Chain`."""
+    """The dynamic programs over a chain that all T share. Index [s, a]: stage s begins at block a, or the row has ended. `work`: [s, a, b], where
+    more is known of what a stage does in a step than what its parts make of it, as in `Chain`; `together`: the same of all ranks."""
 
     chain: Chain
     course: Course
     memory_limit: float = np.inf
     work: np.ndarray | None = None
+    together: Sequence[Together] = ()
 
     @cached_property
     def worked(self) -> np.ndarray:
-        """[a, b]: seconds of a step that the rank of blocks a..b-1 works on them."""
+        """[s, a, b]: seconds of a step that the rank of stage s works on blocks a..b-1."""
         chain = self.chain
-        return self.course.microbatches * (chain.both + chain.weight) + chain.once if self.work is None else self.work
+        own = self.course.microbatches * (chain.both + chain.weight) + chain.once
+        return np.broadcast_to(own, (self.course.stages, *own.shape)) if self.work is None else self.work
 
     @cached_property
     def fits(self) -> np.ndarray:
@@ -62,10 +73,11 @@ class Stages:
         return self._least_before(self.chain.forward, hops)
 
     def _least_before(self, table: np.ndarray, hops: np.ndarray) -> np.ndarray:
+        """`table`: [a, b], or [s, a, b]."""
         least = np.full((self.course.stages + 1, self.chain.blocks + 1), np.inf)
         least[0, 0] = 0.0
         for s in range(self.course.stages):
-            steps = np.where(self.fits[s], table + hops[s], np.inf)
+            steps = np.where(self.fits[s], (table[s] if table.ndim == 3 else table) + hops[s], np.inf)
             least[s + 1] = (least[s][:, None] + steps).min(0)
         return least
 
@@ -113,11 +125,11 @@ class Stages:
         """No partition is faster: the ranks together have all the work, and each waits for its first stage."""
         ranks = len(self.course.of_rank)
         waits = sum(float(self.least_early[stages[0]].min()) for stages in self.course.of_rank)
-        return (self._least_work() + waits) / ranks
+        return (max([self._least_sum(self.worked), *(self._least_sum(t.work) - t.paid for t in self.together)]) + waits) / ranks
 
-    def _least_work(self) -> float:
+    def _least_sum(self, work: np.ndarray) -> float:
         none = np.zeros((self.course.stages, self.chain.blocks + 1))
-        return float(self._least_before(self.worked, none)[-1, -1])
+        return float(self._least_before(work, none)[-1, -1])
 
     def spare(self, seconds: float) -> np.ndarray:
         """`room` for the term `work`: the largest sum of forwards and their hops in front of a stage."""
@@ -126,7 +138,7 @@ class Stages:
         hops = np.where(np.append(self.course.crosses, False)[:, None], self.chain.hop_forward, 0.0)
         for s in reversed(range(self.course.stages)):
             with np.errstate(invalid="ignore"):
-                here = np.minimum(seconds - self.worked, spare[s + 1] - self.chain.forward - hops[s])
+                here = np.minimum(seconds - self.worked[s], spare[s + 1] - self.chain.forward - hops[s])
             spare[s] = np.where(self.alone[s] <= seconds, here, -np.inf).max(1)
         return spare
 

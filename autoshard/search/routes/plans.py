@@ -41,6 +41,7 @@ FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; o
 TIED_NODES = 200  # of a MIP's tree: what is best among tied choices helps, but proves nothing
 ROUGH = 1e-3  # relative gap within which the tied problem is not solved closer at prices that are not the best
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
+ROUGH_LARGE = 2e-2  # the same where tables are too large to keep, and larger pairs cost most of what an answer does
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 Plane = tuple[np.ndarray, float, np.ndarray]
@@ -111,9 +112,10 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
         settle_rows(quotient)
         if stored_entries(quotient) > STORED:
             reduce_core(quotient, own.clock.expired)
+        rough = ROUGH_LARGE if stored_entries(quotient) > STORED else ROUGH
         _spare(core, quotient)
         known = _scaled(_planes(board, quotient), 1 / tied.copies)
-        best, planes, found = search_prices(own, quotient, known, seed, rough=ROUGH)
+        best, planes, found = search_prices(own, quotient, known, seed, rough=rough)
     except Infeasible:
         board.report("no choice treats the layers alike")  # says nothing about untied ones
         return None, _planes(board, core), []

@@ -63,13 +63,17 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
                  largest: int = LARGEST_PAIR) -> Priced:
     """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
     up to `largest` joint strategies are made at once. Raises Infeasible when no choice is possible whatever the rows."""
+    prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
     large = stored_entries(core) > STORED
     free = core.copy(own_memo=large)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
     plain = free.copy() if not large and table_entries(free) <= JOINABLE and not board.clock.expired() else None
-    if max((len(free.cost[v]) for v in free.alive), default=0) >= MANY:
-        largest = LARGER_PAIRS[-1]
+    if large:
+        largest = 0  # sweeps are usually exact without, and pairs cost more than they do; `_answer` makes them where not
+    else:
+        many = max((len(free.cost[v]) for v in free.alive), default=0) >= MANY
+        largest = LARGER_PAIRS[-1] if many else max(largest, LARGEST_PAIR)
     merge_pairs(free, largest, board.clock.expired)
     if board.clock.expired():
         drop_forbidden(free)
