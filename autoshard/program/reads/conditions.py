@@ -15,15 +15,17 @@ CLAMPS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "nan_to_num", "ma
 """Functions and methods that a selected branch may call: none writes, draws numbers, or has an infinite derivative where it is not taken."""
 ASKS = frozenset({"max", "min", "amax", "amin", "any", "all", "sum", "abs", "isnan", "isinf", "isfinite", "size", "dim", "numel"})
 """Methods that a checked condition may call: it is computed twice."""
+TORCH_CHECKS = frozenset({"_check", "_check_index", "_check_not_implemented", "_check_type", "_check_value"})
+"""Functions of torch that raise unless their first argument holds."""
 PLAIN = (ast.Name, ast.Attribute, ast.Constant, ast.UnaryOp, ast.expr_context, ast.unaryop, ast.keyword)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """An `if` or `assert`, and the part of its test that is a truth value by itself. `rest`: whether the test has the value of that part
-    once it is known, since what stands before it has been seen; None: it need not."""
+    """A statement that tests something (`if`, `assert`, a call of `torch._check`), and the part of its test that is a truth value by itself.
+    `path`: what combines it with others, from the outside in, each with whether the part is in its last operand."""
 
-    statement: ast.If | ast.Assert
+    statement: ast.stmt
     part: ast.expr
     path: tuple[tuple[ast.expr, bool], ...]
 
@@ -44,9 +46,14 @@ class Condition:
     @property
     def raises(self) -> bool | None:
         """The value of the test for which the statement raises; None where it does not, or does more."""
-        if isinstance(self.statement, ast.Assert):
+        if not isinstance(self.statement, ast.If):
             return False
         return True if len(self.statement.body) == 1 and isinstance(self.statement.body[0], ast.Raise) else None
+
+    @property
+    def error(self) -> str:
+        """The code that raises, where it is a line of its own."""
+        return ast.unparse(self.statement.body[0]) if isinstance(self.statement, ast.If) else ""
 
     @property
     def clamped(self) -> tuple[str, ...]:
@@ -54,6 +61,16 @@ class Condition:
         if not isinstance(self.statement, ast.If) or self.statement.orelse or not all(_is_clamp(s) for s in self.statement.body):
             return ()
         return tuple(dict.fromkeys(s.targets[0].id for s in self.statement.body))
+
+    @property
+    def fills(self) -> str:
+        """The local name of the mask in `if mask.any(): x[mask] = value`, which does nothing where the mask is empty; else ""."""
+        test = self.statement.test if isinstance(self.statement, ast.If) and not self.statement.orelse else None
+        if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and test.func.attr == "any" and not test.args
+                and not test.keywords and isinstance(test.func.value, ast.Name)):
+            return ""
+        mask = test.func.value.id
+        return mask if all(_is_fill(s, mask) for s in self.statement.body) else ""
 
     def as_tensor(self, put: ast.expr | None = None) -> ast.expr | None:
         """The part with the tensor that `.item()` is called on in its place, or with `put`; None where the part cannot be computed again."""
@@ -86,26 +103,37 @@ def condition_of(frame: FrameType, is_item: bool) -> Condition | None:
     place = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if place[0] is None or frame.f_code.co_name.startswith("<"):
         return None
-    for statement in _statements(frame.f_code.co_filename):
-        if _covers(statement.test, place):
-            path, part = _path_to(statement.test, place)
+    for statement, test in _statements(frame.f_code.co_filename):
+        if _covers(test, place):
+            path, part = _path_to(test, place)
             return Condition(statement, part, path) if is_item or (_place(part) == place and _is_truth(part, frame)) else None
     return None
 
 
 def _is_truth(part: ast.expr, frame: FrameType) -> bool:
     """Whether the frame looks at the truth of the value of `part`: `in`, `max` and chained comparisons look at others."""
+    if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id == "bool":
+        return len(part.args) == 1
     chained = isinstance(part, ast.Compare) and len(part.ops) > 1
     return not chained and any(word in dis.opname[frame.f_code.co_code[frame.f_lasti]] for word in ("JUMP", "TO_BOOL", "UNARY_NOT"))
 
 
 @lru_cache(maxsize=64)
-def _statements(filename: str) -> Sequence[ast.If | ast.Assert]:
+def _statements(filename: str) -> Sequence[tuple[ast.stmt, ast.expr]]:
+    """All statements of a file that test something, with what they test."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
         return ()
-    return [n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.Assert))]
+    return [(node, test) for node in ast.walk(tree) if (test := _tested(node)) is not None]
+
+
+def _tested(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, (ast.If, ast.Assert)):
+        return node.test
+    call = node.value if isinstance(node, ast.Expr) else None
+    is_check = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in TORCH_CHECKS and call.args
+    return call.args[0] if is_check and isinstance(call.func.value, ast.Name) and call.func.value.id == "torch" else None
 
 
 def _path_to(test: ast.expr, place: Place) -> tuple[tuple[tuple[ast.expr, bool], ...], ast.expr]:
@@ -140,3 +168,13 @@ def _is_clamp(statement: ast.stmt) -> bool:
         return False
     return all(isinstance(n, PLAIN) or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in CLAMPS)
                or isinstance(n, (ast.BinOp, ast.Add, ast.Sub)) for n in ast.walk(statement.value))
+
+
+def _is_fill(statement: ast.stmt, mask: str) -> bool:
+    """Whether it is `x[mask] = value`, with a value that can be computed for any mask."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    if not (isinstance(target, ast.Subscript) and all(isinstance(n, ast.Name) for n in (target.value, target.slice)) and target.slice.id == mask):
+        return False
+    nodes = list(ast.walk(statement.value))
+    return all(isinstance(n, (*PLAIN, ast.Subscript)) and getattr(n, "id", "") != mask
+               or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in CLAMPS | {"to"}) for n in nodes)

@@ -3,27 +3,33 @@
     if labels.max() >= vocabulary:            assert lengths.max().item() <= n        if not torch.isfinite(x).all():
         raise ValueError(...)                                                             x = torch.clamp(x, -bound, bound)
 
-A check goes on as if it held, and its truth value becomes part of the program, which raises where it does not (base/checked.py). Of a branch that only
-clamps local values both sides are computed, and each value is chosen by torch.where, before the line after it runs. All else is refused as before.
+A check goes on as if it held, and its truth value becomes part of the program, which raises where it does not (base/checked.py). Of a branch
+that only clamps local values both sides are computed, and each value is chosen by torch.where, before the line after it runs.
+`if mask.any(): x[mask] = value` is taken: it writes nothing where the mask is empty. Small buffers that the model reads and does not write are read
+as they are (tracing/known_values.py), and the program raises where they have changed. All else is refused as before.
 """
 from __future__ import annotations
 
 import ast
 import ctypes
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autoshard import _torch
-from autoshard.program.reads.conditions import Condition, condition_of
 from autoshard.base.checked import CHECKED
-from autoshard.program.tracing.tape import Tape, describe, is_user_file
+from autoshard.errors import AutoshardError
+from autoshard.program.reads.conditions import Condition, condition_of
+from autoshard.program.tracing.known_values import Constants
+from autoshard.program.tracing.survey import user_line
+from autoshard.program.tracing.tape import Tape, checkpoint_around, describe, is_user_file, user_frames
 
 READS = (Tensor.__bool__, Tensor.item)
 NUMBERS = (0, 1, -1, 2, 10 ** 9, -10 ** 9)
@@ -34,19 +40,21 @@ UNBOUND = object()
 
 
 class DataReads(TorchFunctionMode):
-    """Answers reads of data while a model is traced. `strictly`: a context in which no data is made up; `checks`: truth values that the
-    program must find true, with what it says where they are not."""
+    """Answers reads of data while a model is traced. `constants`: what is known of data; `checks`: truth values that the program must find
+    true, with what it says where they are not."""
 
-    def __init__(self, tape: Tape, strictly: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, tape: Tape, constants: Constants) -> None:
         super().__init__()
-        self.tape, self.strictly = tape, strictly
+        self.tape, self.constants = tape, constants
         self.checks: list[tuple[Tensor, str]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch._assert_async:
+            return self.note(args[0], " ".join((user_line(), *args[1:])))
         if func not in READS:
             return func(*args, **(kwargs or {}))
         try:
-            with self.strictly():
+            with self.constants.strictly():
                 return func(*args)
         except _torch.DATA_DEPENDENT:
             frame, is_item = sys._getframe(1), func is Tensor.item
@@ -57,11 +65,33 @@ class DataReads(TorchFunctionMode):
 
     def _answer(self, frame: FrameType, value: Tensor, is_item: bool) -> Any:
         found = condition_of(frame, is_item) if is_user_file(frame.f_code.co_filename) else None
-        if found is None:
+        try:
+            return None if found is None else self._of_condition(frame, found, value, is_item)
+        except AutoshardError:
+            raise
+        except Exception:  # the code of a branch or condition does not run by itself: it is refused as a read of data
             return None
+
+    def _of_condition(self, frame: FrameType, found: Condition, value: Tensor, is_item: bool) -> Any:
         if found.raises is not None:
             return self._checked(frame, found, value, is_item)
+        if found.fills:
+            mask = frame.f_locals.get(found.fills)
+            return True if isinstance(mask, Tensor) and mask.dtype is torch.bool else None
         return self._clamped(frame, found, value) if found.clamped and found.decides and not is_item else None
+
+    def note(self, truth: Tensor, text: str) -> None:
+        """The program must find `truth` true everywhere, or raise with `text`. A recomputation repeats what is noted in the forward pass."""
+        if self.tape.phase == "forward":
+            with torch.no_grad():
+                self.checks.append((truth.detach().bool().all(), text))
+        elif checkpoint_around(sys._getframe())[0] is None:
+            self.tape.refuse(f"the backward pass checks data\n  at {text}\n  check it in the forward pass")
+
+    def note_all(self, truth: Tensor) -> None:
+        """What `torch._check_tensor_all` and its like are called with. Libraries wrap them, so the line around the call is told too."""
+        lines = [describe(frame.f_code, frame.f_lineno) for frame in islice(user_frames(sys._getframe(1)), 2)]
+        self.note(truth, " < ".join(lines))
 
     def _checked(self, frame: FrameType, found: Condition, value: Tensor, is_item: bool) -> Any:
         """What lets the statement pass; its condition is noted."""
@@ -71,14 +101,15 @@ class DataReads(TorchFunctionMode):
         truth, answer = (value, wanted) if not is_item else _of_item(frame, found, value, wanted)
         if truth is None or truth.numel() != 1:
             return None
-        if self.tape.phase == "forward":  # a recomputation repeats it
-            truth = truth.detach().reshape(()).bool()
-            self.checks.append((truth if wanted else truth.logical_not(), describe(frame.f_code, frame.f_lineno)))
+        with torch.no_grad():
+            self.note(truth.bool() if wanted else truth.bool().logical_not(), f"{describe(frame.f_code, frame.f_lineno)} {found.error}".rstrip())
         return answer
 
     def _clamped(self, frame: FrameType, found: Condition, truth: Tensor) -> bool | None:
         """Leaves the statement out: its names have their values by torch.where already."""
         before, names = dict(frame.f_locals), found.clamped
+        if not _calls_torch(frame, found.statement):
+            return None
         after = dict(before)
         exec(compile(ast.Module(found.statement.body, []), "<branch>", "exec"), frame.f_globals, after)
         if any(not _are_alike(before.get(n, UNBOUND), after[n]) for n in names):
@@ -89,8 +120,19 @@ class DataReads(TorchFunctionMode):
         _set_locals(frame, chosen)
         return skips
 
-    def guarded(self, value: Tensor) -> Tensor:
-        """An output of the model that the program has only if all checks hold."""
+    def guarded(self, users: Sequence[Tensor], stored: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the model returns, the smallest tensor only if all checks hold. `stored`: the values of buffers in the graph."""
+        for name in sorted(self.constants.assumed):
+            value = self.constants.stored(name)
+            with torch.no_grad():
+                self.note(stored[name] == value, f"the buffer {name!r} is {value.tolist()}, as it was when the program was made; "
+                                                 "call autoshard again after it has changed")
+        if self.checks and not users:
+            self.tape.refuse("the model checks data and returns no tensor, so its program has no place for the check; return a tensor")
+        carrier = min(range(len(users)), key=lambda i: users[i].numel(), default=None) if self.checks else None
+        return [self._checked_value(value) if i == carrier else value for i, value in enumerate(users)]
+
+    def _checked_value(self, value: Tensor) -> Tensor:
         with torch.no_grad():
             return CHECKED(value.detach(), [truth for truth, _ in self.checks], [text for _, text in self.checks])
 
@@ -109,6 +151,15 @@ def _of_item(frame: FrameType, found: Condition, value: Tensor, wanted: bool) ->
 
 def _computed(frame: FrameType, part: ast.expr) -> Any:
     return eval(compile(ast.fix_missing_locations(ast.Expression(part)), "<condition>", "eval"), frame.f_globals, dict(frame.f_locals))
+
+
+def _calls_torch(frame: FrameType, statement: ast.stmt) -> bool:
+    """Whether all calls are of torch's functions and of methods of tensors, not of others by such names. What only the branch itself names is made by
+    calls that were looked at."""
+    owners = [n.func.value for s in statement.body for n in ast.walk(s) if isinstance(n, ast.Call) and not isinstance(n.func.value, ast.Call)]
+    known = {**frame.f_globals, **frame.f_locals}
+    found = [_computed(frame, owner) for owner in owners if {n.id for n in ast.walk(owner) if isinstance(n, ast.Name)} <= known.keys()]
+    return all(isinstance(value, Tensor) or value is torch or value is F for value in found)
 
 
 def _are_alike(before: Any, after: Any) -> bool:

@@ -17,8 +17,8 @@ from autoshard.base.graph import Op, Ref, map_args
 from autoshard.program.tracing.tape import Tape, is_random
 
 ASKED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-MOST_SETTLED = 64
-"""Largest number of elements of a buffer that counts as a setting."""
+SMALL = 64
+"""Largest number of elements of a buffer that is looked at."""
 LARGEST = 1 << 26
 """Largest number of elements of a value that is computed while tracing."""
 
@@ -26,11 +26,13 @@ LARGEST = 1 << 26
 @dataclass(eq=False)
 class Constants:
     """Answers reads of data during a trace. `otherwise` is called where the data depends on parameters, inputs or random numbers. `buffers`:
-    those of the model whose values are as fixed as its attributes (`settled_buffers`); `assumed`: which of them were looked at."""
+    those of the model that may be looked at (`small_buffers`), while they are `as_stored`; `assumed`: which of them were, whose values the
+    program must find again."""
 
     tape: Tape
     otherwise: Callable[[Any, Any], Any] | None = None
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    as_stored: Callable[[str], bool] = lambda name: True
     assumed: set[str] = field(default_factory=set)
     _read: int = 0
     _makers: dict[str, Op] = field(default_factory=dict)
@@ -41,8 +43,11 @@ class Constants:
         refs = [self.tape.find(a) for a in args]
         self._look_at_new_ops()
         if op in ASKED and all(ref is not None and ref.op in self._makers for ref in refs):
+            wanted = self._needed({r.op for r in refs})
+            if not all(self._may_read(name) for name in self._of_model(wanted)):
+                return NotImplemented if self.otherwise is None else self.otherwise(op, args)
             with _torch.no_modes(), torch.no_grad():
-                self._compute({r.op for r in refs})
+                self._compute(wanted)
                 return op(*(self._values[r.op][r.index] for r in refs))
         return NotImplemented if self.otherwise is None else self.otherwise(op, args)
 
@@ -69,28 +74,37 @@ class Constants:
         plain = isinstance(op.target, torch._ops.OpOverload) and not is_random(op.target) and "empty" not in str(op.target)
         return op.kind == "call" and small and plain and all(r.op in self._makers for r in op.refs)
 
-    def _compute(self, wanted: set[str]) -> None:
-        """Compute the wanted values and the values they depend on, in program order."""
+    def _needed(self, names: set[str]) -> set[str]:
+        """The ops `names` and those that they depend on."""
         for op in reversed(tuple(self._makers.values())):
-            if op.name in wanted and op.name not in self._values:
-                wanted |= {r.op for r in op.refs}
+            if op.name in names:
+                names |= {r.op for r in op.refs}
+        return names
+
+    def _of_model(self, names: set[str]) -> list[str]:
+        """The model's buffers among the ops `names`."""
+        return [op.target for op in map(self._makers.__getitem__, names) if op.kind == "buffer" and op.target in self.buffers]
+
+    def _may_read(self, name: str) -> bool:
+        """Whether a buffer of the model is as it was stored, and can still be compared with that: the program does so at the end of the forward."""
+        return self.as_stored(name) and (name in self.assumed or self.tape.phase == "forward")
+
+    def _compute(self, wanted: set[str]) -> None:
+        """Compute the wanted values, in program order."""
+        self.assumed.update(self._of_model(wanted))
         for op in [op for op in self._makers.values() if op.name in wanted and op.name not in self._values]:
-            made = self._stored(op.target) if op.kind == "buffer" else op.target(
+            made = self.stored(op.target) if op.kind == "buffer" else op.target(
                 *map_args(self._value, op.args), **{k: map_args(self._value, v) for k, v in op.kwargs})
             self._values[op.name] = tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
-    def _stored(self, name: str) -> torch.Tensor:
-        if name in self.buffers:
-            self.assumed.add(name)
-            return self.buffers[name]
-        return self.tape.constants[name]
+    def stored(self, name: str) -> torch.Tensor:
+        """The value of a buffer of the model, or of a constant of the trace."""
+        return self.buffers[name].cpu() if name in self.buffers else self.tape.constants[name]
 
     def _value(self, leaf: Any) -> Any:
         return self._values[leaf.op][leaf.index] if isinstance(leaf, Ref) else leaf
 
 
-def settled_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers of integers that are no part of the state: numbers that a module keeps as tensors (a convolution's stride), not data."""
-    state = {f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._non_persistent_buffers_set}
-    return {name: b.detach() for name, b in model.named_buffers() if name in state and type(b) in (torch.Tensor, nn.Buffer) and not b.is_meta
-            and b.numel() <= MOST_SETTLED and not b.is_floating_point() and not b.is_complex()}
+def small_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that may be settings (the stride of a convolution, a probability), not data: few numbers, and they are at hand."""
+    return {name: b.detach() for name, b in model.named_buffers() if type(b) in (torch.Tensor, nn.Buffer) and not b.is_meta and b.numel() <= SMALL}

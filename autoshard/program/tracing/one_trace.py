@@ -41,7 +41,7 @@ from autoshard.program.reads.data_reads import DataReads
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
-from autoshard.program.tracing.known_values import Constants, settled_buffers
+from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
 from autoshard.program.tracing.survey import Answers, Survey, short, user_errors
@@ -72,11 +72,12 @@ class OneTrace:
         if any_size is not None:
             any_size.make_symbol(self.recorder)
         if survey is not None:
-            self.tape.on_problem = lambda text: survey.add(text, self.tape.module)
+            self.tape.on_problem = survey.add
             answers = Answers(note=self._note_data)
-        self.constants = Constants(self.tape, answers, settled_buffers(model))
+        self.constants = Constants(self.tape, answers, small_buffers(model), lambda name: not _torch.was_mutated(self.stored[name]))
         self.recorder.answer = self.constants if any_size is None else None  # they are values at one size
-        self.reads = DataReads(self.tape, self.constants.strictly)
+        self.reads = DataReads(self.tape, self.constants)
+        self.recorder.on_data_check = self.reads.note_all
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
         self.params = dict(model.named_parameters())
@@ -212,9 +213,8 @@ class OneTrace:
                 users.append(value)
             else:
                 leaves.append(self._plain(value))
-        carrier = min(range(len(users)), key=lambda i: users[i].numel(), default=None) if self.reads.checks else None
-        for i, value in enumerate(users):
-            self._output(Output(Role.USER, i), self.reads.guarded(value) if i == carrier else value)
+        for i, value in enumerate(self.reads.guarded(users, self.stored)):
+            self._output(Output(Role.USER, i), value)
         return users, tuple(leaves), spec, _differentiable(out, users, leaves)
 
     def _plain(self, value: Any) -> Any:
@@ -245,7 +245,8 @@ class OneTrace:
                     self.tape.refuse(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
                                      f"{tuple(now.shape)}; keep its shape")
                 if name in self.constants.assumed:
-                    self.tape.refuse(f"the model writes buffer {name!r}, whose value decided what it does; keep that number outside of tensors")
+                    self.tape.refuse(f"the model writes buffer {name!r}, whose value decides what it does, so it is not one graph; choose by "
+                                     "torch.where, or keep that number outside of tensors", name.rpartition(".")[0])
                 with torch.no_grad():
                     self._output(Output(Role.MUTATION, name), now.to(stored.dtype))
 
