@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # taken from here by others
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _functional_collectives
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE  # noqa: F401  (where fully_shard() keeps its state)
 from torch.distributed.device_mesh import DeviceMesh
@@ -244,6 +245,12 @@ def convert(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tens
 def no_autocast() -> Any:
     """Backward runs outside the user's autocast context."""
     return torch._C._DisableAutocast()
+
+
+def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """What `torch.autograd.grad` gives, with None for unused inputs. That function is itself announced to torch function modes, and a mode is off
+    while it handles a call: what a checkpoint recomputes would run without them."""
+    return _engine_run_backward(tuple(outputs), tuple(tangents), False, False, tuple(inputs), True, accumulate_grad=False)
 
 
 def sequence_number() -> int:

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 Place = tuple[int | None, int | None, int | None, int | None]
@@ -100,22 +100,39 @@ class _Items(ast.NodeTransformer):
 def condition_of(frame: FrameType, is_item: bool) -> Condition | None:
     """The condition that decides on what `frame` reads now: as its truth value, or by `.item()` inside of it. None where there is none,
     or no source."""
-    place = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    if place[0] is None or frame.f_code.co_name.startswith("<"):
+    place = _place_read(frame.f_code, frame.f_lasti, is_item)
+    if place is None or None in place or frame.f_code.co_name.startswith("<"):
         return None
     for statement, test in _statements(frame.f_code.co_filename):
         if _covers(test, place):
             path, part = _path_to(test, place)
-            return Condition(statement, part, path) if is_item or (_place(part) == place and _is_truth(part, frame)) else None
+            return Condition(statement, part, path) if is_item or _place(part) == place and not _is_chain(part) else None
     return None
 
 
-def _is_truth(part: ast.expr, frame: FrameType) -> bool:
-    """Whether the frame looks at the truth of the value of `part`: `in`, `max` and chained comparisons look at others."""
-    if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id == "bool":
-        return len(part.args) == 1
-    chained = isinstance(part, ast.Compare) and len(part.ops) > 1
-    return not chained and any(word in dis.opname[frame.f_code.co_code[frame.f_lasti]] for word in ("JUMP", "TO_BOOL", "UNARY_NOT"))
+def _place_read(code: CodeType, at: int, is_item: bool) -> Place | None:
+    """Where the expression stands whose truth is looked at by the instruction `at`, or the call of `.item()` that this is. None where something else
+    looks (`in`, `max`). The instruction that tests a truth may have the place of another expression; the one before it made the value."""
+    found = _instructions(code)
+    now = next((i for i, one in enumerate(found) if one.offset == at), 0)
+    if any(word in found[now].opname for word in ("JUMP", "TO_BOOL", "UNARY_NOT")):
+        return found[max(now - 1, 0)].positions
+    return found[now].positions if is_item or found[now].opname.startswith("CALL") and _names_bool(code, found[now].positions) else None
+
+
+@lru_cache(maxsize=64)
+def _instructions(code: CodeType) -> Sequence[dis.Instruction]:
+    return tuple(dis.get_instructions(code))
+
+
+def _names_bool(code: CodeType, place: Place) -> bool:
+    """Whether `bool(...)` stands there."""
+    return place[0] is not None and linecache.getline(code.co_filename, place[0]).encode()[place[2]:].startswith(b"bool(")
+
+
+def _is_chain(part: ast.expr) -> bool:
+    """Whether it looks at several truths."""
+    return isinstance(part, ast.Compare) and len(part.ops) > 1
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard import _torch
 from autoshard.base.checked import CHECKED
-from autoshard.errors import AutoshardError
 from autoshard.program.reads.conditions import Condition, condition_of
 from autoshard.program.tracing.known_values import Constants
 from autoshard.program.tracing.survey import user_line
@@ -34,6 +33,9 @@ from autoshard.program.tracing.tape import Tape, checkpoint_around, describe, is
 READS = (Tensor.__bool__, Tensor.item)
 NUMBERS = (0, 1, -1, 2, 10 ** 9, -10 ** 9)
 """What a read may answer inside of a comparison: one of them makes it hold, or fail, as wanted."""
+
+FAILS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""What the user's code may raise. (A checkpoint ends its recomputation with an exception of another kind.)"""
 
 UNBOUND = object()
 """Stands for a local name without a value."""
@@ -67,9 +69,7 @@ class DataReads(TorchFunctionMode):
         found = condition_of(frame, is_item) if is_user_file(frame.f_code.co_filename) else None
         try:
             return None if found is None else self._of_condition(frame, found, value, is_item)
-        except AutoshardError:
-            raise
-        except Exception:  # the code of a branch or condition does not run by itself: it is refused as a read of data
+        except FAILS:  # the code of a branch or condition does not run by itself: it is refused as a read of data
             return None
 
     def _of_condition(self, frame: FrameType, found: Condition, value: Tensor, is_item: bool) -> Any:

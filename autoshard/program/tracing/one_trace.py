@@ -274,7 +274,7 @@ class OneTrace:
             raise TraceError("nothing to differentiate: no output depends on a trainable parameter; "
                              "pass training=False, or set requires_grad on the parameters to train")
         with user_errors("backward"), _torch.no_autocast():
-            grads = torch.autograd.grad([users[i] for i in wanted], list(sources.values()), tangents, allow_unused=True)
+            grads = _torch.gradients([users[i] for i in wanted], list(sources.values()), tangents)
         if all(g is None for g in grads) and trained and not self._goes_on:
             raise TraceError("no trainable parameter receives a gradient; do not detach the loss from the parameters")
         for (name, t), g in zip(sources.items(), grads, strict=True):

@@ -313,8 +313,8 @@ LINALG = (
 )
 
 CHECKS = (
-    sample(CHECKED, T(8, 6), [Fixed(torch.tensor(True)), Fixed(torch.tensor(True))], ["one", "two"]),
-    sample(CHECKED, T(), [Fixed(torch.tensor(True))], ["one"]),
+    sample(CHECKED, T(8, 6), (Fixed(torch.tensor(True)), Fixed(torch.tensor(True))), ("one", "two")),
+    sample(CHECKED, T(), (Fixed(torch.tensor(True)),), ("one",)),
 )
 
 SPECIAL: tuple[Sample, ...] = CHECKS + EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX + GROUPED + LINALG

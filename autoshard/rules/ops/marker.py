@@ -29,10 +29,6 @@ def _rows(call: Call) -> tuple[Row, ...]:
     return (*SAME.rows(call), *(Row((p,), (p,)) for p in given if is_partial(p)))
 
 
-def _checked_line(call: Call) -> str:
-    return "..." + ", " * (len(call.inputs) - 1) + " -> ..."
-
-
-RULES = {CHECKED: rule(_checked_line, family=Family.COPY)}
+RULES = {CHECKED: rule("..., -> ...", family=Family.COPY)}
 BY_NAME = {"autoshard.annotate.default": replace(SAME, rows=_rows), HOLD: SAME,
            ACCUMULATE: rule("... -> ...", partial="each", local=_same)}
