@@ -129,9 +129,9 @@ def odd_sizes(values: Any) -> set[str]:
     for name, value in values.items() if isinstance(values, Mapping) else ():
         if isinstance(value, Mapping):
             found |= odd_sizes(value)
-        elif "vocab_size" in name and value == ODD_VOCABULARY:
+        elif "vocab_size" in str(name) and value == ODD_VOCABULARY:
             found.add("vocabulary")
-        elif name.endswith(("heads", "n_head", "num_head")) and value == ODD_HEADS:
+        elif str(name).endswith(("heads", "n_head", "num_head")) and value == ODD_HEADS:
             found.add("heads")
     return found
 
