@@ -69,6 +69,13 @@ def test_a_masked_write_needs_no_look_at_the_mask(shift):
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("shift", [0.0, -1.0])
+def test_a_write_by_a_mask_has_a_gradient(shift):
+    torch.manual_seed(0)
+    report = autoshard.verify(models.Body(models.writes_by_mask), "d=4", (torch.rand(8, 8) + shift,), plans=("split", "random:0"))
+    assert report.ok, str(report)
+
+
 def test_a_buffer_that_is_read_must_stay_as_it_is():
     model, x = models.Body(models.reads_a_buffer), torch.rand(4, 8)
     traced, state = trace(model, (x,)), state_of(model)

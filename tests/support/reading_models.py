@@ -166,3 +166,11 @@ class ChecksGradient(torch.autograd.Function):
 
 def checks_gradient(m, x):
     return ChecksGradient.apply(m.linear(x))
+
+
+def writes_by_mask(m, x):
+    h, mask = m.linear(x), x[:, 0] > 0.5
+    h[mask] = m.linear.bias * 2
+    h[h > 1] = m.linear.weight[0, 0]
+    h[x[:, 1] > 0.9] = m.linear.weight[:1]
+    return h

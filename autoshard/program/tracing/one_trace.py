@@ -38,6 +38,7 @@ from autoshard.program.binding import Binding
 from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain
 from autoshard.program.reads.data_reads import DataReads
+from autoshard.program.reads.masked_writes import MaskedWrites
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
@@ -66,17 +67,16 @@ class OneTrace:
         self.binding = Binding.of(model, loss_fn)
         self.flat, self.in_spec = pytree.tree_flatten(self.binding.arguments(args, kwargs))  # as `flatten` has it, and checked
         self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
-        self.tape = Tape()
-        self.any_size = any_size
+        self.tape, self.any_size = Tape(), any_size
         self.recorder = _torch.Recorder(self.tape.on_op, any_size and any_size.begin())
         if any_size is not None:
             any_size.make_symbol(self.recorder)
         if survey is not None:
             self.tape.on_problem = survey.add
             answers = Answers(note=self._note_data)
-        self.constants = Constants(self.tape, answers, small_buffers(model), lambda name: not _torch.was_mutated(self.stored[name]))
-        self.recorder.answer = self.constants if any_size is None else None  # they are values at one size
-        self.reads = DataReads(self.tape, self.constants)
+        constants = Constants(self.tape, answers, small_buffers(model), lambda name: not _torch.was_mutated(self.stored[name]))
+        self.recorder.answer = constants if any_size is None else None  # they are values at one size
+        self.reads = DataReads(self.tape, constants)
         self.recorder.on_data_check = self.reads.note_all
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
@@ -87,8 +87,8 @@ class OneTrace:
 
     def traced(self) -> Traced:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
-              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS), EqualHeads(),
-              self.reads):
+              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
+              EqualHeads(), MaskedWrites(), self.reads):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
@@ -244,7 +244,7 @@ class OneTrace:
                 if now.shape != stored.shape:
                     self.tape.refuse(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
                                      f"{tuple(now.shape)}; keep its shape")
-                if name in self.constants.assumed:
+                if name in self.reads.constants.assumed:
                     self.tape.refuse(f"the model writes buffer {name!r}, whose value decides what it does, so it is not one graph; choose by "
                                      "torch.where, or keep that number outside of tensors", name.rpartition(".")[0])
                 with torch.no_grad():
