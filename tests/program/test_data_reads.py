@@ -14,7 +14,8 @@ from autoshard.program.trace import trace
 from autoshard.rules import registry
 
 CHECKS = ("raises", "raises_by_item", "asserts", "asserts_both", "asks_torch", "asks_torch_of_all", "asserts_async", "as_bool", "in_checkpoint")
-REFUSED = ("other_branch", "other_clamp", "has_an_else", "only_both", "of_another_shape", "does_more", "checks_gradient")
+REFUSED = ("other_branch", "other_clamp", "has_an_else", "only_both", "of_another_shape", "does_more", "checks_gradient", "fills_a_dict",
+           "fills_by_numbers")
 
 
 def state_of(model):

@@ -174,3 +174,17 @@ def writes_by_mask(m, x):
     h[h > 1] = m.linear.weight[0, 0]
     h[x[:, 1] > 0.9] = m.linear.weight[:1]
     return h
+
+
+def fills_a_dict(m, x):
+    h, mask, d = m.linear(x), x > 0.5, {}
+    if mask.any():
+        d[mask] = h
+    return h * 2 if d else h
+
+
+def fills_by_numbers(m, x):
+    h, mask = m.linear(x), (x[0] > 2).long()
+    if mask.any():
+        h[mask] = m.kept[0]
+    return h

@@ -63,14 +63,14 @@ class Condition:
         return tuple(dict.fromkeys(s.targets[0].id for s in self.statement.body))
 
     @property
-    def fills(self) -> str:
-        """The local name of the mask in `if mask.any(): x[mask] = value`, which does nothing where the mask is empty; else ""."""
+    def fills(self) -> tuple[str, ...]:
+        """The local names of the mask, and of all x, in `if mask.any(): x[mask] = value`, which does nothing where the mask is empty; else ()."""
         test = self.statement.test if isinstance(self.statement, ast.If) and not self.statement.orelse else None
         if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and test.func.attr == "any" and not test.args
                 and not test.keywords and isinstance(test.func.value, ast.Name)):
-            return ""
-        mask = test.func.value.id
-        return mask if all(_is_fill(s, mask) for s in self.statement.body) else ""
+            return ()
+        mask, body = test.func.value.id, self.statement.body
+        return (mask, *(s.targets[0].value.id for s in body)) if all(_is_fill(s, mask) for s in body) else ()
 
     def as_tensor(self, put: ast.expr | None = None) -> ast.expr | None:
         """The part with the tensor that `.item()` is called on in its place, or with `put`; None where the part cannot be computed again."""

@@ -76,8 +76,8 @@ class DataReads(TorchFunctionMode):
         if found.raises is not None:
             return self._checked(frame, found, value, is_item)
         if found.fills:
-            mask = frame.f_locals.get(found.fills)
-            return True if isinstance(mask, Tensor) and mask.dtype is torch.bool else None
+            mask, *written = (frame.f_locals.get(name) for name in found.fills)
+            return True if all(isinstance(t, Tensor) for t in (mask, *written)) and mask.dtype is torch.bool else None
         return self._clamped(frame, found, value) if found.clamped and found.decides and not is_item else None
 
     def note(self, truth: Tensor, text: str) -> None:
