@@ -41,8 +41,7 @@ class Recorder(FakeTensorMode):
 
     Sits below functionalization and autograd, so it sees what a device would run and nothing in place.
     Ops that fake tensors run internally to find a shape are not reported. `answer(op, args)` may make up the result of
-    an op that has none without data; `on_check(info)` hears of a check that raises unless all of `info` are 0, `on_data_check(truth)` of one that
-    raises unless all of `truth` hold; `on_higher_order(name)`
+    an op that has none without data; `on_check(info)` hears of a check that raises unless all of `info` are 0; `on_higher_order(name)`
     of ops that take functions."""
 
     def __init__(self, on_op: Callable[..., None], shape_env: Any = None) -> None:
@@ -51,7 +50,6 @@ class Recorder(FakeTensorMode):
         self.recording = False
         self.answer: Callable[[Any, Any], Any] | None = None
         self.on_check: Callable[[torch.Tensor], None] | None = None
-        self.on_data_check: Callable[[torch.Tensor], None] | None = None
         self.on_higher_order: Callable[[str], None] | None = None
         self._depth = 0
 
@@ -112,7 +110,7 @@ def functional_tracing(recorder: Recorder, mode: str) -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)  # then an LSTM is matmuls and pointwise ops; its fused op cannot be split
     try:
         # a submodule under torch.compile runs as the Python it wraps
-        with (torch.compiler.set_stance("force_eager"), _data_checks_told(recorder), _checks_without_effect(), _higher_order_told(recorder),
+        with (torch.compiler.set_stance("force_eager"), _checks_without_effect(), _higher_order_told(recorder),
               enable_python_dispatcher(), recorder, FunctionalTensorMode()):
             yield
     finally:
@@ -120,25 +118,6 @@ def functional_tracing(recorder: Recorder, mode: str) -> Iterator[None]:
         log.disabled = silent
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
         torch.clear_autocast_cache()  # it may hold fake casts, keyed by addresses that will be reused
-
-
-@contextlib.contextmanager
-def _data_checks_told(recorder: Recorder) -> Iterator[None]:
-    """`torch._check_tensor_all` and its like check values, which a trace does not have: the recorder hears of them instead."""
-    def told(*args: Any, **kwargs: Any) -> None:
-        truth = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
-        if truth is not None and recorder.recording and recorder.on_data_check is not None:
-            recorder.on_data_check(truth)
-
-    names = [n for n in vars(torch) if n.startswith("_check_tensor_all")]
-    kept = {name: getattr(torch, name) for name in names}
-    for name in names:
-        setattr(torch, name, told)
-    try:
-        yield
-    finally:
-        for name, check in kept.items():
-            setattr(torch, name, check)
 
 
 @contextlib.contextmanager

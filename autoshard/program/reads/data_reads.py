@@ -49,6 +49,7 @@ class DataReads(TorchFunctionMode):
         super().__init__()
         self.tape, self.constants = tape, constants
         self.checks: list[tuple[Tensor, str]] = []
+        self._kept: dict[str, Any] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch._assert_async:
@@ -88,10 +89,23 @@ class DataReads(TorchFunctionMode):
         elif checkpoint_around(sys._getframe())[0] is None:
             self.tape.refuse(f"the backward pass checks data\n  at {text}\n  check it in the forward pass")
 
-    def note_all(self, truth: Tensor) -> None:
-        """What `torch._check_tensor_all` and its like are called with. Libraries wrap them, so the line around the call is told too."""
+    def __enter__(self) -> DataReads:
+        """`torch._check_tensor_all` and its like, which are Python and look at data, note what they are called with."""
+        self._kept = {name: check for name, check in vars(torch).items() if name.startswith("_check_tensor_all")}
+        for name in self._kept:
+            setattr(torch, name, self._note_all)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name, check in self._kept.items():
+            setattr(torch, name, check)
+
+    def _note_all(self, *args: Any, **kwargs: Any) -> None:
+        """Libraries wrap these functions, so the line around the call is told too."""
         lines = [describe(frame.f_code, frame.f_lineno) for frame in islice(user_frames(sys._getframe(1)), 2)]
-        self.note(truth, " < ".join(lines))
+        self.note(next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), " < ".join(lines))
 
     def _checked(self, frame: FrameType, found: Condition, value: Tensor, is_item: bool) -> Any:
         """What lets the statement pass; its condition is noted."""

@@ -77,7 +77,6 @@ class OneTrace:
         constants = Constants(self.tape, answers, small_buffers(model), lambda name: not _torch.was_mutated(self.stored[name]))
         self.recorder.answer = constants if any_size is None else None  # they are values at one size
         self.reads = DataReads(self.tape, constants)
-        self.recorder.on_data_check = self.reads.note_all
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
         self.params = dict(model.named_parameters())
