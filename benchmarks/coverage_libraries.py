@@ -51,8 +51,6 @@ def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]
         return found | {"why": short(e)}
     model = shortened(without_noise(model), inputs)
     result = examined(_Called(model, {}, library, own_loss=False, positional=inputs), found, meshes, plans)
-    if "can't allocate memory" in result["why"]:
-        result["stage"] = "limit"  # of this run, not of the planner
     return {k: result[k] for k in KEPT if k in result}
 
 

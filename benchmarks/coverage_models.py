@@ -92,7 +92,8 @@ def examined(example: Example, found: dict[str, Any], meshes: Sequence[str], pla
         found["meshes"][mesh] = verified(example, mesh, plans)
     outcomes = [m["outcome"] for m in found["meshes"].values()]
     found["stage"] = next((s for s in ("wrong", "other", "failed") if s in outcomes), "verified")
-    return found | {"why": next((m["why"] for m in found["meshes"].values() if m["why"]), "")}
+    found["why"] = next((m["why"] for m in found["meshes"].values() if m["why"]), "")
+    return found | ({"stage": "limit"} if "can't allocate memory" in found["why"] else {})  # of this run, not of the planner
 
 
 def described(candidate: Candidate, example: Example) -> dict[str, Any]:
