@@ -42,14 +42,13 @@ class Constants:
         """The number or truth value that `op` reads, or NotImplemented."""
         refs = [self.tape.find(a) for a in args]
         self._look_at_new_ops()
-        if op in ASKED and all(ref is not None and ref.op in self._makers for ref in refs):
-            wanted = self._needed({r.op for r in refs})
-            if not all(self._may_read(name) for name in self._of_model(wanted)):
-                return NotImplemented if self.otherwise is None else self.otherwise(op, args)
-            with _torch.no_modes(), torch.no_grad():
-                self._compute(wanted)
-                return op(*(self._values[r.op][r.index] for r in refs))
-        return NotImplemented if self.otherwise is None else self.otherwise(op, args)
+        known = op in ASKED and all(ref is not None and ref.op in self._makers for ref in refs)
+        wanted = self._needed({r.op for r in refs}) if known else set()
+        if not known or not all(self._may_read(name) for name in self._of_model(wanted)):
+            return NotImplemented if self.otherwise is None else self.otherwise(op, args)
+        with _torch.no_modes(), torch.no_grad():
+            self._compute(wanted)
+            return op(*(self._values[r.op][r.index] for r in refs))
 
     @contextmanager
     def strictly(self) -> Iterator[None]:
