@@ -137,7 +137,8 @@ class DataReads(TorchFunctionMode):
     def guarded(self, users: Sequence[Tensor], stored: Mapping[str, Tensor]) -> list[Tensor]:
         """What the model returns, the smallest tensor only if all checks hold. `stored`: the values of buffers in the graph."""
         for name in sorted(self.constants.assumed):
-            value = self.constants.stored(name)
+            with _torch.no_modes():
+                value = self.constants.stored(name)
             with torch.no_grad():
                 self.note(stored[name] == value, f"the buffer {name!r} is {value.tolist()}, as it was when the program was made; "
                                                  "call autoshard again after it has changed")
