@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # taken from here by others
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _functional_collectives
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE  # noqa: F401  (where fully_shard() keeps its state)
 from torch.distributed.device_mesh import DeviceMesh
@@ -109,7 +110,7 @@ def functional_tracing(recorder: Recorder, mode: str) -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)  # then an LSTM is matmuls and pointwise ops; its fused op cannot be split
     try:
         # a submodule under torch.compile runs as the Python it wraps
-        with (torch.compiler.set_stance("force_eager"), _no_data_checks(), _checks_without_effect(), _higher_order_told(recorder),
+        with (torch.compiler.set_stance("force_eager"), _checks_without_effect(), _higher_order_told(recorder),
               enable_python_dispatcher(), recorder, FunctionalTensorMode()):
             yield
     finally:
@@ -117,20 +118,6 @@ def functional_tracing(recorder: Recorder, mode: str) -> Iterator[None]:
         log.disabled = silent
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
         torch.clear_autocast_cache()  # it may hold fake casts, keyed by addresses that will be reused
-
-
-@contextlib.contextmanager
-def _no_data_checks() -> Iterator[None]:
-    """`torch._check_tensor_all` and its like check values, which a trace does not have: they say yes meanwhile."""
-    names = [n for n in vars(torch) if n.startswith("_check_tensor_all")]
-    kept = {name: getattr(torch, name) for name in names}
-    for name in names:
-        setattr(torch, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        for name, check in kept.items():
-            setattr(torch, name, check)
 
 
 @contextlib.contextmanager
@@ -237,6 +224,12 @@ def convert(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tens
 def no_autocast() -> Any:
     """Backward runs outside the user's autocast context."""
     return torch._C._DisableAutocast()
+
+
+def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """What `torch.autograd.grad` gives, with None for unused inputs. That function is itself announced to torch function modes, and a mode is off
+    while it handles a call: what a checkpoint recomputes would run without them."""
+    return _engine_run_backward(tuple(outputs), tuple(tangents), False, False, tuple(inputs), True, accumulate_grad=False)
 
 
 def sequence_number() -> int:

@@ -57,6 +57,10 @@ class PlanError(UsageError):
     """A plan that is malformed or was made for another model, mesh or version."""
 
 
+class CheckError(AutoshardError):
+    """A check of data that the model itself makes does not hold for the values of this call."""
+
+
 class CapacityError(AutoshardError):
     """More rows of tokens go to the experts of a rank than it has room for."""
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
-from coverage_models import PLANS, ROOT, examined, run_all, shuffled, warm_up  # noqa: E402
+from coverage_models import PLANS, ROOT, commit, examined, run_all, shuffled, warm_up  # noqa: E402
 from zoo.build import Example, short  # noqa: E402
 from zoo.libraries import libraries  # noqa: E402
 from zoo.page import STAGES, table  # noqa: E402
@@ -52,8 +51,6 @@ def examine(name: str, library: str, meshes: Sequence[str], plans: Sequence[str]
         return found | {"why": short(e)}
     model = shortened(without_noise(model), inputs)
     result = examined(_Called(model, {}, library, own_loss=False, positional=inputs), found, meshes, plans)
-    if "can't allocate memory" in result["why"]:
-        result["stage"] = "limit"  # of this run, not of the planner
     return {k: result[k] for k in KEPT if k in result}
 
 
@@ -111,10 +108,6 @@ def _here(why: str) -> str:
     return re.sub(r"\S*/(?=(torchvision|timm|diffusers)/)", "", why)
 
 
-def _commit() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip() or "unknown"
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Models of timm, torchvision and diffusers: traced, planned, verified.")
     parser.add_argument("--library", action="append", choices=tuple(libraries()), help="default: all three")
@@ -144,7 +137,7 @@ def main() -> int:
     todo = [(name, library) for library in options.library or libraries()
             for name in chosen(libraries()[library](), options.models) if options.models or (library, name) not in done]
     warm_up()
-    today = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": _commit()}
+    today = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit()}
     facts = {library: {"library": library, "of": len(libraries()[library]()), **today} for library in {library for _, library in todo}}
     return run_all(((facts[library], (name, library, options.mesh or MESHES, PLANS)) for name, library in todo), options, examine)
 

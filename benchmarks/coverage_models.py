@@ -3,10 +3,12 @@
     python benchmarks/coverage_models.py                            # all families: hours on 2 cores; may be interrupted
     python benchmarks/coverage_models.py --families llama,bert,vit  # some
     python benchmarks/coverage_models.py --minutes 30 --every 3     # a third of them, for half an hour
+    python benchmarks/coverage_models.py --odd --minutes 30         # with a vocabulary of 251 and 6 heads, which 4 ranks do not divide
     python benchmarks/coverage_models.py --table docs/coverage.md   # no run: write the page from the results so far
 
-Each family runs in a process of its own with limits on time and memory, and adds one JSON line to --results; families that
-have one are skipped. A family is built by the first of its heads and size schemes that runs one training step by itself
+Each family runs in a process of its own with limits on time and memory, and adds one JSON line to zoo/families.jsonl (zoo/families-odd.jsonl), with its
+date and commit; the latest line of a family counts, and families that have one are skipped unless they are named. With --fallback a family that the
+trace refuses is tried with fallback="replicate" too, which is told apart and not counted. A family is built by the first of its heads and size schemes that runs one training step by itself
 (see zoo/). The plans are made for a device so slow that splitting always pays (a plan of a tiny model on a real device
 replicates everything, and so tests nothing), and random ones; `autoshard.verify` runs them with all ranks in one process and
 compares the loss, the outputs, every gradient and every updated weight with the model's own. Exit code 1 when one is wrong.
@@ -22,7 +24,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from zoo.build import UNCLEAR, CannotBuild, Example, build, reason, short, traced_variant  # noqa: E402
 from zoo.families import Candidate, candidates, families  # noqa: E402
 from zoo.page import write  # noqa: E402
+from zoo.shrink import ODD, SCHEMES, odd_sizes  # noqa: E402
 
 from autoshard.errors import AutoshardError  # noqa: E402
 from autoshard.verification.check import verify  # noqa: E402
@@ -45,24 +48,31 @@ MESHES = ("d=4", "dp=2,tp=2")
 PLANS = ("split",)
 MOST_HEADS = 4
 """Heads of a family to try before giving up."""
+RESULTS, ODD_RESULTS = (ROOT / "benchmarks" / "zoo" / name for name in ("families.jsonl", "families-odd.jsonl"))
+KEPT = ("family", "stage", "why", "clear", "class", "sizes", "odd", "own_loss", "loss_refused", "inputs", "ops", "meshes", "whole")
+"""Of what is known of a family, that which its line says."""
 
 
-def examine(family: str, types: Sequence[str], meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
-    """Everything about one family as data; `stage` says how far it came."""
+def examine(family: str, types: Sequence[str], meshes: Sequence[str], plans: Sequence[str], ways: Collection[str] = ()) -> dict[str, Any]:
+    """What is known of one family as data; `stage` says how far it came. `ways`: which of the options --odd, --fallback and --targets are given."""
     found: dict[str, Any] = {"family": family, "stage": "no model", "why": ""}
     example = None
     for candidate in candidates(tuple(types))[:MOST_HEADS]:
         try:
-            example = build(candidate)
+            example = build(candidate, ODD if "odd" in ways else SCHEMES)
         except CannotBuild as e:
             found["why"] = found["why"] or f"{candidate.class_name}: {e}"
             continue
         found |= described(candidate, example)
         break
     if example is None:
-        found["why"] = found["why"] or "transformers has a config for it and no model class"
-        return found
-    return found | examined(example, found, meshes, plans)
+        return found | {"why": found["why"] or "transformers has a config for it and no model class"}
+    if "odd" in ways and not found["odd"]:
+        return {"family": family, "stage": "no model", "why": "its config has neither a vocabulary nor heads to change"}
+    found |= examined(example, found, meshes, plans)
+    if found["stage"] == "built" and "fallback" in ways:
+        found["whole"] = {mesh: verified(example, mesh, plans, fallback="replicate") for mesh in meshes}
+    return {k: found[k] for k in (*KEPT, *({"targets"} & set(ways))) if k in found}
 
 
 def examined(example: Example, found: dict[str, Any], meshes: Sequence[str], plans: Sequence[str]) -> dict[str, Any]:
@@ -82,23 +92,24 @@ def examined(example: Example, found: dict[str, Any], meshes: Sequence[str], pla
         found["meshes"][mesh] = verified(example, mesh, plans)
     outcomes = [m["outcome"] for m in found["meshes"].values()]
     found["stage"] = next((s for s in ("wrong", "other", "failed") if s in outcomes), "verified")
-    return found | {"why": next((m["why"] for m in found["meshes"].values() if m["why"]), "")}
+    found["why"] = next((m["why"] for m in found["meshes"].values() if m["why"]), "")
+    return found | ({"stage": "limit"} if "can't allocate memory" in found["why"] else {})  # of this run, not of the planner
 
 
 def described(candidate: Candidate, example: Example) -> dict[str, Any]:
     return {"class": candidate.class_name, "head": candidate.head, "config": candidate.model_type, "sizes": example.scheme,
-            "own_loss": example.own_loss, "parameters": sum(p.numel() for p in example.model.parameters()), "why": "", "inputs": shapes(example)}
+            "odd": sorted(odd_sizes(example.model.config.to_dict())), "own_loss": example.own_loss, "parameters": sum(p.numel() for p in example.model.parameters()), "why": "", "inputs": shapes(example)}
 
 
 def shapes(example: Example) -> dict[str, list[int]]:
     return {k: list(v.shape) for k, v in example.inputs.items() if isinstance(v, torch.Tensor)}
 
 
-def verified(example: Example, mesh: str, plans: Sequence[str]) -> dict[str, Any]:
+def verified(example: Example, mesh: str, plans: Sequence[str], fallback: str = "error") -> dict[str, Any]:
     """One training step on one mesh under every kind of plan."""
     try:
         report = verify(example.model, mesh, example.args, example.inputs, loss_fn=example.loss_fn, plans=plans,
-                        time_limit=10.0, optimizer="sgd")
+                        time_limit=10.0, optimizer="sgd", fallback=fallback)
     except Exception as e:
         return {"outcome": "failed", "why": reason(e), "clear": isinstance(e, AutoshardError)}
     checks = [c for p in report.plans for c in p.checks]
@@ -180,11 +191,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="start no family after this long")
     parser.add_argument("--time-limit", type=float, default=90.0, help="CPU seconds for one family (and ten times that of wall clock)")
     parser.add_argument("--memory", type=float, default=4.0, help="GiB for one family")
-    parser.add_argument("--results", type=Path, default=Path("coverage-models.jsonl"))
+    parser.add_argument("--odd", action="store_true", help="with a vocabulary of 251 and 6 heads, where a config has them")
+    parser.add_argument("--fallback", action="store_true", help="what the trace refuses may run whole; told apart")
+    parser.add_argument("--targets", action="store_true", help="note the ops of every graph, for coverage_ops.py --models")
+    parser.add_argument("--results", type=Path, help=f"a line for each run of a family; default: {RESULTS.name}, with --odd {ODD_RESULTS.name}")
     parser.add_argument("--again", help="run families whose line has this stage once more; 'failed' includes 'built'")
     parser.add_argument("--ops", type=Path, default=Path("coverage-ops.json"), help="for --table: what coverage_ops.py found")
     parser.add_argument("--table", type=Path, help="write this page from the results, and run nothing")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.results = options.results or (ODD_RESULTS if options.odd else RESULTS)
+    return options
 
 
 def earlier(path: Path) -> dict[str, dict[str, Any]]:
@@ -206,6 +222,10 @@ def todo(options: argparse.Namespace, known: Mapping[str, tuple[str, ...]]) -> I
     yield from ((f, known[f]) for f in wanted if f not in done or options.families)
 
 
+def commit() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip() or "unknown"
+
+
 def main() -> int:
     options = arguments()
     transformers.logging.set_verbosity_error()
@@ -213,12 +233,13 @@ def main() -> int:
     known = families()
     if options.table:
         ops = json.loads(options.ops.read_text()) if options.ops.exists() else None
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-        write(options.table, earlier(options.results), known, ops, commit or "unknown")
+        write(options.table, earlier(options.results), known, ops, commit(), earlier(ODD_RESULTS))
         return 0
     warm_up()
-    meshes, plans = options.mesh or MESHES, options.plans.split(",")
-    return run_all((({}, (family, types, meshes, plans)) for family, types in todo(options, known)), options, examine)
+    meshes, plans, facts = options.mesh or MESHES, options.plans.split(","), {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+    ways = [way for way in ("odd", "fallback", "targets") if getattr(options, way)]
+    jobs = ((facts, (family, types, meshes, plans, ways)) for family, types in todo(options, known))
+    return run_all(jobs, options, examine)
 
 
 if __name__ == "__main__":

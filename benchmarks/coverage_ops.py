@@ -8,7 +8,7 @@
 Every sample is traced like a model, forward and backward, so rules are tried on the calls they will meet. Each row of
 each distinct call is tried on one mesh axis of every size in --sizes that divides it, and pairs of rows on two axes:
 inputs are cut by the row, the op runs on every piece, outputs are put together and compared. Ops of the models in --models
-(what coverage_models.py found) that no sample reached are tried on the calls of such a model. Exit code 1 when a row is wrong.
+(what coverage_models.py --targets found) that no sample reached are tried on the calls of such a model. Exit code 1 when a row is wrong.
 """
 from __future__ import annotations
 

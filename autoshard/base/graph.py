@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from autoshard.base.checked import CHECKED
 from autoshard.base.roles import Role
 from autoshard.base.windows import ONCE, START
 
@@ -383,7 +384,8 @@ class Graph:
         """Hex digest over everything that decides numerics and costs; not over source lines."""
         h = hashlib.sha256()
         for op in self.ops:
-            h.update(repr((op.name, op.kind, str(op.target), op.args, op.kwargs, op.outputs, op.phase)).encode())
+            args = op.args[:2] if op.target is CHECKED else op.args  # without what it says, which names source lines
+            h.update(repr((op.name, op.kind, str(op.target), args, op.kwargs, op.outputs, op.phase)).encode())
         h.update(repr((self.training, self.in_tree, self.out_tree, self.tied)).encode())
         if parts := [(op.name, m.part_dims) for op in self.ops for m in op.outputs if m is not None and m.part_dims]:
             h.update(repr(parts).encode())

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from zoo.families import Candidate
 from zoo.inputs import labels, proposals
-from zoo.shrink import SCHEMES, small_config
+from zoo.shrink import SCHEMES, Scheme, small_config
 
 from autoshard.errors import AutoshardError
 from autoshard.program.calling import Traced
@@ -90,10 +90,10 @@ def mean_square(out: Any, target: torch.Tensor) -> torch.Tensor:
     return sum((t.float() - target).square().mean() for t in parts)
 
 
-def build(candidate: Candidate) -> Example:
+def build(candidate: Candidate, schemes: Sequence[Scheme] = SCHEMES) -> Example:
     """Raises CannotBuild with the first obstacle of the scheme that came furthest."""
     obstacles: list[tuple[int, str]] = []
-    for scheme in SCHEMES:
+    for scheme in schemes:
         try:
             return _build(candidate, scheme)
         except _Stopped as e:

@@ -16,22 +16,26 @@ STAGES = {"verified": "verified on all meshes", "wrong": "wrong numbers",
           "failed": "traced; refused when planned or run",
           "built": "built; refused by the trace", "no model": "no small model that trains by itself",
           "limit": "stopped by the limits on time or memory"}
+OPS, FAMILIES = "## Sharding rules against torch's op samples", "## Architecture families of transformers"
 TRIED = ("verified", "wrong", "other", "failed", "built")
 
 
-def write(path: Path, models: Results, known: Mapping[str, Any], ops: Mapping[str, Any] | None, commit: str) -> None:
-    """`models`: a result per family; `known`: all families; `ops`: what coverage_ops.py wrote, if it ran."""
+def write(path: Path, models: Results, known: Mapping[str, Any], ops: Mapping[str, Any] | None, commit: str, odd: Results | None = None) -> None:
+    """`models`: a result per family; `known`: all families; `ops`: what coverage_ops.py wrote, if it ran: else the page keeps what it says of ops;
+    `odd`: results with sizes that ranks do not divide."""
+    before = path.read_text().splitlines() if path.exists() else []
     lines = ["# Coverage", "",
              f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit}, torch {torch.__version__}, transformers "
              f"{transformers.__version__}. Written by `python benchmarks/coverage_models.py --table docs/coverage.md`.", "",
-             *op_section(ops, models), *model_section(models, known)]
+             *(op_section(ops, models) if ops or OPS not in before else before[before.index(OPS):before.index(FAMILIES)]),
+             *model_section(models, known), *odd_section(odd or {})]
     path.write_text("\n".join(lines) + "\n")
 
 
 # ---- ops
 
 def op_section(ops: Mapping[str, Any] | None, models: Results) -> list[str]:
-    head = ["## Sharding rules against torch's op samples", "",
+    head = [OPS, "",
             "`python benchmarks/coverage_ops.py` traces every sample of torch's `op_db` forward and backward, as it would a",
             "model, and tries each row of each distinct call on mesh axes of every size that divides it, and pairs of rows on two",
             "axes: inputs cut by the row (contiguous and not; Partial ones into random parts), the op run on every piece, outputs",
@@ -66,7 +70,7 @@ def model_section(models: Results, known: Mapping[str, Any]) -> list[str]:
     share = f", {counts['verified'] / tried:.0%} of them verified" if tried else ""
     unclear = sum(r.get("clear") is False or any(m.get("clear") is False for m in r.get("meshes", {}).values())
                   for r in models.values())
-    return ["## Architecture families of transformers", "",
+    return [FAMILIES, "", *runs(models), "",
             "A family is a folder of `transformers.models`. Each is built small and random from its config class (2 layers, width",
             "64 and the like), by the first of its heads on which one training step runs by itself; dropout is off. That step is",
             "traced, planned for a made-up device so slow that splitting always pays, and run with all ranks in one process;",
@@ -78,10 +82,44 @@ def model_section(models: Results, known: Mapping[str, Any]) -> list[str]:
             "or the mean square of its outputs where it has none or its own was refused.", "",
             *model_table(models, known), "",
             "### Not verified", "", *reasons(models, known, ("wrong", "other", "failed", "built", "limit")), "",
+            *whole_section(models, known),
             "### Loss left out", "", "The model was traced and verified without labels, because its own loss cannot be one graph:", "",
             *listed((f, r["loss_refused"]) for f, r in sorted(models.items()) if r.get("loss_refused")), "",
             "### Not built from a config alone", "", *reasons(models, known, ("no model",)), "",
             "### Not run yet", "", ", ".join(f for f in known if f not in models) or "None."]
+
+
+def runs(models: Results) -> list[str]:
+    """When and at which commits the families were run."""
+    counts = Counter((r.get("date", ""), r.get("commit", "")) for r in models.values())
+    return ["Families by date and commit of their latest run: " + ", ".join(f"{n} of {day} {commit}" for (day, commit), n in sorted(counts.items())) + "."]
+
+
+def whole_section(models: Results, known: Mapping[str, Any]) -> list[str]:
+    """Families that are not counted as verified, and what fallback="replicate" makes of them."""
+    tried = {f: [m["outcome"] for m in models[f]["whole"].values()] for f in known if f in models and models[f].get("whole")}
+    good = [f for f, outcomes in tried.items() if set(outcomes) == {"verified"}]
+    return ["### With submodules that run whole", "",
+            f'Of the families above {len(tried)} were tried with `fallback="replicate"`, where a submodule that reads data runs whole on every rank. They are '
+            f"not counted as verified; {len(good)} compute the right numbers on all meshes: {', '.join(good) or 'none'}.", ""] if tried else []
+
+
+def odd_section(models: Results) -> list[str]:
+    """What vocabularies and heads that ranks do not divide give."""
+    if not models:
+        return []
+    tried = {f: r for f, r in sorted(models.items()) if r["stage"] in (*TRIED, "limit")}
+    counts = Counter(r["stage"] for r in tried.values())
+    good = {f: r for f, r in tried.items() if r["stage"] == "verified"}
+    both = sum(len(r["odd"]) == 2 for r in good.values())
+    return ["", "## With a vocabulary of 251 and 6 heads", "", *runs(models), "",
+            "`python benchmarks/coverage_models.py --odd`: every vocabulary of at least 251 has 251 words, heads are 6, and features are multiples of 6.",
+            "Where a config has only one of both, that one is changed; families with neither, and those that cannot be built so, are left out.", "",
+            f"{len(models)} families looked at, {len(tried)} built and tried, {counts['verified']} verified ({both} of them with both sizes), "
+            f"{counts['wrong']} wrong.", "",
+            *table(("outcome", "families"), [[text, str(counts[s])] for s, text in STAGES.items() if counts[s]]), "",
+            "Verified: " + ", ".join(good) + ".", "",
+            *listed((f, r["why"]) for f, r in tried.items() if r["stage"] != "verified")]
 
 
 def model_table(models: Results, known: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,7 @@ class Scheme:
     heads: Callable[[int], int]
     layers: int = 2
     image: int = IMAGE
+    vocabulary: int = VOCABULARY
 
 
 def _at_most(n: int) -> Callable[[int], int]:
@@ -39,9 +40,21 @@ SCHEMES = (
     Scheme("few layers", lambda v: v, lambda v: v, lambda v: v, lambda v: v, 2, 224),
 )
 
+ODD_VOCABULARY, ODD_HEADS = 251, 6
+
+
+def _sixths(n: int) -> Callable[[int], int]:
+    """At most n, and so that 6 heads divide it."""
+    return lambda v: v if v < 12 else min(v, n) // ODD_HEADS * ODD_HEADS
+
+
+ODD = (Scheme("vocabulary 251, 6 heads", _sixths(96), _at_most(192), _at_most(HEAD_DIM), lambda v: ODD_HEADS if v > 1 else v,
+              vocabulary=ODD_VOCABULARY),)
+"""Sizes that neither 2 nor 4 ranks divide. (96 features are 6 heads of 16.)"""
+
 # name pattern -> what the scheme does with an int of that name; the first match counts
 PATTERNS: tuple[tuple[str, Callable[[Scheme, int], int]], ...] = tuple((re.compile(p), f) for p, f in (
-    (r"vocab_size|^num_embeddings$|codebook_size$|^vocab_offset$", lambda s, v: min(v, VOCABULARY)),
+    (r"vocab_size|^num_embeddings$|codebook_size$|^vocab_offset$", lambda s, v: min(v, s.vocabulary)),
     (r"type_vocab|num_labels|num_channels|_token_id$|_token_index$", lambda s, v: v),
     (r"(num|n)_(hidden_|encoder_|decoder_|hidden_encoder_|hidden_decoder_)?layers?$|^(encoder|decoder)_layers$|"
      r"layers$|^depth$|^n_layer$|_depth$|num_blocks|num_hidden_layers|num_res_blocks|num_.*_layers",
@@ -108,6 +121,19 @@ def rebuilt(config_class: type, values: Mapping[str, Any], scheme: Scheme) -> An
             embedding_size=16, hidden_sizes=[16, 32, 32, 64], depths=[1, 1, 1, 1], out_features=["stage2", "stage3", "stage4"])
         new = {k: v for k, v in new.items() if k in known}
     return config_class(**new, num_labels=LABELS)
+
+
+def odd_sizes(values: Any) -> set[str]:
+    """Which of "vocabulary" and "heads" a config (as a dict) or one inside of it has the odd size of."""
+    found: set[str] = set()
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        if isinstance(value, Mapping):
+            found |= odd_sizes(value)
+        elif "vocab_size" in str(name) and value == ODD_VOCABULARY:
+            found.add("vocabulary")
+        elif str(name).endswith(("heads", "n_head", "num_head")) and value == ODD_HEADS:
+            found.add("heads")
+    return found
 
 
 def sub_config(sub_class: type, values: Mapping[str, Any], scheme: Scheme) -> Any:

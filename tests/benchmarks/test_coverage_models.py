@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from zoo import page  # noqa: E402
 from zoo.build import CannotBuild, build, stopped, traced_variant  # noqa: E402
 from zoo.families import Candidate, candidates, families  # noqa: E402
+from zoo.shrink import ODD, odd_sizes  # noqa: E402
 
 
 def test_families_are_found():
@@ -44,3 +45,24 @@ def test_page_counts_what_was_found(tmp_path):
     assert "3 families; 2 built and tried, 50% of them verified, 0 wrong; 1 not run yet" in text
     assert "| own | 1 | 1 | 5 | 7 | 0 | 1 |" in text and "use 1 ops; 1 of them were tried, with 0 wrong rows" in text
     assert "* **b**: depends on data \\<x>" in text and torch.__version__ in text
+
+
+def test_page_keeps_what_it_has_no_new_figures_for(tmp_path):
+    whole = {"d=4": {"outcome": "verified"}, "dp=2,tp=2": {"outcome": "failed"}}
+    refused = {"family": "b", "stage": "built", "why": "data", "clear": True, "class": "B", "inputs": {}, "own_loss": False, "whole": whole,
+               "date": "2026-01-02", "commit": "abc"}
+    good = {"stage": "verified", "why": "", "odd": ["heads", "vocabulary"], "date": "2026-01-02", "commit": "abc"}
+    path = tmp_path / "page.md"
+    page.write(path, {"b": refused}, {"b": ()}, {"command": "first", "samples": {}, "ops": {}}, "abc")
+    page.write(path, {"b": refused}, {"b": ()}, None, "def", {"a": good, "b": {"stage": "no model", "why": "", "date": "2026-01-02", "commit": "abc"}})
+    text = path.read_text()
+    assert "`first`" in text and "1 of 2026-01-02 abc" in text
+    assert "0 compute the right numbers on all meshes: none" in text, "one of its meshes failed"
+    assert "2 families looked at, 1 built and tried, 1 verified (1 of them with both sizes), 0 wrong" in text
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_odd_sizes_are_those_of_the_model(family):
+    config = build(candidates(families()[family])[0], ODD).model.config
+    assert odd_sizes(config.to_dict()) == {"vocabulary", "heads"}
+    assert (config.vocab_size, config.num_attention_heads, config.hidden_size % 6) == (251, 6, 0)

@@ -113,3 +113,35 @@ def test_a_given_plan_of_another_program_is_refused():
     assert autoshard.verify(module, "pp=2", batch, loss_fn=gpt.loss, plan=plan).ok
     with pytest.raises(UsageError, match="--processes"):
         autoshard.verify(module, "pp=2", batch, loss_fn=gpt.loss, plan=plan, elsewhere=lambda *a: None)  # type: ignore[arg-type, return-value]
+
+
+class Checked(torch.nn.Module):
+    """Blocks, of which every one checks its inputs; the first may clamp."""
+
+    def __init__(self, clamps: bool) -> None:
+        super().__init__()
+        self.h, self.clamps = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2)), clamps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            if not torch.isfinite(x).all():
+                raise ValueError("not finite")
+            x = block(x)
+            if self.clamps:
+                if x.abs().max() > 0.5:
+                    x = torch.clamp(x, -0.5, 0.5)
+        return x
+
+
+def checked(clamps: bool) -> Any:
+    torch.manual_seed(0)
+    return autoshard.verify(Checked(clamps), "pp=2", (torch.randn(8, 8), torch.randn(8, 8)), loss_fn=F.mse_loss, pipeline=Pipeline(2, "gpipe", ["h.1"]),
+                            plans=("searched",))
+
+
+def test_stages_check_their_micro_batches():
+    """A truth of the first stage is sent to the last, whose loss waits for it. A clamp by the largest number of the batch is no clamp of micro-batches."""
+    found = checked(clamps=False)
+    assert found.ok, str(found)
+    with pytest.raises(UsageError, match="2 micro-batches compute something else than the batch.*max"):
+        checked(clamps=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autoshard.base.checked import CHECKED
 from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta
 from autoshard.base.spec import PSUM, R, is_partial
 from autoshard.program.tracing.tape import is_random
@@ -337,7 +338,7 @@ def walk(whole: Graph, others: Mapping[str, Op], batch_dims: Sequence[int | None
     """The relation of every value of forward; `others`: the ops of a micro-batch. `accept` is told of what is not exact, and may raise
     it; then the walk goes on with what shapes say."""
     found: dict[Ref, Relation] = {}
-    dims = iter(batch_dims)
+    dims, checks = iter(batch_dims), only_checked(whole)
     for op in whole.ops:
         if op.phase != "forward" or op.kind in ("output", "tangent"):
             continue
@@ -346,12 +347,23 @@ def walk(whole: Graph, others: Mapping[str, Op], batch_dims: Sequence[int | None
             outputs: tuple[Relation, ...] = (Same() if dim is None else Cut(dim),)
         elif op.kind != "call":
             outputs = (Same(),)
-        elif _is_copy(op):
+        elif _is_copy(op) or op.target is CHECKED:
             outputs = (found[op.refs[0]],)
+        elif op.name in checks:  # every micro-batch is checked by itself
+            outputs = tuple(by_shape(m, n, pieces) for m, n in zip(op.outputs, others[op.name].outputs, strict=True))
         else:
             outputs = _of_call(Pair(op, others[op.name], whole, pieces, tuple(found[r] for r in op.refs)), accept)
         found.update((Ref(op.name, i), r) for i, r in enumerate(outputs))
     return found
+
+
+def only_checked(graph: Graph) -> set[str]:
+    """The ops whose values decide nothing but whether a check of the model holds."""
+    other = {r.op for op in graph.ops for r in (op.refs[:1] if op.target is CHECKED else op.refs if op.kind == "output" else ())}
+    for op in reversed(graph.ops):
+        if op.kind == "call" and op.target is not CHECKED and op.name in other:
+            other |= {r.op for r in op.refs}
+    return {op.name for op in graph.of_kind("call")} - other
 
 
 def _of_call(pair: Pair, accept: Callable[[Inexact], None]) -> tuple[Relation, ...]:

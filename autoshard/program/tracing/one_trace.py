@@ -37,10 +37,12 @@ from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.program.binding import Binding
 from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain
+from autoshard.program.reads.data_reads import DataReads
+from autoshard.program.reads.masked_writes import MaskedWrites
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
-from autoshard.program.tracing.known_values import Constants
+from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
 from autoshard.program.tracing.survey import Answers, Survey, short, user_errors
@@ -65,15 +67,16 @@ class OneTrace:
         self.binding = Binding.of(model, loss_fn)
         self.flat, self.in_spec = pytree.tree_flatten(self.binding.arguments(args, kwargs))  # as `flatten` has it, and checked
         self.whole, self.survey, self.alone, self.mode = whole, survey, answers is not None, mode
-        self.tape = Tape()
-        self.any_size = any_size
+        self.tape, self.any_size = Tape(), any_size
         self.recorder = _torch.Recorder(self.tape.on_op, any_size and any_size.begin())
         if any_size is not None:
             any_size.make_symbol(self.recorder)
         if survey is not None:
-            self.tape.on_problem = lambda text: survey.add(text, self.tape.module)
+            self.tape.on_problem = survey.add
             answers = Answers(note=self._note_data)
-        self.recorder.answer = Constants(self.tape, answers) if any_size is None else None  # they are values at one size
+        constants = Constants(self.tape, answers, small_buffers(model), lambda name: not _torch.was_mutated(self.stored[name]))
+        self.recorder.answer = constants if any_size is None else None  # they are values at one size
+        self.reads = DataReads(self.tape, constants)
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
         self.params = dict(model.named_parameters())
@@ -83,7 +86,8 @@ class OneTrace:
 
     def traced(self) -> Traced:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
-              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS), EqualHeads()):
+              _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
+              EqualHeads(), MaskedWrites(), self.reads):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
@@ -208,7 +212,7 @@ class OneTrace:
                 users.append(value)
             else:
                 leaves.append(self._plain(value))
-        for i, value in enumerate(users):
+        for i, value in enumerate(self.reads.guarded(users, self.stored)):
             self._output(Output(Role.USER, i), value)
         return users, tuple(leaves), spec, _differentiable(out, users, leaves)
 
@@ -239,6 +243,9 @@ class OneTrace:
                 if now.shape != stored.shape:
                     self.tape.refuse(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
                                      f"{tuple(now.shape)}; keep its shape")
+                if name in self.reads.constants.assumed:
+                    self.tape.refuse(f"the model writes buffer {name!r}, whose value decides what it does, so it is not one graph; choose by "
+                                     "torch.where, or keep that number outside of tensors", name.rpartition(".")[0])
                 with torch.no_grad():
                     self._output(Output(Role.MUTATION, name), now.to(stored.dtype))
 
@@ -266,7 +273,7 @@ class OneTrace:
             raise TraceError("nothing to differentiate: no output depends on a trainable parameter; "
                              "pass training=False, or set requires_grad on the parameters to train")
         with user_errors("backward"), _torch.no_autocast():
-            grads = torch.autograd.grad([users[i] for i in wanted], list(sources.values()), tangents, allow_unused=True)
+            grads = _torch.gradients([users[i] for i in wanted], list(sources.values()), tangents)
         if all(g is None for g in grads) and trained and not self._goes_on:
             raise TraceError("no trainable parameter receives a gradient; do not detach the loss from the parameters")
         for (name, t), g in zip(sources.items(), grads, strict=True):

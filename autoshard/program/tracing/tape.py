@@ -25,7 +25,7 @@ CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 RECORDING_FILES = frozenset(HERE + name for name in (
     "_torch.py", "program/tracing/tape.py", "program/tracing/survey.py", "program/opaque/opaque.py", "program/opaque/opaque_probe.py",
     "program/tracing/known_values.py", "program/tracing/equal_heads.py", "program/tracing/user_collectives.py", "program/tracing/expert_layers.py",
-    "program/tracing/ways_out.py", "seeds/marks.py"))
+    "program/tracing/ways_out.py", "program/reads/data_reads.py", "program/reads/masked_writes.py", "seeds/marks.py"))
 """Files of autoshard that run between the user's code and the tape."""
 TRACER = HERE + "program/tracing/one_trace.py"
 """Calls the model: what called it is no part of a trace."""
@@ -67,7 +67,7 @@ class Tape:
         self.modules: list[str] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.forbidden: dict[int, str] = {}
-        self.on_problem: Callable[[str], None] | None = None
+        self.on_problem: Callable[[str, str], None] | None = None
         self._refs: dict[int, Ref] = {}
         self._alive: list[Any] = []
         self._counts: dict[str, int] = {}
@@ -86,11 +86,12 @@ class Tape:
             return self.modules[-1] if self.modules else ""
         return self._origin.get(_torch.backward_sequence_number(), ("", "", ""))[0]
 
-    def refuse(self, text: str) -> None:
-        """What keeps the model from being one graph. Raises TraceError, but for a survey, which notes it and goes on."""
+    def refuse(self, text: str, module: str | None = None) -> None:
+        """What keeps the model from being one graph, done by the module that runs now or by the one given. Raises TraceError, but for a survey, which
+        notes it and goes on."""
         if self.on_problem is None:
             raise TraceError(text)
-        self.on_problem(text)
+        self.on_problem(text, self.module if module is None else module)
 
     # --- values ---
 
@@ -246,7 +247,7 @@ class Tape:
         frames = user_frames(sys._getframe(3))
         frame = next(frames, None)
         place = ("", "") if frame is None else place_of(frame.f_code, frame.f_lineno)
-        checkpoint, line = _checkpoint_around(sys._getframe(3))
+        checkpoint, line = checkpoint_around(sys._getframe(3))
         if self.phase == "forward":
             origin, number = (self.module, *place), _torch.sequence_number()
             self._origin.setdefault(number, origin)
@@ -263,7 +264,7 @@ class Tape:
         return (module, source, code, within) if frame is None else ((self.module or module), *place, within)
 
 
-def _checkpoint_around(frame: FrameType | None) -> tuple[FrameType | None, str]:
+def checkpoint_around(frame: FrameType | None) -> tuple[FrameType | None, str]:
     """The outermost call of torch.utils.checkpoint that runs now, and the line of the user's code in the innermost."""
     outermost, line, seen = None, "", ""
     while frame is not None and frame.f_code.co_filename != TRACER:

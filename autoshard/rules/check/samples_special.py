@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import torch
 
+from autoshard.base.checked import CHECKED
 from autoshard.rules.check.samples import Fixed, Sample, T, sample
 
 aten = torch.ops.aten
@@ -311,4 +312,9 @@ LINALG = (
     sample(aten.cholesky_solve.default, T(8, 6, 2), _ROOTS),
 )
 
-SPECIAL: tuple[Sample, ...] = EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX + GROUPED + LINALG
+CHECKS = (
+    sample(CHECKED, T(8, 6), (Fixed(torch.tensor(True)), Fixed(torch.tensor(True))), ("one", "two")),
+    sample(CHECKED, T(), (Fixed(torch.tensor(True)),), ("one",)),
+)
+
+SPECIAL: tuple[Sample, ...] = CHECKS + EMBEDDING + LOSS + ATTENTION + CONV + NORM + INDEX + GROUPED + LINALG

@@ -1,5 +1,5 @@
-"""`autoshard.annotate` in a model: the value as it is, in the layout the user wants. Never Partial, but where a collective of
-the model says that its operand is."""
+"""Ops that give a value as it is. `autoshard.annotate` in a model: in the layout the user wants. Never Partial, but where a collective of
+the model says that its operand is. CHECKED: if what it checks is true, which every rank knows whole."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autoshard.base.checked import CHECKED
 from autoshard.base.graph import Call
 from autoshard.base.spec import is_partial, parse_spec
 from autoshard.base.windows import ACCUMULATE, HOLD
@@ -28,5 +29,6 @@ def _rows(call: Call) -> tuple[Row, ...]:
     return (*SAME.rows(call), *(Row((p,), (p,)) for p in given if is_partial(p)))
 
 
+RULES = {CHECKED: rule("..., -> ...", family=Family.COPY)}
 BY_NAME = {"autoshard.annotate.default": replace(SAME, rows=_rows), HOLD: SAME,
            ACCUMULATE: rule("... -> ...", partial="each", local=_same)}
