@@ -27,6 +27,7 @@ from autoshard.base.plan import OpPlan
 from autoshard.base.roles import Role
 from autoshard.base.spec import NOWHERE, Spec, local_tensor_shape
 from autoshard.cost.memory import stored_parts
+from autoshard.cost.redistribute import SLICE
 from autoshard.formulate.copies import KEPT, MADE, CopyNode
 from autoshard.formulate.memory_rows import Amounts, with_items
 from autoshard.formulate.problem_of import Formulation
@@ -104,13 +105,16 @@ class Floors:
 
     def _stored(self, now: int) -> Iterator[Amounts]:
         table, units = self.formulation.table, self.formulation.units
+        latest = max((made for made in self.gradients.values() if made < now), default=None)
         for op in self.graph.of_kind("param", "buffer"):
             specs = units.outputs(Ref(op.name))
             made = self.gradients.get(op.name)
             parts = self._once(("stored", op.name), lambda op=op, specs=specs: self._parts(op, specs))
             always, state, least = parts
             amounts = always + state * table.strategies[op.name].on_device[units.picked(op.name)]
-            yield units.index(op.name), amounts + least if made is not None and made < now else amounts
+            yield units.index(op.name), amounts + least if made is not None and made < now and made != latest else amounts
+        if latest is not None:
+            yield self._once(("flying", latest), lambda: self._flying(latest))
 
     def _parts(self, op: Op, specs: SpecIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         table = self.formulation.table
@@ -119,6 +123,22 @@ class Floors:
         least = self._least_gradient(op, specs)
         always, state = (np.array([p[c] for p in parts], dtype=float) for c in ("parameters", "optimizer"))
         return always[specs.index], state[specs.index], least[specs.index]
+
+    def _flying(self, made: int) -> Amounts:
+        """Of the gradient that the op at `made` makes: its bytes until the next gradient is made. Till then a collective that reduces it is not
+        waited for, and keeps what it sends; one of several steps keeps what the last of them sends."""
+        table, units, op = self.formulation.table, self.formulation.units, self.graph.ops[made]
+        ref = next(ref for ref in self._first_gradients if ref.op == op.name)
+        specs, meta = units.outputs(ref), self.graph.meta(ref)
+        wanted = {s for name, i in self.graph.users.get(ref, ()) for s in units.inputs(name, i).specs if NOWHERE not in s}
+
+        def least(own: Spec) -> float:
+            whole = self._local(ref, own)
+            moves = {s: table.redistribution.steps(meta.logical_shape, meta.dtype, own, s) for s in wanted
+                     if s != own and np.isfinite(table.redistribution.seconds(meta.logical_shape, meta.dtype, own, s))}
+            return min([whole, *(self._local(ref, s) for s, steps in moves.items() if sum(step.kind != SLICE for step in steps) > 1)])
+
+        return units.index(op.name), np.array([least(s) for s in specs.specs])[specs.index]
 
     @cached_property
     def gradients(self) -> dict[str, int]:
