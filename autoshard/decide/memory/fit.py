@@ -7,7 +7,6 @@ together keep its time limit, and Ctrl-C stops each.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from autoshard.decide.how import How
 from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, memory_priced, possible, rows_of
 from autoshard.decide.program import Program, settled
-from autoshard.formulate.floor_rows import AT, Floors, with_floor
+from autoshard.formulate.floor_rows import Floors, with_floor
 from autoshard.formulate.memory_rows import limited, with_row, without_idle
 from autoshard.formulate.problem_of import Formulation
 from autoshard.play.footprint import Footprints
@@ -23,11 +22,12 @@ from autoshard.play.timeline import Timeline
 from autoshard.search.board import Event
 from autoshard.search.problem import Problem, Solution, Status, evaluate, row_loads
 
-FLOORED = 3  # rounds in which moments that the rows do not see get floor rows
-FIRST_FLOORED, ROUGH = 0.3, 0.01  # of the time; and of the cost: a search whose plan only says where there is too much need not close its gap
-ROUNDS, TRIMMED, LOWERED = 6, 3, 4  # in the first of them limits of floor rows are lowered, then those of all rows; in the others moments get rows
+FLOORED = 3  # searches with floor rows
+ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
+BEFORE, SEEN = 0.5, 0.4  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
+CLOSED = 1e-3  # a gap that needs no more
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 
@@ -37,67 +37,61 @@ def search_within(program: Program, how: How) -> Solution:
     problem, learned = program.formulation.problem, program.learned
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     floors = Floors(program.formulation, Footprints(program.formulation.table.mesh, program.formulation.table.cluster))
-    first = replace(how.part(FIRST_FLOORED), enough=max(how.enough, ROUGH)) if floors.possible else how.part(FIRST)
-    answer = first.solve(problem, program.starts, possible(problem, learned.near))
+    answer = how.part(BEFORE if floors.possible else FIRST).solve(problem, program.starts, possible(problem, learned.near))
     if answer.choice is not None and floors.possible:
-        program, answer = _floored(program, floors, answer, how)
+        program, answer = _floored(program, floors, answer, how.part(SEEN))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
-    found = answer if answer.choice is None else _corrected(program, floors, answer, how)
+    found = answer if answer.choice is None else _corrected(program, answer, how)
+    if floors.possible:
+        found = _bounded(program, answer, found, how)
     learned.keep(found)
     return found
+
+
+def _bounded(program: Program, seen: Solution, found: Solution, how: How) -> Solution:
+    """`found` with what the time that is left adds to its bound: `seen`, the search of the program's problem, may have been cut short. A
+    choice that it finds may fit, too."""
+    if found.choice is None or found.gap == 0.0 or seen.gap <= CLOSED or how.clock.expired():
+        return found
+    answer = how.solve(program.formulation.problem, (*program.starts, found.choice), possible(program.formulation.problem, seen.near))
+    found = replace(found, bound=max(found.bound, answer.bound))
+    best = program.cheapest_fitting([c for c in (found.choice, answer.choice) if c is not None])
+    return settled(found, *best) if best else found
 
 
 def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tuple[Program, Solution]:
     """The program with floor rows at moments of backward at which the plan found certainly needs too much, until there is no such
     moment, and what a search finds under them. Its bound holds for every plan."""
-    found, rough = first, replace(how, enough=max(how.enough, ROUGH))
+    found = first
     for n in range(FLOORED):
         full = _overfull(floors, program.timelines(found.choice), found.choice)
         if not full or how.clock.expired():
             break
+        grown = program.formulation
         for moment in full:
-            program = replace(program, formulation=with_floor(program.formulation, floors, moment))
-        found = _again(program, found, rough.part(1 / (FLOORED + 2 - n)))
-        if found.choice is None:
-            return program, found
-    return program, found if found.gap <= how.enough else _again(program, found, how.part(FIRST))
-
-
-def _again(program: Program, before: Solution, how: How) -> Solution:
-    """What a search of the program's problem finds after one of fewer rows, whose bound holds here too."""
-    problem = program.formulation.problem
-    answer = how.solve(problem, (*program.starts, before.choice), possible(problem, before.near))
-    if answer.status is Status.INFEASIBLE or before.bound <= answer.bound:
-        return answer
-    return replace(answer, bound=before.bound) if answer.choice is None else settled(replace(answer, bound=before.bound), answer.choice, answer.cost)
+            grown = with_floor(grown, floors, moment)
+        answer = how.part(1 / (FLOORED - n)).solve(grown.problem, program.starts, possible(grown.problem, found.near))
+        program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
+        if answer.status is Status.INFEASIBLE:
+            return program, answer
+        if answer.choice is None:  # cut short: what was found before is near enough for rounds
+            return program, replace(found, bound=min(bound, found.cost))
+        found = settled(replace(answer, bound=bound), answer.choice, answer.cost)
+    return program, found
 
 
 def _overfull(floors: Floors, timeline: Timeline, choice: np.ndarray) -> list[str]:
-    """Moments whose floor rows the choice loads more than the budget allows."""
-    aim = floors.formulation.budget.peak
-    return list(dict.fromkeys(moment for moment, load, _ in _fullest(floors, timeline, choice, aim) if load > aim))
-
-
-def _fullest(floors: Floors, timeline: Timeline, choice: np.ndarray, aim: float) -> Iterator[tuple[str, float, float]]:
-    """Of every stretch of the step that takes more than `aim`: the moment whose floor row the choice loads most of those near the fullest,
-    that load, and the bytes that are too much."""
-    total = timeline.live.sum(axis=1)
+    """Of every stretch of the step that takes more than the budget, the moment near its fullest one whose floor row the choice loads most, where
+    that is too much."""
+    total, aim, out = timeline.live.sum(axis=1), floors.formulation.budget.peak, []
     for stretch in np.array_split(np.arange(len(total)), min(MOMENTS, len(total))):
         t = int(stretch[np.argmax(total[stretch])])
         loads = {m: floors.load(m, choice) for m in floors.near(timeline.moment_of(t), NEAR)} if total[t] > aim else {}
-        if loads:
-            most = max(loads, key=lambda moment: loads[moment])
-            yield most, loads[most], float(total[t]) - aim
-
-
-def _trimmed(formulation: Formulation, floors: Floors, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
-    """Lower limits of floor rows, by what the plan's timeline is over near their moments. They count most of what is there, so a plan
-    near this one will be over by much the same. Where no moment may have one, limits of the rows there are."""
-    choice, grown = without_idle(formulation, choice), formulation
-    for moment, load, over in _fullest(floors, timeline, choice, aim):
-        grown = limited(with_floor(grown, floors, moment), AT.format(moment), load - over)
-    return grown if grown is not formulation else _lowered(formulation, timeline, choice, aim)
+        most = max(loads, key=lambda moment: loads[moment], default=None)
+        if most is not None and loads[most] > aim:
+            out.append(most)
+    return out
 
 
 def search_ample(program: Program, how: How) -> Solution:
@@ -109,21 +103,18 @@ def search_ample(program: Program, how: How) -> Solution:
     return found
 
 
-def _corrected(program: Program, floors: Floors, first: Solution, how: How) -> Solution:
+def _corrected(program: Program, first: Solution, how: How) -> Solution:
     """`first` if its timeline fits; else the best of further rounds and of the starting plans. The bound stays that of `first`:
     later limits are corrected by one plan and prove nothing."""
     aim, timelines = program.formulation.budget.peak, program.timelines
-    last, met, near = first, list(program.starts), first.near
-    trimmed = lowered = by_rows = program.formulation
+    last, met, near, lowered, by_rows = first, list(program.starts), first.near, program.formulation, program.formulation
     found, over = first, timelines(first.choice).peak - aim
     for n in range(ROUNDS):
         if over <= 0 or how.clock.expired():
             break
-        if n < LOWERED and n != TRIMMED and found.choice is None:
+        if n < LOWERED and found.choice is None:
             continue
-        if n < TRIMMED and floors.possible:
-            grown = trimmed = _trimmed(trimmed, floors, timelines(last.choice), last.choice, aim)
-        elif n < LOWERED:
+        if n < LOWERED:
             grown = lowered = _lowered(lowered, timelines(last.choice), last.choice, aim)
         else:
             grown = by_rows = _grown(by_rows, timelines(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
@@ -144,10 +135,8 @@ def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, a
     """Lower limits of the rows there are, by what the plan's timeline is over where they count: most moments are fuller than the
     turn by as much in all plans near this one."""
     total, loads = timeline.live.sum(axis=1), row_loads(formulation.problem, without_idle(formulation, choice))
-    for moment in ("turn", "update"):
-        row = formulation.memory_rows.get(moment)
-        if row is None:
-            continue
+    for moment in sorted({"turn", "update"} & formulation.memory_rows.keys()):
+        row = formulation.memory_rows[moment]
         there = total[-1:] if moment == "update" else total[:-1] if len(total) > 1 else total
         over = float(there.max()) - aim
         if over > 0:
