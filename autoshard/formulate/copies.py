@@ -105,10 +105,12 @@ def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple
     return out
 
 
-def with_source(producer: np.ndarray, states: Sequence[State], window: int) -> np.ndarray:
+def with_source(producer: np.ndarray, prices: np.ndarray, states: Sequence[State], window: int) -> np.ndarray:
     """[producer specs x state of the source, states]. A copy that serves `window` is made from the recompute source, which may be
-    off. A copy of an earlier window may be kept only if the value is not recomputed."""
+    off. A copy of an earlier window may be kept only if the value is not recomputed, and if it is no slice of it, which is free at `prices`: a slice
+    keeps the whole value alive, so the source keeps that, and `window` slices again."""
     kept = np.array([s.name == KEPT for s in states])
+    producer = np.where(kept & (prices == 0.0)[:, None], np.inf, producer)
     needs = np.array([s.serves[window] for s in states]) & ~kept
     barred = np.stack([np.where(needs, np.inf, 0.0), np.zeros(len(states)), np.where(kept, np.inf, 0.0)])
     return (producer[:, None, :] + barred[None]).reshape(-1, len(states))

@@ -6,7 +6,7 @@ whole plan, so the row's limit is corrected by what the timeline of the plan fou
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from autoshard.program.flow import param_derived
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import decided, first_run
 from autoshard.rules.states import written_in_place
-from autoshard.search.problem import Items, evaluate
+from autoshard.search.problem import Items, Problem, evaluate
 from autoshard.space.cost_table import CostTable
 from autoshard.space.strategies import SpecIndex
 
@@ -35,14 +35,18 @@ def with_row(formulation: Formulation, moment: str) -> Formulation:
     """The formulation with a row for `moment` (an op's name), without a limit yet. Nothing to do where it has one."""
     if moment in formulation.memory_rows:
         return formulation
-    problem = formulation.problem
-    row, found = len(problem.row_limit), list(_amounts(formulation, moment))
+    row, problem = len(formulation.problem.row_limit), with_items(formulation.problem, _amounts(formulation, moment), np.inf)
+    return replace(formulation, problem=problem, memory_rows={**formulation.memory_rows, moment: row})
+
+
+def with_items(problem: Problem, amounts: Iterable[Amounts], limit: float) -> Problem:
+    """The problem with one more hard row, loaded with these amounts."""
+    row, found = len(problem.row_limit), list(amounts)
     items = Items(np.concatenate([problem.items.node, *(np.full(np.count_nonzero(a), n) for n, a in found)]),
                   np.concatenate([problem.items.strategy, *(np.flatnonzero(a) for _, a in found)]),
                   np.concatenate([problem.items.row, *(np.full(np.count_nonzero(a), row) for _, a in found)]),
                   np.concatenate([problem.items.amount, *(a[a != 0] for _, a in found)]))
-    grown = replace(problem, items=items, row_limit=np.append(problem.row_limit, np.inf), row_price=np.append(problem.row_price, np.inf))
-    return replace(formulation, problem=grown, memory_rows={**formulation.memory_rows, moment: row})
+    return replace(problem, items=items, row_limit=np.append(problem.row_limit, limit), row_price=np.append(problem.row_price, np.inf))
 
 
 def without_idle(formulation: Formulation, choice: np.ndarray) -> np.ndarray:

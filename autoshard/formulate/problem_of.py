@@ -314,7 +314,7 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
     producer, index = b.shared(("producer", id(states)), lambda: producer_table(src, spec, seconds[:, 0], states, runs)), src.index
     if through is not None:
         there = b.shared(("there", source, id(src)), lambda: source_state(b.units, source))
-        producer = b.shared(("producer and source", id(producer)), lambda: with_source(producer, states, through))
+        producer = b.shared(("producer and source", id(producer)), lambda: with_source(producer, seconds[:, 0], states, through))
         index = b.shared(("producer and source", id(src), there.tobytes()), lambda: index * 3 + there)
     every = b.shared(("every", len(states)), lambda: np.arange(len(states)))
     b.edges.append(Edge(b.units.index(ref.op), node, producer, index, every))

@@ -14,14 +14,20 @@ import numpy as np
 from autoshard.decide.how import How
 from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, memory_priced, possible, rows_of
 from autoshard.decide.program import Program, settled
+from autoshard.formulate.floor_rows import Floors, with_floor
 from autoshard.formulate.memory_rows import limited, with_row, without_idle
 from autoshard.formulate.problem_of import Formulation
+from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline
 from autoshard.search.board import Event
 from autoshard.search.problem import Problem, Solution, Status, evaluate, row_loads
 
+FLOORED = 3  # searches with floor rows
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
+BEFORE, SEEN = 0.5, 0.4  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
+NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
+CLOSED = 1e-3  # a gap that needs no more
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 
@@ -30,12 +36,62 @@ def search_within(program: Program, how: How) -> Solution:
     """The cheapest plan found whose timeline stays within the budget."""
     problem, learned = program.formulation.problem, program.learned
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
-    answer = how.part(FIRST).solve(problem, program.starts, possible(problem, learned.near))
+    floors = Floors(program.formulation, Footprints(program.formulation.table.mesh, program.formulation.table.cluster))
+    answer = how.part(BEFORE if floors.possible else FIRST).solve(problem, program.starts, possible(problem, learned.near))
+    if answer.choice is not None and floors.possible:
+        program, answer = _floored(program, floors, answer, how.part(SEEN))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
     found = answer if answer.choice is None else _corrected(program, answer, how)
+    if floors.possible:
+        found = _bounded(program, answer, found, how)
     learned.keep(found)
     return found
+
+
+def _bounded(program: Program, seen: Solution, found: Solution, how: How) -> Solution:
+    """`found` with what the time that is left adds to its bound: `seen`, the search of the program's problem, may have been cut short. A
+    choice that it finds may fit, too."""
+    if found.choice is None or found.gap == 0.0 or seen.gap <= CLOSED or how.clock.expired():
+        return found
+    answer = how.solve(program.formulation.problem, (*program.starts, found.choice), possible(program.formulation.problem, seen.near))
+    found = replace(found, bound=max(found.bound, answer.bound))
+    best = program.cheapest_fitting([c for c in (found.choice, answer.choice) if c is not None])
+    return settled(found, *best) if best else found
+
+
+def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tuple[Program, Solution]:
+    """The program with floor rows at moments of backward at which the plan found certainly needs too much, until there is no such
+    moment, and what a search finds under them. Its bound holds for every plan."""
+    found = first
+    for n in range(FLOORED):
+        full = _overfull(floors, program.timelines(found.choice), found.choice)
+        if not full or how.clock.expired():
+            break
+        grown = program.formulation
+        for moment in full:
+            grown = with_floor(grown, floors, moment)
+        answer = how.part(1 / (FLOORED - n)).solve(grown.problem, program.starts, possible(grown.problem, found.near))
+        program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
+        if answer.status is Status.INFEASIBLE:
+            return program, answer
+        if answer.choice is None:  # cut short: what was found before is near enough for rounds
+            return program, replace(found, bound=min(bound, found.cost))
+        found = settled(replace(answer, bound=bound), answer.choice, answer.cost)
+    return program, found
+
+
+def _overfull(floors: Floors, timeline: Timeline, choice: np.ndarray) -> list[str]:
+    """Of every stretch of the step that takes more than the budget, the moment near its fullest one whose floor row the choice loads most, where
+    that is too much."""
+    total, aim, out = timeline.live.sum(axis=1), floors.formulation.budget.peak, []
+    for stretch in np.array_split(np.arange(len(total)), min(MOMENTS, len(total))):
+        t = int(stretch[np.argmax(total[stretch])])
+        loads = {m: floors.load(m, choice) for m in floors.near(timeline.moment_of(t), NEAR)} if total[t] > aim else {}
+        most = max(loads, key=lambda moment: loads[moment], default=None)
+        if most is not None and loads[most] > aim:
+            out.append(most)
+    return out
 
 
 def search_ample(program: Program, how: How) -> Solution:
@@ -79,7 +135,8 @@ def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, a
     """Lower limits of the rows there are, by what the plan's timeline is over where they count: most moments are fuller than the
     turn by as much in all plans near this one."""
     total, loads = timeline.live.sum(axis=1), row_loads(formulation.problem, without_idle(formulation, choice))
-    for moment, row in formulation.memory_rows.items():
+    for moment in sorted({"turn", "update"} & formulation.memory_rows.keys()):
+        row = formulation.memory_rows[moment]
         there = total[-1:] if moment == "update" else total[:-1] if len(total) > 1 else total
         over = float(there.max()) - aim
         if over > 0:

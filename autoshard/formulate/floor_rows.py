@@ -1,0 +1,372 @@
+"""Hard memory rows that count only bytes that every plan holds while an op of backward runs: bounds under them hold for every plan.
+
+The rows of the turn and of the update do not see what backward makes: recomputed values, their gradients, gradients of parameters. A floor
+row is the turn's row, moved into backward. While op X runs there are
+
+    stored tensors              as they are stored; optimizer state on the device
+    gradients of parameters     those made before X, in the least bytes that they may have on their way to where they are stored
+    what X reads                in the specs in which it reads it, and what it makes and needs to make it
+    kept values, kept copies    that backward has not begun to read: as they lie
+    other values                that an op before X has made or read, and an op behind it will read: in the least bytes that they may have on the
+                                way from one to the other
+
+A recompute source only surely gives its value to an op that is no source, for a source may be off. So a recomputed value counts between two
+such readers, or from where one of its unit needs it. Where a choice loads a row of these more than its limit, its timeline exceeds the limit.
+"""
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.plan import OpPlan
+from autoshard.base.roles import Role
+from autoshard.base.spec import NOWHERE, Spec, local_tensor_shape
+from autoshard.cost.memory import stored_parts
+from autoshard.cost.redistribute import SLICE
+from autoshard.formulate.copies import KEPT, MADE, CopyNode
+from autoshard.formulate.memory_rows import Amounts, with_items
+from autoshard.formulate.problem_of import Formulation
+from autoshard.formulate.values import local_bytes, storage_root
+from autoshard.play.footprint import Footprints
+from autoshard.program.flow import gradient_bound, is_passing
+from autoshard.recompute.rewrite import is_source
+from autoshard.rules import registry
+from autoshard.space.strategies import SpecIndex
+
+AT = "while {} runs"
+"""How the moment of a floor row is named in `Formulation.memory_rows`."""
+
+@dataclass(frozen=True)
+class Reader:
+    """An op that reads a value, or a view of it. `path`: the tensors from the value to what the op reads, each as the output of an op
+    (index -1) or as its input of that index."""
+
+    op: str
+    order: int
+    sure: bool
+    path: tuple[tuple[Ref, str, int], ...]
+
+
+@dataclass(eq=False)
+class Floors:
+    """What floor rows of one formulation have in common."""
+
+    formulation: Formulation
+    footprints: Footprints
+    memo: dict = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        return self.formulation.table.graph
+
+    @property
+    def possible(self) -> bool:
+        """Whether rows can be made: of a step of forward and backward, of one micro-batch."""
+        two = [w.name for w in self.graph.windows if w.ops] == ["forward", "backward"]
+        return two and self.formulation.in_flight == 1 and self.formulation.table.base is not None
+
+    @cached_property
+    def moments(self) -> tuple[str, ...]:
+        """The ops of backward that may have a row, in order: they run in every plan, where they stand."""
+        late = gradient_bound(self.graph)
+        return tuple(op.name for op in self.graph.of_kind("call") if op.phase == "backward" and not is_source(op) and not registry.is_view(op)
+                     and not (is_passing(op) and Ref(op.name) in late))
+
+    def near(self, op: str, count: int) -> tuple[str, ...]:
+        """The ops that may have a row nearest to one of the program with decided recomputation: behind it, and one before."""
+        orders = self.memo.setdefault("orders", np.array([self.graph.order[name] for name in self.moments]))
+        at = int(np.searchsorted(orders, self.graph.order.get(op, 0)))
+        return self.moments[max(0, at - 1):at + count]
+
+    def amounts(self, moment: str) -> Iterator[Amounts]:
+        """Bytes per strategy of nodes while `moment` runs."""
+        op, now = self.graph.op(moment), self.graph.order[moment]
+        yield from self._stored(now)
+        yield from self._own(op)
+        read = {storage_root(self.graph, ref) for ref in op.refs}
+        for root in self.roots:
+            if root not in read and root.op != moment:
+                yield from self._value(root, now)
+        for i, copy in enumerate(self.formulation.copies, len(self.formulation.units.units)):
+            amounts = self._copy(copy, now, moment, read)
+            if amounts is not None:
+                yield i, amounts
+
+    def load(self, moment: str, choice: np.ndarray) -> float:
+        """What a choice loads the row with."""
+        return float(sum(amounts[choice[node]] for node, amounts in self.amounts(moment)))
+
+    # --- what is stored, and gradients ---
+
+    def _stored(self, now: int) -> Iterator[Amounts]:
+        table, units = self.formulation.table, self.formulation.units
+        latest = max((made for made in self.gradients.values() if made < now), default=None)
+        for op in self.graph.of_kind("param", "buffer"):
+            specs = units.outputs(Ref(op.name))
+            made = self.gradients.get(op.name)
+            parts = self._once(("stored", op.name), lambda op=op, specs=specs: self._parts(op, specs))
+            always, state, least = parts
+            amounts = always + state * table.strategies[op.name].on_device[units.picked(op.name)]
+            yield units.index(op.name), amounts + least if made is not None and made < now and made != latest else amounts
+        if latest is not None:
+            yield self._once(("flying", latest), lambda: self._flying(latest))
+
+    def _parts(self, op: Op, specs: SpecIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        table = self.formulation.table
+        optimizer = table.training.optimizer if op.name in table.trained else None
+        parts = [stored_parts(op.outputs[0], s, table.mesh, optimizer) for s in specs.specs]
+        least = self._least_gradient(op, specs)
+        always, state = (np.array([p[c] for p in parts], dtype=float) for c in ("parameters", "optimizer"))
+        return always[specs.index], state[specs.index], least[specs.index]
+
+    def _flying(self, made: int) -> Amounts:
+        """Of the gradient that the op at `made` makes: its bytes until the next gradient is made. Till then a collective that reduces it is not
+        waited for, and keeps what it sends; one of several steps keeps what the last of them sends."""
+        table, units, op = self.formulation.table, self.formulation.units, self.graph.ops[made]
+        ref = next(ref for ref in self._first_gradients if ref.op == op.name)
+        specs, meta = units.outputs(ref), self.graph.meta(ref)
+        wanted = {s for name, i in self.graph.users.get(ref, ()) for s in units.inputs(name, i).specs if NOWHERE not in s}
+
+        def least(own: Spec) -> float:
+            whole = self._local(ref, own)
+            moves = {s: table.redistribution.steps(meta.logical_shape, meta.dtype, own, s) for s in wanted
+                     if s != own and np.isfinite(table.redistribution.seconds(meta.logical_shape, meta.dtype, own, s))}
+            return min([whole, *(self._local(ref, s) for s, steps in moves.items() if sum(step.kind != SLICE for step in steps) > 1)])
+
+        return units.index(op.name), np.array([least(s) for s in specs.specs])[specs.index]
+
+    @cached_property
+    def gradients(self) -> dict[str, int]:
+        """Per parameter op, where the value is made that becomes its gradient, if no other gradient is made of it."""
+        out, seen = {}, set()
+        by_target = {op.target: op.name for op in self.graph.of_kind("param")}
+        for name, op in self.graph.outputs(Role.GRADIENT).items():
+            if name in by_target and op.refs:
+                root = self._chain(op.refs[0])[-1]
+                if self.graph.op(root.op).kind == "call" and root not in seen:
+                    out[by_target[name]] = self.graph.order[root.op]
+                seen.add(root)
+        return out
+
+    @cached_property
+    def _first_gradients(self) -> frozenset[Ref]:
+        return frozenset(self._chain(op.refs[0])[-1] for op in self.graph.outputs(Role.GRADIENT).values() if op.refs)
+
+    def _chain(self, ref: Ref) -> list[Ref]:
+        """A value and what views and casts make it of, to the first."""
+        out = [ref]
+        while is_passing(self.graph.op(out[-1].op)) and self.graph.op(out[-1].op).kind == "call":
+            out.append(self.graph.op(out[-1].op).refs[0])
+        return out
+
+    def _least_gradient(self, op: Op, specs: SpecIndex) -> np.ndarray:
+        """Per stored spec, the least bytes of the gradient from its first form to the stored one."""
+        output = self.graph.outputs(Role.GRADIENT).get(op.target)
+        if output is None or not output.refs:
+            return np.zeros(len(specs.specs))
+        chain, units = self._chain(output.refs[0]), self.formulation.units
+        if len({self.graph.meta(ref).numel for ref in chain}) > 1:
+            return np.zeros(len(specs.specs))
+        on_the_way = [local_bytes(self.formulation.table, ref, s) for ref in chain for s in units.outputs(ref).specs]
+        on_the_way += [local_bytes(self.formulation.table, below, s) for ref, below in zip(chain, chain[1:], strict=False)
+                       for s in units.inputs(ref.op, self.graph.op(ref.op).refs.index(below)).specs]
+        least = min(on_the_way, default=0.0)
+        return np.array([min(least, local_bytes(self.formulation.table, Ref(op.name), s)) for s in specs.specs])
+
+    # --- what the op reads and makes ---
+
+    def _own(self, op: Op) -> Iterator[Amounts]:
+        units, found = self.formulation.units, {}
+        unit = units.units[units.index(op.name)]
+        for i, ref in enumerate(op.refs):
+            root = storage_root(self.graph, ref)
+            if self.graph.op(root.op).kind == "call":
+                amounts = self._bytes(ref, units.inputs(op.name, i))
+                if self.graph.meta(ref).numel > self.graph.meta(root).numel:  # expanded
+                    amounts = np.minimum(amounts, self._least(root))
+                found[root] = np.maximum(found[root], amounts) if root in found else amounts
+        yield units.index(op.name), self._once(("own", op.name), lambda: np.array(
+            [self._work(op, s, [found[r][s] for r in found], tuple(found)) for s in range(len(unit))]))
+
+    def _work(self, op: Op, strategy: int, inputs: Sequence[float], roots: Sequence[Ref]) -> float:
+        """The most bytes that the op needs at once: what it reads, as long as it does, and what it makes."""
+        table, call = self.formulation.table, self.graph.calls[op.name]
+        chosen = OpPlan(*table.strategies[op.name].strategy(int(self.formulation.units.picked(op.name)[strategy])))
+        strides = [_dense(local_tensor_shape(m, s, table.mesh)) for m, s in zip(call.inputs, chosen.inputs, strict=True)]
+        footprint = self.footprints.of_op(op, call, chosen, strides)
+        place = [roots.index(root) if (root := storage_root(self.graph, ref)) in roots else None for ref in op.refs]
+        readers, made = Counter(place), []
+        alive = most = sum(inputs)
+        for piece in footprint.pieces:
+            makes = (0, *piece.makes[1:]) if piece.over else (*piece.makes[:-1], 0) if piece.arriving else piece.makes
+            made += makes
+            alive += sum(makes)
+            most = max(most, alive)
+            for b in piece.drops:
+                if b >= 0:
+                    alive -= made[b]
+                elif place[~b] is not None:
+                    readers[place[~b]] -= 1
+                    alive -= 0.0 if readers[place[~b]] else inputs[place[~b]]
+        return most
+
+    # --- other values ---
+
+    @cached_property
+    def roots(self) -> tuple[Ref, ...]:
+        """Values with a buffer of their own that backward reads."""
+        return tuple(self.readers)
+
+    @cached_property
+    def readers(self) -> dict[Ref, tuple[Reader, ...]]:
+        """Per value with a buffer of its own that some op of backward surely reads: who reads it or a view of it there. That a source may keep it
+        is no reading."""
+        graph, out, late = self.graph, defaultdict(list), gradient_bound(self.graph)
+        paths: dict[Ref, tuple[tuple[Ref, str, int], ...]] = {}
+        for op in graph.ops:
+            if op.phase == "forward" or op.kind not in ("call", "output"):
+                continue
+            for i, ref in enumerate(op.refs):
+                root = storage_root(graph, ref)
+                if ref in op.kept or graph.op(root.op).kind != "call" or graph.op(root.op).phase == "forward":
+                    continue
+                path = (*paths.get(ref, ((ref, ref.op, -1),)), (ref, op.name, i))
+                if registry.is_view(op) and len(op.refs) == 1:
+                    paths.update((view, (*path, (view, op.name, -1))) for view in (Ref(op.name, k) for k in range(len(op.outputs))))
+                sure = op.kind == "call" and not is_source(op) and not registry.is_view(op) and not (is_passing(op) and Ref(op.name) in late)
+                out[root].append(Reader(op.name, graph.order[op.name], sure, path))
+        return {root: tuple(readers) for root, readers in out.items() if any(r.sure for r in readers) and root not in self._first_gradients}
+
+    def _value(self, root: Ref, now: int) -> Iterator[Amounts]:
+        graph, units = self.graph, self.formulation.units
+        op, readers = graph.op(root.op), self.readers[root]
+        first = readers[0].order
+        if is_source(op):
+            kept = self._kept(op, root)
+            if now < first:
+                if kept is not None and kept.any():
+                    yield units.index(root.op), kept
+                return
+            last = self._last(root, now)
+            if last is None:
+                return
+            amounts = self._least_on(root, last)
+            if now < self._needed(root.op):
+                amounts = amounts * (kept > 0) if kept is not None else np.zeros_like(amounts)
+        else:
+            last = self._last(root, now) if graph.order[root.op] < now else None
+            if last is None:
+                return
+            amounts = self._least_on(root, last)
+        if amounts.any():
+            yield units.index(root.op), amounts
+
+    def _last(self, root: Ref, now: int) -> Reader | None:
+        """The last op that surely reads the value, if that is behind `now`."""
+        last = next((r for r in reversed(self.readers[root]) if r.sure), None)
+        return last if last is not None and last.order > now else None
+
+    def _kept(self, op: Op, root: Ref) -> np.ndarray | None:
+        """Per strategy, the bytes of a source's value where it keeps it."""
+        value = Ref(op.kept[0].op, root.index) if op.kept else None
+        if value is None or value not in op.kept:
+            return None
+        return self._once(("kept", root), lambda: self._bytes(value, self.formulation.units.inputs(op.name, op.refs.index(value))))
+
+    def _needed(self, source: str) -> int:
+        """The order of the first op by which the source has surely run, if it does and all of its unit do."""
+        return self._once(("needed", source), lambda: min(
+            [self._first_sure(source), *(self._needed(w) for w in self._dependent(source))]))
+
+    def _first_sure(self, source: str) -> int:
+        orders = [r.order for k in range(len(self.graph.op(source).outputs)) for r in self.readers.get(Ref(source, k), ()) if r.sure]
+        return min(orders, default=len(self.graph.ops))
+
+    def _dependent(self, source: str) -> list[str]:
+        """Sources of the same unit that read its values to run."""
+        units = self.formulation.units
+        return [name for k in range(len(self.graph.op(source).outputs)) for name, i in self.graph.users.get(Ref(source, k), ())
+                if is_source(self.graph.op(name)) and units.index(name) == units.index(source) and Ref(source, k) not in self.graph.op(name).kept]
+
+    def _least_on(self, root: Ref, last: Reader) -> np.ndarray:
+        """Per strategy of the value's unit, the least bytes that it has on the way to its last reader; 0 where it is nowhere."""
+        return self._once(("least", root, last.op), lambda: self._least_on_path(root, last.path))
+
+    def _least_on_path(self, root: Ref, path: Iterable[tuple[Ref, str, int]]) -> np.ndarray:
+        units, home = self.formulation.units, self.formulation.units.index(root.op)
+        own = self._bytes(root, units.outputs(root))
+        out = own.copy()
+        for ref, name, i in path:
+            specs = units.outputs(ref) if i < 0 else units.inputs(name, i)
+            amounts = self._bytes(ref, specs)
+            amounts = np.where(amounts > 0, amounts, np.inf)
+            if units.index(name) != home or self.graph.meta(ref).numel > self.graph.meta(root).numel:
+                amounts = amounts.min(initial=np.inf)
+            out = np.minimum(out, amounts)
+        return np.where(own > 0, out, 0.0)
+
+    def _least(self, ref: Ref) -> float:
+        amounts = self._bytes(ref, self.formulation.units.outputs(ref))
+        return float(amounts[amounts > 0].min(initial=np.inf)) if (amounts > 0).any() else 0.0
+
+    # --- copies ---
+
+    def _copy(self, copy: CopyNode, now: int, moment: str, read: set[Ref]) -> np.ndarray | None:
+        """Kept for backward and not read yet; or, of a parameter, read by the op itself and nowhere else."""
+        later = self._once(("later", copy.value, copy.spec), lambda: [
+            (name, i) for name, i in copy.readers if self.graph.op(name).phase == "backward"])
+        if not later:
+            return None
+        first = self._once(("family first", copy.value, copy.spec), lambda: self._family_first(copy.value, later))
+        if now < first:
+            counted = [s.name == KEPT for s in copy.states]
+        elif len(later) == 1 and later[0][0] == moment and self.graph.op(storage_root(self.graph, copy.value).op).kind == "param":
+            window = self.graph.window_of(moment)
+            counted = [s.name in (MADE, KEPT) and s.serves[window] for s in copy.states]
+        else:
+            return None
+        return np.where(counted, self._local(copy.value, copy.spec), 0.0) if any(counted) else None
+
+    def _family_first(self, value: Ref, later: list[tuple[str, int]]) -> int:
+        """The order of the first op of backward that may read the value or what shares its buffer."""
+        roots = {storage_root(self.graph, self.graph.op(name).refs[i]) for name, i in later}
+        orders = [r.order for root in roots for r in self.readers.get(root, ())] + [self.graph.order[name] for name, _ in later]
+        return min(orders)
+
+    # --- bytes ---
+
+    def _bytes(self, ref: Ref, specs: SpecIndex) -> np.ndarray:
+        return np.array([self._local(ref, s) for s in specs.specs])[specs.index]
+
+    def _local(self, ref: Ref, spec: Spec) -> float:
+        if NOWHERE in spec:
+            return 0.0
+        meta = self.graph.meta(ref)
+        return self._once(("bytes", meta.logical_shape, meta.dtype, spec), lambda: local_bytes(self.formulation.table, ref, spec))
+
+    def _once(self, key: object, make):
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def with_floor(formulation: Formulation, floors: Floors, moment: str) -> Formulation:
+    """The formulation with a floor row for an op of `floors.moments`, limited by the budget. Nothing to do where it has one."""
+    name = AT.format(moment)
+    if name in formulation.memory_rows:
+        return formulation
+    row, problem = len(formulation.problem.row_limit), with_items(formulation.problem, floors.amounts(moment), formulation.budget.peak)
+    return replace(formulation, problem=problem, memory_rows={**formulation.memory_rows, name: row})

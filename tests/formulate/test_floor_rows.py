@@ -1,0 +1,142 @@
+"""Floor rows: no plan holds less at their moment than they count, and what is proven under them is no more than the best plan that fits."""
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.make_plan import Timelines
+from autoshard.decide.options import Options
+from autoshard.decide.program import formulate_within
+from autoshard.formulate.floor_rows import Floors, with_floor
+from autoshard.formulate.memory_rows import without_idle
+from autoshard.formulate.problem_of import Formulation, formulate
+from autoshard.planner.one_stage import prices
+from autoshard.play.footprint import Footprints
+from autoshard.play.timeline import Timeline
+from autoshard.program.trace import trace
+from autoshard.recompute.rewrite import candidates
+from autoshard.recompute.undecided import open_table, open_units, program_with
+from autoshard.search import Edge, Problem, solve
+from autoshard.search.problem import evaluate, row_loads
+from autoshard.space.decision_units import singletons
+
+OPTIONS = Options(cluster="h100-dgx", time_limit=60.0)
+
+
+def open_formulation(name: str, mesh: str, limit: float = 1e18) -> Formulation:
+    module = importlib.import_module(f"models.{name}")
+    model, batch = module.build()
+    return formulate_within(open_table(prices(trace(model, batch, loss_fn=module.loss), parse_mesh(mesh), OPTIONS)), limit)
+
+
+def floors_of(formulation: Formulation) -> Floors:
+    return Floors(formulation, Footprints(formulation.table.mesh, formulation.table.cluster))
+
+
+def random_choice(formulation: Formulation, seed: int) -> np.ndarray:
+    """A plan whose layouts and recomputation are random, without copies and kept values that nobody reads."""
+    rng, problem, row = np.random.default_rng(seed), formulation.problem, formulation.memory_rows["turn"]
+    costs = [np.asarray(c) * rng.uniform(0.1, 10.0) * rng.uniform(0.5, 2.0, len(c)) + 1e-9 for c in problem.node_costs]
+    on = problem.items.row == row
+    byte = rng.choice([1e-4, 1.0, 10.0]) * 1e-9 / problem.items.amount[on].mean()
+    for n, s, amount in zip(problem.items.node[on], problem.items.strategy[on], problem.items.amount[on], strict=True):
+        costs[n][s] += byte * amount  # idle ones are worth nothing
+    edges = tuple(Edge(e.u, e.v, e.table * rng.uniform(0.01, 10.0), e.rows, e.cols) for e in problem.edges)
+    found = solve(Problem(tuple(costs), edges), time_limit=3.0)
+    assert found.choice is not None, "a random plan exists"
+    return tidied(formulation, without_idle(formulation, found.choice))
+
+
+def tidied(formulation: Formulation, choice: np.ndarray) -> np.ndarray:
+    """The choice without values that are kept for nobody: a search may leave these, since they cost no time."""
+    problem, row, units = formulation.problem, formulation.memory_rows["turn"], formulation.units.units
+    amounts = [np.zeros(len(c)) for c in problem.node_costs]
+    on = problem.items.row == row
+    for n, s, amount in zip(problem.items.node[on], problem.items.strategy[on], problem.items.amount[on], strict=True):
+        amounts[n][s] += amount
+    out, cost = np.array(choice), evaluate(problem, choice)
+    for n in [n for n in range(problem.n) if n >= len(units) or len(units[n].members) > 1]:
+        for s in np.flatnonzero(amounts[n] < amounts[n][out[n]]):
+            one = out.copy()
+            one[n] = s
+            if evaluate(problem, one) <= cost * (1 + 1e-12) and amounts[n][s] < amounts[n][out[n]]:
+                out = one
+    return out
+
+
+def fullest(timeline: Timeline) -> dict[str, int]:
+    """Per op, the most bytes from when it begins until it has made its results."""
+    total, out = timeline.live.sum(axis=1), {}
+    for t, (_, instruction) in enumerate(timeline.playback.times):
+        if instruction is not None and instruction.kind == "compute":
+            out[instruction.op] = max(out.get(instruction.op, 0), int(total[t - 1:t + 1].max()))
+    return out
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("gpt", "dp=2"), ("t5", "dp=2"), ("moe", "dp=2"), ("resnet", "dp=2"), ("mlp", "dp=2,tp=2")])
+def test_no_plan_holds_less_than_a_floor_row_counts(name: str, mesh: str) -> None:
+    formulation = open_formulation(name, mesh)
+    floors, played = floors_of(formulation), Timelines(formulation, {})
+    shares = []
+    for seed in range(2):
+        choice = random_choice(formulation, seed)
+        timeline = played(choice)
+        live = fullest(timeline)
+        for moment in floors.moments:
+            load = floors.load(moment, choice)
+            assert load <= live.get(moment, timeline.peak), f"{moment} of {name}, seed {seed}"
+            shares += [load / live[moment]] if moment in live else []
+    assert len(shares) > 10 and np.mean(shares) > 0.6
+
+
+class Wavy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.sigmoid(torch.tanh((x @ self.w).exp()).sin()) * 2.0).sum()
+
+
+def test_bounds_under_floor_rows_are_no_more_than_the_best_plan_that_fits() -> None:
+    """Against all subsets of recomputed ops, each played; and they say more than the rows of the turn and the update."""
+    table = prices(trace(Wavy(), (torch.randn(64, 4),)), parse_mesh("dp=1"), Options(cluster="h100-dgx", optimizer="sgd"))
+    every, names, opened = [], candidates(table.graph), open_table(table)
+    for again in chain.from_iterable(combinations(names, n) for n in range(len(names) + 1)):
+        one = formulate(program_with(table, frozenset(again)))
+        choice = solve(one.problem).choice
+        every.append((evaluate(one.problem, choice), Timelines(one, {})(choice).peak))
+    units, higher = open_units(singletons(table), opened), 0
+    for limit in sorted({peak for _, peak in every}):
+        formulation = formulate(opened, memory_limit=limit, units=units)
+        grown, floors = formulation, floors_of(formulation)
+        for moment in floors.moments:
+            grown = with_floor(grown, floors, moment)
+        found = solve(grown.problem)
+        assert found.choice is not None and found.bound <= min(s for s, peak in every if peak <= limit) * (1 + 1e-9)
+        higher += found.bound > solve(formulation.problem).bound * (1 + 1e-9)
+    assert higher
+
+
+def test_a_floor_row_is_a_row_of_the_problem() -> None:
+    formulation = open_formulation("mlp", "dp=2", limit=1e6)
+    floors = floors_of(formulation)
+    moment = floors.moments[0]
+    grown = with_floor(formulation, floors, moment)
+    choice = random_choice(formulation, 0)
+    assert row_loads(grown.problem, choice)[-1] == pytest.approx(floors.load(moment, choice))
+    assert grown.problem.row_limit[-1] == 1e6 and with_floor(grown, floors, moment) is grown
+
+
+def test_programs_with_decided_recomputation_get_none() -> None:
+    formulation = open_formulation("mlp", "dp=2")
+    assert floors_of(formulation).possible
+    assert not floors_of(replace(formulation, in_flight=2)).possible
+    assert not floors_of(formulate_within(formulation.table.base, 1e18)).possible
