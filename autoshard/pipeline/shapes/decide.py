@@ -34,6 +34,8 @@ TOLERANCE = 0.02
 """A shape is not searched if its bound is at most this part below the best price, where nothing else is said."""
 LOOKS = 4
 """Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before."""
+FIRST, LATER, LAST = range(3)
+"""When a shape is looked at: one of the first is searched before all others."""
 PARTITIONS = 200
 """About how many partitions of a shape are priced at most."""
 
@@ -100,26 +102,31 @@ PlanWhole = Callable[[Shape], Tried]
 def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, tell: Callable[[str], None] = lambda text: None,
                plan_whole: PlanWhole | None = None, tolerance: float = TOLERANCE) -> tuple[Tried, ...]:
     """The one without stages that promises most is first: its price is nearest to that of a plan, so what comes after is held against it. Then
-    the one with the least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank.
+    the one with the least bound first, and those of three axes last: they take longest, and start from plans of two. A bound that is the least is
+    looked at more closely before its shape is searched. `limit`: bytes of a rank.
     `tell` hears of every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices
     of blocks are four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched."""
     search = _Search(pricer, limit, tell, plan_whole, tolerance)
-    waiting = [(shape.pp > 1, search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
+    waiting = [(_turn(shape), search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
     heapify(waiting)
     done: dict[int, Tried] = {}
     anchored = False
     while waiting:
-        later, bound, promise, at, looked = heappop(waiting)
-        if anchored and not later:
-            heappush(waiting, (True, bound, promise, at, looked))
+        turn, bound, promise, at, looked = heappop(waiting)
+        if anchored and turn == FIRST:
+            heappush(waiting, (LATER, bound, promise, at, looked))
         elif bound >= search.enough:
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
         elif looked < LOOKS:
-            heappush(waiting, (later, max(bound, search.bound(shapes[at], looked + 1)), promise, at, looked + 1))
+            heappush(waiting, (turn, max(bound, search.bound(shapes[at], looked + 1)), promise, at, looked + 1))
         else:
-            anchored = anchored or not later
+            anchored = anchored or turn == FIRST
             done[at] = search.searched(Tried(shapes[at], bound))
     return tuple(done[at] for at in sorted(done, key=lambda at: done[at].bound))
+
+
+def _turn(shape: Shape) -> int:
+    return LAST if shape.slot.mp > 1 else LATER if shape.pp > 1 else FIRST
 
 
 def chain_of(pricer: Pricer, slot: Slot, lean: int, split: bool) -> Chain:
