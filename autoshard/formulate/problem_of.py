@@ -42,6 +42,7 @@ from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import DecisionUnit, DecisionUnits, find_units
 from autoshard.space.strategies import SpecIndex
 
+
 @dataclass(frozen=True, eq=False)
 class Formulation:
     """The problem with what is needed to read a solution: node n is unit n, or, from
@@ -183,10 +184,10 @@ def _add_value(b: Builder, ref: Ref, layers: Mapping[str, int]) -> None:
     if is_source(b.table.graph.op(ref.op)):
         return  # together with the value itself
     source = _source(b, ref)
-    if source is None:
-        _add_alike(b, ref, layers)
-    else:
+    if source is not None:
         _add_readers(b, ref, source, layers)
+    elif ref in b.table.graph.users:
+        _add_alike(b, ref, layers)
     _add_saved(b, ref)
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 from importlib import import_module
 
-import numpy as np
 import pytest
 import torch
 
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
+from autoshard.decide.backends import find
 from autoshard.decide.options import Options
 from autoshard.decide.program import formulate_within
 from autoshard.decide.walks.lift import lifted, parts_of
@@ -65,11 +65,12 @@ def test_a_plan_of_another_program_is_not_lifted():
     assert lifted(other, plan) is None
 
 
-def test_a_search_starts_from_a_coarser_plan():
-    """Cut short before it begins, it is as good as that one."""
-    options, program = Options(cluster="cpu-gloo"), traced("gpt")
-    plan = coarse_plan(program, "4x4", options)
-    short, fine = Options(cluster="cpu-gloo", time_limit=1e-3), parse_mesh("4x2x2")
-    alone, started = (decide(prices(program, fine, short), short, finer=False, coarser=plans) for plans in ((), (plan,)))
-    assert started.objective_s <= plan.objective_s * (1 + 1e-9) < alone.objective_s
-    assert np.isfinite(started.bound_s)
+def test_a_search_starts_from_coarser_plans_of_its_program(monkeypatch):
+    options, program, seen = Options(cluster="cpu-gloo"), traced("gpt"), []
+    plans = [coarse_plan(program, "4x4", options), coarse_plan(traced("mlp"), "4x4", options)]
+    monkeypatch.setattr("autoshard.decide.program.starting_plans", lambda formulation: ())
+    monkeypatch.setattr("autoshard.planner.one_stage.find", lambda asked, how: seen.append(asked) or find(asked, how))
+    fine = decide(prices(program, parse_mesh("4x2x2"), options), options, finer=False, coarser=plans)
+    (start,) = seen[0].starts
+    assert evaluate(seen[0].formulation.problem, start) <= plans[0].objective_s * (1 + 1e-9)
+    assert fine.objective_s <= plans[0].objective_s * (1 + 1e-9)

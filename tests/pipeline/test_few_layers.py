@@ -104,6 +104,6 @@ def test_layers_with_one_weight_are_traced_whole():
 
 def test_the_model_is_left_as_it_is():
     model = nn.Sequential(*(Layer() for _ in range(8)))
-    names, state = [n for n, _ in model.named_modules()], {n: p for n, p in model.named_parameters()}
+    names, state = [n for n, _ in model.named_modules()], dict(model.named_parameters())
     assert made(model, *calls(8, 4), mse)[0] is not None
     assert [n for n, _ in model.named_modules()] == names and all(p is state[n] for n, p in model.named_parameters())

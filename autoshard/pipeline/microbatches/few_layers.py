@@ -51,8 +51,9 @@ def _alike(known: Traced, short: Traced, groups: list[list[Layer]]) -> Traced:
     image = _images(a, b, groups)
     for op in a.ops:
         for ref, there in zip(op.refs, image[op.name].refs, strict=True):
-            if image[ref.op].outputs[ref.index] != b.meta(there):
-                raise Unlike(f"{op.where} reads {image[ref.op].outputs[ref.index]}, and its equal {b.meta(there)}")
+            ours, theirs = image[ref.op].outputs[ref.index], b.meta(there)
+            if ours is not theirs and ours != theirs:
+                raise Unlike(f"{op.where} reads {ours}, and its equal {theirs}")
     return Traced(replace(a, ops=tuple(_renumbered(op, image[op.name]) for op in a.ops)), short.calling)
 
 

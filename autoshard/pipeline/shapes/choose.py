@@ -24,7 +24,7 @@ PLANNED, FINALISTS = 2, 6
 """So many shapes are planned; if they do not fit, up to so many."""
 FEW, WANTED = 8, 0.05
 """Of so many devices shapes are searched as closely as `TOLERANCE` says. With more of them there are many shapes: those that bounds leave less
-than this part of a step to gain are not searched."""
+than this part of a step to gain are not searched. Where no stages are asked for, nothing is left out for that."""
 DEEP = 48
 """Blocks of a model of which shapes without stages are priced by blocks first, like all others: a search of so many takes longer than four
 short ones."""
@@ -80,7 +80,7 @@ class Asked:
 
     @property
     def tolerance(self) -> float:
-        if self.thorough:
+        if self.thorough or self.mesh is None and self.options.microbatches == 1:  # of a mesh alone there are few
             return 0.0
         return TOLERANCE if self.mesh is not None or self.devices <= FEW else WANTED
 
