@@ -28,6 +28,8 @@ than this part of a step to gain are not searched. Where no stages are asked for
 DEEP = 48
 """Blocks of a model of which shapes without stages are priced by blocks first, like all others: a search of so many takes longer than four
 short ones."""
+LONG, FINE = 8, 0.02
+"""Blocks of a model, of which a shape of three axes takes minutes to search: it is not where bounds leave less than this part of a step to gain."""
 AMPLE = 1e15
 """Bytes that no rank uses."""
 PlanShape = Callable[[Mesh, Pipeline], Plan]
@@ -124,7 +126,8 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
         return Tried(shape, plan.bound_s, plan.objective_s, memory=plan.memory.get("total"), planned=True)
 
     deep = len(pricer.labels) >= DEEP and not why
-    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, None if deep else plan_whole, asked.tolerance)
+    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, None if deep else plan_whole, asked.tolerance,
+                       FINE if len(pricer.labels) >= LONG else 0.0)
     staged = 0
     for candidate in ranked(tried)[:FINALISTS]:
         best = min((plan.objective_s for plan in plans.values()), default=np.inf)

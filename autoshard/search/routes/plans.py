@@ -106,10 +106,10 @@ def solve_at_ends(board: Board, core: Core, seed: int) -> bool:
     if stored_entries(core) > STORED:
         return False
     prices, _ = _next_prices(core, _planes(board, core))
-    share = prices / core.price.clip(min=1e-300)
-    if ((share > SAME) & (share < 1 - SAME)).any():
+    most = prices >= (1 - SAME) * core.price
+    if ((prices > SAME * np.where(np.isfinite(core.price), core.price, 0.0)) & ~most).any():
         return False
-    priced = solve_priced(board, core, np.where(share > SAME, core.price, 0.0), seed)
+    priced = solve_priced(board, core, np.where(most, core.price, 0.0), seed)
     board.raise_bound(priced.bound, "row prices")
     if priced.choice is not None:
         board.offer(priced.choice, "row prices")
