@@ -55,10 +55,8 @@ class Batch:
     def whole(self) -> Traced:
         """The program of the batch."""
         known = [((other.args, dict(other.kwargs)), other.whole) for other in self.others if "whole" in vars(other)]
-        found = made_between((self.args, dict(self.kwargs)), known)
-        for _, other in reversed(known):
-            found = found or made_from_one(other, partial(trace, self.model, self.args, self.kwargs, **self._tracing))
-        return found or trace(self.model, self.args, self.kwargs, **self._tracing)
+        anew = partial(trace, self.model, self.args, self.kwargs, **self._tracing)
+        return made_between((self.args, dict(self.kwargs)), known) or known and made_from_one(known[-1][1], anew) or anew()
 
     def rows(self, pipeline: Pipeline) -> int:
         """The length of the batch dim. Raises UsageError."""
