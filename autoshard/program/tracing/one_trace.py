@@ -77,15 +77,11 @@ class OneTrace:
         self.recorder.answer = Constants(self.tape, answers) if any_size is None else None  # they are values at one size
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
-        self.without = without
-        self.params = {n: p for n, p in model.named_parameters() if self._runs(n)}
-        self.buffers = {n: b for n, b in model.named_buffers() if b is not None and self._runs(n)}
+        self.without = tuple(f"{path}." for path in without)
+        self.params = {n: p for n, p in model.named_parameters() if not n.startswith(self.without)}
+        self.buffers = {n: b for n, b in model.named_buffers() if b is not None and not n.startswith(self.without)}
         self.stored: dict[str, torch.Tensor] = {}   # functional tensors of params and buffers
         self.tape.forbidden = {id(t): n for n, t in (self.params | self.buffers).items()}
-
-    def _runs(self, name: str) -> bool:
-        """Whether a parameter or buffer is none of a module that is taken out."""
-        return not self.without or not any(name.startswith(f"{path}.") for path in self.without)
 
     def traced(self) -> Traced:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
@@ -161,7 +157,7 @@ class OneTrace:
             memo.setdefault(id(t), t)  # of what is taken out: not worth a copy
         twin = _copy_tree(self.model, memo)
         for path in self.without:
-            parent, _, name = path.rpartition(".")
+            parent, _, name = path[:-1].rpartition(".")
             del twin.get_submodule(parent)._modules[name]
         for name, module in twin.named_modules():
             if name not in self.whole and (as_op := forward_as_op(module, self.expert_capacity)) is not None:
