@@ -8,7 +8,8 @@ import numpy as np
 from autoshard.base.graph import FORWARD, Graph
 from autoshard.base.windows import END, START
 from autoshard.decide.how import How
-from autoshard.formulate.problem_of import FIRST_WINDOW, formulate, unreachable
+from autoshard.formulate.builder import FIRST_WINDOW
+from autoshard.formulate.problem_of import formulate, unreachable
 from autoshard.search.priced_bound import priced_bound
 from autoshard.search.problem import Problem
 from autoshard.space.cost_table import CostTable, build_cost_table

@@ -164,6 +164,8 @@ def _inner(chosen: Chosen, op: Op, mesh) -> list[Collective]:
     from autoshard.collectives import seconds
 
     found, s = chosen.table.strategies[op.name], chosen.strategies[op.name]
+    if not any(found.rows[r].inner for r in found.picked[s].tolist()):
+        return []
     one = found.keep(np.arange(len(found)) == s)
     ins, outs = local_shapes(one, mesh)
     links = chosen.table.cluster.links_for(mesh)

@@ -30,8 +30,10 @@ from autoshard.base.spec import NOWHERE, Spec
 from autoshard.base.windows import START, is_accumulator, is_hold
 from autoshard.cost.budget import Budget
 from autoshard.cost.memory import stored_parts, update_workspace
+from autoshard.formulate.builder import FIRST_WINDOW, MEMORY, Builder
 from autoshard.formulate.copies import KEPT, MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
-from autoshard.formulate.values import is_saved, local_bytes, storage_root
+from autoshard.formulate.repeats import added, again, signature
+from autoshard.formulate.values import is_saved, storage_root
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import open_units, source_state
 from autoshard.rules import registry
@@ -39,8 +41,6 @@ from autoshard.search.problem import Edge, Items, Problem
 from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import DecisionUnit, DecisionUnits, find_units
 from autoshard.space.strategies import SpecIndex
-
-MEMORY, FIRST_WINDOW = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,62 +67,6 @@ class Formulation:
         return {(c.value, c.spec): c.states[int(choice[offset + i])] for i, c in enumerate(self.copies)}
 
 
-@dataclass(eq=False)
-class _Builder:
-    """Collects nodes, edges and items; `memo` shares arrays between equal edges."""
-
-    table: CostTable
-    units: DecisionUnits
-    eta: float
-    kappa: float
-    in_flight: int = 1
-    costs: list[np.ndarray] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)
-    items: list[tuple[int, np.ndarray, int, np.ndarray]] = field(default_factory=list)
-    copies: list[CopyNode] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    saved: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    memo: dict = field(default_factory=dict)
-
-    @property
-    def overlaps(self) -> bool:
-        return self.eta > 0 and self.table.mesh.size > 1
-
-    @property
-    def update_row(self) -> int:
-        """The row of memory at the optimizer's update."""
-        return FIRST_WINDOW + (len(self.table.graph.windows) if self.overlaps else 0)
-
-    def window_row(self, op: str) -> int:
-        """The row of what may hide in the window in which the op runs; only where it may."""
-        return FIRST_WINDOW + self.table.graph.window_of(op)
-
-    def shared(self, key: object, make) -> object:
-        if key not in self.memo:
-            self.memo[key] = make()
-        return self.memo[key]
-
-    def priced(self, ref: Ref, src: SpecIndex, dst: SpecIndex, runs: int) -> np.ndarray:
-        """Seconds of a step for redistributing a value so often."""
-        once = self.table.table(ref, src, dst)
-        return once if runs == 1 else self.shared(("runs", id(once), runs), lambda: runs * once)
-
-    def nbytes(self, ref: Ref, spec: Spec) -> float:
-        """Bytes of a value on one rank: `local_bytes`, once for equal values."""
-        meta = self.table.graph.meta(ref)
-        return self.shared(("bytes", meta.logical_shape, meta.dtype, spec), lambda: local_bytes(self.table, ref, spec))
-
-    def add_items(self, node: int, row: int, amounts: np.ndarray) -> None:
-        hit = np.flatnonzero(amounts)
-        if len(hit):
-            self.items.append((node, hit, row, amounts[hit]))
-
-    def add_saved(self, node: int, amounts: np.ndarray) -> None:
-        """Bytes that every micro-batch in flight has at the turn."""
-        self.add_items(node, MEMORY, self.in_flight * amounts)
-        self.saved.append((node, amounts))
-
-
 def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Mapping[str, int] | None = None,
               units: DecisionUnits | None = None, in_flight: int = 1) -> Formulation:
     """Build the search problem: seconds of a step, in which every window runs `graph.runs` times. `memory_limit`: bytes per rank at any
@@ -130,7 +74,7 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
     (see space/decision_units.py), by default as `find_units` groups the ops."""
     overlap = table.cluster.overlap
-    b = _Builder(table, units or default_units(table), overlap.eta, overlap.interference, in_flight)
+    b = Builder(table, units or default_units(table), overlap.eta, overlap.interference, in_flight)
     layers = layers or {}
     for unit in b.units.units:
         _add_unit(b, unit, layers)
@@ -163,7 +107,7 @@ def unreachable(items: Items, row: int) -> float:
     return float(np.maximum(items.amount[items.row == row], 0.0).sum()) + 1.0
 
 
-def _items(b: _Builder) -> Items:
+def _items(b: Builder) -> Items:
     if not b.items:
         return Items.empty()
     counts = [len(s) for _, s, _, _ in b.items]
@@ -173,7 +117,7 @@ def _items(b: _Builder) -> Items:
                  np.concatenate([a for *_, a in b.items]))
 
 
-def _add_unit(b: _Builder, unit: DecisionUnit, layers: Mapping[str, int]) -> None:
+def _add_unit(b: Builder, unit: DecisionUnit, layers: Mapping[str, int]) -> None:
     node = len(b.costs)
     costs = [b.table.ops[m] for m in unit.members]
     b.costs.append(b.shared(("cost", *map(id, costs), *map(id, unit.picked)), lambda: sum(
@@ -190,7 +134,7 @@ def _add_unit(b: _Builder, unit: DecisionUnit, layers: Mapping[str, int]) -> Non
             b.add_items(node, b.window_row(name), -b.eta * cost.compute[picked])
 
 
-def _add_stored(b: _Builder, node: int, op: Op, picked: np.ndarray) -> None:
+def _add_stored(b: Builder, node: int, op: Op, picked: np.ndarray) -> None:
     """At the turn there are no gradients yet, at the update all of them, and what the update itself needs. Of state on the host
     one parameter's at a time comes here, before the others are updated: no byte of it is surely there."""
     t, meta = b.table, op.outputs[0]
@@ -221,7 +165,7 @@ class _Reader:
     window: int
 
 
-def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
+def _readers(b: Builder, ref: Ref) -> list[_Reader]:
     """Readers outside the value's own unit, but for a source that may keep it; inputs of one unit that always agree are one
     reader."""
     home = b.units.index(ref.op)
@@ -235,11 +179,31 @@ def _readers(b: _Builder, ref: Ref) -> list[_Reader]:
     return list(found.values())
 
 
-def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
+def _add_value(b: Builder, ref: Ref, layers: Mapping[str, int]) -> None:
     """Copy nodes and direct edges from a value, and from its source, to who reads them."""
     if is_source(b.table.graph.op(ref.op)):
         return  # together with the value itself
     source = _source(b, ref)
+    if source is not None:
+        _add_readers(b, ref, source, layers)
+    elif ref in b.table.graph.users:
+        _add_alike(b, ref, layers)
+    _add_saved(b, ref)
+
+
+def _add_alike(b: Builder, ref: Ref, layers: Mapping[str, int]) -> None:
+    """As `_add_readers`, for the first of the values that are read alike; for others the same with their own nodes."""
+    key, nodes = signature(b, ref)
+    known = b.memo.get(("alike", key))
+    if known is None:
+        before = b.lengths
+        _add_readers(b, ref, None, layers)
+        b.memo["alike", key] = added(b, before, ref, nodes)
+    else:
+        again(b, known, ref, nodes, lambda copy: _copy_group(b, copy, layers))
+
+
+def _add_readers(b: Builder, ref: Ref, source: Ref | None, layers: Mapping[str, int]) -> None:
     readers = _readers(b, ref)
     later = _readers(b, source) if source else []
     priced = b.overlaps and b.table.hideable(ref)
@@ -251,7 +215,6 @@ def _add_value(b: _Builder, ref: Ref, layers: Mapping[str, int]) -> None:
             _add_direct_edge(b, value, reader, frozenset(s for s, through in shared.items() if reader in through))
     for spec, rs in shared.items():
         _add_copy_node(b, ref, spec, rs, priced, layers)
-    _add_saved(b, ref)
 
 
 def _by_spec(readers: Iterable[_Reader]) -> dict[Spec, list[_Reader]]:
@@ -263,23 +226,23 @@ def _by_spec(readers: Iterable[_Reader]) -> dict[Spec, list[_Reader]]:
     return wanted
 
 
-def _source(b: _Builder, ref: Ref) -> Ref | None:
+def _source(b: Builder, ref: Ref) -> Ref | None:
     """The value's source, where backward reads it through one."""
     op = b.table.graph.by_name.get(ref.op + RECOMPUTE_SUFFIX)
     return Ref(op.name, ref.index) if op is not None and is_source(op) else None
 
 
-def _costs_anything(b: _Builder, ref: Ref, spec: Spec) -> bool:
+def _costs_anything(b: Builder, ref: Ref, spec: Spec) -> bool:
     """Whether some producer spec pays for reaching `spec`; where all are free there is nothing to share."""
     seconds = b.table.table(ref, b.units.outputs(ref), _target(b, spec))
     return b.shared(("paid", id(seconds)), lambda: bool(np.any(np.isfinite(seconds) & (seconds > 0))))
 
 
-def _target(b: _Builder, spec: Spec) -> SpecIndex:
+def _target(b: Builder, spec: Spec) -> SpecIndex:
     return b.shared(("target", spec), lambda: SpecIndex((spec,), np.zeros(1, dtype=np.int64)))
 
 
-def _add_direct_edge(b: _Builder, ref: Ref, reader: _Reader, through_copies: frozenset[Spec]) -> None:
+def _add_direct_edge(b: Builder, ref: Ref, reader: _Reader, through_copies: frozenset[Spec]) -> None:
     """Producer-reader prices; targets served by copy nodes are free here."""
     src, dst = b.units.outputs(ref), reader.specs
     seconds = b.priced(ref, src, dst, b.table.graph.runs[reader.window])
@@ -296,7 +259,7 @@ def _add_direct_edge(b: _Builder, ref: Ref, reader: _Reader, through_copies: fro
     b.edges.append(Edge(b.units.index(ref.op), reader.node, table, src.index, dst.index))
 
 
-def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...], priced: bool,
+def _add_copy_node(b: Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...], priced: bool,
                    layers: Mapping[str, int]) -> None:
     src, source = b.units.outputs(ref), _source(b, ref)
     seconds = b.table.table(ref, src, _target(b, spec))
@@ -332,7 +295,7 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
         b.add_items(node, MEMORY, np.array([b.nbytes(ref, spec) if s.name == MADE else 0.0 for s in states]))
 
 
-def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
+def _copy_group(b: Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
     """Copies of corresponding values for corresponding readers are tied like the ops themselves."""
     names = (copy.value.op, *(r for r, _ in copy.readers))
     if any(n not in layers for n in names):
@@ -342,7 +305,7 @@ def _copy_group(b: _Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
     return first.setdefault(key, 1_000_000 + len(first))
 
 
-def _add_saved(b: _Builder, ref: Ref) -> None:
+def _add_saved(b: Builder, ref: Ref) -> None:
     """Memory of a forward value that backward reads, in its producer's spec, or that a source keeps. Values that may share
     a buffer, being views of one another, count once; sources keep no views."""
     if is_saved(b.table.graph, ref):
@@ -365,13 +328,13 @@ def _add_saved(b: _Builder, ref: Ref) -> None:
             b.add_saved(b.units.index(op.name), amounts[specs.index])
 
 
-def _least_saved(b: _Builder, ref: Ref) -> float:
+def _least_saved(b: Builder, ref: Ref) -> float:
     """What `_add_saved` counts for the value itself at least: where all of backward reads a kept copy, it is not saved."""
     return b.shared(("least saved", ref), lambda: min(
         b.nbytes(ref, s) for s in b.units.outputs(ref).specs) if is_saved(b.table.graph, ref) else 0.0)
 
 
-def _tie_gradients(b: _Builder) -> None:
+def _tie_gradients(b: Builder) -> None:
     """A gradient leaves in its parameter's stored spec, or as its input comes in, a state is written back as it lies, a tangent enters as
     the dual of its output; seeds tie what lies alike."""
     graph = b.table.graph
@@ -391,7 +354,7 @@ def _equality(source: TensorMeta, output: TensorMeta, src: Sequence[Spec], dst: 
     return np.where(np.array(alike), 0.0, np.inf)
 
 
-def _add_equality(b: _Builder, source: Op, output: Op) -> None:
+def _add_equality(b: Builder, source: Op, output: Op) -> None:
     src, dst = (b.units.inputs(op.name, 0) if op.kind == "output" else b.units.outputs(Ref(op.name)) for op in (source, output))
     metas = [b.table.graph.meta(op.refs[0]) if op.kind == "output" else op.outputs[0] for op in (source, output)]
     table = b.shared(("equal", src.specs, dst.specs, *(m.factors for m in metas)), lambda: _equality(*metas, src.specs, dst.specs))

@@ -1,7 +1,7 @@
 """One program on one mesh: what everything costs, and the decision."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from autoshard.decide.options import Options
 from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Program, formulate_within, with_starts
+from autoshard.decide.walks.lift import lifts
 from autoshard.errors import UsageError
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
@@ -56,14 +57,17 @@ def program_of(table: CostTable, options: Options, *, has_loss: bool = False) ->
 
 def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
            model_info: Mapping[str, Any] | None = None, interruptible: bool = True,
-           finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None, program: Program | None = None) -> Plan:
+           finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None, program: Program | None = None,
+           coarser: Sequence[Plan] = ()) -> Plan:
     """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
     fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
     best plan so far, whose status says so. `finer`, `enough`, `known`: see `How`. `program`: that of `table` (`program_of`), within any
-    budget, where it was made already. Raises InfeasibleError, and Interrupted where there is no plan yet."""
+    budget, where it was made already. `coarser`: plans, of which those of the same program on meshes that this one refines are starts. Raises
+    InfeasibleError, and Interrupted where there is no plan yet."""
     clock, limit = clock or PhaseTimer(), options.memory_limit(table.cluster)
     with clock("formulate"):
         program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
+        program = replace(program, starts=(*program.starts, *lifts(program.formulation, coarser)))
     how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, known)
     with stopping(how.clock, interruptible), clock("search"):
         found = find(program, how)

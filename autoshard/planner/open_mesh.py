@@ -82,10 +82,14 @@ def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock:
     options.check_offload(profile, whole.graph.training)
     check_stored(whole.graph, mesh.size, options, wanted.limit, profile)
 
+    made: list[Plan] = []  # without stages: a finer mesh starts from them
+
     def plan_shape(on: Mesh, pipeline: Pipeline) -> Plan:
         with clock("trace"):
             traced = asked.on(on, pipeline)
-        return plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, **how)
+        found = plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, coarser=made, **how)
+        made.extend([found] if pipeline.stages(on) == 1 else [])
+        return found
 
     found = choose(asked, wanted, searches(whole, options, clock, profile), plan_shape, partial(clock.say, "shapes"))
     return replace(found, timings=dict(clock.seconds))

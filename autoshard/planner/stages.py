@@ -1,7 +1,7 @@
 """A traced program: planned as one, or cut into stages that are planned one by one."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,16 +28,16 @@ from autoshard.space.cost_table import Training
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
                 model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None,
-                profile: Cluster | None = None, interruptible: bool = True) -> Plan:
+                profile: Cluster | None = None, interruptible: bool = True, coarser: Sequence[Plan] = ()) -> Plan:
     """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
     buffers and inputs by name come before seeds: that is how they are held already. `profile`: what `options.cluster` held
-    when it was read; without it, it is read now."""
+    when it was read; without it, it is read now. `coarser`: as of `decide`."""
     clock = clock or PhaseTimer()
     if options.pipeline.stages(mesh) > 1:
         return plan_pipeline(traced, mesh, options, clock, fixed or {}, profile or load_cluster(options.cluster), has_loss=has_loss,
                              model_info=model_info, interruptible=interruptible)
     return decide(prices(traced, mesh, options, clock=clock, fixed=fixed, profile=profile), options, clock=clock, has_loss=has_loss,
-                  model_info=model_info, interruptible=interruptible)
+                  model_info=model_info, interruptible=interruptible, coarser=coarser)
 
 
 def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTimer, fixed: Mapping[str, Spec], profile: Cluster,

@@ -32,7 +32,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
           loss_fn: Callable[..., Any] | None = None, training: bool | None = None,
           precision: Precision | None = None, marks: Mapping[str, str] | None = None, fallback: str = "error", hooks_run: bool = False,
           raw: bool = False, stored: Mapping[str, TensorMeta] | None = None, expert_capacity: float = EXPERT_CAPACITY,
-          any_size: AnySize | None = None) -> Traced:
+          any_size: AnySize | None = None, without: Collection[str] = ()) -> Traced:
     """Trace `model(*args, **kwargs)`, or `loss_fn(model(*args[:-1], **kwargs), args[-1])`, to its canonical graph: simplified, with the factors and
     parts of every dim (`stored`: parameters that have theirs already); `raw`: as it was recorded. Arguments are bound as Python does; the
     target may also be given by the name that only `loss_fn` has.
@@ -43,7 +43,8 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     for the forward. `marks` (glob over module paths -> seed text) hold what leaves these modules as
     `autoshard.annotate` would. Outputs that need a gradient get a tangent; of a mapping with a scalar "loss" only the loss.
     `hooks_run`: gradient hooks of parameters run outside of the graph, as those of a compiled module do; else they are refused.
-    `expert_capacity`: see experts/ops.py. `any_size`: see tracing/any_size.py.
+    `expert_capacity`: see experts/ops.py. `any_size`: see tracing/any_size.py. `without`: paths of submodules of a list that the model is traced
+    without, to learn about the others.
     `fallback="replicate"`: a submodule that cannot be traced becomes one op, which runs it whole (see program/opaque/opaque.py).
 
     Raises UsageError for a call that `forward` or `loss_fn` does not take, and TraceError, naming the user's lines, for
@@ -57,9 +58,9 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     def run(whole: Collection[str], survey: Survey | None = None, mode: str = MODES[-1]) -> Traced:
         with torch.random.fork_rng(devices=()):
             return OneTrace(model, args, kwargs or {}, loss_fn, training, precision, marks or {}, whole, survey,
-                            mode=mode, hooks_run=hooks_run, expert_capacity=expert_capacity, any_size=any_size).traced()
+                            mode=mode, hooks_run=hooks_run, expert_capacity=expert_capacity, any_size=any_size, without=without).traced()
 
-    if any_size is not None:  # as most models are traced; a program that is not the same is no use, so nothing else is tried
+    if any_size is not None or without:  # as most models are traced; a program that is not the same is no use, so nothing else is tried
         found = run((), mode=MODES[0])
     else:
         found = _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())

@@ -73,6 +73,8 @@ class Problem:
     intervals: "Intervals | None" = None
     groups: np.ndarray | None = None
     names: tuple[str, ...] = ()
+    _flat: dict[int, tuple[object, Any]] = field(default_factory=dict, repr=False)
+    """`FlatNodes` and `FlatEdges` by what they are of: those of a problem with other limits of rows are the same."""
 
     @property
     def n(self) -> int:
@@ -103,13 +105,19 @@ class Problem:
             digest.update(array.tobytes())
         return digest.hexdigest() if self.intervals is None else f"{id(self)}"
 
-    @cached_property
+    @property
     def flat_nodes(self) -> "FlatNodes":
-        starts, values = _joined(self.node_costs)
-        return FlatNodes(starts, values)
+        if id(self.node_costs) not in self._flat:
+            self._flat[id(self.node_costs)] = self.node_costs, FlatNodes(*_joined(self.node_costs))
+        return self._flat[id(self.node_costs)][1]
 
-    @cached_property
+    @property
     def flat_edges(self) -> "FlatEdges":
+        if id(self.edges) not in self._flat:
+            self._flat[id(self.edges)] = self.edges, self._flattened()
+        return self._flat[id(self.edges)][1]
+
+    def _flattened(self) -> "FlatEdges":
         tables, values = _joined([e.table.ravel() for e in self.edges], [id(e.table) for e in self.edges])
         rows, index_u = _joined([e.rows for e in self.edges])
         cols, index_v = _joined([e.cols for e in self.edges])

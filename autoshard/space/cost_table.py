@@ -4,7 +4,7 @@ Arrays are interned: equal ops share node costs, equal (shape, dtype, spec set, 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -87,11 +87,16 @@ class CostTable:
         """Seconds [source specs, target specs] of redistributing `ref`, inf where impossible. Equal questions get the
         same object."""
         meta = self.graph.meta(ref)
-        key = (meta.logical_shape, meta.dtype, src.specs, dst.specs, ref in self._still)
+        key = (*self.kind(ref), src.specs, dst.specs)
         if key not in self._tables:
             seconds = present(src, dst, lambda a, b: self.redistribution.table(meta.logical_shape, meta.dtype, a, b))
             self._tables[key] = np.where(changes(src, dst), np.inf, seconds) if ref in self._still else seconds
         return self._tables[key]
+
+    def kind(self, ref: Ref) -> tuple[Hashable, ...]:
+        """Equal for values whose changes of layout cost the same: shape, dtype, and whether it may only lie as it is made."""
+        meta = self.graph.meta(ref)
+        return meta.logical_shape, meta.dtype, ref in self._still
 
     def seconds(self, meta: TensorMeta, src: Spec, dst: Spec) -> float:
         return sum(s.seconds for s in self.steps(meta, src, dst))

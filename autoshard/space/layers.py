@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from autoshard.base.graph import Graph, Op, Ref
@@ -20,24 +21,39 @@ Family = tuple[str, ...]
 """Path of the container, with the indices of outer siblings kept."""
 
 
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A sibling: the path of its module, and its ops in execution order."""
+
+    path: str
+    ops: list[Op]
+
+
 def repeated_layers(graph: Graph) -> dict[str, int]:
-    """Op name -> class id, for ops of repeated layers. Ops with one id correspond. Other ops are left out.
+    """Op name -> class id, for ops of repeated layers. Ops with one id correspond. Other ops are left out."""
+    classes: dict[str, int] = {}
+    start = 0
+    for layers in equal_layers(graph):
+        for layer in layers:
+            classes.update((op.name, start + i) for i, op in enumerate(layer.ops))
+        start += len(layers[0].ops)
+    return classes
+
+
+def equal_layers(graph: Graph) -> Iterator[list[Layer]]:
+    """Groups of equal siblings, two or more each. Their ops correspond by position.
 
     Nested lists are looked at from the outside in: the inner ones only where the outer one repeats nothing."""
-    classes: dict[str, int] = {}
     settled: set[Family] = set()
-    depth, start, paths = 0, 0, _paths(graph)
+    depth, paths = 0, _paths(graph)
     while families := _families(graph, paths, depth, settled):
         for family, siblings in families.items():
             groups = _equal_siblings(graph, paths, len(family), siblings)
             if groups:
                 settled.add(family)
             for group in groups:
-                for ops in group:
-                    classes.update((op.name, start + i) for i, op in enumerate(ops))
-                start += len(group[0])
+                yield [Layer(".".join(paths[ops[0].name][:len(family) + 1]), ops) for ops in group]
         depth += 1
-    return classes
 
 
 def _families(graph: Graph, paths: Paths, depth: int, settled: set[Family]) -> dict[Family, dict[int, list[Op]]]:

@@ -12,7 +12,8 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.decide.make_plan import chosen_by, price
 from autoshard.decide.options import Options
-from autoshard.formulate.problem_of import MEMORY, formulate
+from autoshard.formulate.builder import MEMORY
+from autoshard.formulate.problem_of import formulate
 from autoshard.planner.one_stage import prices
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import candidates, with_recompute

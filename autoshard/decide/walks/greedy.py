@@ -74,9 +74,10 @@ def _turn(op: Op) -> int:
     return 1 if op.kind == "tangent" else 2 if op.phase == "backward" else 0
 
 
-def complete(wiring: Wiring, picked: np.ndarray, keep: bool = True) -> np.ndarray:
+def complete(wiring: Wiring, picked: np.ndarray, keep: bool | Callable[[CopyNode], bool] = True) -> np.ndarray:
     """Add the state of every copy node that the chosen strategies ask for: the cheapest that serves its readers.
-    Without `keep` a gathered parameter that both windows read is gathered in each (ZeRO-3)."""
+    Without `keep` a gathered parameter that both windows read is gathered in each (ZeRO-3). `keep` of a copy: whether that one is kept, whatever
+    its value."""
     formulation, derived = wiring.formulation, wiring.param_derived
     table, units = formulation.table, formulation.units
 
@@ -90,7 +91,7 @@ def complete(wiring: Wiring, picked: np.ndarray, keep: bool = True) -> np.ndarra
         price = float(table.table(copy.value, specs, target)[source, 0]) if specs.specs[source] != copy.spec else None
         fits = [i for i, s in enumerate(copy.states) if _serves(s, windows) and (s.name == OWN) == (price is None)
                 and (s.price is None or s.price == price)]
-        again = not keep and copy.value in derived
+        again = not keep(copy) if callable(keep) else not keep and copy.value in derived
         return min(fits, key=lambda i: (again and copy.states[i].name == KEPT, copy.states[i].count(table.graph.runs),
                                         copy.states[i].name == KEPT), default=0)
 

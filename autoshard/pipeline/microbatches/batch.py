@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -22,6 +22,7 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.padding.padded import WEIGHTS as PAD_WEIGHTS
 from autoshard.padding.padded import padded
+from autoshard.pipeline.microbatches.few_layers import made_from_one
 from autoshard.pipeline.microbatches.known_sizes import made_between
 from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same, by_shape, partners, walk
 from autoshard.program.accumulate import accumulating
@@ -41,7 +42,7 @@ def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], p
 class Batch:
     """A model with the batch of a step, which may be cut in several ways; `how`: the rest of what `program.trace.trace` takes, and `pad`: what is
     padded (padding/padded.py). `others`: batches of the same model, traced in the same way; between two of them nothing is traced
-    (known_sizes.py)."""
+    (known_sizes.py), and where there is one, few of the layers are (few_layers.py)."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -54,7 +55,8 @@ class Batch:
     def whole(self) -> Traced:
         """The program of the batch."""
         known = [((other.args, dict(other.kwargs)), other.whole) for other in self.others if "whole" in vars(other)]
-        return made_between((self.args, dict(self.kwargs)), known) or trace(self.model, self.args, self.kwargs, **self._tracing)
+        anew = partial(trace, self.model, self.args, self.kwargs, **self._tracing)
+        return made_between((self.args, dict(self.kwargs)), known) or known and made_from_one(known[-1][1], anew) or anew()
 
     def rows(self, pipeline: Pipeline) -> int:
         """The length of the batch dim. Raises UsageError."""

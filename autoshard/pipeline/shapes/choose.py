@@ -24,10 +24,12 @@ PLANNED, FINALISTS = 2, 6
 """So many shapes are planned; if they do not fit, up to so many."""
 FEW, WANTED = 8, 0.05
 """Of so many devices shapes are searched as closely as `TOLERANCE` says. With more of them there are many shapes: those that bounds leave less
-than this part of a step to gain are not searched."""
+than this part of a step to gain are not searched. Where no stages are asked for, nothing is left out for that."""
 DEEP = 48
 """Blocks of a model of which shapes without stages are priced by blocks first, like all others: a search of so many takes longer than four
 short ones."""
+LONG, FINE = 8, 0.02
+"""Blocks of a model, of which a shape of three axes takes minutes to search: it is not where bounds leave less than this part of a step to gain."""
 AMPLE = 1e15
 """Bytes that no rank uses."""
 PlanShape = Callable[[Mesh, Pipeline], Plan]
@@ -80,7 +82,7 @@ class Asked:
 
     @property
     def tolerance(self) -> float:
-        if self.thorough:
+        if self.thorough or self.mesh is None and self.options.microbatches == 1:  # of a mesh alone there are few
             return 0.0
         return TOLERANCE if self.mesh is not None or self.devices <= FEW else WANTED
 
@@ -124,7 +126,8 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
         return Tried(shape, plan.bound_s, plan.objective_s, memory=plan.memory.get("total"), planned=True)
 
     deep = len(pricer.labels) >= DEEP and not why
-    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, None if deep else plan_whole, asked.tolerance)
+    tried = try_shapes(pricer, asked.shapes(rows, len(pricer.labels), bool(why)), asked.limit, tell, None if deep else plan_whole, asked.tolerance,
+                       FINE if len(pricer.labels) >= LONG else 0.0)
     staged = 0
     for candidate in ranked(tried)[:FINALISTS]:
         best = min((plan.objective_s for plan in plans.values()), default=np.inf)

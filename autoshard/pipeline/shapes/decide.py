@@ -34,6 +34,8 @@ TOLERANCE = 0.02
 """A shape is not searched if its bound is at most this part below the best price, where nothing else is said."""
 LOOKS = 4
 """Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before."""
+FIRST, LATER, LAST = range(3)
+"""When a shape is looked at: one of the first is searched before all others."""
 PARTITIONS = 200
 """About how many partitions of a shape are priced at most."""
 
@@ -98,28 +100,34 @@ PlanWhole = Callable[[Shape], Tried]
 
 
 def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, tell: Callable[[str], None] = lambda text: None,
-               plan_whole: PlanWhole | None = None, tolerance: float = TOLERANCE) -> tuple[Tried, ...]:
+               plan_whole: PlanWhole | None = None, tolerance: float = TOLERANCE, fine: float = 0.0) -> tuple[Tried, ...]:
     """The one without stages that promises most is first: its price is nearest to that of a plan, so what comes after is held against it. Then
-    the one with the least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank.
+    the one with the least bound first, and those of three axes last: they take longest, and start from plans of two. A bound that is the least is
+    looked at more closely before its shape is searched. `limit`: bytes of a rank.
     `tell` hears of every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices
-    of blocks are four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched."""
-    search = _Search(pricer, limit, tell, plan_whole, tolerance)
-    waiting = [(shape.pp > 1, search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
+    of blocks are four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched; `fine`: the same of
+    shapes of three axes, where that is more."""
+    search = _Search(pricer, limit, tell, plan_whole, tolerance, fine)
+    waiting = [(_turn(shape), search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
     heapify(waiting)
     done: dict[int, Tried] = {}
     anchored = False
     while waiting:
-        later, bound, promise, at, looked = heappop(waiting)
-        if anchored and not later:
-            heappush(waiting, (True, bound, promise, at, looked))
-        elif bound >= search.enough:
+        turn, bound, promise, at, looked = heappop(waiting)
+        if anchored and turn == FIRST:
+            heappush(waiting, (LATER, bound, promise, at, looked))
+        elif bound >= search.enough(shapes[at]):
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
         elif looked < LOOKS:
-            heappush(waiting, (later, max(bound, search.bound(shapes[at], looked + 1)), promise, at, looked + 1))
+            heappush(waiting, (turn, max(bound, search.bound(shapes[at], looked + 1)), promise, at, looked + 1))
         else:
-            anchored = anchored or not later
+            anchored = anchored or turn == FIRST
             done[at] = search.searched(Tried(shapes[at], bound))
     return tuple(done[at] for at in sorted(done, key=lambda at: done[at].bound))
+
+
+def _turn(shape: Shape) -> int:
+    return LAST if shape.slot.mp > 1 else LATER if shape.pp > 1 else FIRST
 
 
 def chain_of(pricer: Pricer, slot: Slot, lean: int, split: bool) -> Chain:
@@ -132,8 +140,9 @@ class _Search:
     """What is known while shapes are tried: chains per slot and lean level, runs per schedule, the best price so far."""
 
     def __init__(self, pricer: Pricer, limit: float, tell: Callable[[str], None], plan_whole: PlanWhole | None,
-                 tolerance: float) -> None:
-        self.pricer, self.limit, self.best, self.plan_whole, self.tolerance = pricer, limit, np.inf, plan_whole, tolerance
+                 tolerance: float, fine: float) -> None:
+        self.pricer, self.limit, self.best, self.plan_whole = pricer, limit, np.inf, plan_whole
+        self.tolerance = {FIRST: tolerance, LATER: tolerance, LAST: max(tolerance, fine)}
         self.levels = range(1 + pricer.leanest if np.isfinite(limit) else 1)
         self.chain = cache(lambda slot, lean, split: chain_of(pricer, slot, lean, split))
         self.floor = cache(pricer.floor)
@@ -151,10 +160,9 @@ class _Search:
         """Seconds if all stages were equal and perfect: what is tried first."""
         return self.least(shape) * (1 + (shape.pp - 1) / (shape.chunks * shape.microbatches))
 
-    @property
-    def enough(self) -> float:
+    def enough(self, shape: Shape) -> float:
         """A bound above which a shape is not searched."""
-        return (1 - self.tolerance) * self.best
+        return (1 - self.tolerance[_turn(shape)]) * self.best
 
     def bound(self, shape: Shape, look: int) -> float:
         """At the floors of blocks; the best price where it is no less."""

@@ -172,8 +172,11 @@ class MeshPricer:
         return self.searches.run(graph, self.mesh_of(slot), self._shared(graph)) if graph.of_kind("call") else (0.0, 0.0)
 
     def _step_of(self, slot: Slot, label: Hashable) -> tuple[float, Prices]:
-        """At the prices of the main kind, so that kinds add up."""
+        """At the prices of the main kind, so that kinds add up. On three axes it has those of two: to look for prices takes as long as several
+        bounds, and any prices give one."""
         prices = None if label == self.main else self._step(slot, self.main)[1]
+        if slot.mp > 1 and prices is None:
+            prices = self._step(replace(slot, dp=slot.dp * slot.mp, mp=1), self.main)[1]
         graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
         return self.searches.step(graph, self.mesh_of(slot), prices, self._shared(graph)) if graph.of_kind("call") else (0.0, (0.0, 0.0))
 

@@ -55,13 +55,14 @@ from autoshard.seeds.marks import annotate, is_user_collective, marks_of
 class OneTrace:
     """State of one trace; nothing of it outlives `traced()`. `whole`: paths of submodules that run whole; `survey`: notes what
     goes wrong, and the trace goes on; `answers`: made-up data for a trace of a submodule `alone`, where nothing need be
-    differentiable; `mode`: see `_torch.functional_tracing`; `any_size`: a size of inputs that is left open."""
+    differentiable; `mode`: see `_torch.functional_tracing`; `any_size`: a size of inputs that is left open; `without`: paths of submodules
+    that are taken out of the lists they are in."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  loss_fn: Callable[..., Any] | None, training: bool, precision: Precision | None,
                  marks: Mapping[str, str], whole: Collection[str] = (), survey: Survey | None = None,
                  answers: Answers | None = None, mode: str = "exporting", hooks_run: bool = False,
-                 expert_capacity: float = EXPERT_CAPACITY, any_size: AnySize | None = None) -> None:
+                 expert_capacity: float = EXPERT_CAPACITY, any_size: AnySize | None = None, without: Collection[str] = ()) -> None:
         self.model, self.loss_fn, self.training, self.precision = model, loss_fn, training, precision
         self.marks, self.hooks_run, self.expert_capacity = marks, hooks_run, expert_capacity
         self.binding = Binding.of(model, loss_fn)
@@ -79,8 +80,9 @@ class OneTrace:
         self.reads = DataReads(self.tape, constants)
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
-        self.params = dict(model.named_parameters())
-        self.buffers = {n: b for n, b in model.named_buffers() if b is not None}
+        self.without = tuple(f"{path}." for path in without)
+        self.params = {n: p for n, p in model.named_parameters() if not n.startswith(self.without)}
+        self.buffers = {n: b for n, b in model.named_buffers() if b is not None and not n.startswith(self.without)}
         self.stored: dict[str, torch.Tensor] = {}   # functional tensors of params and buffers
         self.tape.forbidden = {id(t): n for n, t in (self.params | self.buffers).items()}
 
@@ -155,7 +157,12 @@ class OneTrace:
             for value in vars(module).values():
                 if isinstance(value, torch.Tensor):
                     memo.setdefault(id(value), value if value.device.type in ("cpu", "meta") else value.cpu())
+        for t in (*self.model.parameters(), *self.model.buffers()) if self.without else ():
+            memo.setdefault(id(t), t)  # of what is taken out: not worth a copy
         twin = _copy_tree(self.model, memo)
+        for path in self.without:
+            parent, _, name = path[:-1].rpartition(".")
+            del twin.get_submodule(parent)._modules[name]
         for name, module in twin.named_modules():
             if name not in self.whole and (as_op := forward_as_op(module, self.expert_capacity)) is not None:
                 module.forward = as_op

@@ -20,6 +20,11 @@ def search_auto(board: Board, seed: int, threads: int) -> None:
     """Rows forgotten first; then the exact route by prices, when the core is small; then the large route."""
     try:
         core, _ = build(board.problem)
+        if board.near and board.problem.intervals is None and table_entries(core) > SURELY_LARGE:
+            from autoshard.search.routes.plans import solve_at_ends  # loads the compiled sweeps
+
+            if solve_at_ends(board, core, seed):
+                return
         layers = tied_core(board.problem, core) if board.problem.intervals is None else None
         if layers is None or table_entries(core) <= SURELY_LARGE:
             reduce_core(core, board.clock.expired)

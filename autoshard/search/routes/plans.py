@@ -42,6 +42,7 @@ TIED_NODES = 200  # of a MIP's tree: what is best among tied choices helps, but 
 ROUGH = 1e-3  # relative gap within which the tied problem is not solved closer at prices that are not the best
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
 ROUGH_LARGE = 2e-2  # the same where tables are too large to keep, and larger pairs cost most of what an answer does
+NEAR = 4  # choices that a problem solved at once leaves for the next one
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 Plane = tuple[np.ndarray, float, np.ndarray]
@@ -95,6 +96,25 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     if not board.done:
         mix(board, [*pool, *found], seed)
     board.near = [*pool, *found]
+
+
+def solve_at_ends(board: Board, core: Core, seed: int) -> bool:
+    """Whether the problem is solved at one price, guessed from choices near an optimum of a similar problem, `board.near`. It is looked at where that
+    price is at an end in every row, none or all that excess costs: then no two layers have to share a row, and to tie them first would only
+    find the price again."""
+    settle_rows(core)
+    if stored_entries(core) > STORED:
+        return False
+    prices, _ = _next_prices(core, _planes(board, core))
+    most = prices >= (1 - SAME) * core.price
+    if ((prices > SAME * np.where(np.isfinite(core.price), core.price, 0.0)) & ~most).any():
+        return False
+    priced = solve_priced(board, core, np.where(most, core.price, 0.0), seed)
+    board.raise_bound(priced.bound, "row prices")
+    if priced.choice is not None:
+        board.offer(priced.choice, "row prices")
+        board.near = [*board.near[1 - NEAR:], priced.choice]
+    return board.done
 
 
 def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
