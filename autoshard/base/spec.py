@@ -71,6 +71,11 @@ def nested(dim: int, axes: Sequence[int]) -> dict[int, Placement] | None:
     return {} if not axes else None
 
 
+def is_one_nesting(spec: Spec) -> bool:
+    """Whether every inner shard is inside of a later axis, as specs of plans have them."""
+    return all(is_inner(p) <= (p - INNER in spec[a + 1:]) for a, p in enumerate(spec))
+
+
 def nestings(spec: Spec, sizes: tuple[int, ...]) -> Iterator[Spec]:
     """The specs that split the same dims over the same axes as `spec`, which has no inner shards, in other nestings; axes of one rank do not nest."""
     ways: list[list[tuple[int, ...]]] = []

@@ -6,7 +6,7 @@ import torch
 
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh, parse_mesh
-from autoshard.base.spec import INNER, R, ShardingSpec, format_spec, is_inner, nested, nesting, nestings, parse_spec, shard_offset
+from autoshard.base.spec import INNER, R, ShardingSpec, format_spec, is_inner, is_one_nesting, nested, nesting, nestings, parse_spec, shard_offset
 from autoshard.errors import MeshError
 from autoshard.runtime.params.strided import blocks, cut, placements
 from autoshard.verification.one_process import pieces
@@ -31,6 +31,11 @@ def test_every_layout_has_one_spec():
         ShardingSpec((("c", "b", "a"), ())).to_spec(mesh)
     with pytest.raises(MeshError, match="splits two dims"):
         ShardingSpec((("b", "a"), ("a",))).to_spec(mesh)
+
+
+def test_inner_shards_are_inside_of_something():
+    assert all(map(is_one_nesting, every_spec(2, (2, 3, 5))))
+    assert not any(map(is_one_nesting, [(INNER, R), (0, INNER), (INNER, INNER), (INNER + 1, 0), (R, INNER, 1)]))
 
 
 def test_axes_of_one_rank_do_not_nest():

@@ -11,7 +11,7 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
-from harness import assert_same_training, on_ranks, twins  # noqa: E402
+from harness import assert_near, assert_same_training, on_ranks, twins  # noqa: E402
 from stored_forms import StoredForm  # noqa: E402
 
 import autoshard  # noqa: E402
@@ -90,6 +90,24 @@ def goes_on(folder: str) -> None:
         FORM.goes_on(folder, at, seeds, mesh)
 
 
+def evaluates_under_a_policy() -> None:
+    """The program for evaluation reads masters where training stored them, through their casts."""
+    model, reference, batch = twins(build, torch.float64)
+    fast = compiled(model, NESTED, precision=autoshard.Precision("fp32", "fp64", "fp64"))
+    optimizer = torch.optim.AdamW(fast.parameters(), lr=1e-2)
+    loss_of(fast, batch).backward()
+    optimizer.step()
+    trained = {n: p.full_tensor() for n, p in fast.named_parameters()}
+    fast.eval()
+    reference.load_state_dict(trained)
+    with torch.no_grad():
+        assert_near("loss of evaluation", loss_of(fast, batch), alone(reference, batch), 1e-6)
+
+
+def whole_tensors_are_cut(folder: str) -> None:
+    FORM.from_checkpoint(folder, NESTED)
+
+
 def test_training_is_that_of_one_process():
     on_ranks(4, trains_alike)
 
@@ -98,7 +116,11 @@ def test_checkpoints_go_on_under_other_plans(tmp_path):
     on_ranks(4, goes_on, str(tmp_path))
 
 
+def test_evaluation_reads_what_training_stored():
+    on_ranks(4, evaluates_under_a_policy)
+
+
 @pytest.mark.slow
 def test_norms_and_whole_checkpoints(tmp_path):
     on_ranks(4, FORM.clips_alike, NESTED)
-    on_ranks(4, FORM.from_checkpoint, str(tmp_path / "whole"), NESTED)
+    on_ranks(4, whole_tensors_are_cut, str(tmp_path / "whole"))
