@@ -7,11 +7,14 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autoshard
+from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.base.spec import ShardingSpec, format_spec
 from autoshard.cli.read import parse_seeds
 from autoshard.errors import SeedError, UsageError
+from autoshard.program.trace import trace
 from autoshard.seeds.grammar import Seed, seed_text
+from autoshard.seeds.seeds import resolve_seeds
 from autoshard.seeds.yaml_file import load_seeds
 
 
@@ -128,6 +131,12 @@ def test_a_parameter_nests_its_axes_as_the_seed_says():
     again = Plan.from_json(found.to_json())
     assert again.placements == found.placements and again.ops == found.ops
     assert "[(tp*dp), -]" in {str(ShardingSpec.from_spec(x.spec, len(x.shape), found.mesh)) for x in again.layouts}
+
+
+@pytest.mark.parametrize(("mesh", "spec"), [("dp=2,tp=1", "S0,R"), ("dp=1,tp=2", "R,S0"), ("dp=1,tp=1", "R,R")])
+def test_axes_of_one_rank_do_not_nest(mesh, spec):
+    found = resolve_seeds(trace(Two(), (X,)).graph, parse_mesh(mesh), {"a.up.weight": "tp*dp,-"})
+    assert [list(map(format_spec, specs)) for specs in found.specs.values()] == [[spec]]
 
 
 # -- mistakes -------------------------------------------------------------------------------------
