@@ -104,9 +104,11 @@ class TensorMeta:
 
     def on_tensor_dims(self, spec: tuple[int, ...]) -> tuple[int, ...] | None:
         """`spec` with tensor dims in place of logical ones; None where a rank's piece is no block of its tensor dim, as where a minor factor
-        is split."""
+        is split, and for inner shards."""
         out = []
         for p in spec:
+            if p >= self.ndim:
+                return None
             dim = self.tensor_dim(p) if p >= 0 else p
             if p >= 0 and p != next(i for i in self.logical_dims(dim) if self.logical_shape[i] > 1 and i not in self.part_dims):
                 return None

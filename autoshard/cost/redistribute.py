@@ -6,8 +6,8 @@ A step changes the placement on one mesh axis, or on several at once that go fro
     all_to_all      Shard(d) -> Shard(e)
     all_reduce      Partial -> Replicate
     reduce_scatter  Partial -> Shard(d)
-Where several axes split a dim, the later is the minor one: a step that touches dim d on axis a is legal only
-while no later axis splits d. Nothing becomes Partial, integers never are, and sharded dims divide evenly
+A step takes from a dim the minor axes of those that split it, and adds axes as the minor ones: on dim d over axis a it is legal only
+while d is not split by an axis that a is major to. Nothing becomes Partial, integers never are, and sharded dims divide evenly
 before and after every step.
 
 A step over several axes is one collective over the group of all their ranks, the earlier axis major: over 2 x 2 ranks an
@@ -24,7 +24,8 @@ On an axis of size 1 every step is free.
     step seconds = collectives.seconds(kind, nbytes, axis) + op_seconds("copy", 2 x bytes rearranged)
 
 Which moves exist depends on (number of dims, mesh) only and is laid out once as index arrays; a shape then needs
-a few vectorised prices and all-pairs shortest paths (Floyd, Algorithm 97, CACM 5(6), 1962).
+a few vectorised prices and all-pairs shortest paths (Floyd, Algorithm 97, CACM 5(6), 1962). Layouts with inner shards (base/spec.py), which
+stored tensors and their gradients alone have, are in a larger graph of their own, asked where an end has one.
 """
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ import torch
 
 from autoshard import collectives
 from autoshard.base.mesh import Mesh
-from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_partial, is_shard
+from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_inner, is_partial, nested, nesting, nestings, shard_counts, split_by
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.errors import LoweringError
@@ -101,17 +102,15 @@ def axis_sets(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> StateGraph:
+def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...], inner: bool = False) -> StateGraph:
     """States over Replicate, Shard(0..ndim-1) and at most one kind of Partial out of `partials` (sum and max on
-    two axes of one tensor do not commute, so such a state has no moves and is left out)."""
+    two axes of one tensor do not commute, so such a state has no moves and is left out); with `inner` in all nestings."""
     states = tuple(s for s in product((R, *range(ndim), *partials), repeat=len(sizes))
                    if len({p for p in s if is_partial(p)}) <= 1)
+    if inner:
+        states += tuple(n for s in states for n in nestings(s, (2,) * len(sizes)))  # a plan may be priced for another mesh, with axes of one rank
     index = {s: i for i, s in enumerate(states)}
-    cuts = np.ones((len(states), ndim), np.int64)
-    for axis, size in enumerate(sizes):
-        for i, s in enumerate(states):
-            if s[axis] >= 0:
-                cuts[i, s[axis]] *= size
+    cuts = np.array([shard_counts(ndim, s, sizes) for s in states], np.int64).reshape(len(states), ndim)
     moves = tuple(m for i, s in enumerate(states) for m in _moves(i, s, ndim, sizes, index))
     grouped: dict[tuple[str, tuple[int, ...], int, int], list[int]] = {}
     for row, m in enumerate(moves):
@@ -122,21 +121,24 @@ def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...]) -> Stat
 
 
 def _moves(i: int, spec: Spec, ndim: int, sizes: tuple[int, ...], index: dict[Spec, int]) -> list[Move]:
-    out = []
+    out, nests = [], [nesting(spec, d) for d in range(ndim)]
     for axes in axis_sets(sizes):
-        p = spec[axes[0]]
-        if any(spec[a] != p for a in axes) or (p == R and len(axes) > 1):
+        p = split_by(spec[axes[0]])
+        if any(split_by(spec[a]) != p for a in axes) or (p == R and len(axes) > 1):
             continue
-        minor = {spec[a] for a in range(axes[0] + 1, len(spec)) if a not in axes}
-        free = [d for d in range(ndim) if d not in minor]
-        if is_shard(p) and p not in free:
+        if p >= 0 and nests[p][len(nests[p]) - len(axes):] != axes:
             continue
-        targets = [R, *free] if p != R else free
-        for q in targets:
-            if q != p:
-                j = index[tuple(q if a in axes else s for a, s in enumerate(spec))]
+        for q in range(ndim) if p == R else (R, *range(ndim)):
+            j = index.get(_moved(spec, axes, q, () if q < 0 else nests[q])) if q != p else None
+            if j is not None:
                 out.append(Move(i, j, _kind(p, q), axes, max(p, -1), max(q, -1)))
     return sorted(out, key=lambda m: (KINDS.index(m.kind), m.axes, m.dst_dim))
+
+
+def _moved(spec: Spec, axes: tuple[int, ...], q: int, there: tuple[int, ...]) -> Spec | None:
+    """`spec` with `axes` at placement `q`, the minor ones behind `there` where that is a dim; None where no spec says so."""
+    placed = dict.fromkeys(axes, q) if q < 0 else nested(q, (*there, *axes))
+    return None if placed is None else tuple(placed.get(a, p) for a, p in enumerate(spec))
 
 
 def _kind(p: int, q: int) -> str:
@@ -171,7 +173,14 @@ class Redistribution:
               targets: Sequence[Spec]) -> np.ndarray:
         """Seconds [len(sources), len(targets)] (float64) of the cheapest sequence for a tensor of logical `shape`;
         inf where there is none; 0 where source and target are equal."""
-        solved = self._solve(shape, dtype, _partials(sources))
+        out = self._prices(shape, dtype, sources, targets, False)
+        inner = [[any(map(is_inner, s)) for s in specs] for specs in (sources, targets)]
+        if any(map(any, inner)):
+            return np.where(np.logical_or.outer(*inner), self._prices(shape, dtype, sources, targets, True), out)
+        return out
+
+    def _prices(self, shape: tuple[int, ...], dtype: torch.dtype, sources: Sequence[Spec], targets: Sequence[Spec], inner: bool) -> np.ndarray:
+        solved = self._solve(shape, dtype, _partials(sources), inner)
         rows = [solved.layout.index.get(s, -1) for s in sources]
         cols = [solved.layout.index.get(t, -1) for t in targets]
         keys = solved.keys[np.ix_(rows, cols)]
@@ -197,7 +206,7 @@ class Redistribution:
         return self._steps[key]
 
     def _read_path(self, shape: tuple[int, ...], dtype: torch.dtype, src: Spec, dst: Spec) -> tuple[Step, ...]:
-        solved = self._solve(shape, dtype, _partials((src,)))
+        solved = self._solve(shape, dtype, _partials((src,)), any(map(is_inner, (*src, *dst))))
         lay = solved.layout
         at, end = lay.index.get(src, -1), lay.index.get(dst, -1)
         if min(at, end) < 0 or solved.keys[at, end] >= UNREACHABLE:
@@ -220,12 +229,12 @@ class Redistribution:
                     int(solved.nbytes[row]), int(solved.rearranged[row]), float(solved.seconds[row]),
                     solved.layout.states[move.dst])
 
-    def _solve(self, shape: tuple[int, ...], dtype: torch.dtype, partials: tuple[int, ...]) -> _Solved:
+    def _solve(self, shape: tuple[int, ...], dtype: torch.dtype, partials: tuple[int, ...], inner: bool) -> _Solved:
         if not dtype.is_floating_point and not dtype.is_complex:
             partials = ()
-        key = (shape, dtype, partials)
+        key = (shape, dtype, partials, inner)
         if key not in self._solved:
-            self._solved[key] = self._all_pairs(layout(len(shape), self.mesh.sizes, partials), shape, dtype)
+            self._solved[key] = self._all_pairs(layout(len(shape), self.mesh.sizes, partials, inner), shape, dtype)
         return self._solved[key]
 
     def _all_pairs(self, lay: StateGraph, shape: tuple[int, ...], dtype: torch.dtype) -> _Solved:

@@ -12,7 +12,7 @@ import torch
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.roles import Role
 from autoshard.base.spec import PSUM
-from autoshard.base.windows import is_accumulator
+from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.rules import registry
 from autoshard.rules.types import Row
 
@@ -47,6 +47,27 @@ def param_derived(graph: Graph) -> frozenset[Ref]:
         if op.kind == "param" or (is_passing(op) and op.refs[0] in out):
             out.add(Ref(op.name))
     return frozenset(out)
+
+
+@once
+def laid_as_stored(graph: Graph) -> frozenset[str]:
+    """Parameters, outputs of gradients, and casts, sums over micro-batches and what is held for a step between these and the first op
+    that computes or looks at a dim: what may lie in any nesting in which a parameter is stored."""
+    after = {op.name for op in graph.of_kind("param")}
+    before = {op.name for op in graph.outputs(Role.GRADIENT).values()}
+    for op in graph.ops:
+        if _is_alike(op) and op.refs[0].op in after:
+            after.add(op.name)
+    for op in reversed(graph.ops):
+        readers = graph.users.get(Ref(op.name), ())
+        if _is_alike(op) and readers and all(name in before for name, _ in readers):
+            before.add(op.name)
+    return frozenset(after | before)
+
+
+def _is_alike(op: Op) -> bool:
+    """A call that makes of each element of one tensor one of its result."""
+    return registry.is_cast(op) or is_accumulator(op) or is_hold(op)
 
 
 @once

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from autoshard.base.plan import PlacedTensor, Plan
-from autoshard.base.spec import R
+from autoshard.base.spec import R, split_by
 from autoshard.seeds.from_transformers import PACKED, generic
 
 IN_PARTS = -2
@@ -78,7 +78,7 @@ def _in_words(dim: int | None) -> str:
 def _tensor_dim(weight: PlacedTensor, shape: tuple[int, ...], a: int) -> int | None:
     """The dim of the tensor that a weight is split along on mesh axis `a`; None: whole; IN_PARTS: along both parts of dim 0; -1: along each part of
     another dim, or of more parts."""
-    place = weight.spec[a]
+    place = split_by(weight.spec[a])
     if place < 0:
         return None
     logical, dim, at = list(weight.shape), 0, 0

@@ -49,7 +49,8 @@ def _(found: LayoutPair) -> tuple[RenderableType, ...]:
     grid = table("source", "target", "redistribution", ">bytes", ">cost")
     grid.add_row(escape(found.source), escape(found.target), found.words, quantities.size(found.nbytes) if found.nbytes else "0",
                  quantities.seconds(found.seconds))
-    tail = [] if found.in_plans else ["plans nest axes in mesh order: none has this pair; the price is that of the cheapest sequence there would be"]
+    tail = [] if found.in_plans else ["plans nest axes in mesh order, but of weights and their gradients: none has this pair; the price is that of "
+                                      "the cheapest sequence there would be"]
     title = Text(f"{found.value} is {quantities.shape(found.shape)}")
     return (section("From layout to layout", Group(title, grid, *(Text(t, style="dim") for t in tail))),)
 

@@ -7,9 +7,9 @@ from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.roles import Role
-from autoshard.base.spec import Spec, divides, format_spec, is_partial, stores
+from autoshard.base.spec import Spec, divides, format_spec, is_inner, is_one_nesting, is_partial, split_by, stores
 from autoshard.errors import PlanError
-from autoshard.program.flow import casts_of_parts, rows_of
+from autoshard.program.flow import casts_of_parts, laid_as_stored, rows_of
 from autoshard.rules import registry
 
 REPLAN = "plan the model again"
@@ -20,12 +20,13 @@ def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     would compute something else."""
     check_subject(plan, graph, mesh)
     known: dict[object, str] = {}
+    stored = laid_as_stored(graph)
     of_parts = casts_of_parts(graph)
     for op in graph.ops:
         if op.name not in plan.ops:
             raise PlanError(f"the plan has nothing about {op.where}; {REPLAN}")
         chosen = plan.ops[op.name]
-        key = (graph.calls[op.name] if op.kind == "call" else op.name, chosen, op.name in of_parts)
+        key = (graph.calls[op.name] if op.kind == "call" else op.name, chosen, op.name in of_parts, op.name in stored)
         if key not in known:
             known[key] = _wrong(op, chosen, graph, mesh, of_parts)
         if known[key]:
@@ -59,6 +60,8 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset
     for spec, meta in zip(specs, metas, strict=True):
         if len(spec) != mesh.ndim:
             return f"has the placement {format_spec(spec)}, and the mesh {mesh.ndim} axes"
+        if any(map(is_inner, spec)) and not (op.name in laid_as_stored(graph) and is_one_nesting(spec) and len(set(specs)) == 1):
+            return f"has the placement {format_spec(spec)}; inner shards are inside of another axis, and of parameters and their gradients alone"
         if meta is not None and not divides(meta.logical_shape, spec, mesh.sizes):
             return f"has the placement {format_spec(spec)}, which does not split a tensor of shape {meta.logical_shape} evenly"
         if meta is not None and op.kind == "param" and not stores(meta, spec, mesh.sizes):
@@ -67,7 +70,7 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset
         return "leaves a stored tensor Partial" if any(is_partial(p) for s in specs for p in s) else ""
     rows = {(r.inputs, r.outputs) for r in rows_of(graph, op, of_parts)}
     for axis, size in enumerate(mesh.sizes):
-        if size > 1 and (_column(chosen.inputs, axis), _column(chosen.outputs, axis)) not in rows:
+        if size > 1 and tuple(tuple(map(split_by, _column(s, axis))) for s in (chosen.inputs, chosen.outputs)) not in rows:
             return (f"on mesh axis {mesh.names[axis]!r} ({_text(chosen.inputs)} -> {_text(chosen.outputs)}) is none that "
                     "the op's sharding rule has")
     if not registry.takes_pieces(graph.calls[op.name], chosen.inputs, mesh.sizes):

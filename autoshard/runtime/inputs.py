@@ -75,7 +75,8 @@ def wrap_output(local: torch.Tensor, spec: Spec, meta: TensorMeta, mode: str, pl
         raise PlanError(f"an output of shape {meta.shape} is planned as {format_spec(spec)} over the factors {meta.factors}, which is no "
                         "placement of a DTensor; plan the model again")
     stride = torch.empty(meta.shape, device="meta").stride()
-    return DTensor.from_local(local, place.device_mesh, placements(dims), run_check=False, shape=torch.Size(meta.shape), stride=stride)
+    placed = placements(dims, place.mesh.sizes)
+    return DTensor.from_local(local, place.device_mesh, placed, run_check=False, shape=torch.Size(meta.shape), stride=stride)
 
 
 def shard_batch(batch: Any, model: Any) -> Any:

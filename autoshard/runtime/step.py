@@ -214,7 +214,7 @@ class Step:
         if border.local:
             return (local * _pieces(spec, self.place)).to(border.device)
         if border.dtensor or any(p >= 0 for p in spec):
-            found = DTensor.from_local(local, self.place.device_mesh, placements(spec), run_check=False)
+            found = DTensor.from_local(local, self.place.device_mesh, placements(spec, self.place.mesh.sizes), run_check=False)
             return found if border.dtensor else found.full_tensor().to(border.device)
         return local.to(border.device)
 

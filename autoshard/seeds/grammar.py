@@ -141,7 +141,7 @@ def _expand(dims: list[tuple[str, ...] | None], meta: TensorMeta, mesh: Mesh) ->
     logical: list[tuple[str, ...]] = [()] * meta.ndim
     for d, axes in enumerate(dims):
         if axes:
-            logical[meta.split_dim(d)] = axes
+            logical[meta.split_dim(d)] = tuple(a for a in axes if mesh.ranks(mesh.axes(a)) > 1 or len(axes) == 1)
     try:
         base = ShardingSpec(tuple(logical)).to_spec(mesh)
     except MeshError as e:

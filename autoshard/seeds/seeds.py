@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
-from autoshard.base.spec import Spec
+from autoshard.base.spec import Spec, is_inner
 from autoshard.errors import SeedError
 from autoshard.seeds.grammar import ROLE, Seed, in_parts, seed_text, specs_of
 from autoshard.seeds.marks import MARKER, given_group, marks
@@ -158,7 +159,7 @@ class _Found:
     def hold(self, name: str, op: Op, text: str, origin: str) -> None:
         """Restrict the output of `op` (the input of an output op)."""
         meta = _held(self.graph, op)
-        self._narrow(self.specs, name, self.allowed(text, meta, str(op.target), origin), str(op.target), origin)
+        self._narrow(self.specs, name, self.allowed(text, meta, str(op.target), origin, op.kind == "param"), str(op.target), origin)
 
     def _narrow(self, table: dict, key: Any, allowed: frozenset[Spec], name: str, origin: str) -> None:
         both = table.get(key, allowed) & allowed
@@ -167,10 +168,13 @@ class _Found:
         table[key] = both
         self.origins.setdefault(key, origin)
 
-    def allowed(self, text: str, meta: TensorMeta, name: str, origin: str) -> frozenset[Spec]:
+    def allowed(self, text: str, meta: TensorMeta, name: str, origin: str, is_param: bool = False) -> frozenset[Spec]:
         if not (allowed := specs_of(text, meta, self.mesh, origin)):
             raise SeedError(f"seed {origin} splits {name} of shape {meta.true_shape} unevenly on mesh {self.mesh}; "
                             f"shard a dim that the axis size divides{in_parts(meta)}")
+        if not is_param and any(map(is_inner, chain.from_iterable(allowed))):
+            raise SeedError(f"seed {origin} nests axes out of the order of the mesh ({self.mesh}), and {name} is no parameter; write them "
+                            "in that order")
         return allowed
 
 

@@ -337,10 +337,13 @@ def _joint_rows(graph: Graph, strategies: Strategies, members: tuple[str, ...],
 def _over_axes(strategies: Strategies, members: tuple[str, ...], rows: list[tuple[int, ...]]) -> tuple[np.ndarray, ...] | None:
     """The product of joint rows over the mesh axes, as strategy indices of the members."""
     axes = strategies[members[0]].picked.shape[1]
-    lookup = [{tuple(p): s for s, p in enumerate(strategies[m].picked.tolist())} for m in members]
+    lookup: list[dict[tuple[int, ...], int]] = [{} for _ in members]
+    for found, m in zip(lookup, members, strict=True):
+        for s, p in enumerate(strategies[m].picked.tolist()):
+            found.setdefault(tuple(p), s)  # the first: later ones of the same rows nest axes otherwise
     picked = []
     for combination in product(rows, repeat=axes):
-        found = [lookup[k].get(tuple(row[k] for row in combination)) for k in range(len(members))]
-        if None not in found:
-            picked.append(found)
+        at = [lookup[k].get(tuple(row[k] for row in combination)) for k in range(len(members))]
+        if None not in at:
+            picked.append(at)
     return tuple(np.array(column, dtype=np.int64) for column in zip(*picked, strict=True)) if picked else None

@@ -14,9 +14,9 @@ import numpy as np
 from autoshard.base.graph import Call, Graph, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
-from autoshard.base.spec import PSUM, R, Spec, format_spec, stores
+from autoshard.base.spec import INNER, PSUM, R, Spec, format_spec, is_inner, nestings, stores
 from autoshard.errors import SeedError
-from autoshard.program.flow import casts_of_parts, rows_of
+from autoshard.program.flow import casts_of_parts, laid_as_stored, rows_of
 from autoshard.program.output_modes import REPLICATE, modes_of
 from autoshard.rules import registry
 from autoshard.rules.states import free
@@ -91,15 +91,22 @@ def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str
     cache: dict[object, StrategySet] = {}
     result: dict[str, StrategySet] = {}
     of_parts, chosen, modes = casts_of_parts(graph), free(graph), modes_of(graph, outputs)
+    stored = laid_as_stored(graph) if graph.training or _are_nested(graph, seeds) else frozenset()
     for op in graph.ops:
         seed = seeds.specs.get(op.name)
         reads = tuple((i, seeds.reads[op.name, i]) for i in range(len(op.refs)) if (op.name, i) in seeds.reads) if seeds.reads else ()
         fixed = op.name not in chosen and _is_fixed(op, modes)
-        key = (graph.calls[op.name] if op.kind == "call" else (op.kind, _is_result(op), fixed, _placed(op, graph)), seed, reads, op.name in of_parts)
+        key = (graph.calls[op.name] if op.kind == "call" else (op.kind, _is_result(op), fixed, _placed(op, graph)), seed, reads, op.name in of_parts,
+               op.name in stored)
         if key not in cache:
-            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, fixed, of_parts), reads, seeds)
+            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, fixed, of_parts, stored), reads, seeds)
         result[op.name] = cache[key]
     return result
+
+
+def _are_nested(graph: Graph, seeds: Seeds) -> bool:
+    """Whether a parameter has to lie in another nesting than that of the mesh: a program for evaluation reads what training stored so."""
+    return any(map(is_inner, (p for op in graph.of_kind("param") for spec in seeds.specs.get(op.name, ()) for p in spec)))
 
 
 def _reading(op: Op, found: StrategySet, reads: Sequence[tuple[int, frozenset[Spec]]], seeds: Seeds) -> StrategySet:
@@ -135,10 +142,12 @@ def _is_fixed(op: Op, modes: Mapping[int, str]) -> bool:
     return op.kind == "output" and op.target.role is Role.MUTATION
 
 
-def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, of_parts: frozenset[str]) -> StrategySet:
+def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, of_parts: frozenset[str],
+                   stored: frozenset[str]) -> StrategySet:
     seed = seeds.specs.get(op.name)
     if op.kind == "call":
         found = call_strategies(graph.calls[op.name], mesh, rows_of(graph, op, of_parts))
+        found = with_nestings(found, mesh) if op.name in stored else found
         if seed is not None:
             found = found.keep(np.array([tuple(row) in seed for row in found.outputs[:, 0].tolist()], dtype=bool))
     else:
@@ -147,6 +156,7 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
             specs: Sequence[Spec] = sorted(s for s in seed if stores(meta, s, mesh.sizes))
         else:
             specs = [(R,) * mesh.ndim] if fixed else storage_specs(meta, mesh)
+            specs += [n for s in specs for n in nestings(s, mesh.sizes)] if op.name in stored else []
         if _is_result(op) and not op.is_port:  # the user counts dims of the tensor
             specs = [s for s in specs if meta.on_tensor_dims(s) is not None]
         found = _placeholder_set(op, meta, specs, mesh)
@@ -204,6 +214,17 @@ def call_strategies(call: Call, mesh: Mesh, rows: tuple[Row, ...] | None = None)
     return StrategySet(placements[:, :n_in], placements[:, n_in:], call.inputs, call.outputs, call, rows, picked)
 
 
+def with_nestings(found: StrategySet, mesh: Mesh) -> StrategySet:
+    """A set that has, of every strategy in which input and output lie alike, also those in which their axes nest otherwise."""
+    alike = np.all(found.inputs == found.outputs, axis=(1, 2)) if found.inputs.shape == found.outputs.shape else np.zeros(len(found), bool)
+    more = [(s, n) for s in np.flatnonzero(alike) for n in nestings(tuple(found.inputs[s, 0].tolist()), mesh.sizes)]
+    if not more:
+        return found
+    rows, specs = np.array([s for s, _ in more]), np.array([n for _, n in more], np.int8)[:, None, :]
+    picked = None if found.picked is None else np.concatenate([found.picked, found.picked[rows]])
+    return replace(found, inputs=np.concatenate([found.inputs, specs]), outputs=np.concatenate([found.outputs, specs]), picked=picked)
+
+
 def _row_divides(row: Row, call: Call, size: int) -> bool:
     metas = (*call.inputs, *call.outputs)
     return all(p < 0 or (m is not None and m.logical_shape[p] % size == 0 and m.logical_shape[p] >= size)
@@ -228,7 +249,7 @@ def shard_count_array(ndim: int, placements: np.ndarray, sizes: tuple[int, ...])
     """Pieces per logical dim: [strategies, ndim] for placements [strategies, axes]."""
     counts = np.ones((len(placements), ndim), dtype=np.int64)
     for a, size in enumerate(sizes):
-        hit = placements[:, a, None] == np.arange(ndim)
+        hit = (placements[:, a, None] == np.arange(ndim)) | (placements[:, a, None] == np.arange(INNER, INNER + ndim))
         counts = np.where(hit, counts * size, counts)
     return counts
 

@@ -1,6 +1,7 @@
 """The price of a redistribution between any two layouts of a value, also where axes nest out of mesh order.
 
-Plans nest axes in mesh order; such pairs are priced, and lowered, by `cost/redistribute.py`. A layout such as `tp*dp,-` on a mesh
+Plans nest axes in mesh order, and those of stored weights and their gradients in the other orders that a spec can say; such pairs are priced, and
+lowered, by `cost/redistribute.py`. For an activation a layout such as `tp*dp,-` on a mesh
 `dp,tp` is one a plan cannot have, but a question one can ask. Then the cheapest sequence is looked for (Dijkstra, 1959) over the layouts whose
 axes nest in any order, with the steps and prices of redistribute.py:
 
@@ -21,9 +22,10 @@ import torch
 
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import Mesh
-from autoshard.base.spec import R, ShardingSpec, Spec
+from autoshard.base.spec import R, ShardingSpec, Spec, is_inner, nested
 from autoshard.cost.redistribute import Redistribution, step_seconds
 from autoshard.errors import SeedError
+from autoshard.program.flow import laid_as_stored
 from autoshard.seeds.grammar import seed_text, specs_of
 from autoshard.space.cost_table import CostTable
 from autoshard.study.explain import COLLECTIVE_WORDS
@@ -61,7 +63,8 @@ def layout_pair(table: CostTable, value: Ref, source: str, target: str) -> Layou
     SeedError for a text that is no closed layout of the value, or splits it unevenly."""
     meta, mesh = table.graph.meta(value), table.mesh
     ends = [_read(text, table, value, f"{flag} {text}") for flag, text in (("--source", source), ("--target", target))]
-    plain = [_spec(e, mesh) for e in ends]
+    stored = value.op in laid_as_stored(table.graph)
+    plain = [_spec(e, mesh, stored) for e in ends]
     if None not in plain:
         found = [(s.kind, s.axes, s.nbytes, s.seconds) for s in table.steps(meta, *plain)]
     else:
@@ -85,23 +88,25 @@ def _read(text: str, table: CostTable, value: Ref, origin: str) -> Nested:
         why = "splits it unevenly" if not allowed else "is open; say of every dim which axes split it"
         raise SeedError(f"{origin} for {value} of shape {list(meta.shape)} {why}")
     (spec,) = allowed
-    nested = [[a for a, p in enumerate(spec) if p == d] for d in range(meta.ndim)]
+    found = [[a for a, p in enumerate(spec) if p == d] for d in range(meta.ndim)]
     if len(entries) == len(meta.shape) and not any(mesh.sizes[a] == 1 for a in range(mesh.ndim)):
         for d, axes in enumerate(known):
             if len(axes) > 1:
-                nested[meta.split_dim(d)] = [mesh.index(a) for a in axes]
-    return tuple(map(tuple, nested))
+                found[meta.split_dim(d)] = [mesh.index(a) for a in axes]
+    return tuple(map(tuple, found))
 
 
-def _spec(nested: Nested, mesh: Mesh) -> Spec | None:
-    """The spec a plan has for a layout; None where axes nest out of mesh order."""
-    if any(list(axes) != sorted(axes) for axes in nested):
+def _spec(layout: Nested, mesh: Mesh, stored: bool) -> Spec | None:
+    """The spec a plan has for a layout; None where axes nest out of mesh order, and of a `stored` value where no spec says so."""
+    placed = [nested(d, axes) for d, axes in enumerate(layout)]
+    found = {a: p for each in placed for a, p in (each or {}).items()}
+    if None in placed or not stored and any(map(is_inner, found.values())):
         return None
-    return tuple(next((d for d, axes in enumerate(nested) if a in axes), R) for a in range(mesh.ndim))
+    return tuple(found.get(a, R) for a in range(mesh.ndim))
 
 
-def _text(nested: Nested, mesh: Mesh) -> str:
-    return str(ShardingSpec(tuple(tuple(mesh.names[a] for a in axes) for axes in nested)))
+def _text(layout: Nested, mesh: Mesh) -> str:
+    return str(ShardingSpec(tuple(tuple(mesh.names[a] for a in axes) for axes in layout)))
 
 
 def _cheapest(prices: Redistribution, shape: tuple[int, ...], dtype: torch.dtype, source: Nested,

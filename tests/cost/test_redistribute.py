@@ -8,7 +8,7 @@ import torch
 
 from autoshard import collectives
 from autoshard.base.mesh import Mesh, parse_mesh
-from autoshard.base.spec import PMAX, PSUM, REDUCE_OPS, R, divides, is_partial, local_shape, shard_offset
+from autoshard.base.spec import INNER, PMAX, PSUM, REDUCE_OPS, R, divides, is_inner, is_partial, local_shape, shard_offset
 from autoshard.cost.cluster import available, load_cluster
 from autoshard.cost.compute import op_seconds
 from autoshard.cost.redistribute import Redistribution, Step, layout, step_seconds
@@ -144,6 +144,38 @@ def test_every_move_gives_the_shards_it_should_whatever_it_costs(shape, mesh, ki
     wide = [a for a, n in enumerate(mesh.sizes) if n > 1]
     assert several == set(product(("all_gather", "all_to_all", "all_reduce", "reduce_scatter"),
                                   [c for k in range(2, 4) for c in combinations(wide, k)]))
+
+
+@pytest.mark.parametrize("shape, mesh", [((8, 16), "2x4"), ((16, 12), "2x1x2"), ((64,), "2x2x4")])
+def test_pairs_with_other_nestings_give_the_shards_they_should(shape, mesh):
+    """Both ends may be nested out of mesh order; and each move between such layouts is run, whatever it costs."""
+    mesh, x, rng = parse_mesh(mesh), np.arange(np.prod(shape), dtype=np.int64).reshape(shape), np.random.default_rng(0)
+    lay = layout(len(shape), mesh.sizes, (PSUM,), True)
+    for src, dst in product(lay.states, lay.states):
+        if any(map(is_inner, (*src, *dst))) and PSUM not in dst and divides(shape, src, mesh.sizes) and divides(shape, dst, mesh.sizes):
+            check(shape, mesh, src, dst, x)
+    for move in lay.moves:
+        src, dst = lay.states[move.src], lay.states[move.dst]
+        if divides(shape, src, mesh.sizes) and divides(shape, dst, mesh.sizes) and PSUM not in dst:
+            op = next((REDUCE_OPS[p] for p in src if is_partial(p)), "")
+            shards = run(replace(STEP, kind=move.kind, axes=move.axes, src_dim=move.src_dim, dst_dim=move.dst_dim, reduce_op=op),
+                         start(x, src, mesh, rng), mesh)
+            for rank in range(mesh.size):
+                np.testing.assert_array_equal(shards[rank], piece(x, dst, mesh, rank))
+
+
+def test_gathering_the_inner_axis_leaves_the_outer_ones_pieces():
+    """One all-gather over dp, nothing rearranged, and one reduce-scatter back; in mesh order the same takes tp along. Prices of layouts in mesh
+    order do not change where others are asked for beside them."""
+    moves, inner = Redistribution(MESH, H100), (INNER, 0)
+    assert [(s.kind, s.axes, s.rearranged) for s in moves.steps((16, 24), torch.float32, inner, (R, 0))] == [("all_gather", (0,), 0)]
+    assert [(s.kind, s.axes, s.rearranged) for s in moves.steps((16, 24), torch.float32, (PSUM, 0), inner)] == [("reduce_scatter", (0,), 0)]
+    assert all(s.axes != (0,) for s in moves.steps((16, 24), torch.float32, (0, 0), (R, 0))[:1])
+    plain = all_specs(2, 2, ())
+    beside = moves.table((16, 24), torch.float32, (*plain, inner), (*plain, inner))
+    np.testing.assert_array_equal(beside[:-1, :-1], Redistribution(MESH, H100).table((16, 24), torch.float32, plain, plain))
+    assert beside[-1, -1] == 0 and np.isfinite(beside).all() and (beside[-1, :-1] > 0).any()
+    assert beside[-1, plain.index((R, 0))] == moves.seconds((16, 24), torch.float32, inner, (R, 0))
 
 
 def test_no_step_touches_a_dim_that_a_later_axis_splits():

@@ -10,6 +10,7 @@ import torch
 from steering import MODELS, formulation_of, traced
 
 from autoshard.base.mesh import parse_mesh
+from autoshard.base.spec import INNER
 from autoshard.cli.read import parse_precision
 from autoshard.decide.make_plan import make_plan
 from autoshard.decide.options import Options
@@ -102,9 +103,9 @@ def test_sequence_parallel_scatters_sums_and_splits_norms():
 
 def test_products_shard_on_one_axis_and_compute_split_on_the_other():
     plan = plans_of("gpt", "dp=2,tp=2", width=1024)["FSDP x TP"]
-    assert plan.placements["h.0.mlp.c_fc.weight"] in {(0, 0), (1, 0)}
-    gathers = {c.axis for c in plan.collectives if c.kind == "all_gather" and c.hideable and c.nbytes > 2**18}
-    assert gathers == {"dp"}, "matrices are gathered over the data axis only; a bias has one dim for both axes"
+    assert plan.placements["h.0.mlp.c_fc.weight"] == plan.placements["h.0.mlp.c_fc.bias"] == (INNER, 0), "tp's pieces, cut by dp, as torch stores them"
+    gathers = {c.axis for c in plan.collectives if c.kind == "all_gather" and c.hideable}
+    assert gathers == {"dp"}, "parameters are gathered over the data axis only, a bias too, whose dim both axes split"
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def axes_nest(folder: str) -> None:
     meta = TensorMeta((24, 8), torch.float64, ((3, 8), (8,)), (0,))
     value, gradient = (torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
     for n, spec in enumerate(product((R, 1, 2), repeat=2)):
-        laid = placements(spec, meta)
+        laid = placements(spec, (2, 2), meta)
         one, grad = (dtensor(cut(t, laid, (2, 2), place.coordinates).contiguous(), place.device_mesh, laid, t.shape, t.dtype) for t in (value, gradient))
         mine, other = torch.nn.Parameter(one), torch.nn.Parameter(value.clone())
         assert torch.equal(mine.full_tensor(), value), f"{laid} put together"

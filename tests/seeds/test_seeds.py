@@ -7,10 +7,14 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autoshard
-from autoshard.base.spec import ShardingSpec
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import Plan
+from autoshard.base.spec import ShardingSpec, format_spec
 from autoshard.cli.read import parse_seeds
 from autoshard.errors import SeedError, UsageError
+from autoshard.program.trace import trace
 from autoshard.seeds.grammar import Seed, seed_text
+from autoshard.seeds.seeds import resolve_seeds
 from autoshard.seeds.yaml_file import load_seeds
 
 
@@ -120,6 +124,21 @@ def test_one_text_form(value, text):
     assert seed_text(value) == text
 
 
+def test_a_parameter_nests_its_axes_as_the_seed_says():
+    """tp's pieces first, each cut by dp: gathering dp leaves what tp splits. The plan file and the report say it in the same words."""
+    found = plan(Two(), seeds={"*.up.weight": "tp*dp,-", "*.down.weight": "dp*tp,-", "input:0": "dp,-"})
+    assert format_spec(found.placements["a.up.weight"]) == "I0,S0" and format_spec(found.placements["a.down.weight"]) == "S0,S0"
+    again = Plan.from_json(found.to_json())
+    assert again.placements == found.placements and again.ops == found.ops
+    assert "[(tp*dp), -]" in {str(ShardingSpec.from_spec(x.spec, len(x.shape), found.mesh)) for x in again.layouts}
+
+
+@pytest.mark.parametrize(("mesh", "spec"), [("dp=2,tp=1", "S0,R"), ("dp=1,tp=2", "R,S0"), ("dp=1,tp=1", "R,R")])
+def test_axes_of_one_rank_do_not_nest(mesh, spec):
+    found = resolve_seeds(trace(Two(), (X,)).graph, parse_mesh(mesh), {"a.up.weight": "tp*dp,-"})
+    assert [list(map(format_spec, specs)) for specs in found.specs.values()] == [[spec]]
+
+
 # -- mistakes -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("seeds", "words"), [
@@ -129,7 +148,9 @@ def test_one_text_form(value, text):
     ({"a.up.weight": "tpp,-"}, ("'tpp'", "did you mean tp?")),
     ({"a.up.weight": "tp"}, ("1 dims for a tensor with 2", "end it with ...")),
     ({"a.up.weight": "tp,tp"}, ("'tp'", "two dims")),
-    ({"a.up.weight": "tp*dp,-"}, ("not the order of the mesh",)),
+    ({"input:0": "tp*dp,-"}, ("nests axes out of the order of the mesh (dp=2,tp=2)", "is no parameter")),
+    ({"a.up": "tp*dp,-"}, ("nests axes out of the order of the mesh", "is no parameter")),
+    ({"addmm_0": "tp*dp,-"}, ("nests axes out of the order of the mesh", "is no parameter")),
     ({"a.up.weight": 3}, ("has value 3", "('tp', None)")),
     ({"a.up.weight": "S(5),R"}, ("dims below 2",)),
     ({"a.up.weight": "S(0)"}, ("one Shard or Replicate per mesh axis",)),

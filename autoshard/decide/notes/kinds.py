@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autoshard.base.plan import LATE_REDUCTION, PlacedTensor, Plan
-from autoshard.base.spec import R, Spec
+from autoshard.base.spec import R, Spec, split_by
 from autoshard.base.windows import START
 
 MOST = 0.5  # of the values: then the axis is said to split the batch
@@ -134,7 +134,8 @@ def _dims(plan: Plan, a: int, inside: Sequence[PlacedTensor]) -> Iterator[str]:
     words = _vocabulary(plan)
     shares: dict[str, int] = {}
     for w in inside:
-        word = "vocabulary" if words and len(w.shape) == 2 and w.shape[0] == words and w.spec[a] == 0 else "experts" if _is_expert(w, a) else "hidden"
+        is_table = words and len(w.shape) == 2 and w.shape[0] == words and split_by(w.spec[a]) == 0
+        word = "vocabulary" if is_table else "experts" if _is_expert(w, a) else "hidden"
         shares[word] = shares.get(word, 0) + _elements(w)
     if any(op.inputs and len(op.inputs) > 2 and op.inputs[0][a] == 1 for name, op in plan.ops.items() if "scaled_dot_product" in name):
         yield "heads"
@@ -143,7 +144,7 @@ def _dims(plan: Plan, a: int, inside: Sequence[PlacedTensor]) -> Iterator[str]:
 
 
 def _is_expert(weight: PlacedTensor, a: int) -> bool:
-    return len(weight.shape) == 3 and weight.spec[a] == 0
+    return len(weight.shape) == 3 and split_by(weight.spec[a]) == 0
 
 
 def _vocabulary(plan: Plan) -> int:

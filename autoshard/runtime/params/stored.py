@@ -70,7 +70,7 @@ class Stored:
             whole = t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()  # its layout is a seed of the plan
             value = whole.to(self.place.device, dtype)
         if self.place.device_mesh is not None:
-            whole = placements(replicated(self.place.mesh))
+            whole = placements(replicated(self.place.mesh), self.place.mesh.sizes)
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
         return nn.Parameter(value, requires_grad=t.requires_grad) if is_param else value
 
@@ -181,8 +181,8 @@ class Stored:
             for moved in (t, t.grad, *state.values()) if self.place.device_mesh is not None else ():
                 if isinstance(moved, type(t.data)) and hasattr(moved, "_spec") and moved.shape == t.shape:
                     here = _torch.dtensor_like(moved.to_local().detach().to(self.place.device), moved)  # it may lie on the host
-                    local = self._moved(here, placements(spec, self.metas.get(name)))
-                    _torch.swap(moved, self._with_room(name, local, spec) if moved is t else local, placements(spec, self.metas.get(name)))
+                    local = self._moved(here, self._placements(name, spec))
+                    _torch.swap(moved, self._with_room(name, local, spec) if moved is t else local, self._placements(name, spec))
             self.specs[name] = spec
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
@@ -217,7 +217,7 @@ class Stored:
     def _put(self, name: str, local: torch.Tensor, spec: Spec) -> None:
         t = self.params[name] if name in self.params else self.buffers[name]
         if self.place.device_mesh is not None:
-            _torch.swap(t, self._with_room(name, local, spec), placements(spec, self.metas.get(name)))
+            _torch.swap(t, self._with_room(name, local, spec), self._placements(name, spec))
         elif name in self.params:
             t.data = local
         else:
@@ -228,11 +228,14 @@ class Stored:
         return local if meta is None or not meta.unpadded else self.rooms.lay(name, local, _padded_shape(meta, spec, self.place))
 
     def _empty(self, name: str, t: torch.Tensor, spec: Spec) -> torch.Tensor:
-        shape = cut(torch.empty(t.shape, device="meta"), placements(spec, self.metas.get(name)), self.place.mesh.sizes, self.place.coordinates).shape
+        shape = cut(torch.empty(t.shape, device="meta"), self._placements(name, spec), self.place.mesh.sizes, self.place.coordinates).shape
         return torch.empty(shape, dtype=t.dtype, device=self.place.device)
 
     def _own_copy(self, name: str, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-        return self._piece(whole, placements(spec, self.metas.get(name)))
+        return self._piece(whole, self._placements(name, spec))
+
+    def _placements(self, name: str, spec: Spec) -> tuple[Any, ...]:
+        return placements(spec, self.place.mesh.sizes, self.metas.get(name))
 
     def _piece(self, whole: torch.Tensor, placed: Sequence[Any]) -> torch.Tensor:
         """A copy of this rank's piece."""

@@ -1,4 +1,5 @@
-"""DTensor placements of specs, and tensors whose pieces are not one block: dims made of parts (q|k|v), where a rank has a share of each part.
+"""DTensor placements of specs, and tensors whose pieces are not one block: dims made of parts (q|k|v), where a rank has a share of each part, and
+dims whose axes nest out of mesh order, where torch counts what the later axes have cut as parts.
 
 torch's word for such a piece is a strided shard. `full_tensor`, `redistribute` and optimizers know it. Checkpoints of torch 2.13 do not: they
 take the piece for one block at the place of its first element, and write wrong numbers without a word. So once a tensor is stored this
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -17,19 +19,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard._torch import StridedShard
 from autoshard.base.graph import TensorMeta
-from autoshard.base.spec import Spec
+from autoshard.base.spec import Spec, is_inner, split_by
 
 Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Offsets in the whole tensor, offsets in the local one, sizes."""
 
 
-def placements(spec: Spec, meta: TensorMeta | None = None) -> tuple[Any, ...]:
-    """DTensor placements of a spec without Partial; `meta`: of a tensor that may have dims made of parts."""
-    if meta is None or not meta.part_dims:
-        return tuple(Shard(p) if p >= 0 else Replicate() for p in spec)
-    _teach_checkpoints()
-    dims = [meta.tensor_dim(p) if p >= 0 else p for p in spec]
-    return tuple(Replicate() if d < 0 else Shard(d) if meta.parts_of(d) == 1 else StridedShard(d, split_factor=meta.parts_of(d)) for d in dims)
+def placements(spec: Spec, sizes: Sequence[int], meta: TensorMeta | None = None) -> tuple[Any, ...]:
+    """DTensor placements of a spec without Partial on mesh axes of `sizes`; `meta`: of a tensor that may have dims made of parts."""
+    out: list[Any] = []
+    for a, p in enumerate(spec):
+        if p < 0:
+            out.append(Replicate())
+            continue
+        dim = split_by(p) if meta is None else meta.tensor_dim(split_by(p))
+        cut_already = prod(n for n, q in zip(sizes[a + 1:], spec[a + 1:], strict=True) if is_inner(p) and q == split_by(p))
+        factor = cut_already * (1 if meta is None else meta.parts_of(dim))
+        out.append(Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor))
+    if any(isinstance(p, StridedShard) for p in out):
+        _teach_checkpoints()
+    return tuple(out)
 
 
 def cut(whole: torch.Tensor, placed: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]) -> torch.Tensor:

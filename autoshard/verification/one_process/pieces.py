@@ -8,7 +8,7 @@ import torch
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.pads import with_pad, without_pad
-from autoshard.base.spec import REDUCE_OPS, R, Spec, local_shape
+from autoshard.base.spec import REDUCE_OPS, R, Spec, is_inner, local_shape, split_by
 from autoshard.collectives.reduce_ops import combined
 from autoshard.program.calling import as_stored
 from autoshard.verification.one_process.collectives import Ranked
@@ -24,18 +24,26 @@ class Joined:
 
 def cut(whole: torch.Tensor, meta: TensorMeta, spec: Spec, mesh: Mesh) -> Ranked:
     """Every rank's contiguous piece, with its pad; ranks with the same piece share it. `spec` has no Partial."""
-    pieces = [as_stored(with_pad(whole, meta)).reshape(meta.logical_shape)]
-    for placement, n in zip(spec, mesh.sizes, strict=True):
-        pieces = [part for p in pieces for part in ([p] * n if placement == R else p.chunk(n, placement))]
+    pieces, (axes, ranks) = [as_stored(with_pad(whole, meta)).reshape(meta.logical_shape)], _major_first(spec, mesh)
+    for a in axes:
+        pieces = [part for p in pieces for part in ([p] * mesh.sizes[a] if spec[a] == R else p.chunk(mesh.sizes[a], split_by(spec[a])))]
     made: dict[int, torch.Tensor] = {}
-    return [made.setdefault(id(p), p.reshape(meta.unflatten(tuple(p.shape))).contiguous()) for p in pieces]
+    found = [made.setdefault(id(p), p.reshape(meta.unflatten(tuple(p.shape))).contiguous()) for p in pieces]
+    return [found[i] for i in sorted(range(mesh.size), key=ranks.__getitem__)]
+
+
+def _major_first(spec: Spec, mesh: Mesh) -> tuple[list[int], list[int]]:
+    """The axes as their pieces nest, inner shards last, and the ranks counted in that order of axes."""
+    axes = sorted(range(mesh.ndim), key=lambda a: is_inner(spec[a]))
+    return axes, torch.arange(mesh.size).reshape(mesh.sizes).permute(axes).flatten().tolist()
 
 
 def joined(pieces: Ranked, meta: TensorMeta, spec: Spec, mesh: Mesh) -> Joined:
     """The whole tensor: shards put together, Partial values combined, replicas compared."""
     wanted = local_shape(meta.logical_shape, spec, mesh.sizes)
-    parts, off = [p.reshape(wanted) for p in pieces], 0.0
-    for placement, n in zip(reversed(spec), reversed(mesh.sizes), strict=True):
+    axes, ranks = _major_first(spec, mesh)
+    parts, off = [pieces[r].reshape(wanted) for r in ranks], 0.0
+    for placement, n in ((split_by(spec[a]), mesh.sizes[a]) for a in reversed(axes)):
         sets = [parts[i:i + n] for i in range(0, len(parts), n)]
         if placement == R:
             off = max([off, *(distance(s[0], p) for s in sets for p in s[1:] if p is not s[0])])
