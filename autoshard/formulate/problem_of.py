@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.base.graph import Op, Ref, TensorMeta
+from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Op, Ref, TensorMeta
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.spec import NOWHERE, Spec
 from autoshard.base.windows import START, is_accumulator, is_hold
 from autoshard.cost.budget import Budget
 from autoshard.cost.memory import stored_parts, update_workspace
-from autoshard.formulate.copies import KEPT, MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
+from autoshard.formulate.copies import MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
 from autoshard.formulate.values import is_saved, local_bytes, storage_root
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import open_units, source_state
@@ -47,7 +47,8 @@ MEMORY, FIRST_WINDOW = 0, 1
 class Formulation:
     """The problem with what is needed to read a solution: node n is unit n, or, from
     `len(units)` on, copy node `copies[n - len(units)]`. `memory_rows`: moment ("turn", "update", an op) -> its row. `budget`: what
-    their limits come from. `saved`: bytes per strategy of nodes that each of `in_flight` micro-batches keeps from forward to backward."""
+    their limits come from. `saved`: (node, bytes per strategy, micro-batches) of what a micro-batch keeps from forward to backward, and how many
+    others keep it, per strategy, when most are in flight."""
 
     problem: Problem
     units: DecisionUnits
@@ -55,8 +56,7 @@ class Formulation:
     table: CostTable
     memory_rows: Mapping[str, int] = field(default_factory=lambda: {"turn": MEMORY})
     budget: Budget = Budget()
-    in_flight: int = 1
-    saved: tuple[tuple[int, np.ndarray], ...] = ()
+    saved: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
     def strategy_of(self, choice: np.ndarray) -> dict[str, int]:
         """Chosen strategy index per op name."""
@@ -75,13 +75,13 @@ class _Builder:
     units: DecisionUnits
     eta: float
     kappa: float
-    in_flight: int = 1
+    in_flight: tuple[int, int] = (1, 0)
     costs: list[np.ndarray] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     items: list[tuple[int, np.ndarray, int, np.ndarray]] = field(default_factory=list)
     copies: list[CopyNode] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
-    saved: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    saved: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)
     memo: dict = field(default_factory=dict)
 
     @property
@@ -117,16 +117,26 @@ class _Builder:
         if len(hit):
             self.items.append((node, hit, row, amounts[hit]))
 
-    def add_saved(self, node: int, amounts: np.ndarray) -> None:
-        """Bytes that every micro-batch in flight has at the turn."""
-        self.add_items(node, MEMORY, self.in_flight * amounts)
-        self.saved.append((node, amounts))
+    def add_saved(self, node: int, amounts: np.ndarray, late: np.ndarray | bool) -> None:
+        """Bytes that a micro-batch keeps at the turn. `late`: until its weight part, so that those have them too which wait for that alone."""
+        flying, waiting = self.in_flight
+        others = np.broadcast_to(np.where(late, flying - 1, flying - 1 - waiting), amounts.shape)
+        self.add_items(node, MEMORY, (1 + others) * amounts)
+        if flying > 1:
+            self.saved.append((node, amounts, others))
+
+    def is_read_late(self, ref: Ref) -> bool:
+        """Whether the weight part of a split backward surely reads the value, or one in its buffer."""
+        graph = self.table.graph
+        return storage_root(graph, ref) in self.shared("late", lambda: frozenset(
+            storage_root(graph, r) for op in graph.ops if op.phase == WEIGHT and not is_source(op) for r in op.refs))
 
 
 def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Mapping[str, int] | None = None,
-              units: DecisionUnits | None = None, in_flight: int = 1) -> Formulation:
+              units: DecisionUnits | None = None, in_flight: tuple[int, int] = (1, 0)) -> Formulation:
     """Build the search problem: seconds of a step, in which every window runs `graph.runs` times. `memory_limit`: bytes per rank at any
-    moment, None: unlimited. `in_flight`: micro-batches whose saved values are there at once (of the stages of a pipeline).
+    moment, None: unlimited. `in_flight`: micro-batches of a stage of a pipeline that are there at once, and how many of them have run a part of
+    their backward.
     `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
     (see space/decision_units.py), by default as `find_units` groups the ops."""
     overlap = table.cluster.overlap
@@ -150,7 +160,7 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     row_price += [np.inf] * len(limits)
     problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
                       groups=np.array(b.groups, dtype=np.int64) if layers else None)
-    return Formulation(problem, b.units, tuple(b.copies), table, rows, budget, in_flight, tuple(b.saved))
+    return Formulation(problem, b.units, tuple(b.copies), table, rows, budget, tuple(b.saved))
 
 
 def default_units(table: CostTable) -> DecisionUnits:
@@ -302,7 +312,7 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
     seconds = b.table.table(ref, src, _target(b, spec))
     windows, runs, every_window = frozenset(r.window for r in readers), b.table.graph.runs, len(b.table.graph.windows)
     through = b.table.graph.window_of(source.op) if source is not None else None
-    through = through if through in windows else None
+    through = through if through is not None and through <= max(windows) else None
     states = b.shared(("states", id(seconds), windows, priced, through),
                       lambda: copy_states(src, spec, seconds[:, 0], windows, every_window, priced, through))
     node = len(b.costs)
@@ -327,7 +337,8 @@ def _add_copy_node(b: _Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ..
             b.add_items(node, FIRST_WINDOW + window, np.array([(s.price or 0.0) * s.times[window] * runs[window] for s in states]))
     if len(windows) > 1:
         extra = max(0.0, b.nbytes(ref, spec) - (0.0 if through is not None else _least_saved(b, ref)))
-        b.add_saved(node, np.array([extra if s.name == KEPT else 0.0 for s in states]))
+        turn, middle = (b.table.graph.window_index.get(name, every_window) for name in (FORWARD, BACKWARD))
+        b.add_saved(node, np.array([extra if s.outlives(turn) else 0.0 for s in states]), np.array([s.outlives(middle) for s in states]))
     if b.table.graph.op(ref.op).kind == "param" and any(is_hold(b.table.graph.op(r.op)) for r in readers):  # alive as long as what holds it
         b.add_items(node, MEMORY, np.array([b.nbytes(ref, spec) if s.name == MADE else 0.0 for s in states]))
 
@@ -356,13 +367,13 @@ def _add_saved(b: _Builder, ref: Ref) -> None:
             if b.table.graph.op(root.op).phase == START:
                 b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
             else:
-                b.add_saved(b.units.index(ref.op), amounts[specs.index])
+                b.add_saved(b.units.index(ref.op), amounts[specs.index], b.is_read_late(root))
     if (source := _source(b, ref)) and source in b.table.graph.users:
         op = b.table.graph.op(source.op)
         if ref in op.kept:
             specs = b.units.inputs(op.name, op.refs.index(ref))
             amounts = np.array([b.nbytes(ref, s) for s in specs.specs])
-            b.add_saved(b.units.index(op.name), amounts[specs.index])
+            b.add_saved(b.units.index(op.name), amounts[specs.index], b.is_read_late(source))
 
 
 def _least_saved(b: _Builder, ref: Ref) -> float:
