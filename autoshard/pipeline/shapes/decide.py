@@ -99,23 +99,27 @@ PlanWhole = Callable[[Shape], Tried]
 
 def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, tell: Callable[[str], None] = lambda text: None,
                plan_whole: PlanWhole | None = None, tolerance: float = TOLERANCE) -> tuple[Tried, ...]:
-    """The one without stages that promises most is first: its price is nearest to that of a plan, so what comes after is held against it. Then
-    the one with the least bound first; a bound that is the least is looked at more closely before its shape is searched. `limit`: bytes of a rank.
+    """With `plan_whole`, the one without stages that promises most is first: it has a plan, and what comes after is held against it. Then, or else
+    from the start, the one is next whose bound with the time that its ranks wait for each other is the least; it is looked at more closely before
+    it is searched. `limit`: bytes of a rank.
     `tell` hears of every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices
     of blocks are four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched."""
     search = _Search(pricer, limit, tell, plan_whole, tolerance)
-    waiting = [(shape.pp > 1, search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
+    bounds, waits = [search.least(shape) for shape in shapes], [search.waits(shape) for shape in shapes]
+    waiting = [(shape.pp > 1, bounds[at] * waits[at], at, 0) for at, shape in enumerate(shapes)]
     heapify(waiting)
     done: dict[int, Tried] = {}
-    anchored = False
+    anchored = plan_whole is None
     while waiting:
-        later, bound, promise, at, looked = heappop(waiting)
+        later, promise, at, looked = heappop(waiting)
+        bound = bounds[at]
         if anchored and not later:
-            heappush(waiting, (True, bound, promise, at, looked))
+            heappush(waiting, (True, promise, at, looked))
         elif bound >= search.enough:
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
         elif looked < LOOKS:
-            heappush(waiting, (later, max(bound, search.bound(shapes[at], looked + 1)), promise, at, looked + 1))
+            bounds[at] = max(bound, search.bound(shapes[at], looked + 1))
+            heappush(waiting, (later, bounds[at] * waits[at], at, looked + 1))
         else:
             anchored = anchored or not later
             done[at] = search.searched(Tried(shapes[at], bound))
@@ -147,9 +151,10 @@ class _Search:
         """Seconds that the shape takes at least, before any stage is priced."""
         return shape.microbatches * self.pricer.ideal(shape.slot) / shape.pp
 
-    def promise(self, shape: Shape) -> float:
-        """Seconds if all stages were equal and perfect: what is tried first."""
-        return self.least(shape) * (1 + (shape.pp - 1) / (shape.chunks * shape.microbatches))
+    def waits(self, shape: Shape) -> float:
+        """About how much longer a step is than its work, if all stages are equal. Weight parts fill most of the time that ranks would wait."""
+        parts = 3 if self.run(shape).table.split_backward else 1
+        return 1 + (shape.pp - 1) / (parts * shape.chunks * shape.microbatches)
 
     @property
     def enough(self) -> float:
@@ -160,7 +165,7 @@ class _Search:
         """At the floors of blocks; the best price where it is no less."""
         floor, run = self.floor(shape.slot, look), self.run(shape)
         chain, course = floor.chain(run.table.split_backward), run.course
-        return Stages(chain, course, work=floor.work(course), together=floor.together(course)).bound(self.best)
+        return max(floor.whole_blocks(course), Stages(chain, course, work=floor.work(course), together=floor.together(course)).bound(self.best))
 
     def searched(self, tried: Tried) -> Tried:
         """The best partition at the first lean level where one fits."""
