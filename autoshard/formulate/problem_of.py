@@ -19,19 +19,19 @@ bound under them is valid; `memory_rows.py` adds rows for moments at which a pla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Op, Ref, TensorMeta
+from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Op, Ref
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.spec import NOWHERE, Spec
 from autoshard.base.windows import START, is_accumulator, is_hold
 from autoshard.cost.budget import Budget
 from autoshard.cost.memory import stored_parts, update_workspace
 from autoshard.formulate.copies import MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
-from autoshard.formulate.values import is_saved, local_bytes, storage_root
+from autoshard.formulate.values import equality, is_saved, local_bytes, storage_root
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import open_units, source_state
 from autoshard.rules import registry
@@ -392,18 +392,8 @@ def _tie_gradients(b: _Builder) -> None:
         _add_equality(b, graph.op(one), graph.op(other))
 
 
-def _equality(source: TensorMeta, output: TensorMeta, src: Sequence[Spec], dst: Sequence[Spec]) -> np.ndarray:
-    """0 where the two lie alike, else inf. A view may have merged dims of one of them (its factors say so): then blocks of tensor dims count."""
-    if source.factors == output.factors:
-        alike = [[s == d for d in dst] for s in src]
-    else:
-        there = [output.on_tensor_dims(d) for d in dst]
-        alike = [[(here := source.on_tensor_dims(s)) is not None and here == d for d in there] for s in src]
-    return np.where(np.array(alike), 0.0, np.inf)
-
-
 def _add_equality(b: _Builder, source: Op, output: Op) -> None:
     src, dst = (b.units.inputs(op.name, 0) if op.kind == "output" else b.units.outputs(Ref(op.name)) for op in (source, output))
     metas = [b.table.graph.meta(op.refs[0]) if op.kind == "output" else op.outputs[0] for op in (source, output)]
-    table = b.shared(("equal", src.specs, dst.specs, *(m.factors for m in metas)), lambda: _equality(*metas, src.specs, dst.specs))
+    table = b.shared(("equal", src.specs, dst.specs, *(m.factors for m in metas)), lambda: equality(*metas, src.specs, dst.specs))
     b.edges.append(Edge(b.units.index(source.name), b.units.index(output.name), table, src.index, dst.index))
