@@ -22,7 +22,7 @@ def fullest_rank(seconds: np.ndarray, ranks: int) -> float:
     others = seconds[seconds != each].tolist()
     if each <= 0.0:
         return float(seconds.max(initial=0.0))
-    groupings = _groupings(others, ranks) if len(others) <= MOST_OTHERS else iter([[]])
+    groupings = _groupings(others if len(others) <= MOST_OTHERS else [], ranks)
     return min(_least(np.array(sums + [0.0] * (ranks - len(sums))), each, count) for sums in groupings)
 
 
