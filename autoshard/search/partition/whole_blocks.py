@@ -28,9 +28,10 @@ def fullest_rank(seconds: np.ndarray, ranks: int) -> float:
 
 def _least(taken: np.ndarray, each: float, count: int) -> float:
     """The least T in which ranks that have `taken` seconds to do have room for `count` blocks of `each` seconds."""
+    taken, ranks = np.unique(taken, return_counts=True)
     ends = np.unique((taken[:, None] + each * np.arange(count + 1)[None, :]).ravel())
-    ends = ends[ends >= taken.max()]
-    room = np.floor((ends[:, None] - taken[None, :]) / each + PRECISION).sum(1)
+    ends = ends[ends >= taken[-1]]
+    room = np.floor((ends[:, None] - taken[None, :]) / each + PRECISION) @ ranks
     return float(ends[np.argmax(room >= count)])
 
 
