@@ -32,6 +32,8 @@ PORT = "port"
 """Keyword of an input, tangent or output where a stage of a pipeline receives or sends a value."""
 WEIGHT = "weight"
 """The window of a split backward that makes the gradients of parameters; what sends gradients to other stages stays in `BACKWARD`."""
+LATE = (BACKWARD, WEIGHT)
+"""The windows of backward."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 An action of a schedule is one or several turns: a whole backward runs two windows, and every value that crosses stages is a turn of its own."""
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from autoshard.base.plan import Window
@@ -38,3 +40,20 @@ class Duty:
     turns: tuple[Turn, ...]
     inputs: int = 0
     shared: int = 0
+
+    @cached_property
+    def fullest(self) -> tuple[int, int]:
+        """When a forward of the stage ends with most micro-batches in flight: how many these are, and how many of them have run a part of their
+        backward already. Of such moments, one with fewest of the latter."""
+        mine = [turn for turn in self.turns if turn.kind == "run" and turn.stage == self.stage]
+        left = Counter(turn.microbatch for turn in mine)
+        windows, found = max(left.values(), default=1), [(1, 0)]
+        now: dict[int, int] = {}
+        for turn in mine:
+            now[turn.microbatch] = now.get(turn.microbatch, 0) + 1
+            if now[turn.microbatch] == windows:
+                del now[turn.microbatch]
+            elif now[turn.microbatch] == 1:
+                found.append((len(now), -sum(done > 1 for done in now.values())))
+        most, late = max(found)
+        return most, -late

@@ -18,7 +18,7 @@ from autoshard.formulate.problem_of import Formulation
 from autoshard.lower.seconds import saved_by_buckets
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
-from autoshard.recompute.undecided import decided
+from autoshard.recompute.undecided import decided, first_run
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
 from autoshard.space.cost_table import CostTable, inner_bytes, local_shapes
@@ -71,8 +71,8 @@ def _is_kept(graph: Graph, states: Mapping[tuple[Ref, Spec], State], key: tuple[
     ref, window, spec = key
     if not copied_before(graph, key, copies):
         return False
-    found = states.get((ref, spec))
-    return found is not None and found.name == "kept"
+    found = states.get((replace(ref, op=first_run(ref.op)), spec))  # a value that is recomputed shares the node of the first one
+    return found is not None and not found.times[graph.window_index[window]]
 
 
 def copied_before(graph: Graph, key: tuple[Ref, Window, Spec], copies: Mapping[tuple[Ref, Window, Spec], Any]) -> bool:

@@ -77,7 +77,7 @@ class Program:
 
 def formulate_within(table: CostTable, limit: float, units: DecisionUnits | None = None) -> Formulation:
     """The search problem of a cost table, within so many bytes per rank. `units`: as of `formulate`."""
-    return formulate(table, memory_limit=limit, layers=repeated_layers(table.graph), units=units, in_flight=table.training.in_flight)
+    return formulate(table, memory_limit=limit, layers=repeated_layers(table.graph), units=units, in_flight=table.training.fullest)
 
 
 def with_starts(formulation: Formulation, settings: Mapping[str, Any], starts: tuple[np.ndarray, ...] | None = None) -> Program:

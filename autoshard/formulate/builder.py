@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.base.graph import Ref
+from autoshard.base.graph import WEIGHT, Ref
 from autoshard.base.spec import Spec
 from autoshard.formulate.copies import CopyNode
-from autoshard.formulate.values import local_bytes
+from autoshard.formulate.values import local_bytes, storage_root
+from autoshard.recompute.rewrite import is_source
 from autoshard.search.problem import Edge
 from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import DecisionUnits
@@ -25,13 +26,13 @@ class Builder:
     units: DecisionUnits
     eta: float
     kappa: float
-    in_flight: int = 1
+    in_flight: tuple[int, int] = (1, 0)
     costs: list[np.ndarray] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     items: list[tuple[int, np.ndarray, int, np.ndarray]] = field(default_factory=list)
     copies: list[CopyNode] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
-    saved: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    saved: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)
     memo: dict = field(default_factory=dict)
 
     @property
@@ -72,7 +73,16 @@ class Builder:
         if len(hit):
             self.items.append((node, hit, row, amounts[hit]))
 
-    def add_saved(self, node: int, amounts: np.ndarray) -> None:
-        """Bytes that every micro-batch in flight has at the turn."""
-        self.add_items(node, MEMORY, self.in_flight * amounts)
-        self.saved.append((node, amounts))
+    def add_saved(self, node: int, amounts: np.ndarray, late: np.ndarray | bool) -> None:
+        """Bytes that a micro-batch keeps at the turn. `late`: until its weight part, so that those have them too which wait for that alone."""
+        flying, waiting = self.in_flight
+        others = np.broadcast_to(np.where(late, flying - 1, flying - 1 - waiting), amounts.shape)
+        self.add_items(node, MEMORY, (1 + others) * amounts)
+        if flying > 1:
+            self.saved.append((node, amounts, others))
+
+    def is_read_late(self, ref: Ref) -> bool:
+        """Whether the weight part of a split backward surely reads the value, or one in its buffer."""
+        graph = self.table.graph
+        return storage_root(graph, ref) in self.shared("late", lambda: frozenset(
+            storage_root(graph, r) for op in graph.ops if op.phase == WEIGHT and not is_source(op) for r in op.refs))

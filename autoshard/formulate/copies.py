@@ -42,6 +42,11 @@ class State:
         """How often a step makes the copy where it runs its windows so often."""
         return sum(t * n for t, n in zip(self.times, runs, strict=True))
 
+    def outlives(self, window: int) -> bool:
+        """Whether a copy made in `window`, or before, is kept for a later one."""
+        after = next((w for w in range(window + 1, len(self.serves)) if self.serves[w]), None)
+        return self.name == KEPT and any(self.times[:window + 1]) and after is not None and not self.times[after]
+
 
 def absent(windows: int) -> State:
     return State(ABSENT, (False,) * windows, (0,) * windows)
@@ -106,12 +111,12 @@ def producer_table(src: SpecIndex, spec: Spec, prices: np.ndarray, states: tuple
 
 
 def with_source(producer: np.ndarray, prices: np.ndarray, states: Sequence[State], window: int) -> np.ndarray:
-    """[producer specs x state of the source, states]. A copy that serves `window` is made from the recompute source, which may be
+    """[producer specs x state of the source, states]. From `window` on a copy is made from the recompute source, which may be
     off. A copy of an earlier window may be kept only if the value is not recomputed, and if it is no slice of it, which is free at `prices`: a slice
     keeps the whole value alive, so the source keeps that, and `window` slices again."""
-    kept = np.array([s.name == KEPT for s in states])
+    kept = np.array([s.outlives(window - 1) for s in states])
     producer = np.where(kept & (prices == 0.0)[:, None], np.inf, producer)
-    needs = np.array([s.serves[window] for s in states]) & ~kept
+    needs = np.array([s.name == OWN and s.serves[window] or any(s.times[window:]) for s in states])
     barred = np.stack([np.where(needs, np.inf, 0.0), np.zeros(len(states)), np.where(kept, np.inf, 0.0)])
     return (producer[:, None, :] + barred[None]).reshape(-1, len(states))
 

@@ -68,7 +68,7 @@ class Floors:
     def possible(self) -> bool:
         """Whether rows can be made: of a step of forward and backward, of one micro-batch."""
         two = [w.name for w in self.graph.windows if w.ops] == ["forward", "backward"]
-        return two and self.formulation.in_flight == 1 and self.formulation.table.base is not None
+        return two and self.formulation.table.training.fullest == (1, 0) and self.formulation.table.base is not None
 
     @cached_property
     def moments(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.base.graph import Graph, Ref
+from autoshard.base.graph import FORWARD, Graph, Ref
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.roles import Role
 from autoshard.base.windows import is_accumulator, is_hold
@@ -56,7 +56,8 @@ def without_idle(formulation: Formulation, choice: np.ndarray) -> np.ndarray:
     if table.base is None:
         return choice
     program, _ = decided(table, formulation.strategy_of(choice))
-    read = {r.op for window in program.graph.windows[1:] for op in window.ops for r in op.refs}
+    later = program.graph.windows[program.graph.window_index[FORWARD] + 1:]
+    read = {r.op for window in later for op in window.ops for r in op.refs}
     idle = {op.name for op in table.graph.ops if is_source(op) and op.name not in read and first_run(op.name) not in read}
     out = np.array(choice)
     for n, unit in enumerate(units.units):
@@ -88,7 +89,7 @@ def _amounts(formulation: Formulation, moment: str) -> Iterator[Amounts]:
         if amounts.any():
             yield len(formulation.units.units) + i, amounts
     yield from _gathered(formulation, moment)
-    yield from ((node, (formulation.in_flight - 1) * amounts) for node, amounts in formulation.saved if formulation.in_flight > 1)
+    yield from ((node, others * amounts) for node, amounts, others in formulation.saved)
 
 
 def _stored(formulation: Formulation, now: int) -> Iterator[Amounts]:

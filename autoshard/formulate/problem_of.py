@@ -19,21 +19,21 @@ bound under them is valid; `memory_rows.py` adds rows for moments at which a pla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.base.graph import Op, Ref, TensorMeta
+from autoshard.base.graph import BACKWARD, FORWARD, Op, Ref
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.spec import NOWHERE, Spec
 from autoshard.base.windows import START, is_accumulator, is_hold
 from autoshard.cost.budget import Budget
 from autoshard.cost.memory import stored_parts, update_workspace
 from autoshard.formulate.builder import FIRST_WINDOW, MEMORY, Builder
-from autoshard.formulate.copies import KEPT, MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
+from autoshard.formulate.copies import MADE, CopyNode, State, copy_states, producer_table, reader_table, with_source
 from autoshard.formulate.repeats import added, again, signature
-from autoshard.formulate.values import is_saved, storage_root
+from autoshard.formulate.values import equality, is_saved, storage_root
 from autoshard.recompute.rewrite import is_source
 from autoshard.recompute.undecided import open_units, source_state
 from autoshard.rules import registry
@@ -47,7 +47,8 @@ from autoshard.space.strategies import SpecIndex
 class Formulation:
     """The problem with what is needed to read a solution: node n is unit n, or, from
     `len(units)` on, copy node `copies[n - len(units)]`. `memory_rows`: moment ("turn", "update", an op) -> its row. `budget`: what
-    their limits come from. `saved`: bytes per strategy of nodes that each of `in_flight` micro-batches keeps from forward to backward."""
+    their limits come from. `saved`: (node, bytes per strategy, micro-batches) of what a micro-batch keeps from forward to backward, and how many
+    others keep it, per strategy, when most are in flight."""
 
     problem: Problem
     units: DecisionUnits
@@ -55,8 +56,7 @@ class Formulation:
     table: CostTable
     memory_rows: Mapping[str, int] = field(default_factory=lambda: {"turn": MEMORY})
     budget: Budget = Budget()
-    in_flight: int = 1
-    saved: tuple[tuple[int, np.ndarray], ...] = ()
+    saved: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
     def strategy_of(self, choice: np.ndarray) -> dict[str, int]:
         """Chosen strategy index per op name."""
@@ -68,9 +68,10 @@ class Formulation:
 
 
 def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Mapping[str, int] | None = None,
-              units: DecisionUnits | None = None, in_flight: int = 1) -> Formulation:
+              units: DecisionUnits | None = None, in_flight: tuple[int, int] = (1, 0)) -> Formulation:
     """Build the search problem: seconds of a step, in which every window runs `graph.runs` times. `memory_limit`: bytes per rank at any
-    moment, None: unlimited. `in_flight`: micro-batches whose saved values are there at once (of the stages of a pipeline).
+    moment, None: unlimited. `in_flight`: micro-batches of a stage of a pipeline that are there at once, and how many of them have run a part of
+    their backward.
     `layers`: op name -> class id of ops that repeat in equal layers (see layers.py). `units`: what decides together
     (see space/decision_units.py), by default as `find_units` groups the ops."""
     overlap = table.cluster.overlap
@@ -94,7 +95,7 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     row_price += [np.inf] * len(limits)
     problem = Problem(tuple(b.costs), tuple(b.edges), np.array(row_limit), np.array(row_price), items,
                       groups=np.array(b.groups, dtype=np.int64) if layers else None)
-    return Formulation(problem, b.units, tuple(b.copies), table, rows, budget, in_flight, tuple(b.saved))
+    return Formulation(problem, b.units, tuple(b.copies), table, rows, budget, tuple(b.saved))
 
 
 def default_units(table: CostTable) -> DecisionUnits:
@@ -265,7 +266,7 @@ def _add_copy_node(b: Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...
     seconds = b.table.table(ref, src, _target(b, spec))
     windows, runs, every_window = frozenset(r.window for r in readers), b.table.graph.runs, len(b.table.graph.windows)
     through = b.table.graph.window_of(source.op) if source is not None else None
-    through = through if through in windows else None
+    through = through if through is not None and through <= max(windows) else None
     states = b.shared(("states", id(seconds), windows, priced, through),
                       lambda: copy_states(src, spec, seconds[:, 0], windows, every_window, priced, through))
     node = len(b.costs)
@@ -290,7 +291,8 @@ def _add_copy_node(b: Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...
             b.add_items(node, FIRST_WINDOW + window, np.array([(s.price or 0.0) * s.times[window] * runs[window] for s in states]))
     if len(windows) > 1:
         extra = max(0.0, b.nbytes(ref, spec) - (0.0 if through is not None else _least_saved(b, ref)))
-        b.add_saved(node, np.array([extra if s.name == KEPT else 0.0 for s in states]))
+        turn, middle = (b.table.graph.window_index.get(name, every_window) for name in (FORWARD, BACKWARD))
+        b.add_saved(node, np.array([extra if s.outlives(turn) else 0.0 for s in states]), np.array([s.outlives(middle) for s in states]))
     if b.table.graph.op(ref.op).kind == "param" and any(is_hold(b.table.graph.op(r.op)) for r in readers):  # alive as long as what holds it
         b.add_items(node, MEMORY, np.array([b.nbytes(ref, spec) if s.name == MADE else 0.0 for s in states]))
 
@@ -319,13 +321,13 @@ def _add_saved(b: Builder, ref: Ref) -> None:
             if b.table.graph.op(root.op).phase == START:
                 b.add_items(b.units.index(ref.op), MEMORY, amounts[specs.index])
             else:
-                b.add_saved(b.units.index(ref.op), amounts[specs.index])
+                b.add_saved(b.units.index(ref.op), amounts[specs.index], b.is_read_late(root))
     if (source := _source(b, ref)) and source in b.table.graph.users:
         op = b.table.graph.op(source.op)
         if ref in op.kept:
             specs = b.units.inputs(op.name, op.refs.index(ref))
             amounts = np.array([b.nbytes(ref, s) for s in specs.specs])
-            b.add_saved(b.units.index(op.name), amounts[specs.index])
+            b.add_saved(b.units.index(op.name), amounts[specs.index], b.is_read_late(source))
 
 
 def _least_saved(b: Builder, ref: Ref) -> float:
@@ -344,18 +346,8 @@ def _tie_gradients(b: Builder) -> None:
         _add_equality(b, graph.op(one), graph.op(other))
 
 
-def _equality(source: TensorMeta, output: TensorMeta, src: Sequence[Spec], dst: Sequence[Spec]) -> np.ndarray:
-    """0 where the two lie alike, else inf. A view may have merged dims of one of them (its factors say so): then blocks of tensor dims count."""
-    if source.factors == output.factors:
-        alike = [[s == d for d in dst] for s in src]
-    else:
-        there = [output.on_tensor_dims(d) for d in dst]
-        alike = [[(here := source.on_tensor_dims(s)) is not None and here == d for d in there] for s in src]
-    return np.where(np.array(alike), 0.0, np.inf)
-
-
 def _add_equality(b: Builder, source: Op, output: Op) -> None:
     src, dst = (b.units.inputs(op.name, 0) if op.kind == "output" else b.units.outputs(Ref(op.name)) for op in (source, output))
     metas = [b.table.graph.meta(op.refs[0]) if op.kind == "output" else op.outputs[0] for op in (source, output)]
-    table = b.shared(("equal", src.specs, dst.specs, *(m.factors for m in metas)), lambda: _equality(*metas, src.specs, dst.specs))
+    table = b.shared(("equal", src.specs, dst.specs, *(m.factors for m in metas)), lambda: equality(*metas, src.specs, dst.specs))
     b.edges.append(Edge(b.units.index(source.name), b.units.index(output.name), table, src.index, dst.index))

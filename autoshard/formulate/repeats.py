@@ -24,7 +24,7 @@ class Added:
     readers: list[tuple[int, ...]]
     edges: list[tuple[int, int, Edge]]
     items: list[tuple[int, np.ndarray, int, np.ndarray]]
-    saved: list[tuple[int, np.ndarray]]
+    saved: list[tuple[int, np.ndarray, np.ndarray]]
 
 
 def signature(b: Builder, ref: Ref) -> tuple[Hashable, list[int]]:
@@ -41,7 +41,8 @@ def signature(b: Builder, ref: Ref) -> tuple[Hashable, list[int]]:
         else:
             reads.append((nodes.setdefault(node, len(nodes)), id(units.inputs(name, index)), op.phase, is_hold(op), ref in op.kept))
     op = graph.op(ref.op)
-    return (b.table.kind(ref), id(units.outputs(ref)), b.table.hideable(ref), op.kind, is_saved(graph, ref), tuple(reads)), list(nodes)
+    own = b.table.kind(ref), id(units.outputs(ref)), b.table.hideable(ref), op.kind, is_saved(graph, ref), b.is_read_late(ref)
+    return (*own, tuple(reads)), list(nodes)
 
 
 def added(b: Builder, before: tuple[int, int, int, int, int], ref: Ref, nodes: list[int]) -> Added:
@@ -51,7 +52,7 @@ def added(b: Builder, before: tuple[int, int, int, int, int], ref: Ref, nodes: l
     users = {user: at for at, user in reversed(list(enumerate(b.table.graph.users.get(ref, ()))))}
     return Added(b.costs[costs:], b.copies[copies:], [tuple(users[r] for r in copy.readers) for copy in b.copies[copies:]],
                  [(place[e.u], place[e.v], e) for e in b.edges[edges:]], [(place[n], *rest) for n, *rest in b.items[items:]],
-                 [(place[n], amounts) for n, amounts in b.saved[saved:]])
+                 [(place[n], *rest) for n, *rest in b.saved[saved:]])
 
 
 def again(b: Builder, known: Added, ref: Ref, nodes: list[int], group: Callable[[CopyNode], int]) -> None:
@@ -64,4 +65,4 @@ def again(b: Builder, known: Added, ref: Ref, nodes: list[int], group: Callable[
     b.groups += map(group, copies)
     b.edges += [Edge(there[u], there[v], e.table, e.rows, e.cols) for u, v, e in known.edges]
     b.items += [(there[n], *rest) for n, *rest in known.items]
-    b.saved += [(there[n], amounts) for n, amounts in known.saved]
+    b.saved += [(there[n], *rest) for n, *rest in known.saved]

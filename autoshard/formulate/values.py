@@ -1,9 +1,12 @@
 """Where a value lies, and how long: what memory rows and copy nodes ask of a graph."""
 from __future__ import annotations
 
-from autoshard.base.graph import Graph, Ref
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.base.graph import EARLY, Graph, Ref, TensorMeta
 from autoshard.base.spec import NOWHERE, Spec
-from autoshard.base.windows import is_accumulator
 from autoshard.cost.memory import value_bytes
 from autoshard.recompute.rewrite import is_source
 from autoshard.rules import registry
@@ -16,10 +19,11 @@ def local_bytes(table: CostTable, ref: Ref, spec: Spec) -> float:
 
 
 def is_saved(graph: Graph, ref: Ref) -> bool:
-    """Whether forward makes this value and backward reads it; parameters, buffers and inputs are there anyway."""
+    """Whether forward makes this value and backward reads it; parameters, buffers and inputs are there anyway. What one part of a split backward
+    makes for the other is not there yet when forward ends."""
     readers = (graph.op(name) for name, _ in graph.users.get(ref, ()))
     made = graph.window_of(ref.op)
-    return (not is_accumulator(graph.op(ref.op)) and graph.op(storage_root(graph, ref).op).kind == "call"
+    return (graph.op(ref.op).phase in EARLY and graph.op(storage_root(graph, ref).op).kind == "call"
             and any(graph.window_of(op.name) > made and not is_source(op) for op in readers))
 
 
@@ -30,3 +34,13 @@ def storage_root(graph: Graph, ref: Ref) -> Ref:
         ref = op.refs[0]
         op = graph.op(ref.op)
     return ref
+
+
+def equality(source: TensorMeta, output: TensorMeta, src: Sequence[Spec], dst: Sequence[Spec]) -> np.ndarray:
+    """0 where the two lie alike, else inf. A view may have merged dims of one of them (its factors say so): then blocks of tensor dims count."""
+    if source.factors == output.factors:
+        alike = [[s == d for d in dst] for s in src]
+    else:
+        there = [output.on_tensor_dims(d) for d in dst]
+        alike = [[(here := source.on_tensor_dims(s)) is not None and here == d for d in there] for s in src]
+    return np.where(np.array(alike), 0.0, np.inf)

@@ -128,7 +128,7 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
             with quiet("formulate"):
                 formulation = formulate_within(priced, AMPLE)
                 program = with_starts(formulation, asked.settings(graph.training, False), (next(iter(greedy_plans(formulation)))[1],))
-        return decide(priced, asked, clock=quiet, interruptible=False, finer=False, program=program,
+        return decide(priced, asked, clock=quiet, interruptible=False, finer=False, program=program, rough=True,
                       enough=ENOUGH if within >= AMPLE else ENOUGH_IN_LITTLE)
 
     def run(graph: Graph, on: Mesh, shared: frozenset[str]) -> tuple[float, float]:

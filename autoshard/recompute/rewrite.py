@@ -2,7 +2,8 @@
 
 A recomputed op is a second op, of the backward phase, in front of its first reader. So it has strategies of its own, its
 compute and its redistributions are priced, and it lives in the timeline and runs like any op. The values of forward that it
-reads are saved. Random ops are never recomputed: their results are kept.
+reads are saved. Random ops are never recomputed: their results are kept. Where backward is in two windows, an op runs again in the first of them
+that may need it, whatever else runs again, and what the second needs is saved between them.
 
 `with_recompute` gives the program for decided recomputation. `with_sources` gives the program in which recomputation is not decided
 yet: backward reads every value of forward through a *recompute source*, an op that either keeps the value or recomputes it.
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
-from autoshard.base.graph import KEPT, Graph, Op, Ref
+from autoshard.base.graph import BACKWARD, KEPT, LATE, WEIGHT, Graph, Op, Ref
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.program.tracing.tape import is_random
 from autoshard.rules import registry
@@ -72,12 +74,28 @@ class _Rewrite:
 
     def run(self) -> Graph:
         for op in self.graph.ops:
-            if op.phase == "backward":
+            if op.phase in LATE:
                 for ref in op.refs:
                     self._make(ref.op)
                 op = self._renamed(op)
             self.ops.append(op)
+        order = self.graph.window_index
+        if WEIGHT in order:  # what runs again for it may belong to the window before
+            self.ops.sort(key=lambda op: (order[op.phase], op.kind == "output"))
         return replace(self.graph, ops=tuple(self.ops))
+
+    @cached_property
+    def first_needs(self) -> frozenset[str]:
+        """Ops of forward whose values the first part of backward may need, whatever runs again."""
+        again = frozenset(candidates(self.graph))
+        found: set[str] = set()
+        todo = [r.op for op in self.graph.ops if op.phase == BACKWARD for r in op.refs]
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                todo += [r.op for r in self.graph.op(name).refs] if name in again else []
+        return frozenset(found)
 
     def _renamed(self, op: Op) -> Op:
         """The op, reading second ops where they exist."""
@@ -98,7 +116,7 @@ class _Rewrite:
                 self.again[op.name] = op.name + RECOMPUTE_SUFFIX
 
     def _second(self, op: Op) -> Op:
-        return replace(self._renamed(op), name=op.name + RECOMPUTE_SUFFIX, phase="backward")
+        return replace(self._renamed(op), name=op.name + RECOMPUTE_SUFFIX, phase=BACKWARD if op.name in self.first_needs else WEIGHT)
 
 
 class _Sources(_Rewrite):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autoshard.base.graph import Op, Ref
+from autoshard.base.graph import LATE, Op, Ref
 from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.spec import NOWHERE
 from autoshard.recompute.rewrite import candidates, is_source, is_view, with_recompute, with_sources
@@ -81,7 +81,7 @@ class _Joined:
     def __post_init__(self) -> None:
         graph = self.table.graph
         self.again = frozenset(candidates(self.table.base.graph))
-        self.wanted = {r.op for op in graph.ops if op.phase == "backward" and not is_source(op) for r in op.refs}
+        self.wanted = {r.op for op in graph.ops if op.phase in LATE and not is_source(op) for r in op.refs}
 
     def of(self, unit: DecisionUnit) -> DecisionUnit:
         """The unit with its sources; the same unit where backward reads none of its values."""

@@ -46,6 +46,11 @@ class Training:
     duty: Duty | None = None
     floor: frozenset[str] | None = None
 
+    @property
+    def fullest(self) -> tuple[int, int]:
+        """Micro-batches in flight when most are, and how many of them have run a part of their backward."""
+        return self.duty.fullest if self.duty is not None else (self.in_flight, 0)
+
 
 @dataclass(frozen=True, eq=False)
 class OpCost:

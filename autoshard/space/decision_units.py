@@ -27,7 +27,7 @@ from itertools import product
 
 import numpy as np
 
-from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.graph import LATE, Graph, Op, Ref
 from autoshard.base.spec import PSUM, Placement, is_partial
 from autoshard.base.windows import START, is_accumulator
 from autoshard.program import flow
@@ -191,7 +191,7 @@ class _Walk:
     def _is_side(self, op: Op, ref: Ref) -> bool:
         producer = self.graph.op(ref.op)
         return (producer.kind in ("param", "buffer", "input") or producer.name in self.constant or self._is_stored(producer)
-                or (op.phase == "backward" and producer.phase == "forward"))
+                or (op.phase in LATE and producer.phase == "forward"))
 
     def _is_stored(self, op: Op) -> bool:
         """The cast of a parameter by a precision policy stands for the parameter, and so does what holds it for a step."""
@@ -200,7 +200,7 @@ class _Walk:
     def _is_constant(self, op: Op) -> bool:
         """Made of constants alone, or in backward of values that forward saved (not of parameters: those are stored)."""
         kinds = {self.graph.op(r.op).kind for r in op.refs}
-        return all(r.op in self.constant for r in op.refs) or (op.phase == "backward" and kinds == {"call"})
+        return all(r.op in self.constant for r in op.refs) or (op.phase in LATE and kinds == {"call"})
 
     def _home(self, op: Op, main: Sequence[Ref]) -> int | None:
         """The unit `op` joins, or None for one of its own."""
@@ -256,7 +256,7 @@ class _Walk:
     def _note_partial(self, op: Op, main: Sequence[Ref], cheap: bool, joined: bool) -> None:
         rows = flow.rows_of(self.graph, op, self.of_parts) if op.kind == "call" else ()
         reads = any(r in self.partial for r in op.refs)
-        sums = op.phase == "backward" and str(op.target) == "aten.add.Tensor" and all(r in self.partial for r in main)
+        sums = op.phase in LATE and str(op.target) == "aten.add.Tensor" and all(r in self.partial for r in main)
         if not cheap or (self._is_free(op) and (joined or not reads or self.fine)) or sums or registry.is_cast(op):
             self.passing.add(op.name)
         makes = not cheap or (reads and op.name in self.passing) or any(

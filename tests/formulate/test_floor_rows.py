@@ -138,5 +138,6 @@ def test_a_floor_row_is_a_row_of_the_problem() -> None:
 def test_programs_with_decided_recomputation_get_none() -> None:
     formulation = open_formulation("mlp", "dp=2")
     assert floors_of(formulation).possible
-    assert not floors_of(replace(formulation, in_flight=2)).possible
+    table = replace(formulation.table, training=replace(formulation.table.training, in_flight=2))
+    assert not floors_of(replace(formulation, table=table)).possible
     assert not floors_of(formulate_within(formulation.table.base, 1e18)).possible

@@ -104,11 +104,11 @@ def test_the_lowered_program_costs_what_was_planned(memory: float | None, cluste
 
 def test_saved_values_count_for_every_micro_batch_in_flight() -> None:
     table = table_of(4)
-    one, three = (formulate(table, in_flight=n) for n in (1, 3))
+    one, three = (formulate(table, in_flight=(n, 0)) for n in (1, 3))
     rng = np.random.default_rng(0)
     for _ in range(5):
         choice = np.array([rng.integers(len(c)) for c in one.problem.node_costs])
-        saved = sum(float(amounts[choice[node]]) for node, amounts in one.saved)
+        saved = sum(float(amounts[choice[node]]) for node, amounts, _ in three.saved)
         turn = one.memory_rows["turn"]
         loads = [row_loads(f.problem, choice)[turn] for f in (one, three)]
         assert saved > 0 and loads[1] - loads[0] == pytest.approx(2 * saved)

@@ -1,11 +1,14 @@
 """Cuts of the models, interpreted micro-batch by micro-batch, against the uncut model on the full batch."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cut_models import MODELS, subject
 
-from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
+from autoshard.base.graph import BACKWARD, FORWARD, LATE, WEIGHT
+from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.windows import END
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.pipeline.cutting.blocks import Blocks
@@ -13,6 +16,7 @@ from autoshard.pipeline.cutting.cut import cut, one_stage
 from autoshard.pipeline.cutting.interpret import StagePlayer
 from autoshard.pipeline.cutting.split import split_backward
 from autoshard.pipeline.microbatches import batch
+from autoshard.recompute.rewrite import candidates, with_recompute
 
 TOLERANCE = 1e-12
 
@@ -58,6 +62,23 @@ def test_backward_in_two_windows(name):
     first, last = made.stages
     assert [w.name for w in first.graph.windows] == [FORWARD, WEIGHT], "the first stage sends no gradient"
     assert [w.name for w in last.graph.windows] == [FORWARD, BACKWARD, WEIGHT]
+    assert_equal_training(what, made)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "t5"])
+def test_backward_in_two_windows_runs_forward_again(name):
+    """The weight part too reads what runs again, in its own window or in the one before, and numbers are the same."""
+    what = subject(name)
+    blocks = Blocks.of(what.traced.graph)
+    made = split_backward(cut(what.traced.graph, (len(blocks.blocks) // 2,), blocks))
+    made = replace(made, stages=tuple(replace(s, graph=with_recompute(s.graph, candidates(s.graph))) for s in made.stages))
+    for graph in (s.graph for s in made.stages):
+        phases = [op.phase for op in graph.ops]
+        again = {op.phase for op in graph.ops if op.name.endswith(RECOMPUTE_SUFFIX)}
+        assert phases == sorted(phases, key=[w.name for w in graph.windows].index) and WEIGHT in phases
+        assert again == set(phases) - {FORWARD}, "what the weight part alone needs runs there"
+        kept = set(candidates(graph))
+        assert not [op.name for op in graph.ops if op.phase in LATE and {r.op for r in op.refs} & kept], "backward reads what forward made"
     assert_equal_training(what, made)
 
 

@@ -76,7 +76,7 @@ def _seeds_in_the_way(program: Program, how: How) -> str:
     if not table.seeds.matches:
         return ""
     free = formulate(without_seeds(table.base or table, program.settings.get("outputs", "replicate")), memory_limit=budget.limit,
-                     in_flight=table.training.in_flight)
+                     in_flight=table.training.fullest)
     timelines = Timelines(free, program.settings)
     found = search_within(Program(free, timelines), how)
     if found.choice is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.base.graph import Op, Ref
+from autoshard.base.graph import LATE, Op, Ref
 from autoshard.base.spec import R, Spec, is_partial
 from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Read, Wiring
@@ -163,7 +163,7 @@ class _ByRoles:
         w, graph = self.wiring, self.wiring.formulation.table.graph
         out = {graph.op(w.unit(n).name).refs[0]: param for n, param in w.ties.items() if w.op(n).kind == "output"}
         for op in reversed(graph.ops):
-            if op.phase == "backward" and registry.is_cast(op) and Ref(op.name) in out:
+            if op.phase in LATE and registry.is_cast(op) and Ref(op.name) in out:
                 out[op.refs[0]] = out[Ref(op.name)]
         return out
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from autoshard.base.graph import Op, Ref
+from autoshard.base.graph import LATE, Op, Ref
 from autoshard.base.spec import R, Spec
 from autoshard.decide.walks.reads import Wiring
 from autoshard.decide.walks.walk import Placed, Score, Steps, ranked, walk
@@ -71,7 +71,7 @@ def greedy(wiring: Wiring, rank: Callable[[Spec], float],
 
 def _turn(op: Op) -> int:
     """Forward and user outputs first: a tangent's placement is its output's."""
-    return 1 if op.kind == "tangent" else 2 if op.phase == "backward" else 0
+    return 1 if op.kind == "tangent" else 2 if op.phase in LATE else 0
 
 
 def complete(wiring: Wiring, picked: np.ndarray, keep: bool | Callable[[CopyNode], bool] = True) -> np.ndarray:

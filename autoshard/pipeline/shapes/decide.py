@@ -101,25 +101,28 @@ PlanWhole = Callable[[Shape], Tried]
 
 def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, tell: Callable[[str], None] = lambda text: None,
                plan_whole: PlanWhole | None = None, tolerance: float = TOLERANCE, fine: float = 0.0) -> tuple[Tried, ...]:
-    """The one without stages that promises most is first: its price is nearest to that of a plan, so what comes after is held against it. Then
-    the one with the least bound first, and those of three axes last: they take longest, and start from plans of two. A bound that is the least is
-    looked at more closely before its shape is searched. `limit`: bytes of a rank.
+    """With `plan_whole`, the one without stages that promises most is first: it has a plan, and what comes after is held against it. Then, or else
+    from the start, the one is next whose bound with the time that its ranks wait for each other is the least; it is looked at more closely before
+    it is searched. Those of three axes are last: they take longest, and start from plans of two. `limit`: bytes of a rank.
     `tell` hears of every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices
     of blocks are four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched; `fine`: the same of
     shapes of three axes, where that is more."""
     search = _Search(pricer, limit, tell, plan_whole, tolerance, fine)
-    waiting = [(_turn(shape), search.least(shape), search.promise(shape), at, 0) for at, shape in enumerate(shapes)]
+    bounds, waits = [search.least(shape) for shape in shapes], [search.waits(shape) for shape in shapes]
+    waiting = [(_turn(shape), bounds[at] * waits[at], at, 0) for at, shape in enumerate(shapes)]
     heapify(waiting)
     done: dict[int, Tried] = {}
-    anchored = False
+    anchored = plan_whole is None
     while waiting:
-        turn, bound, promise, at, looked = heappop(waiting)
+        turn, promise, at, looked = heappop(waiting)
+        bound = bounds[at]
         if anchored and turn == FIRST:
-            heappush(waiting, (LATER, bound, promise, at, looked))
+            heappush(waiting, (LATER, promise, at, looked))
         elif bound >= search.enough(shapes[at]):
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
         elif looked < LOOKS:
-            heappush(waiting, (turn, max(bound, search.bound(shapes[at], looked + 1)), promise, at, looked + 1))
+            bounds[at] = max(bound, search.bound(shapes[at], looked + 1))
+            heappush(waiting, (turn, bounds[at] * waits[at], at, looked + 1))
         else:
             anchored = anchored or turn == FIRST
             done[at] = search.searched(Tried(shapes[at], bound))
@@ -156,9 +159,10 @@ class _Search:
         """Seconds that the shape takes at least, before any stage is priced."""
         return shape.microbatches * self.pricer.ideal(shape.slot) / shape.pp
 
-    def promise(self, shape: Shape) -> float:
-        """Seconds if all stages were equal and perfect: what is tried first."""
-        return self.least(shape) * (1 + (shape.pp - 1) / (shape.chunks * shape.microbatches))
+    def waits(self, shape: Shape) -> float:
+        """About how much longer a step is than its work, if all stages are equal. Weight parts fill most of the time that ranks would wait."""
+        parts = 3 if self.run(shape).table.split_backward else 1
+        return 1 + (shape.pp - 1) / (parts * shape.chunks * shape.microbatches)
 
     def enough(self, shape: Shape) -> float:
         """A bound above which a shape is not searched."""
@@ -168,7 +172,7 @@ class _Search:
         """At the floors of blocks; the best price where it is no less."""
         floor, run = self.floor(shape.slot, look), self.run(shape)
         chain, course = floor.chain(run.table.split_backward), run.course
-        return Stages(chain, course, work=floor.work(course), together=floor.together(course)).bound(self.best)
+        return max(floor.whole_blocks(course), Stages(chain, course, work=floor.work(course), together=floor.together(course)).bound(self.best))
 
     def searched(self, tried: Tried) -> Tried:
         """The best partition at the first lean level where one fits."""

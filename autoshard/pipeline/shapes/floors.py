@@ -7,6 +7,7 @@ import numpy as np
 
 from autoshard.pipeline.shapes.needs import Needs, added
 from autoshard.search.partition import Chain, Course, Together, chain_of_blocks
+from autoshard.search.partition.whole_blocks import fullest_rank
 
 LEVELS = 6
 """Numbers of micro-batches in flight of which stages are bounded: each stage by the next smaller one."""
@@ -43,6 +44,10 @@ class Floor:
             most[stages] = loads[:, 0].max(0)
         levels, of = _levels(most)
         return np.stack([self._in_memory(course.microbatches, float(count)) for count in levels])[of]
+
+    def whole_blocks(self, course: Course) -> float:
+        """Seconds of a step that some rank works at least, since each block is on one rank."""
+        return max(fullest_rank(each, len(course.of_rank)) for each, _ in self._steps(course.microbatches))
 
     def _in_memory(self, microbatches: int, count: float) -> np.ndarray:
         """[a, b]: for a stage that holds `count` micro-batches, the highest over prices of a byte."""

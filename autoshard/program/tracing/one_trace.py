@@ -18,7 +18,6 @@ Conventions of the graph
 """
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
@@ -45,8 +44,9 @@ from autoshard.program.tracing.expert_layers import forward_as_op
 from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
-from autoshard.program.tracing.survey import Answers, Survey, short, user_errors
+from autoshard.program.tracing.survey import Answers, Survey, user_errors
 from autoshard.program.tracing.tape import Tape, meta_of
+from autoshard.program.tracing.twin import copy_tree, track
 from autoshard.program.tracing.user_collectives import LOCAL_SHAPES, STAND_INS
 from autoshard.program.tracing.ways_out import on_data
 from autoshard.seeds.marks import annotate, is_user_collective, marks_of
@@ -79,7 +79,7 @@ class OneTrace:
         self.recorder.answer = constants if any_size is None else None  # they are values at one size
         self.reads = DataReads(self.tape, constants)
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
-        self.runner = Runner(self.tape, self.recorder, _alone, _copy_tree)
+        self.runner = Runner(self.tape, self.recorder, _alone, copy_tree)
         self.without = tuple(f"{path}." for path in without)
         self.params = {n: p for n, p in model.named_parameters() if not n.startswith(self.without)}
         self.buffers = {n: b for n, b in model.named_buffers() if b is not None and not n.startswith(self.without)}
@@ -159,7 +159,7 @@ class OneTrace:
                     memo.setdefault(id(value), value if value.device.type in ("cpu", "meta") else value.cpu())
         for t in (*self.model.parameters(), *self.model.buffers()) if self.without else ():
             memo.setdefault(id(t), t)  # of what is taken out: not worth a copy
-        twin = _copy_tree(self.model, memo)
+        twin = copy_tree(self.model, memo)
         for path in self.without:
             parent, _, name = path[:-1].rpartition(".")
             del twin.get_submodule(parent)._modules[name]
@@ -173,7 +173,7 @@ class OneTrace:
                 module.forward = self.survey.watched(name, module.forward, self._runs_whole(name, module))
             for text in marks_of(name, self.marks, self.params):
                 module.register_forward_hook(lambda m, args, out, text=text: _mark(out, text))
-            _track(module, name, self.tape.modules)
+            track(module, name, self.tape.modules)
         return twin
 
     def _runs_whole(self, name: str, module: nn.Module) -> Callable[..., Any]:
@@ -366,37 +366,6 @@ def _registration(value: Any) -> str:
 def _on_cpu() -> Any:
     """Tensors that the model makes without a device go where the fake weights are."""
     return torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
-
-
-def _copy_tree(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep copy given what to put for some objects. Attributes that cannot be copied (locks, process groups) are shared."""
-    try:
-        return copy.deepcopy(model, dict(memo))
-    except Exception:
-        shared = {id(v): v for m in model.modules() for k, v in vars(m).items()
-                  if k not in ("_parameters", "_buffers", "_modules") and not _copies(v, memo)}
-    try:
-        return copy.deepcopy(model, memo | shared)
-    except Exception as e:
-        raise TraceError(f"the module tree of {type(model).__name__} cannot be copied ({short(e)}); "
-                         "keep objects that cannot be copied out of module attributes") from None
-
-
-def _copies(value: Any, memo: dict[int, Any]) -> bool:
-    try:
-        copy.deepcopy(value, dict(memo))
-    except Exception:
-        return False
-    return True
-
-
-def _track(module: nn.Module, name: str, stack: list[str]) -> None:
-    """Keep the path of the running module on `stack`."""
-    def leave(*_: Any) -> None:
-        stack.pop()
-
-    module.register_forward_pre_hook(lambda *_: stack.append(name), prepend=True)
-    module.register_forward_hook(leave, always_call=True)
 
 
 def _mark(out: Any, text: str) -> Any:

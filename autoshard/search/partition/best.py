@@ -108,6 +108,21 @@ def balanced(chain: Chain, stages: int) -> np.ndarray:
     return np.array([[0, *np.minimum(cuts, chain.blocks - stages + inner), chain.blocks]])
 
 
+def even(blocks: int, course: Course) -> np.ndarray:
+    """Rows of cuts in which all ranks have as many blocks, or one more: where a rank has several stages, stages that are even by themselves may leave
+    one rank with twice the blocks of another."""
+    base, more = divmod(blocks, course.stages)
+    rounds = [list(places) for places in zip(*course.of_rank)]
+    rows = []
+    for first in range(len(rounds)):
+        for step in (1, -1):
+            order = [s for places in (*rounds[first:], *rounds[:first]) for s in places[::step]]
+            sizes = np.full(course.stages, base)
+            sizes[order[:more]] += 1
+            rows.append(np.concatenate([[0], np.cumsum(sizes)]))
+    return np.unique(np.array(rows), axis=0)
+
+
 def partition(chain: Chain, course: Course, price: Price, memory_limit: float = np.inf, most: int = 1_000, cutoff: float = np.inf) -> Partition:
     """The cheapest cut of `chain` by `price`, which takes rows of cuts and gives seconds, none below their bound. With more than about `most`
     partitions between bound and price the search ends with the best one that it has seen, and the bound is proven all the same.
@@ -117,7 +132,9 @@ def partition(chain: Chain, course: Course, price: Price, memory_limit: float = 
     if bound >= cutoff:
         return Partition((), np.inf, bound, 0)
     search = Search(stages, price, most, best=cutoff)
-    search.offer(search.possible(balanced(chain, course.stages)))
+    several = len(course.of_rank) < course.stages == len(course.of_rank) * len(course.of_rank[0])
+    starts = [balanced(chain, course.stages), *([even(chain.blocks, course)] if several else [])]
+    search.offer(search.possible(np.concatenate(starts)))
     if search.cuts:
         search.descend()
     bound = _by_levels(search, bound)
