@@ -35,6 +35,8 @@ TENSORS = 8
 REPEAT_BELOW = 2e-3
 """Cases shorter than this are repeated to last so long; a clock tick and a barrier's skew are microseconds."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
+VIEWS = 4
+"""In a row, as around attention."""
 BEFORE = 256
 """Before a collective on a CPU: a product of two matrices of this width, half a millisecond of work."""
 TRIM = 0.1
@@ -210,10 +212,11 @@ def op_work(place: Place, dtypes: Sequence[torch.dtype]) -> Iterator[Work]:
 
 
 def view_work(place: Place) -> Iterator[Work]:
-    """A view, where the device that computes also issues it."""
+    """Views, where the device that computes also issues them: some in a row, of which the first finds its code out of the caches."""
     if place.device.type == "cpu":
-        x = torch.ones(BEFORE, BEFORE)
-        yield Work(Sample("view", "aten::view", 1.0, 0.0, False, dtype="float32"), lambda: torch.ops.aten.view.default(x, [BEFORE * BEFORE]), False)
+        x, view = torch.ones(BEFORE, BEFORE), torch.ops.aten.view.default
+        sample = Sample("view", "aten::view", 1.0, 0.0, False, dtype="float32")
+        yield Work(sample, lambda: [view(x, [BEFORE * BEFORE]) for _ in range(VIEWS)], False, VIEWS)
 
 
 def optimizer_work(place: Place) -> Iterator[Work]:
