@@ -9,7 +9,6 @@ grows with its parameters:
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,8 @@ from torch import nn
 
 from autoshard.calibrate.measure import Progress, Stopwatch
 from autoshard.calibrate.sample import Sample
-from autoshard.runtime.execute.watched import Doing, watched
 from autoshard.runtime.ranks.place import Place
+from autoshard.simulation.clocked import Clock
 
 LAYERS = (6, 24)
 WIDTH, ROWS = 256, 512
@@ -52,29 +51,22 @@ def _left(place: Place, layers: int, watch: Stopwatch) -> float:
     x = torch.randn(ROWS * place.mesh.size, WIDTH)
     compiled = autoshard.compile(Stack(layers), str(place.mesh), (x,), cluster="cpu-gloo", cache=False, check_inputs="never", time_limit=5.0)
     optimizer = autoshard.local_update(torch.optim.AdamW(compiled.parameters(), lr=0.0))
-    counted: list[float] = []
 
-    def around(what: Doing, run: Any) -> Any:
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            out = run(*args, **kwargs)
-            counted.append(time.perf_counter() - begin)
-            return out
-
-        return clocked
-
-    def step() -> float:
-        counted.clear()
-        watch.barrier()
-        start = time.perf_counter()
+    def step() -> None:
         optimizer.zero_grad()
         compiled(x).backward()
-        update = time.perf_counter()
-        optimizer.step()
-        now = time.perf_counter()
-        return now - start - (now - update) - sum(counted)
+
+    def left(clock: Clock) -> float:
+        clock.moments.clear()
+        watch.barrier()
+        start = time.perf_counter()
+        step()
+        with clock.span("update"):
+            optimizer.step()
+        return time.perf_counter() - start - sum(m.end - m.begin for m in clock.moments)
 
     for _ in range(WARM):
         step()
-    with compiled.run_by(watched(around, {group: axis for axis, group in compiled.place.groups.items()})):
-        return float(np.percentile([step() for _ in range(STEPS)][WARM:], 25))  # a pause in any of its hundreds of calls only adds
+        optimizer.step()
+    with autoshard.clocked(compiled) as clock:
+        return float(np.percentile([left(clock) for _ in range(STEPS)][WARM:], 25))  # a pause in any of its hundreds of calls only adds

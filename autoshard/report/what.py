@@ -228,7 +228,7 @@ def links(plan: Plan) -> tuple[LinkUse, ...]:
         return ()
     cluster, mesh = Cluster.from_snapshot(plan.cluster), plan.spec_mesh
     calls = ((c, cluster.link_of(mesh, mesh.axes(c.axis))) for c in plan.collectives)
-    return link_use((phases(c.kind, c.nbytes, link) for c, link in calls for _ in range(runs_of(plan, c.phase))), plan.objective_s)
+    return link_use((p for c, link in calls for p in [phases(c.kind, c.nbytes, link)] * runs_of(plan, c.phase)), plan.objective_s)
 
 
 def _call_key(c: Collective) -> tuple:

@@ -13,6 +13,7 @@ from autoshard.simulation.replay import Replay
 
 PARTS = 240
 """Equal parts of a step over which traffic is added up."""
+EDGES = np.linspace(0.0, 1.0, PARTS + 1)
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,9 @@ def over_time(played: Replay, rank: int = 0) -> tuple[LinkTime, ...]:
 
 def _shares(begin: float, end: float) -> np.ndarray:
     """Of something from `begin` to `end` (0 to 1), the share in each part; all of it in one where it takes no time."""
-    edges = np.linspace(0.0, 1.0, PARTS + 1)
     if end <= begin:
         return np.eye(PARTS)[min(int(begin * PARTS), PARTS - 1)]
-    return np.diff(np.clip(edges, begin, end)) / (end - begin)
+    return np.diff(np.clip(EDGES, begin, end)) / (end - begin)
 
 
 def sizes(calls: Iterable[Call]) -> tuple[Size, ...]:

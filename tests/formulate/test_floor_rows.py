@@ -8,7 +8,7 @@ from itertools import chain, combinations
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from small_models import Wavy
 
 from autoshard.base.mesh import parse_mesh
 from autoshard.decide.make_plan import Timelines
@@ -94,15 +94,6 @@ def test_no_plan_holds_less_than_a_floor_row_counts(name: str, mesh: str) -> Non
             assert load <= live.get(moment, timeline.peak), f"{moment} of {name}, seed {seed}"
             shares += [load / live[moment]] if moment in live else []
     assert len(shares) > 10 and np.mean(shares) > 0.6
-
-
-class Wavy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.sigmoid(torch.tanh((x @ self.w).exp()).sin()) * 2.0).sum()
 
 
 def test_bounds_under_floor_rows_are_no_more_than_the_best_plan_that_fits() -> None:

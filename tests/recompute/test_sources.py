@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from torch import nn
+from small_models import Wavy
 
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import RECOMPUTE_SUFFIX
@@ -21,15 +21,6 @@ from autoshard.recompute.undecided import open_table, open_units
 from autoshard.search import solve
 from autoshard.search.problem import evaluate, row_loads
 from autoshard.space.decision_units import singletons
-
-
-class Wavy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.sigmoid(torch.tanh((x @ self.w).exp()).sin()) * 2.0).sum()
 
 
 def subsets(table):

@@ -1,4 +1,5 @@
 """Models of a few layers that several rooms are tested with."""
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -23,3 +24,14 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = self.call(block, x)
         return x
+
+
+class Wavy(nn.Module):
+    """A chain of cheap ops, each of which may run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.sigmoid(torch.tanh((x @ self.w).exp()).sin()) * 2.0).sum()
