@@ -13,12 +13,13 @@ from rich.console import Console
 from autoshard import collectives
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.fit import errors, fit, monotone
-from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Stopwatch, Work, op_work, time_rounds, trimmed_mean
+from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Rounds, Stopwatch, Work, op_work, time_rounds, trimmed_mean
 from autoshard.calibrate.overlap import Timing, fitted
 from autoshard.calibrate.page import FOOT, HEIGHT, LEFT, WIDTH, chart, page
 from autoshard.calibrate.report import contradictions, label, show, warnings
 from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Machine, Sample
+from autoshard.calibrate.step import between
 from autoshard.calibrate.toml import profile_text
 from autoshard.collectives import KINDS
 from autoshard.cost.cluster import AxisLink, Overlap, OwnHost, load_cluster
@@ -26,6 +27,7 @@ from autoshard.cost.compute import op_seconds
 from autoshard.errors import UsageError
 from autoshard.rules.family import Family
 from autoshard.runtime.ranks.place import locate
+from autoshard.simulation.clocked import Moment
 
 TRUTH = load_cluster("cpu-gloo")
 MACHINE = Machine("mine", "a made-up core", "gloo", 2, 8e9, ("loopback",), (2,), "2026-01-01")
@@ -157,6 +159,31 @@ def test_rounds_come_from_the_clock():
 def test_seconds_are_a_mean_without_the_extreme_rounds():
     table = np.array([[1.0] * 10 + [2.0, 100.0], [3.0] * 12]).T
     assert trimmed_mean(table) == pytest.approx([1.1, 3.0])
+
+
+def test_rounds_may_be_taken_between_other_things():
+    """Samples are of all rounds so far, whenever they were taken."""
+    ticks = iter(x for i in range(100) for x in (float(i), i + 1e-3 * (i + 1)))
+    work = [Work(Sample("optimizer", "adamw", 1.0, 0.0, False), lambda: None, False)]
+    rounds = Rounds(work, Stopwatch(locate("one=1"), lambda: next(ticks)))
+    rounds.go()
+    first = rounds.samples()[0].seconds
+    rounds.run(0.0, lambda *a: None)
+    assert first == pytest.approx(2e-3), "the first look warms up"
+    assert len(rounds.table) == 1 + MIN_ROUNDS and rounds.samples()[0].seconds == pytest.approx(1e-3 * (2 + 3 + 4 + 5) / 4)
+
+
+def test_what_is_left_of_a_step_are_the_gaps_between_its_calls():
+    moments = [Moment("a", 1.0, 3.0), Moment("b", 3.5, 4.0), Moment("c", 4.0, 9.0)]
+    assert between(moments, 0.25, 10.0) == [0.75, 0.5, 0.0, 1.0]
+    assert between([], 1.0, 3.0) == [2.0]
+
+
+def test_a_pause_in_one_gap_of_one_step_is_left_out():
+    """20 steps of three gaps; each of three steps was held up once, for much longer than a step takes."""
+    table = np.tile([1.0, 2.0, 3.0], (20, 1))
+    table[4, 0] = table[9, 1] = table[13, 2] = 1000.0
+    assert trimmed_mean(table).sum() == pytest.approx(6.0)
 
 
 def test_parts_share_the_time():
