@@ -24,7 +24,7 @@ from autoshard.calibrate.toml import profile_text
 from autoshard.collectives import KINDS
 from autoshard.cost.cluster import AxisLink, Overlap, OwnHost, load_cluster
 from autoshard.cost.compute import op_seconds
-from autoshard.errors import UsageError
+from autoshard.errors import ClusterError, UsageError
 from autoshard.rules.family import Family
 from autoshard.runtime.ranks.place import locate
 from autoshard.simulation.clocked import Moment
@@ -99,6 +99,26 @@ def test_two_group_sizes_give_the_latency():
     large = [replace(s, amount=1e7, seconds=s.seconds + 0.02) for s in small]
     ops = [s for s in samples() if s.kind == "op"]
     assert fit(replace(MACHINE, ranks=4), [*small, *large, *ops], OVERLAP).links[0].latency == pytest.approx(link.latency)
+
+
+def test_bytes_of_convolutions_count_as_many_flop_as_they_take(tmp_path):
+    """Seconds of a device that takes as long for a byte as for 40 FLOP; over FLOP alone the deep small images would be three times as dear as others."""
+    def convolved(flop, moved, held=False):
+        return Sample("op", "aten::convolution", flop, (flop + 40 * moved) / 1e11, held, Family.CONV, "float32", moved=moved)
+
+    shapes = [(1e6, 4e4), (4e7, 8e5), (4e7, 2.5e6), (8e7, 7e5), (3e8, 9.6e6), (5e8, 3.2e6), (2e9, 7e6)]
+    given = [s for s in samples() if s.family is not Family.CONV] + [convolved(*shape) for shape in shapes]
+    cluster = fit(MACHINE, given, OVERLAP)
+    assert cluster.device.byte_flop == {"aten::convolution/float32": 40.0, "conv/float32": 40.0}
+    held = convolved(3e7, 2e6, True)
+    assert errors(cluster, [held])[0].error == pytest.approx(0.0, abs=0.02)
+    plain = replace(cluster, device=replace(cluster.device, byte_flop={}))
+    assert errors(plain, [held])[0].error < -0.2
+    (tmp_path / "mine.toml").write_text(profile_text(cluster, "made up"))
+    assert load_cluster(tmp_path / "mine.toml").device.byte_flop == cluster.device.byte_flop
+    (tmp_path / "mine.toml").write_text(profile_text(replace(cluster, device=replace(cluster.device, byte_flop={"aten::nothing": 1.0})), "made up"))
+    with pytest.raises(ClusterError, match="device.byte_flop.aten::nothing"):
+        load_cluster(tmp_path / "mine.toml")
 
 
 def test_one_process_has_no_links_to_measure():
