@@ -17,7 +17,8 @@ class Curve:
     """Straight lines between the points; constant below the first; the last line goes on above the last.
 
     amounts  strictly increasing;  seconds  positive and never falling, so that the curve is monotone
-    per_byte  FLOP that a byte counts for, of a curve over FLOP: its amounts are FLOP + per_byte x bytes
+    per_byte  FLOP that a byte counts for, of a curve over FLOP: its amounts are FLOP + per_byte x bytes. Convolutions of small images read and
+              rearrange many weights for few FLOP
 
     >>> Curve((0.0, 1e6), (1e-4, 1.1e-3))(np.array([5e5, 2e6]))     # 0.1 ms and 1 ns per byte
     array([0.0006, 0.0021])
