@@ -26,6 +26,7 @@ import argparse
 import copy
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -108,6 +109,7 @@ class Subject:
         for _ in range(2):
             self.step()
         self.taken = Alone(self.compiled, self.step)
+        self.plan = self.compiled.plan
         self.alone: list[Times] = []
         self.beside: list[Times] = []
         self.steps: list[tuple[float, float]] = []
@@ -131,16 +133,20 @@ class Subject:
         self.step()
         return time.perf_counter() - start
 
+    def done(self) -> None:
+        """What was measured stays; the model's memory is for others."""
+        self.doings = self.taken.doings
+        del self.compiled, self.taken, self.step
+
     def row(self, prices: "Prices") -> Row:
         """Called by all ranks. A step ends when its last rank does."""
-        model, batch, loss = self.source
-        plan = self.compiled.plan
+        (model, batch, loss), plan = self.source, self.plan
         graph = with_recompute(traced_for(plan, model, batch, {}, loss).graph, plan.recompute)
         alone, beside, steps = ([list(ranks) for ranks in zip(*gathered(own), strict=True)] for own in (self.alone, self.beside, self.steps))
-        more = factors(self.taken.doings, graph, plan, prices.profile, prices.single)
+        more = factors(self.doings, graph, plan, prices.profile, prices.single)
 
         def simulated(rounds: Sequence[Sequence[Times]], factors: Sequence[float] | None = None) -> list[float]:
-            return list(simulated_rounds(self.taken.doings, rounds, self.mesh, prices.profile, factors))
+            return list(simulated_rounds(self.doings, rounds, self.mesh, prices.profile, factors))
 
         return row(self.name, self.label, [(max(a for a, _ in ranks), max(b for _, b in ranks)) for ranks in steps],
                    {"profile": played(graph, plan, prices.profile), "earlier": played(graph, plan, prices.earlier)},
@@ -196,11 +202,26 @@ def rows_of(options: argparse.Namespace, begun: float, say: Callable[[str], None
         earlier = measuring.found().cluster
     say(f"calibrated; {time.perf_counter() - begun:.0f} s")
     one_by_one = OneByOne(measuring)
+    share = (options.seconds - (time.perf_counter() - begun)) / len(options.models)
+    subjects: list[Subject] = []
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(profile_text(earlier, "benchmarks/simulation.py"))
         file.flush()
-        subjects = [s for name in options.models for s in subjects_of(name, options.plans, file.name, mesh, say)]
-    until, rounds, longest = begun + options.seconds - PRICING_S * len(subjects), 0, 0.0
+        for first in range(0, len(options.models), options.at_once):
+            some = options.models[first:first + options.at_once]
+            until = time.perf_counter() + share * len(some)
+            here = [s for name in some for s in subjects_of(name, options.plans, file.name, mesh, say)]
+            rounds_of(here, measuring, one_by_one, until - PRICING_S * len(here), say)
+            for subject in here:
+                subject.done()
+            subjects += here
+    prices = Prices(measuring.found().cluster, one_by_one.cluster(), earlier)
+    return [subject.row(prices) for subject in subjects]
+
+
+def rounds_of(subjects: Sequence[Subject], measuring: Measuring, one_by_one: OneByOne, until: float, say: Callable[[str], None]) -> None:
+    """As many as there is time for."""
+    rounds, longest = 0, 0.0
     while rounds < LEAST_ROUNDS or gathered(time.perf_counter() + longest < until)[0]:
         start = time.perf_counter()
         measuring.rounds.go()
@@ -208,12 +229,11 @@ def rows_of(options: argparse.Namespace, begun: float, say: Callable[[str], None
         one_by_one.go()
         calibrated = time.perf_counter() - start
         first = rounds * ROTATED % len(subjects)
-        for subject in subjects[first:] + subjects[:first]:
+        for subject in [*subjects[first:], *subjects[:first]]:
             subject.round()
         rounds, longest = rounds + 1, max(longest, time.perf_counter() - start)
-        say(f"round {rounds}: {time.perf_counter() - start:.0f} s, of it {calibrated:.0f} for the calibration; {time.perf_counter() - begun:.0f} s")
-    prices = Prices(measuring.found().cluster, one_by_one.cluster(), earlier)
-    return [subject.row(prices) for subject in subjects]
+        say(f"round {rounds}: {time.perf_counter() - start:.0f} s, of it {calibrated:.0f} for the calibration; "
+            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB a process")
 
 
 def options_of() -> argparse.Namespace:
@@ -222,6 +242,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--models", help=f"some of {','.join(MODELS)}")
     parser.add_argument("--plans", help="some of the plans, by name, separated by commas")
     parser.add_argument("--seconds", type=float, default=570.0, help="about how long all of it may take")
+    parser.add_argument("--at-once", type=int, default=len(MODELS), help="models whose plans share rounds: all; fewer where memory is short")
     parser.add_argument("--quick", action="store_true", help="gpt and mlp, three plans each, three rounds: whether it works, not how well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
