@@ -12,7 +12,7 @@ of the calibration too, so that a machine which changes its speed changes it for
     earlier   the same at the prices of the calibration before the first step: what a user has. The difference to "profile" is the machine's
     one       every op, the update and the rest of the step (Python, autograd) as they take on one process while the other rests: the rank's own
               lowered program, with its collectives left out. Collectives at the profile's prices, each rank with its own times, round by round
-    shared    the same times, each multiplied by how much longer the calibration's own cases of that op and size take while all processes
+    shared    the same times, each multiplied by how much longer the calibration's own cases of that family of ops take while all processes
               compute than by one process alone (sharing.py): cores that share memory and caches are slower together
     beside    op times taken on all processes at once
 
@@ -45,7 +45,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
 from about import about  # noqa: E402
 from forced import data_parallel, fully_sharded, tensor_parallel  # noqa: E402
 from op_times import Alone, Times, simulated_rounds  # noqa: E402
-from sharing import OneByOne, factors  # noqa: E402
+from sharing import OneByOne, Ratios, factors  # noqa: E402
 from simulated_rows import CONVOLUTIONS, MODES, Row, figures, row, show  # noqa: E402
 from stage_clock import gathered  # noqa: E402
 
@@ -143,7 +143,7 @@ class Subject:
         (model, batch, loss), plan = self.source, self.plan
         graph = with_recompute(traced_for(plan, model, batch, {}, loss).graph, plan.recompute)
         alone, beside, steps = ([list(ranks) for ranks in zip(*gathered(own), strict=True)] for own in (self.alone, self.beside, self.steps))
-        more = factors(self.doings, graph, plan, prices.profile, prices.single)
+        more = factors(self.doings, graph, plan, prices.profile, prices.together)
 
         def simulated(rounds: Sequence[Sequence[Times]], factors: Sequence[float] | None = None) -> list[float]:
             return list(simulated_rounds(self.doings, rounds, self.mesh, prices.profile, factors))
@@ -155,11 +155,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Prices:
-    """`profile`: of the calibration's rounds; `single`: with ops as one process does them while the others rest; `earlier`: from before."""
+    """`profile`: of the calibration's rounds; `earlier`: from before; `together`: how much longer ops take while all processes compute."""
 
     profile: Cluster
-    single: Cluster
     earlier: Cluster
+    together: Ratios
 
 
 def played(graph: Graph, plan: autoshard.Plan, cluster: Cluster) -> float:
@@ -201,7 +201,7 @@ def rows_of(options: argparse.Namespace, begun: float, say: Callable[[str], None
         measuring.some_steps(FIRST_STEPS)
         earlier = measuring.found().cluster
     say(f"calibrated; {time.perf_counter() - begun:.0f} s")
-    one_by_one = OneByOne(measuring)
+    one_by_one = OneByOne(measuring.rounds)
     share = (options.seconds - (time.perf_counter() - begun)) / len(options.models)
     subjects: list[Subject] = []
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
@@ -215,7 +215,8 @@ def rows_of(options: argparse.Namespace, begun: float, say: Callable[[str], None
             for subject in here:
                 subject.done()
             subjects += here
-    prices = Prices(measuring.found().cluster, one_by_one.cluster(), earlier)
+    prices = Prices(measuring.found().cluster, earlier, one_by_one.ratios())
+    say("together over alone: " + ", ".join(f"{kind or 'all'} {ratio:.2f}" for kind, ratio in prices.together.items()))
     return [subject.row(prices) for subject in subjects]
 
 
