@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -80,11 +80,8 @@ class Measuring:
     def found(self) -> Calibration:
         """By all that was measured so far."""
         samples = [*self.rounds.samples(), *(self.steps.samples() if self.steps is not None else ())]
-        cluster = self.fitted(samples)
+        cluster = fit(self.machine, samples, fitted(*self.timings) if self.timings else Overlap(0.0, 1.0))
         return Calibration(cluster, tuple(samples), tuple(errors(cluster, samples)), self.timings)
-
-    def fitted(self, samples: Sequence[Sample]) -> Cluster:
-        return fit(self.machine, samples, fitted(*self.timings) if self.timings else Overlap(0.0, 1.0))
 
 
 def launched_mesh(text: str | None) -> Mesh:

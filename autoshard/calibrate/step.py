@@ -75,7 +75,7 @@ class Trained:
         import autoshard
 
         torch.manual_seed(0)
-        self.layers, self.watch, self.table = layers, watch, list[list[float]]()
+        self.watch, self.table = watch, list[list[float]]()
         self.x = torch.randn(ROWS * place.mesh.size, WIDTH)
         self.compiled = autoshard.compile(Stack(layers), str(place.mesh), (self.x,), cluster="cpu-gloo", cache=False, check_inputs="never",
                                           time_limit=5.0)
