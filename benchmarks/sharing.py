@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import median
 
 import numpy as np
 import torch.distributed as dist
@@ -47,13 +46,20 @@ class OneByOne(Rounds):
 
 
 def ratios(kinds: Sequence[str], together: np.ndarray, single: np.ndarray) -> Ratios:
-    """Of cases of these kinds, timed in the same rounds [rounds, cases]: the median of a kind's cases, each of which is a median over rounds. Sizes of one kind
-    differ less than a case by itself does from run to run."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for kind, ratio in zip(kinds, np.median(together / single, axis=0).tolist(), strict=True):
-        found[str(kind)].append(ratio)
-        found[""].append(ratio)
-    return {kind: median(of) for kind, of in found.items()}
+    """Of cases of these kinds, timed in the same rounds [rounds, cases]: the median of a kind's cases, each of which is a median over rounds and counts by its
+    seconds, as steps consist of large ops. Sizes of one kind differ less than a case by itself does from run to run."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for kind, ratio, seconds in zip(kinds, np.median(together / single, axis=0).tolist(), np.median(single, axis=0).tolist(), strict=True):
+        found[str(kind)].append((ratio, seconds))
+        found[""].append((ratio, seconds))
+    return {kind: weighted_median(of) for kind, of in found.items()}
+
+
+def weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    """The least of (value, weight) up to which half of the weight lies."""
+    ordered = sorted(values)
+    upto = np.cumsum([weight for _, weight in ordered])
+    return ordered[int(np.searchsorted(upto, upto[-1] / 2))][0]
 
 
 def factors(doings: Sequence[Doing], graph: Graph, plan: Plan, profile: Cluster, found: Ratios) -> list[float]:

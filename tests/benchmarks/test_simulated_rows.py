@@ -55,7 +55,7 @@ def test_ratios_are_of_the_same_round_and_one_wild_case_is_none() -> None:
     together = single * np.array([1.2, 1.2, 1.2, 1.5])
     together[1:, 1] = 1.0
     found = ratios(["matmul", "matmul", "matmul", "optimizer"], together, single)
-    assert found == pytest.approx({"matmul": 1.2, "optimizer": 1.5, "": 1.35})
+    assert found == pytest.approx({"matmul": 1.2, "optimizer": 1.5, "": 1.2}), "seconds weigh"
 
 
 def test_calls_take_longer_by_the_ratio_of_their_family() -> None:
