@@ -93,7 +93,7 @@ def plan_finer(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTime
 
 def _note(best: Plan, made: Sequence[Plan], meshes: Sequence[Mesh], untried: Sequence[Mesh]) -> Iterator[str]:
     """What finer axes brought."""
-    missing = f"; no time was left for {' and '.join(map(str, untried))}" if untried else ""
+    missing = f"; {' and '.join(map(str, untried))}: not tried, the search ended before" if untried else ""
     asis = next((plan for plan in made if not plan.finer), None)
     if best.finer and asis is None:
         yield f"on mesh {best.mesh} as it is no plan was found that fits; this one takes its axes in parts ({best.spec_mesh}){missing}"

@@ -21,8 +21,10 @@ from autoshard.planner.finer import finer_meshes, head_counts, plan_and_prices
 from autoshard.planner.one_stage import prices
 from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
+from autoshard.report.html import write
 from autoshard.report.what import header
 from autoshard.runtime.check_plan import check_fits
+from autoshard.study.explain import chosen_by, op_table
 from models import llama
 
 SLOW = str(Path(__file__).parents[1] / "dist/slow-device.toml")
@@ -127,3 +129,17 @@ def test_what_cannot_be_asked(mesh, asked, error, words):
     model, inputs = built()
     with pytest.raises(error, match=words):
         autoshard.plan(model, mesh, inputs, loss_fn=llama.loss, refine_axes=asked)
+
+
+def test_a_plan_in_parts_is_simulated_explained_and_shown(tmp_path):
+    plan = found()
+    model, inputs = built()
+    step = autoshard.simulate(plan, model, inputs, loss_fn=llama.loss).step_s
+    assert step == pytest.approx(plan.predicted["bucketed_s"], rel=0.02)
+    table = prices(traced(), plan.spec_mesh, OPTIONS)
+    attention = next(op.name for op in traced().graph.of_kind("call") if "scaled_dot" in str(op.target))
+    rows = op_table(chosen_by(plan, table), attention).rows
+    assert any("tp//2" in text or "tp%2" in text for text in rows[0].outputs) and rows[0].chosen
+    write(tmp_path / "report.html", plan)
+    page = (tmp_path / "report.html").read_text()
+    assert "tp//2" in page and "tp%2" in page
