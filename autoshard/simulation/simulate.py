@@ -84,7 +84,7 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
 
 def program_for(graph: Graph, plan: Plan, cluster: Cluster, executed: bool = False) -> Program:
     """The program of a plan without stages. `graph`: with what backward recomputes."""
-    order = schedule(graph, plan, plan.mesh, route_of(plan))
+    order = schedule(graph, plan, plan.spec_mesh, route_of(plan))
     return program_of(graph, plan, order, cluster, executed=executed)
 
 
