@@ -48,9 +48,9 @@ def _sixths(n: int) -> Callable[[int], int]:
     return lambda v: v if v < 12 else min(v, n) // ODD_HEADS * ODD_HEADS
 
 
-ODD = tuple(Scheme(f"vocabulary 251, 6 heads{what}", _sixths(96), _at_most(192), _at_most(size), lambda v: ODD_HEADS if v > 1 else v,
-                   vocabulary=ODD_VOCABULARY) for what, size in (("", HEAD_DIM), (" of 32", 2 * HEAD_DIM)))
-"""Sizes that neither 2 nor 4 ranks divide. (96 features are 6 heads of 16; state spaces expand them to 6 of 32.)"""
+ODD = (Scheme("vocabulary 251, 6 heads", _sixths(96), _at_most(192), _at_most(HEAD_DIM), lambda v: ODD_HEADS if v > 1 else v,
+              vocabulary=ODD_VOCABULARY),)
+"""Sizes that neither 2 nor 4 ranks divide. (96 features are 6 heads of 16.)"""
 NEITHER = "its config has neither a vocabulary nor heads to change"
 
 # name pattern -> what the scheme does with an int of that name; the first match counts
