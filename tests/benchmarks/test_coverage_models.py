@@ -54,7 +54,7 @@ def test_page_keeps_what_it_has_no_new_figures_for(tmp_path):
     good = {"stage": "verified", "why": "", "odd": ["heads", "vocabulary"], "date": "2026-01-02", "commit": "abc"}
     path = tmp_path / "page.md"
     page.write(path, {"b": refused}, {"b": ()}, {"command": "first", "samples": {}, "ops": {}}, "abc")
-    known = {"b": refused, "e": {**refused, "stage": "verified", "meshes": {}}}
+    known = {"b": refused, "e": {**refused, "stage": "verified", "meshes": {}, "date": "2026-01-01"}}
     odd = {"a": good, **{f: {"stage": "no model", "why": why, "date": "2026-01-02", "commit": "abc"} for f, why in (("b", "too small"), ("c", NEITHER))}}
     page.write(path, known, {"b": (), "e": ()}, None, "def", odd)
     text = path.read_text()
