@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from zoo.build import UNCLEAR, CannotBuild, Example, build, reason, short, traced_variant  # noqa: E402
 from zoo.families import Candidate, candidates, families  # noqa: E402
 from zoo.page import write  # noqa: E402
-from zoo.shrink import ODD, SCHEMES, odd_sizes  # noqa: E402
+from zoo.shrink import NEITHER, ODD, SCHEMES, odd_sizes  # noqa: E402
 
 from autoshard.errors import AutoshardError  # noqa: E402
 from autoshard.verification.check import verify  # noqa: E402
@@ -68,7 +68,7 @@ def examine(family: str, types: Sequence[str], meshes: Sequence[str], plans: Seq
     if example is None:
         return found | {"why": found["why"] or "transformers has a config for it and no model class"}
     if "odd" in ways and not found["odd"]:
-        return {"family": family, "stage": "no model", "why": "its config has neither a vocabulary nor heads to change"}
+        return {"family": family, "stage": "no model", "why": NEITHER}
     found |= examined(example, found, meshes, plans)
     if found["stage"] == "built" and "fallback" in ways:
         found["whole"] = {mesh: verified(example, mesh, plans, fallback="replicate") for mesh in meshes}

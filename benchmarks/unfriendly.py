@@ -5,6 +5,7 @@
     python benchmarks/unfriendly.py --backend inductor
 
 Each case: three AdamW steps in float64 (losses, gradients, weights), a checkpoint into another mesh, and one step more there.
+With inductor models of transformers compute in float64 what they compute in float32 else, so that 1e-9 can be asked of them.
 """
 from __future__ import annotations
 

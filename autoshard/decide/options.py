@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import inf
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,8 @@ class Running(_Checked):
 
 @dataclass(frozen=True)
 class Options(_Checked):
-    """See `autoshard.plan` and `autoshard.compile` for their meaning; bytes, seconds. Raises UsageError for unusable values."""
+    """See `autoshard.plan` and `autoshard.compile` for their meaning; bytes, seconds. `memory_budget` may be given as text ("70GiB") and is kept in
+    bytes. Raises UsageError for unusable values."""
 
     optimizer: str = "adamw"
     precision: Precision | None = None
@@ -118,7 +120,6 @@ class Options(_Checked):
         named = {**given, **instead}
         if "optimizer" in named:
             named["optimizer"] = optimizer_name(named["optimizer"])
-        named["memory_budget"] = parse_bytes(named.get("memory_budget"))
         named["batch_axes"] = tuple(named.get("batch_axes", ()))
         if isinstance(named.get("outputs", ""), (list, tuple)):
             named["outputs"] = ",".join(map(str, named["outputs"]))
@@ -138,7 +139,8 @@ class Options(_Checked):
         if not isinstance(self.refine_axes, str):
             raise UsageError(f"refine_axes={self.refine_axes!r}: write never, auto, or the parts of axes as tp=4x2")
         parse_parts(self.refine_axes)
-        if not self.time_limit > 0:
+        object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget))
+        if not (_is_number(self.time_limit) and self.time_limit > 0):
             raise UsageError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
         if not (isinstance(self.expert_capacity, (int, float)) and 1 <= self.expert_capacity < inf):
             raise UsageError(f"expert_capacity={self.expert_capacity!r}: give the rows of tokens that a rank has room for over those of an even "
@@ -230,11 +232,15 @@ def default_pipeline(mesh: Any) -> Pipeline:
     return Pipeline(microbatches=AUTO) if isinstance(mesh_or_any(mesh), AnyMesh) else Pipeline()
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def parse_bytes(text: str | float | None) -> float | None:
     """`"70GiB"`, `"80e9"`, `12345` to bytes. Raises UsageError."""
-    if text is None or isinstance(text, (int, float)):
+    if text is None or _is_number(text):
         return None if text is None else float(text)
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     if not match or match[2].lower() not in UNITS:
         raise UsageError(f"cannot read the amount of memory {text!r}; write for example 70GiB or 80e9")
     try:

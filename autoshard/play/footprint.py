@@ -7,7 +7,7 @@ of experts' matmuls (experts/ops.py) the inside is an estimate.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -108,14 +108,16 @@ class Footprints:
                 given.append(emit.placeholder("x", local_tensor_shape(meta, own.spec, self.mesh), meta.dtype, st))
                 prepared.append(emit.prepare(given[-1], meta, shard_counts(meta.ndim, own.spec, self.mesh.sizes), steps))
             pending = emit.issue(prepared)
+            issued = set(emit.graph.nodes)
             results = [emit.complete(pending, i) for i in range(len(prepared))]
-        return _read(emit, given, results, pending.started.node, self.apart)
+        return _read(emit, given, results, issued, self.apart)
 
 
-def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started: torch.fx.Node | None,
+def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], issued: Container[torch.fx.Node] | None,
           apart: frozenset[str]) -> Footprint:
     """The footprint of a finished local graph. A variable lives until the last call that reads it, a buffer as long as
-    some variable looks at it: that is how the generated code runs."""
+    some variable looks at it: that is how the generated code runs. `issued`: nodes that run before what is waited for, None for all; of a
+    tensor of size 0, of which nothing is sent, the last of them may be gone."""
     lives = Lifetimes.of(emit.finish([r for r in results if r is not None]))
     nodes = [n for n in lives.graph.nodes if n.op == "call_function"]
     buffers = {key: ~i for i, x in enumerate(inputs) for key in storages(x.node)}
@@ -141,7 +143,7 @@ def _read(emit: Emitter, inputs: Sequence[Any], results: Sequence[Any], started:
         over = tuple(b for b in _over(node, buffers) if b in drops) if makes[i] else ()
         pieces.append(Piece(makes[i], drops, over, _is_swap(node, emit.mesh, apart)))
     outputs = tuple(None if r is None else Output(buffers[next(storages(r.node))], emit.value(r).stride()) for r in results)
-    return Footprint(tuple(pieces), outputs, len(nodes) if started is None else lives.position[started] + 1)
+    return Footprint(tuple(pieces), outputs, len(nodes) if issued is None else sum(node in issued for node in nodes))
 
 
 def _inside(node: torch.fx.Node) -> int:

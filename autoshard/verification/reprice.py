@@ -7,7 +7,7 @@ save, to `plan.predicted["bucketed_s"]`.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
@@ -20,6 +20,7 @@ from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.errors import LoweringError
+from autoshard.experts.ops import EXPERTS, EXPERTS_BACKWARD
 from autoshard.lower.emit import VIEWS, Part
 from autoshard.lower.lower import Called, LocalGraph, Lowered, call_of
 from autoshard.lower.schedule import CollectiveCall
@@ -69,12 +70,13 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
     communication = [0.0, 0.0]
     for local in lowered.windows:
         heavy, runs = 0.0, graph.runs_of(local.window)
+        loads = {called.op: _load(graph, called, cluster) for called in local.calls}
         for called in local.calls:
-            seconds = _op_seconds(graph, called, cluster, untouched_by.get(called.op, NOTHING))
+            seconds = loads[called.op] * _op_seconds(graph, called, cluster, untouched_by.get(called.op, NOTHING))
             compute += runs * seconds
             heavy += runs * seconds if registry.is_heavy(graph.op(called.op)) else 0.0
         for i, executed in enumerate((False, True)):
-            hide, block = (runs * seconds for seconds in _communication_seconds(local, lowered, cluster, executed))
+            hide, block = (runs * seconds for seconds in _communication_seconds(local, lowered, cluster, executed, loads))
             exposed = max(0.0, hide - overlap.eta * heavy)
             communication[i] += block + overlap.interference * hide + (1.0 - overlap.interference) * exposed
     return Repriced(*(update + compute + seconds for seconds in communication))
@@ -85,6 +87,15 @@ def _op_seconds(graph: Graph, called: Called, cluster: Cluster, kept: Fused) -> 
     inputs = [_logical(m, t, graph.calls[called.op]) for m, t in zip(call.inputs, called.inputs, strict=True)]
     outputs = [None if m is None else _logical(m, t, call) for m, t in zip(call.outputs, called.outputs, strict=True)]
     return float(call_seconds(call, inputs, outputs, cluster.device, kept))
+
+
+def _load(graph: Graph, called: Called, cluster: Cluster) -> float:
+    """What the busiest rank takes for a call over an even load: rows come as the data says where a rank has some of the experts only."""
+    call = graph.calls[called.op]
+    if call.target not in (EXPERTS, EXPERTS_BACKWARD):
+        return 1.0
+    up = call.argument("up").index
+    return cluster.device.imbalance if len(called.inputs[up]) < call.inputs[up].shape[0] else 1.0
 
 
 def _logical(meta: TensorMeta, local: torch.Tensor, call: Call) -> tuple[int, ...]:
@@ -109,9 +120,9 @@ def _cut(factors: tuple[int, ...], pieces: int, call: Call) -> list[int]:
     return out
 
 
-def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster, executed: bool) -> tuple[float, float]:
+def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster, executed: bool, loads: Mapping[str, float]) -> tuple[float, float]:
     """(hideable, blocking) seconds of the collectives of one window and the copies that rearrange their buffers: as they are
-    `executed`, or as they were planned, each gradient of a bucket by itself."""
+    `executed`, or as they were planned, each gradient of a bucket by itself. `loads`: by op, for the calls that are made inside of it."""
     mesh = lowered.mesh
     link_of = lru_cache(maxsize=None)(lambda axis: cluster.link_of(mesh, mesh.axes(axis)))
     overlaps = cluster.overlap.eta > 0
@@ -122,6 +133,7 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
         seen = seen_at(node)
         calls = (seen,) if executed else seen.planned()
         seconds = sum(collectives.seconds(call.kind, call.nbytes, link_of(call.axis)) for call in calls)
+        seconds *= loads[node.meta["part"].name] if seen.inner else 1.0
         seconds += sum(float(op_seconds(Family.COPY, 0, 2 * n, torch.uint8, cluster.device)) for n in _copied(node, seen, executed) if n)
         if overlaps and seen.hideable:
             hide += seconds

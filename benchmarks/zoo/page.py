@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from zoo.shrink import NEITHER
 
 Results = Mapping[str, Mapping[str, Any]]
 STAGES = {"verified": "verified on all meshes", "wrong": "wrong numbers",
@@ -28,7 +29,7 @@ def write(path: Path, models: Results, known: Mapping[str, Any], ops: Mapping[st
              f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit}, torch {torch.__version__}, transformers "
              f"{transformers.__version__}. Written by `python benchmarks/coverage_models.py --table docs/coverage.md`.", "",
              *(op_section(ops, models) if ops or OPS not in before else before[before.index(OPS):before.index(FAMILIES)]),
-             *model_section(models, known), *odd_section(odd or {})]
+             *model_section(models, known), *odd_section(odd or {}, models)]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -104,22 +105,27 @@ def whole_section(models: Results, known: Mapping[str, Any]) -> list[str]:
             f"not counted as verified; {len(good)} compute the right numbers on all meshes: {', '.join(good) or 'none'}.", ""] if tried else []
 
 
-def odd_section(models: Results) -> list[str]:
-    """What vocabularies and heads that ranks do not divide give."""
+def odd_section(models: Results, friendly: Results) -> list[str]:
+    """What vocabularies and heads that ranks do not divide give; `friendly`: what the other sizes gave."""
     if not models:
         return []
     tried = {f: r for f, r in sorted(models.items()) if r["stage"] in (*TRIED, "limit")}
+    unbuilt = [(f, r["why"]) for f, r in sorted(models.items()) if f not in tried and r["why"] != NEITHER]
     counts = Counter(r["stage"] for r in tried.values())
     good = {f: r for f, r in tried.items() if r["stage"] == "verified"}
     both = sum(len(r["odd"]) == 2 for r in good.values())
+    rest = [f for f, r in sorted(friendly.items()) if r["stage"] == "verified" and f not in models]
     return ["", "## With a vocabulary of 251 and 6 heads", "", *runs(models), "",
             "`python benchmarks/coverage_models.py --odd`: every vocabulary of at least 251 has 251 words, heads are 6, and features are multiples of 6.",
             "Where a config has only one of both, that one is changed; families with neither, and those that cannot be built so, are left out.", "",
             f"{len(models)} families looked at, {len(tried)} built and tried, {counts['verified']} verified ({both} of them with both sizes), "
-            f"{counts['wrong']} wrong.", "",
+            f"{counts['wrong']} wrong: {len(good) / max(len(tried), 1):.1%} of those built. {len(models) - len(tried) - len(unbuilt)} have neither heads nor a "
+            f"vocabulary, {len(unbuilt)} cannot be built so. {len(rest)} of the families that verify above were not run so.", "",
             *table(("outcome", "families"), [[text, str(counts[s])] for s, text in STAGES.items() if counts[s]]), "",
             "Verified: " + ", ".join(good) + ".", "",
-            *listed((f, r["why"]) for f, r in tried.items() if r["stage"] != "verified")]
+            *listed((f, r["why"]) for f, r in tried.items() if r["stage"] != "verified"), "",
+            "### Not built with these sizes", "", *(listed(unbuilt) or ["None."]), "",
+            "### Not run with these sizes", "", ", ".join(rest) or "None."]
 
 
 def model_table(models: Results, known: Mapping[str, Any]) -> list[str]:

@@ -51,6 +51,7 @@ def _sixths(n: int) -> Callable[[int], int]:
 ODD = (Scheme("vocabulary 251, 6 heads", _sixths(96), _at_most(192), _at_most(HEAD_DIM), lambda v: ODD_HEADS if v > 1 else v,
               vocabulary=ODD_VOCABULARY),)
 """Sizes that neither 2 nor 4 ranks divide. (96 features are 6 heads of 16.)"""
+NEITHER = "its config has neither a vocabulary nor heads to change"
 
 # name pattern -> what the scheme does with an int of that name; the first match counts
 PATTERNS: tuple[tuple[str, Callable[[Scheme, int], int]], ...] = tuple((re.compile(p), f) for p, f in (
@@ -61,7 +62,7 @@ PATTERNS: tuple[tuple[str, Callable[[Scheme, int], int]], ...] = tuple((re.compi
      lambda s, v: min(v, s.layers)),
     (r"mamba_(n|num)_heads", lambda s, v: 8 if s.head(64) == HEAD_DIM else v // 8),
     (r"key_value_heads|kv_heads|n_kv|num_key_value", lambda s, v: min(v, s.heads(v), 4) if v < 4 else s.heads(v) // 2 or 1),
-    (r"heads?$|_heads_|num_head", lambda s, v: s.heads(v)),
+    (r"^(?!d_head$).*heads?$|_heads_|num_head", lambda s, v: s.heads(v)),
     (r"num_experts|num_local_experts|routed_experts|moe_num_experts|n_experts", lambda s, v: min(v, 2 if "per_tok" in s.name else 4)),
     (r"lora_rank|time_step_rank|dt_rank|_rank$", lambda s, v: min(v, 16)),
     (r"qk_rope_head_dim|rotary_dim|rope_dim", lambda s, v: min(v, 8) if s.head(64) != 64 else v),

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from zoo import page  # noqa: E402
 from zoo.build import CannotBuild, build, stopped, traced_variant  # noqa: E402
 from zoo.families import Candidate, candidates, families  # noqa: E402
-from zoo.shrink import ODD, odd_sizes  # noqa: E402
+from zoo.shrink import NEITHER, ODD, odd_sizes  # noqa: E402
 
 
 def test_families_are_found():
@@ -54,11 +54,15 @@ def test_page_keeps_what_it_has_no_new_figures_for(tmp_path):
     good = {"stage": "verified", "why": "", "odd": ["heads", "vocabulary"], "date": "2026-01-02", "commit": "abc"}
     path = tmp_path / "page.md"
     page.write(path, {"b": refused}, {"b": ()}, {"command": "first", "samples": {}, "ops": {}}, "abc")
-    page.write(path, {"b": refused}, {"b": ()}, None, "def", {"a": good, "b": {"stage": "no model", "why": "", "date": "2026-01-02", "commit": "abc"}})
+    known = {"b": refused, "e": {**refused, "stage": "verified", "meshes": {}, "date": "2026-01-01"}}
+    odd = {"a": good, **{f: {"stage": "no model", "why": why, "date": "2026-01-02", "commit": "abc"} for f, why in (("b", "too small"), ("c", NEITHER))}}
+    page.write(path, known, {"b": (), "e": ()}, None, "def", odd)
     text = path.read_text()
     assert "`first`" in text and "1 of 2026-01-02 abc" in text
     assert "0 compute the right numbers on all meshes: none" in text, "one of its meshes failed"
-    assert "2 families looked at, 1 built and tried, 1 verified (1 of them with both sizes), 0 wrong" in text
+    assert "3 families looked at, 1 built and tried, 1 verified (1 of them with both sizes), 0 wrong: 100.0% of those built." in text
+    assert "1 have neither heads nor a vocabulary, 1 cannot be built so. 1 of the families that verify above were not run so." in text
+    assert "* **b**: too small" in text and "### Not run with these sizes\n\ne\n" in text
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])

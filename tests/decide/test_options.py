@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,6 +49,16 @@ def test_defaults_are_those_of_the_public_functions() -> None:
 def test_arguments_find_their_field(given: dict, part: str, name: str, value: object) -> None:
     options = Options.of({"mesh": "d=2", "model": None, **given}, **({"time_limit": 60.0} if "time_limit" in given else {}))
     assert getattr(getattr(options, part) if part else options, name) == value
+
+
+def test_a_budget_is_bytes_or_text_wherever_it_is_set() -> None:
+    assert Options(memory_budget="14GiB") == Options(memory_budget=14 * 2**30) == replace(Options(), memory_budget="14GiB")
+    assert Options(memory_budget=np.int64(2**20)).memory_budget == 2.0**20
+    for budget, words in (("lots", "70GiB"), ([1], "70GiB"), (True, "70GiB"), (-1, "positive"), ("0", "positive")):
+        with pytest.raises(UsageError, match=words):
+            Options(memory_budget=budget)
+    with pytest.raises(UsageError, match="time_limit='60': give a positive number of seconds"):
+        Options(time_limit="60")
 
 
 RECORDED = {"optimizer": "sgd", "precision": Precision("bf16"), "seeds": {"weight": "d,-"}, "fallback": "replicate", "offload": "optimizer",

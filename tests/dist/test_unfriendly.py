@@ -27,9 +27,10 @@ def test_a_rank_without_words_and_features(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_smallest_case_compiled_by_inductor(tmp_path: Path) -> None:
-    """As `benchmarks/unfriendly.py --backend inductor` runs it, a checkpoint into another mesh included."""
-    check([i for i, case in enumerate(CASES) if case.name == "fused q|k|v and gate|up" and case.world == 2], tmp_path, "inductor")
+@pytest.mark.parametrize("name", ["fused q|k|v and gate|up", "mixtral, 7 experts"])
+def test_small_cases_compiled_by_inductor(tmp_path: Path, name: str) -> None:
+    """As `benchmarks/unfriendly.py --backend inductor` runs them, a checkpoint into another mesh included: the smallest, and one with parts in float32."""
+    check([i for i, case in enumerate(CASES) if case.name == name and case.world == 2], tmp_path, "inductor")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Models that read data, for tests. Not in a test file: pytest compiles the asserts of those to other code."""
+"""Models that read data, for tests. Not in a test file: pytest compiles the asserts of those to other code (tests/program/test_rewritten_asserts.py)."""
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

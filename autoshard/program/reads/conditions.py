@@ -10,6 +10,8 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
+from autoshard.program.reads.rewritten_asserts import path_of_rewritten
+
 Place = tuple[int | None, int | None, int | None, int | None]
 CLAMPS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "nan_to_num", "masked_fill", "minimum", "maximum", "zeros_like", "finfo"})
 """Functions and methods that a selected branch may call: none writes, draws numbers, or has an infinite derivative where it is not taken."""
@@ -107,6 +109,9 @@ def condition_of(frame: FrameType, is_item: bool) -> Condition | None:
         if _covers(test, place):
             path, part = _path_to(test, place)
             return Condition(statement, part, path) if is_item or _place(part) == place and not _is_chain(part) else None
+        if isinstance(statement, ast.Assert) and not is_item and _place(statement) == place:
+            path = path_of_rewritten(test, _negates(frame.f_code, frame.f_lasti))
+            return None if path is None else Condition(statement, test, path)
     return None
 
 
@@ -118,6 +123,13 @@ def _place_read(code: CodeType, at: int, is_item: bool) -> Place | None:
     if any(word in found[now].opname for word in ("JUMP", "TO_BOOL", "UNARY_NOT")):
         return found[max(now - 1, 0)].positions
     return found[now].positions if is_item or found[now].opname.startswith("CALL") and _names_bool(code, found[now].positions) else None
+
+
+def _negates(code: CodeType, at: int) -> bool:
+    """Whether the instruction `at` looks at the truth of what a `not` stands before. (From Python 3.13 on the next one computes the `not`.)"""
+    found = _instructions(code)
+    now = next((i for i, one in enumerate(found) if one.offset == at), 0)
+    return any(one.opname == "UNARY_NOT" for one in found[now:now + (2 if found[now].opname == "TO_BOOL" else 1)])
 
 
 @lru_cache(maxsize=64)
@@ -170,7 +182,7 @@ def _truths(test: ast.expr) -> Iterator[ast.expr]:
     yield from test.values if isinstance(test, ast.BoolOp) else [test.operand]
 
 
-def _place(node: ast.expr) -> Place:
+def _place(node: ast.expr | ast.stmt) -> Place:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
