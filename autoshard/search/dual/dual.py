@@ -25,11 +25,12 @@ SETTLE = 10  # more sweeps at the best prices, before a bound is read off
 class Dual:
     """Lagrangian prices on the rows and messages on the edges of one core.
 
-    `nodes`: the order of sweeps. `bound` is what the sweeps claim (constant included); `certify` returns what the messages prove."""
+    `nodes`: the order of sweeps. `bound` is what the sweeps claim (constant included); `converge` returns what the messages prove. `alike`: as
+    of `pack`; other loops than those of messages.py want plain tables."""
 
-    def __init__(self, core: Core, row_prices: np.ndarray | None = None, nodes: list[int] | None = None):
+    def __init__(self, core: Core, row_prices: np.ndarray | None = None, nodes: list[int] | None = None, alike: bool = False):
         self.core = core
-        self.packed, self.nodes, self.rows = pack(core, nodes)
+        self.packed, self.nodes, self.rows = pack(core, nodes, alike)
         p = self.packed
         sizes = np.diff(p.start)
         self.message = np.zeros(int(np.repeat(sizes, np.diff(p.adj_ptr)).sum()))
@@ -194,8 +195,7 @@ class Dual:
                 if w > v:
                     width = int(p.start[w + 1] - p.start[w])
                     m, back = p.adj_message[a], p.adj_message[p.adj_back[a]]
-                    table = p.table[p.adj_table[a]:p.adj_table[a] + k * width].reshape(k, width)
-                    slack = table - message[m:m + k, None] - message[None, back:back + width]
+                    slack = self.core.adj[int(self.nodes[v])][int(self.nodes[w])].a - message[m:m + k, None] - message[None, back:back + width]
                     tables[v, w], least[v, w] = slack, float(slack.min())
         return tables, least
 

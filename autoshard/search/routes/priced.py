@@ -79,7 +79,8 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
         drop_forbidden(free)
     if large:
         free.forget()
-    return _answer(board, core, prices, Dual(free, nodes=None if large else along(free)), len(core.undo), seed, largest, enough, rough, plain)
+    dual = Dual(free, nodes=None if large else along(free), alike=True)
+    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain)
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
@@ -102,7 +103,7 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
             if board.clock.expired():
                 drop_forbidden(joined)
             if len(joined.undo) > len(dual.core.undo):  # some were made
-                largest, dual = larger, Dual(joined, nodes=along(joined))
+                largest, dual = larger, Dual(joined, nodes=along(joined), alike=True)
                 proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
                 bound = max(bound, proven)
     choice = None
