@@ -4,12 +4,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autoshard.search import Clock, Edge, Problem, evaluate
+from autoshard.search import Board, Clock, Edge, Problem, evaluate, solve
 from autoshard.search.clock import Phase
 from autoshard.search.dual import messages
 from autoshard.search.dual.dual import Dual
 from autoshard.search.dual.packed import along, pack
 from autoshard.search.reductions.core import build
+from autoshard.search.routes.milp import solve_mip
+from autoshard.search.routes.priced import _converged
 
 
 def test_sweeps_go_along_a_chain_from_an_end_whatever_its_numbers():
@@ -62,3 +64,30 @@ def test_a_choice_costs_what_the_problem_says():
     for _ in range(50):
         choice = np.array([rng.integers(len(dual.core.cost[v])) for v in dual.nodes])
         assert messages.total_cost(dual.packed, choice) + dual.core.constant == pytest.approx(evaluate(problem, dual.core.lift(choice)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_left_of_strategies_that_are_not_too_dear_has_the_best_choice_and_its_messages(seed):
+    problem = repeating(seed)
+    core = build(problem)[0]
+    best = solve(problem, backend="milp").cost
+    dual = Dual(core, alike=True)
+    before = dual.converge(Phase(Clock(20.0), 1.0), rounds=3)[0]
+    left = dual.without_dearer(best + 0.02)
+    assert left is not None and len(left.packed.cost) < 0.7 * len(dual.packed.cost)
+    after, picked, value = left.converge(Phase(Clock(20.0), 1.0), rounds=3)
+    assert before <= after <= best + 1e-9 and solve_mip(left.core, 20.0).bound == pytest.approx(best)
+    full = np.zeros(problem.n, dtype=np.int64)
+    full[left.nodes] = picked
+    assert evaluate(problem, left.core.lift(full)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("known", (0.0, 0.01, 0.05, np.inf))
+def test_a_known_cost_changes_no_proof(seed, known):
+    problem = repeating(seed)
+    best = solve(problem, backend="milp").cost
+    board = Board(problem, Clock(20.0))
+    bound, value = _converged(board, Dual(build(problem)[0], alike=True), 0.0, best + known)[1::2]
+    whole = Dual(build(problem)[0]).converge(Phase(Clock(20.0), 1.0))[0]
+    assert whole - 1e-6 * best <= bound <= best + 1e-9 and value >= best - 1e-9
