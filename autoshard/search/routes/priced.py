@@ -30,8 +30,6 @@ STORED = 2_000_000  # of distinct tables; above, what one price computed is not 
 MIP_NODES = 2000
 LOOSE_TO_JOIN = 5e-3  # above, larger pairs are not tried before
 FAR = 1e-3  # relative gap of the bound, above which nodes are joined
-HOPELESS = 0.25  # relative distance of the best choice known from the decoded one; farther away it is about other prices, and not made cheaper first
-POOR = 1e-2  # relative gap of the decoded choice; one that is nearer limits what is looked for well enough
 JOIN_SHARE, ROUGH_SHARE = 0.9, 0.3  # of the time left, a net
 JOINABLE = 1_500_000  # table entries up to which they are
 WITHIN = 0.02  # relative gap of the best choice known, from which on its cost tells strategies to be too dear
@@ -147,14 +145,15 @@ def _converged(board: Board, dual: Dual, enough: float, known: float) -> tuple[D
 
 def _joined(board: Board, core: Core, prices: np.ndarray, plain: Core, bound: float, value: float, choice: np.ndarray | None,
             enough: float, rough: float) -> tuple[float, float, np.ndarray | None]:
-    """(bound, value, choice) after nodes were joined. The best choice known comes first, made cheaper where that may help, for what it costs at
-    `prices` limits what is looked for. An answer that may be rough bounds nothing, and most of the time is left for others."""
+    """(bound, value, choice) after nodes were joined. The best choice known comes first, made cheaper, for what it costs at `prices`
+    limits what is looked for; not where a hard row has a price, for that row is what the choice is dear for. An answer that may be rough bounds
+    nothing, and most of the time is left for others."""
     if board.choice is not None:
-        known = choice_value(board, core, prices, board.choice)
-        if not (rough or board.stats.get("improved")) and known < (1 + HOPELESS) * value and value - bound > POOR * abs(bound):
+        tight = bool((np.isinf(core.price) & (prices > 0)).any())
+        if not (tight or board.stats.get("improved")):
             improve(board)
             board.stats["improved"] = True
-            known = choice_value(board, core, prices, board.choice)
+        known = choice_value(board, core, prices, board.choice)
         if known < value:
             value, choice = known, board.choice
     joined = close_by_joining(plain, board.clock.part(ROUGH_SHARE if rough else JOIN_SHARE), bound, value, max(enough, rough))
