@@ -1,5 +1,5 @@
 """A core as flat arrays for the compiled loops. Equal tables are stored once, and of equal rows and columns of a table one, so most of it stays in
-cache: of the 729 strategies that a pair has on three mesh axes, a neighbour sees a few dozen layouts."""
+cache."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -113,7 +113,8 @@ def _needed_rows(core: Core, nodes: list[int]) -> np.ndarray:
 Array = np.ndarray
 
 
-def _pack_edges(core: Core, nodes: list[int], number: dict[int, int], alike: bool) -> tuple[Array, ...]:
+def _pack_edges(core: Core, nodes: list[int], number: dict[int, int],
+                alike: bool) -> tuple[Array, Array, Array, Array, Array, Array, Array, Array, Array]:
     pointer = [0]
     neighbour: list[int] = []
     message: list[int] = []
