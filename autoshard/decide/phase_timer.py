@@ -49,10 +49,11 @@ class PhaseTimer:
             raise
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted in the phase {phase!r}; there is no plan yet") from None
-        seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds  # stages of a pipeline go through the same phases
-        self.cpu_seconds[phase] = self.cpu_seconds.get(phase, 0.0) + cpu
-        log.info("took %.2f s (%.2f s of CPU time)", seconds, cpu)
+        finally:
+            seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds  # stages of a pipeline go through the same phases
+            self.cpu_seconds[phase] = self.cpu_seconds.get(phase, 0.0) + cpu
+            log.info("took %.2f s (%.2f s of CPU time)", seconds, cpu)
 
     def search(self, e: Event) -> None:
         """Progress of the search: incumbent, bound, gap."""

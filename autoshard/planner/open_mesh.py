@@ -39,6 +39,10 @@ ENOUGH = 0.01
 """The relative gap at which short searches end: prices of blocks leave out that neighbours agree on layouts, which is about as much."""
 ENOUGH_IN_LITTLE = 0.1
 """The same where memory is short: what recomputes is far from the bound of what need not, and to prove more takes ten times as long."""
+SHARE = 0.5
+"""Of the time that is left for plans of shapes, which the next one may take: the first promises most, and where memory is ample none needs it."""
+LEAST = 1.0
+"""Seconds that every shape that is planned may take."""
 
 
 def is_open(mesh: Mesh | AnyMesh, options: Options) -> bool:
@@ -90,11 +94,17 @@ def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock:
     check_stored(whole.graph, mesh.size, options, wanted.limit, profile)
 
     made: list[Plan] = []  # without stages: a finer mesh starts from them
+    left = options.time_limit
 
     def plan_shape(on: Mesh, pipeline: Pipeline) -> Plan:
+        nonlocal left
         with clock("trace"):
             traced = asked.on(on, pipeline)
-        found = plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, coarser=made, **how)
+        before, within = clock.seconds.get("search", 0.0), replace(options, pipeline=pipeline, time_limit=max(SHARE * left, LEAST))
+        try:
+            found = plan_traced(traced, on, within, clock=clock, profile=profile, coarser=made, **how)
+        finally:
+            left -= clock.seconds.get("search", 0.0) - before
         made.extend([found] if pipeline.stages(on) == 1 else [])
         return found
 

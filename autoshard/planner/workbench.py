@@ -9,7 +9,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +30,6 @@ from autoshard.planner.open_mesh import is_open, plan_batch
 from autoshard.program.calling import Traced
 from autoshard.search.problem import Solution
 from autoshard.space.cost_table import CostTable
-from autoshard.space.decision_units import DecisionUnit
-from autoshard.space.strategies import Strategies
 
 MOST_PROGRAMS = 3
 """Programs that are kept."""
@@ -118,16 +116,18 @@ def _alike(ours: Formulation, theirs: Formulation) -> bool:
     """Whether a choice means the same in both: the same strategies of the same ops, and the same states of the same copies."""
     if ours.units is not theirs.units and [u.members for u in ours.units.units] != [u.members for u in theirs.units.units]:
         return False
-    if [(c.value, c.spec, [(s.name, s.serves, s.times) for s in c.states]) for c in ours.copies] != [
-            (c.value, c.spec, [(s.name, s.serves, s.times) for s in c.states]) for c in theirs.copies]:
+    if [(c.value, c.spec) for c in ours.copies] != [(c.value, c.spec) for c in theirs.copies]:
+        return False
+    states = {(id(c.states), id(d.states)): (c.states, d.states) for c, d in zip(ours.copies, theirs.copies, strict=True)}  # equal layers share them
+    if any([(s.name, s.serves, s.times) for s in a] != [(s.name, s.serves, s.times) for s in b] for a, b in states.values()):
         return False
     mine, others = ours.table.strategies, theirs.table.strategies
-    return mine is others or all(np.array_equal(a, b) for u, v in zip(ours.units.units, theirs.units.units, strict=True)
-                                 for a, b in zip(_specs(u, mine), _specs(v, others), strict=True))
+    if mine is others:
+        return True
+    pairs = {}
+    for u, v in zip(ours.units.units, theirs.units.units, strict=True):
+        for name, p, q in zip(u.members, u.picked, v.picked, strict=True):
+            pairs[id(mine[name]), id(others[name]), id(p), id(q)] = mine[name], p, others[name], q
+    return all(np.array_equal(a.inputs[p], b.inputs[q]) and np.array_equal(a.outputs[p], b.outputs[q]) for a, p, b, q in pairs.values())
 
 
-def _specs(unit: DecisionUnit, strategies: Strategies) -> Iterator[np.ndarray]:
-    """Placements of what the members of a unit read and make, per strategy of the unit."""
-    for name, picked in zip(unit.members, unit.picked, strict=True):
-        yield strategies[name].inputs[picked]
-        yield strategies[name].outputs[picked]

@@ -83,19 +83,10 @@ class Problem:
     @cached_property
     def key(self) -> str:
         """Equal for problems with the same numbers, whatever their names. Items on rows that no choice can fill are left out: they decide nothing."""
-        digest, known = blake2b(digest_size=16), {}
-
-        def say(array: np.ndarray) -> None:
-            if id(array) not in known:  # shared arrays are many times more than distinct ones
-                known[id(array)] = blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest() + str(array.shape).encode()
-            digest.update(known[id(array)])
-
-        for costs in self.node_costs:
-            say(costs)
-        digest.update(np.array([(e.u, e.v) for e in self.edges], dtype=np.int64).tobytes())
-        for e in self.edges:
-            for array in (e.table, e.rows, e.cols):
-                say(array)
+        digest, flat = blake2b(digest_size=16), self.flat_edges
+        digest.update(_said(self.node_costs) + flat.u.tobytes() + flat.v.tobytes())
+        for arrays in ([e.table for e in self.edges], [e.rows for e in self.edges], [e.cols for e in self.edges]):
+            digest.update(_said(arrays))
         size = np.bincount(self.items.row, np.maximum(self.items.amount, 0.0), minlength=len(self.row_limit))
         binds = ~(np.isinf(self.row_price) & (size <= self.row_limit))
         kept = binds[self.items.row]
@@ -108,7 +99,8 @@ class Problem:
     @property
     def flat_nodes(self) -> "FlatNodes":
         if id(self.node_costs) not in self._flat:
-            self._flat[id(self.node_costs)] = self.node_costs, FlatNodes(*_joined(self.node_costs))
+            sizes = np.fromiter(map(len, self.node_costs), dtype=np.int64, count=self.n)
+            self._flat[id(self.node_costs)] = self.node_costs, FlatNodes(*_joined(self.node_costs), sizes)
         return self._flat[id(self.node_costs)][1]
 
     @property
@@ -127,10 +119,11 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class FlatNodes:
-    """All cost vectors one after the other, shared ones once: those of node n start at `start[n]`."""
+    """All cost vectors one after the other, shared ones once: those of node n start at `start[n]`, and there are `size[n]`."""
 
     start: np.ndarray
     values: np.ndarray
+    size: np.ndarray
 
     def of(self, choice: np.ndarray) -> list[float]:
         """The cost of every node's choice."""
@@ -156,6 +149,13 @@ class FlatEdges:
         """The cost of every edge's pair of choices."""
         row, col = self.index_u[self.rows + choice[self.u]], self.index_v[self.cols + choice[self.v]]
         return self.values[self.table + row * self.width + col].tolist()
+
+
+def _said(arrays: Sequence[np.ndarray]) -> bytes:
+    """Digests of the arrays, one after the other. Shared arrays are many times more than distinct ones."""
+    _, first, which = np.unique(np.fromiter(map(id, arrays), dtype=np.int64, count=len(arrays)), return_index=True, return_inverse=True)
+    said = [blake2b(np.ascontiguousarray(arrays[i]).tobytes() + str(arrays[i].shape).encode(), digest_size=16).digest() for i in first.tolist()]
+    return np.frombuffer(b"".join(said), dtype="V16")[which].tobytes() if said else b""
 
 
 def _joined(arrays: Sequence[np.ndarray], keys: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -225,7 +225,7 @@ def evaluate(problem: Problem, choice: np.ndarray) -> float:
     choice = np.asarray(choice)
     if len(choice) != problem.n:
         raise ProblemError(f"a choice for {problem.n} nodes is needed, got {len(choice)} entries")
-    sizes = np.fromiter((len(c) for c in problem.node_costs), dtype=np.int64, count=problem.n)
+    sizes = problem.flat_nodes.size
     if np.any((choice < 0) | (choice >= sizes)):
         at = int(np.flatnonzero((choice < 0) | (choice >= sizes))[0])
         raise ProblemError(f"node {at} has strategies 0 to {sizes[at] - 1}, the choice says {choice[at]}")

@@ -9,8 +9,8 @@ from steering import formulation_of, traced
 
 from autoshard.decide.how import How
 from autoshard.decide.make_plan import Timelines
-from autoshard.decide.memory.fit import search_within
-from autoshard.decide.program import Program
+from autoshard.decide.memory.fit import _filled, search_within
+from autoshard.decide.program import NOTHING, Program, settled
 from autoshard.decide.walks.baselines import baselines
 from autoshard.formulate.memory_rows import limited
 from autoshard.formulate.problem_of import formulate
@@ -53,3 +53,19 @@ def test_within_any_memory_no_baseline_that_fits_is_cheaper(name, mesh):
         cheapest = min(evaluate(free.problem, c) for c in by_hand if slack * played(c).peak <= limit)
         assert found.choice is not None and found.cost <= cheapest * (1 + 1e-9), limit
         assert slack * played(found.choice).peak <= limit
+
+
+@pytest.mark.parametrize("name", ["mlp", "dlrm"])
+def test_memory_that_a_plan_leaves_free_makes_it_cheaper(name):
+    """From the plan by hand of least memory, within what each of the others takes."""
+    free = formulation_of(traced(name), "d=2")
+    slack, played = 1.0 + free.table.cluster.device.allocator_slack, Timelines(free, {})
+    by_hand = sorted((slack * played(c).peak, i, c) for i, (_, c) in enumerate(baselines(free)))
+    lean = by_hand[0][2]
+    cost = evaluate(free.problem, lean)
+    for limit, _, other in by_hand[1:]:
+        formulation = formulate(free.table, memory_limit=1.0001 * limit)
+        found = _filled(Program(formulation, played), settled(NOTHING, lean, cost), How(Clock(60)))
+        assert found.cost == pytest.approx(evaluate(free.problem, found.choice)) and found.cost <= cost
+        assert slack * played(found.choice).peak <= 1.0001 * limit
+        assert found.cost < cost or evaluate(free.problem, other) >= cost, "a cheaper plan that fits is known"

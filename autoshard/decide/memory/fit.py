@@ -30,6 +30,9 @@ NEAR = 6  # moments behind the fullest one that may have a floor row; the row co
 CLOSED = 1e-3  # a gap that needs no more
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
+FILLED, FILLING = 4, 0.5  # searches that use what the plan found leaves free, and their share of the time left
+FULL = 0.9  # of the limit; a moment as full may be too full in a plan that keeps more
+LITTLE = 1e-4  # of the step: a search that gains less is the last one
 
 
 def search_within(program: Program, how: How) -> Solution:
@@ -42,7 +45,7 @@ def search_within(program: Program, how: How) -> Solution:
         program, answer = _floored(program, floors, answer, how.part(SEEN))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
-    found = answer if answer.choice is None else _corrected(program, answer, how)
+    found = answer if answer.choice is None else _filled(program, _corrected(program, answer, how), how.part(FILLING))
     if floors.possible:
         found = _bounded(program, answer, found, how)
     learned.keep(found)
@@ -131,6 +134,29 @@ def _corrected(program: Program, first: Solution, how: How) -> Solution:
     return settled(first, *best) if best else replace(first, choice=None, cost=np.inf, status=Status.UNKNOWN)
 
 
+def _filled(program: Program, found: Solution, how: How) -> Solution:
+    """`found` made cheaper with the memory that it leaves free. Rows of its fullest moments, each corrected by what it miscounts of the plan, are
+    right about plans near it. A cheaper one under them is played and corrects them, whether it fits or not."""
+    if found.choice is None:
+        return found
+    aim, timelines, near, best = program.formulation.budget.peak, program.timelines, found.near, found
+    rows = _grown(program.formulation, timelines(best.choice), best.choice, aim, FULL * aim)
+    for n in range(FILLED):
+        if best.gap <= CLOSED or how.clock.expired():
+            break
+        starts = (best.choice, without_idle(program.formulation, best.choice))
+        answer = how.part(1 / (FILLED - n)).solve(rows.problem, starts, near)
+        if answer.choice is None or answer.cost >= best.cost * (1.0 - LITTLE):
+            break
+        near, timeline = answer.near or near, timelines(answer.choice)
+        if timeline.peak <= aim:
+            best = settled(best, answer.choice, answer.cost)
+            rows = _grown(program.formulation, timeline, best.choice, aim, FULL * aim)
+        else:
+            rows = _grown(rows, timeline, answer.choice, aim)
+    return best
+
+
 def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
     """Lower limits of the rows there are, by what the plan's timeline is over where they count: most moments are fuller than the
     turn by as much in all plans near this one."""
@@ -144,13 +170,14 @@ def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, a
     return formulation
 
 
-def _grown(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
-    """A row, or a lower limit of the row there is, for the fullest moment of every stretch of the step that is too full;
+def _grown(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float, full: float | None = None) -> Formulation:
+    """A row, or a lower limit of the row there is, for the fullest moment of every stretch of the step that takes more than `aim`, or than `full`;
     the row's limit makes up for what the row miscounts of this plan."""
+    full = aim if full is None else full
     total, choice = timeline.live.sum(axis=1), without_idle(formulation, choice)
     for stretch in np.array_split(np.arange(len(total)), min(MOMENTS, len(total))):
         t = int(stretch[np.argmax(total[stretch])])
-        if total[t] > aim:
+        if total[t] > full:
             moment = timeline.moment_of(t)
             formulation = with_row(formulation, moment)
             load = row_loads(formulation.problem, choice)[formulation.memory_rows[moment]]

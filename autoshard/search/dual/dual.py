@@ -19,17 +19,19 @@ FIRST_SWEEPS, SWEEPS, ROUNDS = 6, 20, 100  # of `converge`
 TIGHT, GAINED, STALL = 5e-10, 1e-7, 3  # relative: a bound that is reached; a gain that is none, and how often
 NEAR, SLOW = 0.05, 0.02  # once the gap is below 5 %, a round must gain 2 % of it
 FINER = 2.0 ** -6
+FEWER = 0.7  # of the strategies left: worth to be packed anew
 SETTLE = 10  # more sweeps at the best prices, before a bound is read off
 
 
 class Dual:
     """Lagrangian prices on the rows and messages on the edges of one core.
 
-    `nodes`: the order of sweeps. `bound` is what the sweeps claim (constant included); `certify` returns what the messages prove."""
+    `nodes`: the order of sweeps. `bound` is what the sweeps claim (constant included); `converge` returns what the messages prove. `alike`: as
+    of `pack`; other loops than those of messages.py want plain tables."""
 
-    def __init__(self, core: Core, row_prices: np.ndarray | None = None, nodes: list[int] | None = None):
-        self.core = core
-        self.packed, self.nodes, self.rows = pack(core, nodes)
+    def __init__(self, core: Core, row_prices: np.ndarray | None = None, nodes: list[int] | None = None, alike: bool = False):
+        self.core, self.alike = core, alike
+        self.packed, self.nodes, self.rows = pack(core, nodes, alike)
         p = self.packed
         sizes = np.diff(p.start)
         self.message = np.zeros(int(np.repeat(sizes, np.diff(p.adj_ptr)).sum()))
@@ -40,6 +42,7 @@ class Dual:
         self.choice = np.zeros(len(self.nodes), dtype=np.int64)
         self.best_choice = self.choice.copy()
         self.state = np.array([0.1, -np.inf, 0.0, 0.0, np.inf])
+        self.ended, self.reached = False, (-np.inf, 0)  # of `converge`: the bound, and rounds in a row that gained too little
 
     @cached_property
     def ceiling(self) -> float:
@@ -127,17 +130,20 @@ class Dual:
         messages.sweep(self.packed, cost, self.message, theta, False)
         return cost, constant
 
-    def converge(self, phase: Pace, enough: float = TIGHT, upper: float = math.inf) -> tuple[float, np.ndarray, float]:
+    def converge(self, phase: Pace, enough: float = TIGHT, upper: float = math.inf, rounds: int = ROUNDS) -> tuple[float, np.ndarray, float]:
         """Without rows: sweep until the decoded choice costs what the messages prove, within `enough` of it, or too little
-        is gained. Called again it goes on. `upper`: a bound so high is enough too.
+        is gained; for so many `rounds` at most, and `ended` says whether they were enough. Called again it goes on. `upper`: a bound so high is
+        enough too.
 
         Ends by work, not by the clock, unless the phase is over. Returns (bound, choice per packed node, its cost)."""
-        p, bound, value = self.packed, -np.inf, np.inf
+        p, value = self.packed, np.inf
+        bound, flat = (-np.inf, 0) if rounds == ROUNDS else self.reached
         theta, choice = np.empty_like(p.cost), np.zeros(len(self.nodes), dtype=np.int64)
-        constant, flat = self.core.constant, 0
+        constant = self.core.constant
         grid = _grid(p) * FINER  # nothing here sums whole numbers
-        for turn in range(ROUNDS):
-            sweeps = SWEEPS if turn else FIRST_SWEEPS
+        self.ended = True
+        for turn in range(rounds):
+            sweeps = SWEEPS if turn or bound > -np.inf else FIRST_SWEEPS
             messages.sweep_ahead(p, self.message, self.before, self.pace, theta, sweeps)
             messages.decode(p, p.cost, self.message, self.choice)
             cost = float(messages.total_cost(p, self.choice)) + constant
@@ -151,8 +157,27 @@ class Dual:
             phase.tick(sweeps)
             if value - bound <= max(TIGHT, enough) * abs(bound) or bound > upper or flat >= STALL or phase.over():
                 break
-        self.state[messages.BOUND] = bound - constant
+        else:
+            self.ended = rounds == ROUNDS
+        self.state[messages.BOUND], self.reached = bound - constant, (bound, flat)
         return bound, choice, value
+
+    def without_dearer(self, upper: float) -> Dual | None:
+        """Without rows: the same with its messages and without the strategies that no choice of cost at most `upper` takes. None where these are
+        few, or all."""
+        p, masks = self.packed, self.possible(upper)
+        alive = np.concatenate([masks[v] for v in self.nodes.tolist()])
+        if alive.sum() > FEWER * len(alive) or not all(mask.any() for mask in masks.values()):
+            return None
+        core = self.core.copy()
+        for v, mask in masks.items():
+            if not mask.all():
+                core.keep(v, np.flatnonzero(mask))
+        other = Dual(core, nodes=self.nodes.tolist(), alike=self.alike)
+        degree = np.diff(p.adj_ptr).tolist()
+        kept = np.concatenate([np.tile(masks[v], n) for v, n in zip(self.nodes.tolist(), degree, strict=True)])
+        other.message, other.before, other.pace, other.reached = self.message[kept], self.before[kept], self.pace, (self.reached[0], 0)
+        return other
 
     def possible(self, upper: float) -> dict[int, np.ndarray]:
         """Without rows: masks of the strategies, by core node, that a choice of cost at most `upper` may take."""
@@ -194,8 +219,7 @@ class Dual:
                 if w > v:
                     width = int(p.start[w + 1] - p.start[w])
                     m, back = p.adj_message[a], p.adj_message[p.adj_back[a]]
-                    table = p.table[p.adj_table[a]:p.adj_table[a] + k * width].reshape(k, width)
-                    slack = table - message[m:m + k, None] - message[None, back:back + width]
+                    slack = self.core.adj[int(self.nodes[v])][int(self.nodes[w])].a - message[m:m + k, None] - message[None, back:back + width]
                     tables[v, w], least[v, w] = slack, float(slack.min())
         return tables, least
 

@@ -13,6 +13,7 @@ import numpy as np
 from autoshard.search.dual.jit import compiled
 from autoshard.search.dual.packed import Packed
 
+NARROW = 20  # strategies of the node that a message goes to
 STEP, BOUND, IDLE, TARGET, FITTING = range(5)
 """Places in the state of an ascent: the step on the prices, the best bound, sweeps without progress, the cost aimed at, and the least
 cost of a decoded choice that fits. One array, since compiled loops write to it."""
@@ -35,28 +36,30 @@ def priced_costs(p: Packed, prices: np.ndarray, out: np.ndarray) -> float:
 @compiled
 def add_usage(p: Packed, total: np.ndarray, out: np.ndarray) -> None:
     """Add the price of usage to `out`; `total[r]`: prices of the rows before r, added up."""
-    for v in range(len(p.start) - 1):
-        base, k = p.start[v], p.start[v + 1] - p.start[v]
-        for i in range(p.item_ptr[v], p.item_ptr[v + 1]):
-            unit = total[p.item_hi[i]] - total[p.item_lo[i]]
+    start, item_ptr, item_lo, item_hi, item_amount, amount = p.start, p.item_ptr, p.item_lo, p.item_hi, p.item_amount, p.amount
+    for v in range(len(start) - 1):
+        base, k = start[v], start[v + 1] - start[v]
+        for i in range(item_ptr[v], item_ptr[v + 1]):
+            unit = total[item_hi[i]] - total[item_lo[i]]
             if unit > 0.0:
                 for s in range(k):
-                    out[base + s] += unit * p.amount[p.item_amount[i] + s]
+                    out[base + s] += unit * amount[item_amount[i] + s]
 
 
 @compiled
-def _marginals(p: Packed, cost: np.ndarray, message: np.ndarray, v: int, theta: np.ndarray) -> float:
+def _marginals(start: np.ndarray, adj_ptr: np.ndarray, adj_node: np.ndarray, adj_message: np.ndarray, cost: np.ndarray, message: np.ndarray, v: int,
+               theta: np.ndarray) -> float:
     """Write v's cost with all messages into it to `theta`. Returns the part of it that goes along one edge: as many parts as v has
     edges to earlier or to later nodes, whichever are more."""
-    base, k = p.start[v], p.start[v + 1] - p.start[v]
+    base, k = start[v], start[v + 1] - start[v]
     before = after = 0
     for s in range(k):
         theta[base + s] = cost[base + s]
-    for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-        m = p.adj_message[a]
+    for a in range(adj_ptr[v], adj_ptr[v + 1]):
+        m = adj_message[a]
         for s in range(k):
             theta[base + s] += message[m + s]
-        if p.adj_node[a] < v:
+        if adj_node[a] < v:
             before += 1
         else:
             after += 1
@@ -66,21 +69,32 @@ def _marginals(p: Packed, cost: np.ndarray, message: np.ndarray, v: int, theta: 
 @compiled
 def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, backward: bool) -> float:
     """One pass over the nodes; `theta` gets each node's min-marginal on its chains. Returns the bound (backward only)."""
-    n = len(p.start) - 1
+    start, adj_ptr, adj_node, adj_message, adj_back = p.start, p.adj_ptr, p.adj_node, p.adj_message, p.adj_back
+    adj_table, adj_kind, adj_kinds, kind, table = p.adj_table, p.adj_kind, p.adj_kinds, p.kind, p.table
+    n = len(start) - 1
     bound = 0.0
     for i in range(n):
         v = n - 1 - i if backward else i
-        base, k = p.start[v], p.start[v + 1] - p.start[v]
-        share = _marginals(p, cost, message, v, theta)
+        base, k = start[v], start[v + 1] - start[v]
+        share = _marginals(start, adj_ptr, adj_node, adj_message, cost, message, v, theta)
         least = theta[base]
         for s in range(1, k):
             least = min(least, theta[base + s])
         for s in range(k):
             theta[base + s] -= least
         bound += least
-        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            if (p.adj_node[a] < v) == backward:
-                bound += _send(p, message, theta, v, a, share)
+        for a in range(adj_ptr[v], adj_ptr[v + 1]):
+            w = adj_node[a]
+            if (w < v) == backward:
+                back, width = adj_back[a], start[w + 1] - start[w]
+                m, t0, out = adj_message[a], adj_table[a], adj_message[back]
+                if adj_kinds[a] < k or adj_kinds[back] < width:
+                    bound += _send_by_kind(kind, adj_kind[a], adj_kind[back], adj_kinds[a], adj_kinds[back], table, message, theta, base, k, width,
+                                           m, t0, out, share)
+                elif width <= NARROW:
+                    bound += _send_narrow(table, message, theta, base, k, width, m, t0, out, share)
+                else:
+                    bound += _send_wide(table, message, theta, base, k, width, m, t0, out, share)
     return bound
 
 
@@ -103,18 +117,36 @@ def sweep_ahead(p: Packed, message: np.ndarray, before: np.ndarray, pace: np.nda
 
 
 @compiled
-def _send(p: Packed, message: np.ndarray, theta: np.ndarray, v: int, a: int, share: float) -> float:
-    """Replace the message from v along entry a; its minimum is made zero and returned."""
-    w, m, t0 = p.adj_node[a], p.adj_message[a], p.adj_table[a]
-    out = p.adj_message[p.adj_back[a]]
-    base, k = p.start[v], p.start[v + 1] - p.start[v]
-    width = p.start[w + 1] - p.start[w]
+def _send_narrow(table: np.ndarray, message: np.ndarray, theta: np.ndarray, base: int, k: int, width: int, m: int, t0: int, out: int,
+                 share: float) -> float:
+    """Replace the message from the node at `base` along an edge; its minimum is made zero and returned. To few strategies: without slices, which
+    would take longer than the sums."""
+    for t in range(out, out + width):
+        message[t] = np.inf
+    for s in range(k):
+        own = share * theta[base + s] - message[m + s]
+        row = t0 + s * width - out
+        for t in range(out, out + width):
+            value = own + table[row + t]
+            message[t] = value if value < message[t] else message[t]
+    least = message[out]
+    for t in range(out + 1, out + width):
+        least = min(least, message[t])
+    for t in range(out, out + width):
+        message[t] -= least
+    return least
+
+
+@compiled
+def _send_wide(table: np.ndarray, message: np.ndarray, theta: np.ndarray, base: int, k: int, width: int, m: int, t0: int, out: int,
+               share: float) -> float:
+    """The same to many strategies: with slices, several sums are made at once."""
     target = message[out:out + width]
     for t in range(width):
         target[t] = np.inf
     for s in range(k):
         own = share * theta[base + s] - message[m + s]
-        row = p.table[t0 + s * width:t0 + (s + 1) * width]
+        row = table[t0 + s * width:t0 + (s + 1) * width]
         for t in range(width):
             value = own + row[t]
             target[t] = value if value < target[t] else target[t]
@@ -127,21 +159,47 @@ def _send(p: Packed, message: np.ndarray, theta: np.ndarray, v: int, a: int, sha
 
 
 @compiled
+def _send_by_kind(kind: np.ndarray, mine: int, other: int, rows: int, columns: int, table: np.ndarray, message: np.ndarray, theta: np.ndarray,
+                  base: int, k: int, width: int, m: int, t0: int, out: int, share: float) -> float:
+    """The same numbers, where strategies are alike: the best of each kind first, for sums are rounded up or down together."""
+    own, best = np.full(rows, np.inf), np.full(columns, np.inf)
+    for s in range(k):
+        value = share * theta[base + s] - message[m + s]
+        at = kind[mine + s]
+        own[at] = value if value < own[at] else own[at]
+    for r in range(rows):
+        row = table[t0 + r * columns:t0 + (r + 1) * columns]
+        for c in range(columns):
+            value = own[r] + row[c]
+            best[c] = value if value < best[c] else best[c]
+    least = best[0]
+    for c in range(1, columns):
+        least = min(least, best[c])
+    for t in range(width):
+        message[out + t] = best[kind[other + t]] - least
+    return least
+
+
+@compiled
 def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> float:
     """After a forward sweep: a last backward pass that leaves every node's share on the edge that carries it on.
 
     Changes `message` in place, rounded to multiples of `grid` (a power of two; whole costs then sum exactly), and
     returns the bound it proves, computed from the messages alone."""
-    n = len(p.start) - 1
-    theta = np.empty(p.start[n])
+    start, adj_ptr, adj_node, adj_message, adj_back = p.start, p.adj_ptr, p.adj_node, p.adj_message, p.adj_back
+    n = len(start) - 1
+    theta = np.empty(start[n])
     for i in range(n):
         v = n - 1 - i
-        base, k = p.start[v], p.start[v + 1] - p.start[v]
-        share = _marginals(p, cost, message, v, theta)
-        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            if p.adj_node[a] < v:
-                _send(p, message, theta, v, a, share)
-                m = p.adj_message[a]
+        base, k = start[v], start[v + 1] - start[v]
+        share = _marginals(start, adj_ptr, adj_node, adj_message, cost, message, v, theta)
+        for a in range(adj_ptr[v], adj_ptr[v + 1]):
+            w = adj_node[a]
+            if w < v:
+                back = adj_back[a]
+                _send_by_kind(p.kind, p.adj_kind[a], p.adj_kind[back], p.adj_kinds[a], p.adj_kinds[back], p.table, message, theta, base, k,
+                              start[w + 1] - start[w], adj_message[a], p.adj_table[a], adj_message[back], share)
+                m = adj_message[a]
                 for s in range(k):
                     message[m + s] -= share * theta[base + s]
     for i in range(len(message)):
@@ -151,43 +209,57 @@ def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> f
 
 @compiled
 def reparametrised_bound(p: Packed, cost: np.ndarray, message: np.ndarray) -> float:
+    start, adj_ptr, adj_message = p.start, p.adj_ptr, p.adj_message
     bound = 0.0
-    for v in range(len(p.start) - 1):
-        base, k = p.start[v], p.start[v + 1] - p.start[v]
+    for v in range(len(start) - 1):
+        base, k = start[v], start[v + 1] - start[v]
         least = np.inf
         for s in range(k):
             value = cost[base + s]
-            for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-                value += message[p.adj_message[a] + s]
+            for a in range(adj_ptr[v], adj_ptr[v + 1]):
+                value += message[adj_message[a] + s]
             least = min(least, value)
         bound += least
-        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            w = p.adj_node[a]
+        for a in range(adj_ptr[v], adj_ptr[v + 1]):
+            w, back = p.adj_node[a], p.adj_back[a]
             if w > v:
-                width = p.start[w + 1] - p.start[w]
-                m, back, t0 = p.adj_message[a], p.adj_message[p.adj_back[a]], p.adj_table[a]
-                least = np.inf
-                for s in range(k):
-                    for t in range(width):
-                        least = min(least, p.table[t0 + s * width + t] - message[m + s] - message[back + t])
-                bound += least
+                bound += _least_slack(p.table, p.kind, message, p.adj_table[a], p.adj_kinds[a], p.adj_kinds[back], p.adj_kind[a], p.adj_kind[back],
+                                      k, start[w + 1] - start[w], adj_message[a], adj_message[back])
     return bound
+
+
+@compiled
+def _least_slack(table: np.ndarray, kind: np.ndarray, message: np.ndarray, t0: int, rows: int, columns: int, mine: int, other: int, k: int,
+                 width: int, m: int, back: int) -> float:
+    """The least of a table minus both messages. Of strategies that are alike the one with the largest message has it."""
+    own, theirs = np.full(rows, -np.inf), np.full(columns, -np.inf)
+    for s in range(k):
+        own[kind[mine + s]] = max(own[kind[mine + s]], message[m + s])
+    for t in range(width):
+        theirs[kind[other + t]] = max(theirs[kind[other + t]], message[back + t])
+    least = np.inf
+    for r in range(rows):
+        for c in range(columns):
+            least = min(least, table[t0 + r * columns + c] - own[r] - theirs[c])
+    return least
 
 
 @compiled
 def decode(p: Packed, cost: np.ndarray, message: np.ndarray, choice: np.ndarray) -> None:
     """The usual primal of a backward-swept chain: in order, each node given the choices before it."""
-    for v in range(len(p.start) - 1):
-        base, k = p.start[v], p.start[v + 1] - p.start[v]
+    start, adj_ptr, adj_node, adj_message, adj_back = p.start, p.adj_ptr, p.adj_node, p.adj_message, p.adj_back
+    adj_table, adj_kind, adj_kinds, kind, table = p.adj_table, p.adj_kind, p.adj_kinds, p.kind, p.table
+    for v in range(len(start) - 1):
+        base, k = start[v], start[v + 1] - start[v]
         best, at = np.inf, 0
         for s in range(k):
             value = cost[base + s]
-            for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-                w = p.adj_node[a]
+            for a in range(adj_ptr[v], adj_ptr[v + 1]):
+                w, back = adj_node[a], adj_back[a]
                 if w < v:
-                    value += p.table[p.adj_table[a] + s * (p.start[w + 1] - p.start[w]) + choice[w]]
+                    value += table[adj_table[a] + kind[adj_kind[a] + s] * adj_kinds[back] + kind[adj_kind[back] + choice[w]]]
                 else:
-                    value += message[p.adj_message[a] + s]
+                    value += message[adj_message[a] + s]
             if value < best:
                 best, at = value, s
         choice[v] = at
@@ -207,13 +279,14 @@ def row_loads(p: Packed, choice: np.ndarray) -> np.ndarray:
 @compiled
 def total_cost(p: Packed, choice: np.ndarray) -> float:
     """Node and edge costs of a choice, without rows."""
+    start, adj_ptr, adj_kind, adj_kinds, kind = p.start, p.adj_ptr, p.adj_kind, p.adj_kinds, p.kind
     cost = 0.0
-    for v in range(len(p.start) - 1):
-        cost += p.cost[p.start[v] + choice[v]]
-        for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            w = p.adj_node[a]
+    for v in range(len(start) - 1):
+        cost += p.cost[start[v] + choice[v]]
+        for a in range(adj_ptr[v], adj_ptr[v + 1]):
+            w, back = p.adj_node[a], p.adj_back[a]
             if w > v:
-                cost += p.table[p.adj_table[a] + choice[v] * (p.start[w + 1] - p.start[w]) + choice[w]]
+                cost += p.table[p.adj_table[a] + kind[adj_kind[a] + choice[v]] * adj_kinds[back] + kind[adj_kind[back] + choice[w]]]
     return cost
 
 

@@ -1,21 +1,27 @@
-"""A core as flat arrays for the compiled loops. Equal tables are stored once, so most of it stays in cache."""
+"""A core as flat arrays for the compiled loops. Equal tables are stored once, and of equal rows and columns of a table one, so most of it stays in
+cache."""
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, Table, connected
+from autoshard.search.reductions.core import Core, connected
+from autoshard.search.reductions.dominance import distinct
 from autoshard.search.reductions.rows import most_load
 
 WALKS = 3  # each from where the last one ended: then it starts at an end
+FEW_ENTRIES = 512  # of a table; below, to look for equal rows takes longer than it saves
+REPEATED = 0.5  # of the entries, which equal rows and columns must leave at most
 
 
 class Packed(NamedTuple):
     """Nodes 0..n-1 are the core's alive nodes in order. For adjacency entry a of node v: `adj_node[a]` the neighbour,
     `table[adj_table[a]:]` the costs, v-major, `adj_message[a]` where the message into v starts, `adj_back[a]` the
-    neighbour's entry for v. Items of node v: `item_ptr[v]:item_ptr[v+1]`. `slack` = limit - base of each row; `scale` makes
-    rows of different units (bytes, seconds) comparable."""
+    neighbour's entry for v. The neighbour tells `adj_kinds[a]` kinds of v's strategies apart: strategy s is of kind `kind[adj_kind[a] + s]`, and the
+    table has a row for each kind, and a column for each that v tells apart of the neighbour's. Packed plainly, every strategy is its own kind.
+    Items of node v: `item_ptr[v]:item_ptr[v+1]`. `slack` = limit - base of each row; `scale` makes rows of different units (bytes, seconds)
+    comparable."""
 
     start: np.ndarray
     adj_ptr: np.ndarray
@@ -23,6 +29,9 @@ class Packed(NamedTuple):
     adj_table: np.ndarray
     adj_message: np.ndarray
     adj_back: np.ndarray
+    adj_kind: np.ndarray
+    adj_kinds: np.ndarray
+    kind: np.ndarray
     table: np.ndarray
     cost: np.ndarray
     item_ptr: np.ndarray
@@ -50,9 +59,10 @@ def along(core: Core) -> list[int]:
     return order
 
 
-def pack(core: Core, nodes: list[int] | None = None) -> tuple[Packed, np.ndarray, np.ndarray]:
+def pack(core: Core, nodes: list[int] | None = None, alike: bool = False) -> tuple[Packed, np.ndarray, np.ndarray]:
     """(arrays, core node of each packed node, core row of each packed row). Of the rows that see the same items, and
-    of neighbours of which one is always at least as full, only the tightest is kept. `nodes`: those alive in the order of sweeps."""
+    of neighbours of which one is always at least as full, only the tightest is kept. `nodes`: those alive in the order of sweeps. `alike`: whether
+    equal rows and columns of tables are stored once."""
     nodes = core.alive if nodes is None else nodes
     number = {v: i for i, v in enumerate(nodes)}
     start = np.concatenate([[0], np.cumsum([len(core.cost[v]) for v in nodes])]).astype(np.int64)
@@ -62,7 +72,7 @@ def pack(core: Core, nodes: list[int] | None = None) -> tuple[Packed, np.ndarray
     slack = core.limit[rows] - core.base[rows]
     slack += 1e-12 * np.maximum(np.abs(core.limit[rows]), 1.0) * (slack != np.rint(slack))
     cost = np.concatenate([core.cost[v] for v in nodes]) if nodes else np.zeros(0)
-    packed = Packed(start, *_pack_edges(core, nodes, number), cost, *_pack_items(core, nodes, row_of), slack, core.price[rows],
+    packed = Packed(start, *_pack_edges(core, nodes, number, alike), cost, *_pack_items(core, nodes, row_of), slack, core.price[rows],
                     _scales(core, slack, rows))
     return packed, np.array(nodes, dtype=np.int64), rows
 
@@ -103,31 +113,70 @@ def _needed_rows(core: Core, nodes: list[int]) -> np.ndarray:
 Array = np.ndarray
 
 
-def _pack_edges(core: Core, nodes: list[int], number: dict[int, int]) -> tuple[Array, Array, Array, Array, Array, Array]:
+def _pack_edges(core: Core, nodes: list[int], number: dict[int, int],
+                alike: bool) -> tuple[Array, Array, Array, Array, Array, Array, Array, Array, Array]:
     pointer = [0]
     neighbour: list[int] = []
-    where: list[int] = []
     message: list[int] = []
     position: dict[tuple[int, int], int] = {}
-    offsets: dict[int, int] = {}
-    tables: list[Table] = []
-    size = total = 0
+    tables, kinds = _Flat(), _Flat()
+    every = np.arange(max((len(core.cost[v]) for v in nodes), default=0))
+    placed: dict[int, tuple[int, int, int]] = {}  # of tables: where they are, where the kinds of their rows, and how many of these
+    places: list[tuple[int, int, int]] = []
+    total = 0
     for v in nodes:
         for u in sorted(core.adj[v]):
             table = core.adj[v][u]
-            if id(table) not in offsets:
-                offsets[id(table)] = size
-                tables.append(table)
-                size += table.a.size
+            if id(table) not in placed:
+                kept = (table.fact(_kinds) if alike else None) or _Kinds(table.a, every)
+                placed[id(table)] = tables.place(table.a, kept.table), kinds.place(kept.row, kept.row), len(kept.table)
+            places.append(placed[id(table)])
             position[v, u] = len(neighbour)
             neighbour.append(number[u])
-            where.append(offsets[id(table)])
             message.append(total)
             total += len(core.cost[v])
         pointer.append(len(neighbour))
+    where, kind, count = np.array(places, dtype=np.int64).reshape(-1, 3).T.copy()
     back = [position[u, v] for v in nodes for u in sorted(core.adj[v])]
-    flat = np.concatenate([t.a.ravel() for t in tables]) if tables else np.zeros(0)
-    return _ints(pointer), _ints(neighbour), _ints(where), _ints(message), _ints(back), flat
+    return (_ints(pointer), _ints(neighbour), where, _ints(message), _ints(back), kind, count, kinds.joined(np.int64), tables.joined(np.float64))
+
+
+class _Flat:
+    """Arrays one after the other, each object's once."""
+
+    def __init__(self) -> None:
+        self.offsets: dict[int, int] = {}
+        self.parts: list[np.ndarray] = []
+        self.size = 0
+
+    def place(self, of: object, array: np.ndarray) -> int:
+        """Where the array of an object starts."""
+        if id(of) not in self.offsets:
+            self.offsets[id(of)] = self.size
+            self.parts.append(array.ravel())
+            self.size += array.size
+        return self.offsets[id(of)]
+
+    def joined(self, dtype: type) -> np.ndarray:
+        return np.concatenate(self.parts) if self.parts else np.zeros(0, dtype=dtype)
+
+
+class _Kinds(NamedTuple):
+    """A table with equal rows and equal columns once: `row` has the kind of each row."""
+
+    table: np.ndarray
+    row: np.ndarray
+
+
+def _kinds(table: np.ndarray) -> _Kinds | None:
+    """None where few rows and columns are equal."""
+    if table.size < FEW_ENTRIES:
+        return None
+    rows, row = distinct(table)
+    columns, _ = distinct(np.ascontiguousarray(table[rows].T))
+    if len(rows) * len(columns) > REPEATED * table.size:
+        return None
+    return _Kinds(np.ascontiguousarray(table[np.ix_(rows, columns)]), row)
 
 
 def _ints(values: list[int]) -> np.ndarray:

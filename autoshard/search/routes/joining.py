@@ -84,7 +84,7 @@ class _Search:
         largest, before, bound = FIRST, -math.inf, -math.inf
         while core.alive:
             upper = min(assumed, self.wanted)
-            dual = Dual(core, nodes=along(core))
+            dual = Dual(core, nodes=along(core), alike=True)
             now, picked, value = dual.converge(Phase(self.clock, 0.5), upper=upper)
             bound = max(bound, now)
             if math.isfinite(value):

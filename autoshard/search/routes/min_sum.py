@@ -79,7 +79,7 @@ def _answered(board: Board, core: Core) -> Core:
     from autoshard.search.dual.dual import Dual  # loads the compiled sweeps
     from autoshard.search.dual.packed import along
 
-    dual = Dual(core, nodes=along(core))
+    dual = Dual(core, nodes=along(core), alike=True)
     bound, picked, value = dual.converge(Phase(board.clock, 0.5))
     if math.isfinite(value):
         full = np.zeros(board.problem.n, dtype=np.int64)

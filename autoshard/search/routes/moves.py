@@ -90,68 +90,60 @@ def _solve_tree(p: Packed, rng: np.ndarray, length: int, stamp: int, seen: np.nd
                 tree: np.ndarray, link: np.ndarray, cost: np.ndarray, noise: float, value: np.ndarray, place: np.ndarray,
                 choice: np.ndarray, new: np.ndarray) -> None:
     """Write the tree's best choices, the rest fixed, to `new`. `place[v]`: where v's values start in `value`."""
+    start, adj_ptr, adj_node, adj_table, adj_back, table = p.start, p.adj_ptr, p.adj_node, p.adj_table, p.adj_back, p.table
     used = 0
     for i in range(length):
         v = tree[i]
         place[v] = used
-        k = p.start[v + 1] - p.start[v]
-        _own_values(p, rng, v, stamp, seen, count, cost, noise, choice, value[used:used + k])
+        k = start[v + 1] - start[v]
+        _own_values(cost, rng, start[v], k, noise, value, used)
+        for a in range(adj_ptr[v], adj_ptr[v + 1]):
+            w = adj_node[a]
+            if not (seen[w] == stamp and count[w] == -1):
+                t0 = adj_table[adj_back[a]] + choice[w] * k
+                for s in range(k):
+                    value[used + s] += table[t0 + s]
         used += k
     for i in range(length - 1, 0, -1):
-        _pass_on(p, tree[i], link[i], value, place, value[used:])
+        v, a = tree[i], link[i]
+        w = adj_node[a]
+        _pass_on(table, adj_table[a], start[v + 1] - start[v], start[w + 1] - start[w], value, place[v], place[w], used)
     for i in range(length):
         v, a = tree[i], link[i]
-        k = p.start[v + 1] - p.start[v]
-        own = value[place[v]:place[v] + k]
-        if i > 0:
-            t0 = p.adj_table[p.adj_back[a]] + new[p.adj_node[a]] * k
-            row = p.table[t0:t0 + k]
+        k, own = start[v + 1] - start[v], place[v]
+        t0 = adj_table[adj_back[a]] + new[adj_node[a]] * k if i > 0 else 0
         best, at = np.inf, choice[v]
         for s in range(k):
-            candidate = own[s] + row[s] if i > 0 else own[s]
+            candidate = value[own + s] + table[t0 + s] if i > 0 else value[own + s]
             if candidate < best:
                 best, at = candidate, s
         new[v] = at
 
 
 @compiled
-def _own_values(p: Packed, rng: np.ndarray, v: int, stamp: int, seen: np.ndarray, count: np.ndarray, cost: np.ndarray,
-                noise: float, choice: np.ndarray, own: np.ndarray) -> None:
-    """What v's strategies cost with noise, towards the neighbours outside the tree."""
-    base, k = p.start[v], p.start[v + 1] - p.start[v]
+def _own_values(cost: np.ndarray, rng: np.ndarray, base: int, k: int, noise: float, value: np.ndarray, at: int) -> None:
+    """Write what a node's strategies cost with noise to `value[at:]`."""
     for s in range(k):
-        own[s] = cost[base + s]
+        value[at + s] = cost[base + s]
     if noise > 0.0:
         for s in range(k):
-            own[s] -= noise * np.log(1.0 - _random(rng))
-    for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-        w = p.adj_node[a]
-        if not (seen[w] == stamp and count[w] == -1):
-            t0 = p.adj_table[p.adj_back[a]] + choice[w] * k
-            row = p.table[t0:t0 + k]
-            for s in range(k):
-                own[s] += row[s]
+            value[at + s] -= noise * np.log(1.0 - _random(rng))
 
 
 @compiled
-def _pass_on(p: Packed, v: int, a: int, value: np.ndarray, place: np.ndarray, message: np.ndarray) -> None:
-    """Add the best of v's values, given its parent's strategy, to the parent, to which entry `a` leads."""
-    w = p.adj_node[a]
-    k, width = p.start[v + 1] - p.start[v], p.start[w + 1] - p.start[w]
-    out = message[:width]
-    for t in range(width):
-        out[t] = np.inf
+def _pass_on(table: np.ndarray, t0: int, k: int, width: int, value: np.ndarray, own: int, parent: int, spare: int) -> None:
+    """Add the best of a node's values, given its parent's strategy, to the parent's; `spare`: where `value` has room."""
+    for t in range(spare, spare + width):
+        value[t] = np.inf
     for s in range(k):
-        own_s = value[place[v] + s]
+        own_s = value[own + s]
         if own_s < np.inf:
-            t0 = p.adj_table[a] + s * width
-            row = p.table[t0:t0 + width]
-            for t in range(width):
-                candidate = own_s + row[t]
-                out[t] = candidate if candidate < out[t] else out[t]
-    target = value[place[w]:place[w] + width]
+            row = t0 + s * width - spare
+            for t in range(spare, spare + width):
+                candidate = own_s + table[row + t]
+                value[t] = candidate if candidate < value[t] else value[t]
     for t in range(width):
-        target[t] += out[t]
+        value[parent + t] += value[spare + t]
 
 
 @compiled

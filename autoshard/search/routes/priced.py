@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Phase
-from autoshard.search.dual.dual import Dual
+from autoshard.search.dual.dual import ROUNDS, Dual
 from autoshard.search.dual.packed import along
 from autoshard.search.problem import priced_cost
 from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
@@ -32,6 +32,8 @@ LOOSE_TO_JOIN = 5e-3  # above, larger pairs are not tried before
 FAR = 1e-3  # relative gap of the bound, above which nodes are joined
 JOIN_SHARE, ROUGH_SHARE = 0.9, 0.3  # of the time left, a net
 JOINABLE = 1_500_000  # table entries up to which they are
+WITHIN = 0.02  # relative gap of the best choice known, from which on its cost tells strategies to be too dear
+BETWEEN = 3  # rounds of sweeps between looks
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +81,8 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
         drop_forbidden(free)
     if large:
         free.forget()
-    return _answer(board, core, prices, Dual(free, nodes=None if large else along(free)), len(core.undo), seed, largest, enough, rough, plain)
+    dual = Dual(free, nodes=None if large else along(free), alike=True)
+    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain)
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
@@ -92,7 +95,8 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     """Where layouts compete, larger pairs are worth their size: those of activations that both windows read, of 16 layouts each
     (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27. `plain`: the core before pairs
     were made."""
-    bound, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
+    known = board.cost if plain is None else math.inf
+    dual, bound, picked, value = _converged(board, dual, enough, known)
     for larger in LARGER_PAIRS:
         most = math.inf if plain is None else LOOSE_TO_JOIN
         worth = max(LOOSE, enough, rough) * abs(bound) < value - bound <= most * abs(bound)
@@ -102,9 +106,9 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
             if board.clock.expired():
                 drop_forbidden(joined)
             if len(joined.undo) > len(dual.core.undo):  # some were made
-                largest, dual = larger, Dual(joined, nodes=along(joined))
+                largest, dual = larger, Dual(joined, nodes=along(joined), alike=True)
                 proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
-                bound = max(bound, proven)
+                bound = max(bound, min(proven, known))
     choice = None
     if math.isfinite(value):
         full = np.zeros(len(core.cost), dtype=np.int64)
@@ -115,19 +119,38 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         bound, value, choice = _joined(board, core, prices, plain, bound, value, choice, enough if rows else board.enough, rough)
     loose = value - bound > MARGIN * abs(bound)
     if value - bound > max(MARGIN, enough, rough) * abs(bound) and table_entries(dual.core) <= LARGE:
-        bound, choice = _widen(board, dual, bound, value, choice, seed)
+        bound, choice = _widen(board, dual, bound, min(value, known), choice, seed)
         loose = False
     if choice is not None:
         value = choice_value(board, core, prices, choice)
     return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
 
 
+def _converged(board: Board, dual: Dual, enough: float, known: float) -> tuple[Dual, float, np.ndarray, float]:
+    """`dual.converge`, without the strategies that no choice of cost at most `known` takes, as soon as the bound tells them: of the last sweeps most
+    would be about these. The bound is at most `known`. Returns what is left, too."""
+    phase = Phase(board.clock, 0.5)
+    bound, picked, value = dual.converge(phase, enough, rounds=BETWEEN if math.isfinite(known) else ROUNDS)
+    bound = min(bound, known)  # `dual` may be what was left before
+    while not dual.ended:
+        left = dual.without_dearer(known) if known - bound <= WITHIN * abs(bound) else None
+        if left is not None:
+            dual, value = left, math.inf
+        proven, now, least = dual.converge(phase, enough, rounds=BETWEEN)
+        bound = max(bound, min(proven, known))
+        if least < value:
+            picked, value = now, least
+    return dual, bound, picked, value
+
+
 def _joined(board: Board, core: Core, prices: np.ndarray, plain: Core, bound: float, value: float, choice: np.ndarray | None,
             enough: float, rough: float) -> tuple[float, float, np.ndarray | None]:
     """(bound, value, choice) after nodes were joined. The best choice known comes first, made cheaper, for what it costs at `prices`
-    limits what is looked for. An answer that may be rough bounds nothing, and most of the time is left for others."""
+    limits what is looked for; not where a hard row has a price, for that row is what the choice is dear for. An answer that may be rough bounds
+    nothing, and most of the time is left for others."""
     if board.choice is not None:
-        if not board.stats.get("improved"):
+        tight = bool((np.isinf(core.price) & (prices > 0)).any())
+        if not (tight or board.stats.get("improved")):
             improve(board)
             board.stats["improved"] = True
         known = choice_value(board, core, prices, board.choice)
