@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.base.fine_mesh import NEVER
 from autoshard.base.mesh import Mesh, mesh_of, mesh_or_any
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
@@ -45,8 +46,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
          precision: Precision | None = None, seeds: Mapping[str, Any] | None = None, inputs: str = "global",
          outputs: str | Sequence[str] = "auto", memory_budget: str | float | None = None, cluster: str | None = None,
          time_limit: float = 60.0, search: str = "auto", fallback: str = "error", offload: str = "none",
-         expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", pipeline: Pipeline | None = None, thorough: bool = False,
-         progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
+         expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", refine_axes: str = NEVER, pipeline: Pipeline | None = None,
+         thorough: bool = False, progress: Progress | None = None, model_info: Mapping[str, Any] | None = None) -> Plan:
     """Find the cheapest plan that fits. No process group, no GPU, no real weights.
 
     mesh           "dp=2,tp=4", an autoshard Mesh or a torch DeviceMesh; 64 or "auto:64": any mesh of 64 devices, with or without pipeline stages
@@ -74,6 +75,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exampl
                    above it (docs/experts.md)
     pad            what is padded where it does not divide: "weights" (vocabularies, hidden features; small pads), or "all": any dim of a weight,
                    attention heads and rows of the batch too, whose pads are computed (docs/padding.md)
+    refine_axes    "never"; "tp=4x2": inside of the program the axis tp=8 may be 4 times 2, where heads divide by 4 only; "auto": parts by the model's
+                   heads. The plan is the cheaper of that and the one without; both are searched within the time limit (docs/formulate.md)
     pipeline       Pipeline(microbatches=4): the batch in so many parts, see docs/pipeline.md; Pipeline(...) also names stages. With
                    Pipeline(microbatches="auto") their number is searched, as it is on a mesh "auto:64" without `pipeline`
     thorough       where the mesh is chosen: meshes of three axes too, and shapes that can gain little (docs/pipeline.md)
@@ -94,10 +97,10 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
             seeds: Mapping[str, Any] | None = None, inputs: str = "global", outputs: str | Sequence[str] = "auto",
             batch_axes: Sequence[str] = (), memory_budget: str | float | None = None, cluster: str | None = None, time_limit: float = 60.0,
             search: str = "auto", fallback: str = "error", offload: str = "none", expert_capacity: float = EXPERT_CAPACITY,
-            pad: str = "weights", pipeline: Pipeline | None = None, thorough: bool = False, plan: Plan | str | os.PathLike[str] | None = None,
-            backend: str = "eager", cache: bool | str | os.PathLike[str] = True, checkpoint: str | None = None, device: Any = None,
-            join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32, keep_within: float = 0.1,
-            progress: Progress | None = None) -> CompiledModule:
+            pad: str = "weights", refine_axes: str = NEVER, pipeline: Pipeline | None = None, thorough: bool = False,
+            plan: Plan | str | os.PathLike[str] | None = None, backend: str = "eager", cache: bool | str | os.PathLike[str] = True,
+            checkpoint: str | None = None, device: Any = None, join_timeout: float = JOIN, check_inputs: str = "first", variants: int = 32,
+            keep_within: float = 0.1, progress: Progress | None = None) -> CompiledModule:
     """The model, sharded over `mesh` by the cheapest plan: an nn.Module with DTensor parameters under the same names.
 
     Options are those of `plan`, and
@@ -139,7 +142,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
         return variant.bind(plan, variant.lower(plan, order))
 
     check_compilable(model, mesh_of(mesh), options)
-    filled = options.filled(chosen, "seeds", "fallback", "expert_capacity", "pad", "pipeline")
+    filled = options.filled(chosen, "seeds", "fallback", "expert_capacity", "pad", "refine_axes", "pipeline")
     settings = Settings(build, filled, loss_fn, chosen, planner_key(options, profile),
                         partial(keep_plan, options, profile) if keep_within > 0 else None)
     many = options.pipeline.stages(mesh_of(mesh)) > 1

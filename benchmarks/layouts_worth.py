@@ -1,7 +1,7 @@
 """What further layouts are worth: plans with and without them, as ratios of predicted steps.
 
     python benchmarks/layouts_worth.py nestings      # two axes on one dim of a weight in the other order, beside mesh order alone: a minute
-    python benchmarks/layouts_worth.py finer         # an axis refined by hand where heads do not divide over it, beside the axis as it is
+    python benchmarks/layouts_worth.py finer         # an axis in parts where heads do not divide over it, beside the axis as it is: ten minutes
     python benchmarks/layouts_worth.py nestings bert # cases whose name has the word
 """
 from __future__ import annotations
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies be
 
 import autoshard  # noqa: E402
 from autoshard.base.spec import is_inner  # noqa: E402
+from autoshard.decide.phase_timer import cpu_seconds  # noqa: E402
 
 QWEN_7B = {"width": 3584, "heads": 28, "kv_heads": 4, "hidden": 18944, "vocab": 152064}
 QWEN_1B5 = {"width": 1536, "heads": 12, "kv_heads": 2, "hidden": 8960, "vocab": 151936}
@@ -50,22 +51,24 @@ NESTINGS = (
     Case("llama:8B", 2, 2048, config={"layers": 4}, options={**MIXED, "memory_budget": "7GiB"}),
     Case("llama:1B", 16, 4096, ("dp=8,tp=8",), {"layers": 4}, bf16=True),
 )
-TP8 = ("tp=8", "heads=4,rest=2", "rest=2,heads=4")
+PARTS = ("never", "tp=4x2", "tp=2x4")
 FINER = (
-    Case("llama:8B", 1, 4096, TP8, {"layers": 2, **QWEN_7B}, bf16=True),
-    Case("llama:8B", 8, 2048, TP8, {"layers": 2, **QWEN_7B}, bf16=True),
-    Case("llama:8B", 1, 4096, TP8, {"layers": 4, **QWEN_1B5}, bf16=True),
-    Case("llama:8B", 8, 2048, TP8, {"layers": 4, **QWEN_1B5}, bf16=True),
-    Case("gpt:124M", 1, 1024, TP8, {"layers": 4}, bf16=True),
+    Case("llama:8B", 1, 4096, ("tp=8",), {"layers": 2, **QWEN_7B}, bf16=True),
+    Case("llama:8B", 8, 2048, ("tp=8",), {"layers": 2, **QWEN_7B}, bf16=True),
+    Case("llama:8B", 1, 4096, ("tp=8",), {"layers": 4, **QWEN_1B5}, bf16=True),
+    Case("llama:8B", 8, 2048, ("tp=8",), {"layers": 4, **QWEN_1B5}, bf16=True),
+    Case("gpt:124M", 1, 1024, ("tp=8",), {"layers": 4}, bf16=True),
 )
+"""Heads of which 8 ranks share 4 evenly."""
 
 
-def planned(case: Case, mesh: str) -> autoshard.Plan:
+def planned(case: Case, mesh: str, **options: object) -> autoshard.Plan:
     module = import_module(f"models.{case.model.partition(':')[0]}")
     with torch.device("meta"):
         model, inputs = module.build(case.model.partition(":")[2], batch=case.batch, seq=case.seq, **case.config)
     model = model.to(torch.bfloat16) if case.bf16 else model
-    return autoshard.plan(model, mesh, inputs, loss_fn=module.loss, time_limit=120.0, **{"cluster": "h100-dgx", **case.options})
+    return autoshard.plan(model, mesh, inputs, loss_fn=module.loss, time_limit=120.0,
+                          **{"cluster": "h100-dgx", **case.options, **options})
 
 
 def nestings(case: Case) -> None:
@@ -79,9 +82,13 @@ def nestings(case: Case) -> None:
 
 
 def finer(case: Case) -> None:
-    plans = [planned(case, mesh) for mesh in case.meshes]
-    for mesh, plan in zip(case.meshes, plans, strict=True):
-        print(f"| {case.title} | {mesh} | {plan.objective_s * 1e3:.3f} | {plan.objective_s / plans[0].objective_s:.4f} | {plan.status} |", flush=True)
+    (mesh,), first = case.meshes, None
+    for asked in PARTS:
+        start = cpu_seconds()
+        plan = planned(case, mesh, refine_axes=asked)
+        first, taken = first or plan, ", ".join(f"{axis}={'x'.join(map(str, parts))}" for axis, parts in plan.finer.items())
+        print(f"| {case.title} | {asked} | {taken or mesh} | {plan.objective_s * 1e3:.3f} | {plan.objective_s / first.objective_s:.4f} | {plan.status} | "
+              f"{cpu_seconds() - start:.1f} |", flush=True)
 
 
 def main() -> None:
@@ -90,7 +97,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     given = parser.parse_args()
     heads = {"nestings": "| case | mesh | mesh order alone, ms | both, ms | ratio | inner shards | status |",
-             "finer": "| case | mesh | ms | ratio | status |"}[given.what]
+             "finer": "| case | refine_axes | plan | ms | ratio | status | CPU s |"}[given.what]
     print(heads + "\n" + "| --- " * (heads.count("|") - 1) + "|")
     for case in {"nestings": NESTINGS, "finer": FINER}[given.what]:
         if all(word in case.title for word in given.words):

@@ -114,10 +114,12 @@ def call_event(doing: Doing, mesh: Mesh, cluster: Cluster, overlaps: bool) -> Ca
                 doing.name)
 
 
-def simulated_rounds(doings: Sequence[Doing], rounds: Sequence[Sequence[Times]], mesh: Mesh, cluster: Cluster) -> Iterator[float]:
-    """Seconds of a step, for each round that op times were taken in. `rounds[i][r]`: times of rank r, which it took while the others rested."""
+def simulated_rounds(doings: Sequence[Doing], rounds: Sequence[Sequence[Times]], mesh: Mesh, cluster: Cluster,
+                     factors: Sequence[float] | None = None) -> Iterator[float]:
+    """Seconds of a step, for each round that op times were taken in. `rounds[i][r]`: times of rank r; `factors`: by which those of each call, and of
+    the rest, are multiplied."""
     program, members = program_of_calls(doings, mesh, cluster)
     for ranks in rounds:
-        table = np.array(ranks)  # ranks x calls
+        table = np.array(ranks) * (1.0 if factors is None else np.array(factors))  # ranks x calls
         own = {at: table[:, calls].sum(axis=1).reshape(mesh.sizes) for at, calls in members.items()}
         yield replay(program, cluster, own=own).step_s

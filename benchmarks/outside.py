@@ -4,6 +4,9 @@
 
 A prediction is a plan by hand (a baseline of docs/plan.md, no search), simulated as it is executed, on a built-in profile. Nothing is fitted
 here. What a publication does and the configuration does not: see `note`. Tables of measured steps: outside_rows.py.
+
+Devices of one kind are not equally fast, and a step waits for the slowest of them. How much they differ is from measurements of others (`VARIED`), of no
+row: a prediction is the mean step over draws of the ranks' speeds. `equal_s` is the step on devices that are all alike.
 """
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import process_time
 
 import numpy as np
@@ -35,6 +38,8 @@ from autoshard.decide.walks.schemes import schemes
 from autoshard.pipeline.microbatches import batch as microbatched
 from autoshard.planner.one_stage import prices
 from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.simulation.conditions import Conditions
+from autoshard.simulation.program import Program
 from autoshard.simulation.replay import replay
 from autoshard.simulation.simulate import program_for
 
@@ -46,8 +51,8 @@ from models import gpt, llama  # noqa: E402
 @dataclass(frozen=True)
 class Row:
     """`published`: seconds a step; `model`: "llama" or "gpt" with `sizes` (layers, width, heads, ...); `scheme`: a baseline; `recompute`: every so
-    many-th block is checkpointed, 0: none; `batch`: of all ranks; `microbatches`: of it; `memory`: bytes/s of its boards, where they are not those of
-    the profile."""
+    many-th block is checkpointed, 0: none; `batch`: of all ranks; `microbatches`: of it; `least`: the least share of
+    the profile's peak that the source leaves open, where it knows no better."""
 
     name: str
     published: float
@@ -62,7 +67,7 @@ class Row:
     recompute: int = 0
     half: str = "bf16"
     microbatches: int = 1
-    memory: float | None = None
+    least: float | None = None
     note: str = ""
 
 
@@ -75,11 +80,17 @@ TITAN_A100 = "github.com/pytorch/torchtitan, docs/performance.md of 2024: 2,904 
 KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, table 5"
 MEGATRON = "Shoeybi et al., arXiv 1909.08053: 77 % of one GPU's FLOP/s per GPU on 8, 74 % on 512"
 VTRAIN = "github.com/VIA-Research/vTrain, data/ground_truth_multi.csv"
-H100S, H100_MEMORY = "their boards run at 500 W; selective by op, here every second block", 2.4e12
-"""Boards with 96 GB HBM2e and 2.4 TB/s, says the page."""
+H100S = "their boards run at 500 W; selective by op, here every second block"
+NVL = 835 / 989.4
+"""Says the page: "the actual peak TFLOPs number is between SXM and NVL, and we don't know its exact value". NVIDIA H100 data sheet: NVL 835 (bf16, dense)."""
+VARIED, DRAWS = 0.016, 32
+"""Relative standard deviation of what GPUs of one kind take for the same work: that of the medians of 386 V100 of TACC's Longhorn for one matrix product
+without 6 outliers (github.com/hal-uw/blox-pal, aggregated_data/sim/sgemm-longhorn-agg.csv; Sinha et al., arXiv 2208.11035, and Jain et al., arXiv 2408.11919).
+ResNet-50 likewise: 2.0 % on 319 V100 there and 2.0 % on 211 A100 of Lonestar6; BERT 0.5 % on 131 V100. Matrix products are most of these rows."""
+OTHERS = (0.005, 0.02)
 ROWS = (
-    Row("llama 8B, 8 H100", 16384 / 5762, TITAN, "h100-dgx", "dp=8", 16, 8192, "FSDP (ZeRO-3)", "llama", recompute=2, memory=H100_MEMORY, note=H100S),
-    Row("llama 8B, 128 H100", 16384 / 5605, TITAN, "h100-dgx", "dp=128", 256, 8192, "FSDP (ZeRO-3)", "llama", recompute=2, memory=H100_MEMORY, note=H100S),
+    Row("llama 8B, 8 H100", 16384 / 5762, TITAN, "h100-dgx:hbm2e", "dp=8", 16, 8192, "FSDP (ZeRO-3)", "llama", recompute=2, least=NVL, note=H100S),
+    Row("llama 8B, 128 H100", 16384 / 5605, TITAN, "h100-dgx:hbm2e", "dp=128", 256, 8192, "FSDP (ZeRO-3)", "llama", recompute=2, least=NVL, note=H100S),
     Row("llama 8B, 64 A100", 8192 / 2904, TITAN_A100, "a100-dgx", "dp=64", 64, 8192, "FSDP (ZeRO-3)", "llama", recompute=2),
     Row("GPT 22B, 8 A100", 1.42, KORTHIKANTI, "a100-dgx", "tp=8", 4, 2048, "Megatron TP", "gpt", gpt_sizes(48, 6144, 64), 1, "fp16"),
     Row("GPT 3.6B, 64 A100", 3.5665, VTRAIN, "a100-dgx", "dp=64", 512, 2048, "DDP", "gpt", gpt_sizes(30, 3072, 32), 1, "fp16"),
@@ -140,12 +151,23 @@ def predicted(row: Row) -> dict:
     start = process_time()
     graph, plan = planned(row)
     cluster = Cluster.from_snapshot(plan.cluster)
-    if row.memory:
-        cluster = replace(cluster, device=replace(cluster.device, memory_bandwidth=row.memory))
-    step = replay(program_for(graph, plan, cluster, executed=True), cluster).step_s
-    return {"name": row.name, "published_s": row.published or None, "predicted_s": step, "objective_s": plan.objective_s,
+    program = program_for(graph, plan, cluster, executed=True)
+    step = on_varied(program, cluster, VARIED)
+    return {"name": row.name, "published_s": row.published or None, "predicted_s": step, "equal_s": replay(program, cluster).step_s,
+            "varied_s": {str(v): on_varied(program, cluster, v) for v in OTHERS}, "objective_s": plan.objective_s,
             "error": step / row.published - 1 if row.published else None, "scheme": row.scheme, "mesh": row.mesh, "source": row.source,
-            "note": row.note, "cpu_s": process_time() - start}
+            "least_s": at_peak(graph, plan, cluster, row.least) if row.least else None, "note": row.note, "cpu_s": process_time() - start}
+
+
+def at_peak(graph: Graph, plan: Plan, cluster: Cluster, share: float) -> float:
+    """Seconds of a step where only so much of the profile's peak is there."""
+    slower = replace(cluster, device=replace(cluster.device, peak={dtype: share * rate for dtype, rate in cluster.device.peak.items()}))
+    return on_varied(program_for(graph, plan, slower, executed=True), slower, VARIED)
+
+
+def on_varied(program: Program, cluster: Cluster, varied: float) -> float:
+    """Seconds of a step, mean over draws of the ranks' speeds."""
+    return mean(replay(program, cluster, Conditions(varied=varied, seed=seed)).step_s for seed in range(DRAWS))
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
@@ -156,16 +178,20 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 def weak_scaling(rows: list[dict]) -> list[str]:
     """Ratios, which do not depend on how fast one device is."""
-    by_name, by_row = {r["name"]: r["predicted_s"] for r in rows}, {r.name: r for r in ROWS}
+    by_name, by_row = {r["name"]: r for r in rows}, {r.name: r for r in ROWS}
     out = []
     if {"llama 8B, 8 H100", "llama 8B, 128 H100"} <= by_name.keys():
-        out.append(f"llama 8B, 8 to 128 GPUs: tokens/s per GPU {100 * (by_name['llama 8B, 8 H100'] / by_name['llama 8B, 128 H100'] - 1):+.1f} % "
-                   f"(published {100 * (5605 / 5762 - 1):+.1f} %)")
+        few, many = by_name["llama 8B, 8 H100"], by_name["llama 8B, 128 H100"]
+        equal, *others = (100 * (a / b - 1) for a, b in ((few["equal_s"], many["equal_s"]), *zip(few["varied_s"].values(), many["varied_s"].values())))
+        out.append(f"llama 8B, 8 to 128 GPUs: tokens/s per GPU {100 * (few['predicted_s'] / many['predicted_s'] - 1):+.1f} % "
+                   f"(published {100 * (5605 / 5762 - 1):+.1f} %); on GPUs that are alike {equal:+.1f} %, "
+                   + ", ".join(f"that differ by {100 * v:g} % {found:+.1f} %" for v, found in zip(OTHERS, others, strict=True)))
     one = by_name.get("GPT 1.2B, 1 V100")
     for name, published in (("GPT 8.3B, 8 V100", 77), ("GPT 8.3B, 512 V100", 74)):
         if one and name in by_name:
             work = flops(by_row["GPT 8.3B, 8 V100"]) / flops(by_row["GPT 1.2B, 1 V100"]) / 8  # per GPU: 8 replicas' batch each on 512
-            out.append(f"{name}: {100 * work * one / by_name[name]:.0f} % of one GPU's FLOP/s (published {published} %)")
+            ratio, equal = (100 * work * one[key] / by_name[name][key] for key in ("predicted_s", "equal_s"))
+            out.append(f"{name}: {ratio:.0f} % of one GPU's FLOP/s (published {published} %); on GPUs that are alike {equal:.0f} %")
     return out
 
 
@@ -186,6 +212,8 @@ def main() -> None:
         found.append(predicted(row))
         r = found[-1]
         said = f"{r['published_s']:.3f} s published, {100 * r['error']:+.0f} %" if r["error"] is not None else "a ratio is published"
+        if r["least_s"]:
+            said += f", {100 * (r['least_s'] / r['published_s'] - 1):+.0f} % with the least peak that the source leaves open"
         print(f"{r['name']}: {r['predicted_s']:.3f} s predicted, {said}  [{r['scheme']} on {r['mesh']}, {r['cpu_s']:.0f} CPU s]", flush=True)
     errors = [abs(r["error"]) for r in found if r["error"] is not None]
     if errors:

@@ -1,20 +1,24 @@
 """Simulated and measured steps of plans of small models on local processes, with prices of a profile alone and with op times of one process.
 
-    torchrun --nproc-per-node 2 -m autoshard calibrate -o my.toml --seconds 45
-    torchrun --nproc-per-node 2 benchmarks/simulation.py --cluster my.toml [--seconds 400] [--models gpt,mlp] [--json out.json]
-    torchrun --nproc-per-node 2 benchmarks/simulation.py --cluster my.toml --quick
+    torchrun --nproc-per-node 2 benchmarks/simulation.py [--seconds 570] [--models gpt,mlp] [--json out.json]
+    torchrun --nproc-per-node 2 benchmarks/simulation.py --quick
+    torchrun --nproc-per-node 2 benchmarks/simulation.py --cluster my.toml          # "earlier": that profile
 
-A step is zero_grad, forward, backward and an AdamW update (lr = 0: numbers do not move), with one thread per process. The program is simulated as it
-is executed, three times:
+It calibrates, plans, measures, and says which targets are met, in --seconds. A step is zero_grad, forward, backward and an AdamW update (lr = 0: numbers do
+not move), with one thread per process. Rounds go through all plans of all models in turn, beginning with another one each time; every round has a round
+of the calibration too, so that a machine which changes its speed changes it for both. The program is simulated as it is executed:
 
-    profile   ops, update and collectives at the profile's prices
-    alone     every op, the update and the rest of the step (Python, autograd) as they take on one process while the other rests: the rank's own
+    profile   ops, update and collectives at the prices of the profile that the calibration's rounds make
+    earlier   the same at the prices of the calibration before the first step: what a user has. The difference to "profile" is the machine's
+    one       every op, the update and the rest of the step (Python, autograd) as they take on one process while the other rests: the rank's own
               lowered program, with its collectives left out. Collectives at the profile's prices, each rank with its own times, round by round
-    beside    the same, taken on all processes at once, which share the machine's memory and caches
+    shared    the same times, each multiplied by how much longer the calibration's own cases of that family of ops take while all processes
+              compute than by one process alone (sharing.py): cores that share memory and caches are slower together
+    beside    op times taken on all processes at once
 
-None of them sees a timing of the step that it predicts, and nothing is fitted to a row. Rounds go through all plans of a model in turn, starting with
-another one each time: alone, beside, the step and the step again, behind a warm-up. There are as many rounds as fit into --seconds. Everything said is a
-median over rounds. "A/A" is the second series of steps over the first: closer than its error means nothing.
+None of them sees a timing of the step that it predicts, and nothing is fitted to a row. Of a plan, a round takes a warm-up, both ranks alone, both beside,
+the step and the step again. Errors of op times are medians over rounds of simulated over measured in the same round. "A/A" is the second series of
+steps over the first: closer than its error means nothing.
 """
 from __future__ import annotations
 
@@ -22,15 +26,15 @@ import argparse
 import copy
 import json
 import os
+import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,15 +42,24 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
 
-from about import about, line, markdown  # noqa: E402
+from about import about  # noqa: E402
 from forced import data_parallel, fully_sharded, tensor_parallel  # noqa: E402
 from op_times import Alone, Times, simulated_rounds  # noqa: E402
-from prediction import rank_correlation  # noqa: E402
+from sharing import OneByOne, Ratios, factors  # noqa: E402
+from simulated_rows import CONVOLUTIONS, MODES, Row, figures, row, show  # noqa: E402
 from stage_clock import gathered  # noqa: E402
 
 import autoshard  # noqa: E402
+from autoshard.base.graph import Graph  # noqa: E402
 from autoshard.base.mesh import Mesh  # noqa: E402
+from autoshard.calibrate.run import Measuring  # noqa: E402
+from autoshard.calibrate.toml import profile_text  # noqa: E402
 from autoshard.cost.cluster import Cluster, load_cluster  # noqa: E402
+from autoshard.recompute.rewrite import with_recompute  # noqa: E402
+from autoshard.runtime.ranks.place import locate  # noqa: E402
+from autoshard.simulation.replay import replay  # noqa: E402
+from autoshard.simulation.simulate import program_for  # noqa: E402
+from autoshard.simulation.source import traced_for  # noqa: E402
 from models import bert, gpt, llama, mlp, resnet, vit  # noqa: E402
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -57,34 +70,12 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "vit": (vit, {"layers": 2, "width": 384, "heads": 6, "patch": 8, "image": 64, "classes": 128, "batch": 8}),
     "bert": (bert, {"layers": 2, "width": 512, "heads": 8, "vocab": 4096, "context": 128, "batch": 8}),
 }
-CONVOLUTIONS = ("resnet",)
-SEARCH_S, PLANNING_S = 15.0, 3.0
-"""Of a plan: how long its search may take, and how long planning it usually takes, which is taken off its rounds' time."""
-LEAST_ROUNDS, MOST_ROUNDS = 3, 25
-MODES = ("profile", "alone", "beside")
-MEDIAN, TENTH, SIGNED, RANKS = "median error", "90 % of errors within", "signed mean", "rank correlation"
-TARGETS = {"profile": {MEDIAN: 0.05}, "alone": {MEDIAN: 0.03, TENTH: 0.08, SIGNED: 0.02, RANKS: 0.98}, "beside": {}}
-
-
-@dataclass(frozen=True)
-class Row:
-    """Seconds per step: simulated by three kinds of prices, measured, and measured again."""
-
-    model: str
-    plan: str
-    profile: float
-    alone: float
-    beside: float
-    measured: float
-    again: float
-    rounds: int
-
-    def error(self, mode: str) -> float:
-        return float(getattr(self, mode)) / self.measured - 1.0
-
-    @property
-    def floor(self) -> float:
-        return self.again / self.measured - 1.0
+SEARCH_S = 15.0
+"""How long the search of a plan may take."""
+FIRST_S, FIRST_STEPS, STEPS = 30.0, 20, 4
+"""Of the calibration before the first step: seconds of rounds and steps; steps in each later round."""
+LEAST_ROUNDS, ROTATED, PRICING_S = 3, 11, 0.8
+"""A round begins so many plans after the one before; seconds that are left for the simulations of a plan at the end."""
 
 
 Seeds = dict[str, tuple[Any, ...]]
@@ -110,21 +101,21 @@ WITH_CONVOLUTIONS: dict[str, Callable[..., Seeds] | None] = {
 class Subject:
     """A model under one plan on this rank, and what it took round by round."""
 
-    def __init__(self, label: str, model: nn.Module, batch: tuple[Any, ...], loss: Any, seeds: Seeds | None, cluster: str, mesh: Mesh) -> None:
-        self.label = label
+    def __init__(self, name: str, label: str, model: nn.Module, batch: tuple[Any, ...], loss: Any, seeds: Seeds | None, cluster: str, mesh: Mesh) -> None:
+        self.name, self.label, self.source, self.mesh = name, label, (model, batch, loss), mesh
         self.compiled = autoshard.compile(copy.deepcopy(model), str(mesh), batch, loss_fn=loss, cluster=cluster, seeds=seeds, cache=False,
                                           check_inputs="never", time_limit=SEARCH_S)
         self.step = training_step(self.compiled, batch)
         for _ in range(2):
             self.step()
         self.taken = Alone(self.compiled, self.step)
+        self.plan = self.compiled.plan
         self.alone: list[Times] = []
         self.beside: list[Times] = []
-        self.steps: list[float] = []
-        self.again: list[float] = []
+        self.steps: list[tuple[float, float]] = []
 
-    def round(self, number: int) -> None:
-        """Every rank by itself, all of them without collectives, and the step, twice."""
+    def round(self) -> None:
+        """Every rank by itself, all of them without collectives, and the step, twice; which of the two is the A alternates."""
         dist.barrier()
         self.taken.run()
         for rank in range(dist.get_world_size()):
@@ -133,22 +124,46 @@ class Subject:
                 self.alone.append(self.taken.times())
         dist.barrier()
         self.beside.append(self.taken.times())
-        for into in (self.steps, self.again) if number % 2 else (self.again, self.steps):
-            dist.barrier()
-            start = time.perf_counter()
-            self.step()
-            into.append(time.perf_counter() - start)
+        first, again = self.timed(), self.timed()
+        self.steps.append((first, again) if len(self.steps) % 2 else (again, first))
 
-    def simulated(self, times: Sequence[Times], cluster: Cluster, mesh: Mesh) -> float:
-        """With times of all ranks; called by all of them."""
-        rounds = list(zip(*gathered(list(times)), strict=True))
-        return median(simulated_rounds(self.taken.doings, rounds, mesh, cluster))
+    def timed(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start
 
-    def row(self, name: str, profile: float, cluster: Cluster, mesh: Mesh) -> Row:
-        """A step ends when its last rank does."""
-        steps, again = ([max(ranks) for ranks in zip(*gathered(times), strict=True)] for times in (self.steps, self.again))
-        return Row(name, self.label, profile, self.simulated(self.alone, cluster, mesh), self.simulated(self.beside, cluster, mesh), median(steps),
-                   median(again), len(steps))
+    def done(self) -> None:
+        """What was measured stays; the model's memory is for others."""
+        self.doings = self.taken.doings
+        del self.compiled, self.taken, self.step
+
+    def row(self, prices: "Prices") -> Row:
+        """Called by all ranks. A step ends when its last rank does."""
+        (model, batch, loss), plan = self.source, self.plan
+        graph = with_recompute(traced_for(plan, model, batch, {}, loss).graph, plan.recompute)
+        alone, beside, steps = ([list(ranks) for ranks in zip(*gathered(own), strict=True)] for own in (self.alone, self.beside, self.steps))
+        more = factors(self.doings, graph, plan, prices.profile, prices.together)
+
+        def simulated(rounds: Sequence[Sequence[Times]], factors: Sequence[float] | None = None) -> list[float]:
+            return list(simulated_rounds(self.doings, rounds, self.mesh, prices.profile, factors))
+
+        return row(self.name, self.label, [(max(a for a, _ in ranks), max(b for _, b in ranks)) for ranks in steps],
+                   {"profile": played(graph, plan, prices.profile), "earlier": played(graph, plan, prices.earlier)},
+                   {"one": simulated(alone), "shared": simulated(alone, more), "beside": simulated(beside)})
+
+
+@dataclass(frozen=True)
+class Prices:
+    """`profile`: of the calibration's rounds; `earlier`: from before; `together`: how much longer ops take while all processes compute."""
+
+    profile: Cluster
+    earlier: Cluster
+    together: Ratios
+
+
+def played(graph: Graph, plan: autoshard.Plan, cluster: Cluster) -> float:
+    return replay(program_for(graph, plan, cluster, executed=True), cluster).step_s
 
 
 def training_step(model: Any, batch: tuple[Any, ...]) -> Callable[[], None]:
@@ -162,68 +177,73 @@ def training_step(model: Any, batch: tuple[Any, ...]) -> Callable[[], None]:
     return run
 
 
-def rows_of(name: str, labels: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Row]:
-    """Compile a model under its plans, and take all of them in turn."""
+def subjects_of(name: str, labels: Sequence[str], cluster: str, mesh: Mesh, say: Callable[[str], None]) -> Iterator[Subject]:
+    """A model, compiled under its plans."""
     module, sizes = MODELS[name]
-    mesh, cluster = Mesh(("d",), (dist.get_world_size(),)), load_cluster(options.cluster)
     torch.manual_seed(0)
     model, batch = module.build("tiny", **sizes)
     shapes = [tuple(x.shape) for x in batch]
-    plans = WITH_CONVOLUTIONS if name in CONVOLUTIONS else PLANS
-    subjects = []
-    for label, seeds_of in plans.items():
+    for label, seeds_of in (WITH_CONVOLUTIONS if name in CONVOLUTIONS else PLANS).items():
         if not labels or label in labels:
             seeds = seeds_of(model, shapes, mesh) if seeds_of else None
-            subjects.append(Subject(label, model, batch, module.loss, seeds, options.cluster, mesh))
-            say(f"{name}, {label}: planned ({subjects[-1].compiled.plan.status})")
-    until, rounds = time.perf_counter() + options.seconds / len(options.models) - PLANNING_S * len(subjects), 0
-    while rounds < LEAST_ROUNDS or rounds < MOST_ROUNDS and gathered(time.perf_counter() < until)[0]:
-        for subject in subjects[rounds % len(subjects):] + subjects[:rounds % len(subjects)]:
-            subject.round(rounds)
-        rounds += 1
-    say(f"{name}: {rounds} rounds")
-    for subject in subjects:
-        profile = autoshard.simulate(subject.compiled.plan, model, batch, loss_fn=module.loss, executed=True).step_s
-        yield subject.row(name, profile, cluster, mesh)
+            yield (subject := Subject(name, label, model, batch, module.loss, seeds, cluster, mesh))
+            say(f"{name}, {label}: planned ({subject.compiled.plan.status})")
 
 
-def figures(rows: Sequence[Row], mode: str) -> dict[str, float]:
-    """What is said of one kind of prices."""
-    errors = [r.error(mode) for r in rows]
-    return {MEDIAN: median(map(abs, errors)), TENTH: float(np.quantile(np.abs(errors), 0.9)), SIGNED: mean(errors),
-            RANKS: rank_correlation([getattr(r, mode) for r in rows], [r.measured for r in rows]) if len(rows) > 1 else 1.0}
+def rows_of(options: argparse.Namespace, begun: float, say: Callable[[str], None]) -> list[Row]:
+    """Calibrate, plan, and measure until the time is up; `begun`: when it began to run."""
+    mesh = Mesh(("d",), (dist.get_world_size(),))
+    measuring = Measuring("this machine", locate(mesh), lambda phase, detail: None)
+    if options.cluster:
+        earlier = load_cluster(options.cluster)
+    else:
+        measuring.rounds.run(0.0 if options.quick else FIRST_S, lambda phase, detail: None)
+        measuring.some_steps(FIRST_STEPS)
+        earlier = measuring.found().cluster
+    say(f"calibrated; {time.perf_counter() - begun:.0f} s")
+    one_by_one = OneByOne(measuring.rounds)
+    share = (options.seconds - (time.perf_counter() - begun)) / len(options.models)
+    subjects: list[Subject] = []
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(profile_text(earlier, "benchmarks/simulation.py"))
+        file.flush()
+        for first in range(0, len(options.models), options.at_once):
+            some = options.models[first:first + options.at_once]
+            until = time.perf_counter() + share * len(some)
+            here = [s for name in some for s in subjects_of(name, options.plans, file.name, mesh, say)]
+            rounds_of(here, measuring, one_by_one, until - PRICING_S * len(here), say)
+            for subject in here:
+                subject.done()
+            subjects += here
+    prices = Prices(measuring.found().cluster, earlier, one_by_one.ratios())
+    say("together over alone: " + ", ".join(f"{kind or 'all'} {ratio:.2f}" for kind, ratio in prices.together.items()))
+    return [subject.row(prices) for subject in subjects]
 
 
-def met(said: str, value: float, target: float) -> bool:
-    return value >= target if said == RANKS else abs(value) < target
-
-
-def show(rows: Sequence[Row]) -> None:
-    print(f"\n{line(about(), f'{min(r.rounds for r in rows)} to {max(r.rounds for r in rows)} rounds')}\n")
-    print(markdown(("model", "plan", "measured ms", "A/A", *(f"{mode} ms" for mode in MODES), *(f"{mode} error" for mode in MODES)), (
-        (r.model, r.plan, f"{1e3 * r.measured:.1f}", f"{r.floor:+.1%}", *(f"{1e3 * getattr(r, mode):.1f}" for mode in MODES),
-         *(f"{r.error(mode):+.1%}" for mode in MODES)) for r in rows)))
-    floor = [abs(r.floor) for r in rows]
-    again = rank_correlation([r.again for r in rows], [r.measured for r in rows]) if len(rows) > 1 else 1.0
-    print(f"\n{len(rows)} plans of {len({r.model for r in rows})} models; A/A: median {median(floor):.1%}, 90 % within {np.quantile(floor, 0.9):.1%}, "
-          f"rank correlation {again:.3f}\n")
-    for mode in MODES:
-        for said, value in figures(rows, mode).items():
-            shown = f"{value:.3f}" if said == RANKS else f"{value:+.1%}" if said == SIGNED else f"{value:.1%}"
-            target = TARGETS[mode].get(said)
-            verdict = "" if target is None else f"wanted {target if said == RANKS else f'{target:.0%}'}: {'yes' if met(said, value, target) else 'NO'}"
-            print(f"{mode:8} {said:24} {shown:>7}  {verdict}")
-        worst = max({r.model for r in rows}, key=lambda m: median(abs(r.error(mode)) for r in rows if r.model == m))
-        of_worst = median(r.error(mode) for r in rows if r.model == worst)
-        print(f"{mode:8} {'worst model':24} {worst}, {of_worst:+.1%} (median)")
+def rounds_of(subjects: Sequence[Subject], measuring: Measuring, one_by_one: OneByOne, until: float, say: Callable[[str], None]) -> None:
+    """As many as there is time for."""
+    rounds, longest = 0, 0.0
+    while rounds < LEAST_ROUNDS or gathered(time.perf_counter() + longest < until)[0]:
+        start = time.perf_counter()
+        measuring.rounds.go()
+        measuring.some_steps(STEPS)
+        one_by_one.go()
+        calibrated = time.perf_counter() - start
+        first = rounds * ROTATED % len(subjects)
+        for subject in [*subjects[first:], *subjects[:first]]:
+            subject.round()
+        rounds, longest = rounds + 1, max(longest, time.perf_counter() - start)
+        say(f"round {rounds}: {time.perf_counter() - start:.0f} s, of it {calibrated:.0f} for the calibration; "
+            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB a process")
 
 
 def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", required=True, help="the calibrated profile, a .toml file")
+    parser.add_argument("--cluster", help="a profile from before, a .toml file, to plan with; default: this machine is calibrated first")
     parser.add_argument("--models", help=f"some of {','.join(MODELS)}")
     parser.add_argument("--plans", help="some of the plans, by name, separated by commas")
-    parser.add_argument("--seconds", type=float, default=400.0, help="about how long all of it may take on a quiet machine")
+    parser.add_argument("--seconds", type=float, default=570.0, help="about how long all of it may take")
+    parser.add_argument("--at-once", type=int, default=len(MODELS), help="models whose plans share rounds: all; fewer where memory is short")
     parser.add_argument("--quick", action="store_true", help="gpt and mlp, three plans each, three rounds: whether it works, not how well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -240,19 +260,16 @@ def options_of() -> argparse.Namespace:
 
 
 def main() -> None:
-    options, start = options_of(), time.perf_counter()
+    begun, options = time.perf_counter(), options_of()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     lead = dist.get_rank() == 0
-    rows = []
-    for name in options.models:
-        rows += rows_of(name, options.plans, options, (lambda text: print(text, flush=True)) if lead else lambda text: None)
+    rows = rows_of(options, begun, (lambda text: print(text, flush=True)) if lead else lambda text: None)
     if lead:
         show(rows)
-        print(f"{time.perf_counter() - start:.0f} s")
+        print(f"{time.perf_counter() - begun:.0f} s")
         if options.json:
-            found = {"about": about(), "rows": [{**asdict(r), "floor": r.floor} for r in rows],
-                     **{mode: figures(rows, mode) for mode in MODES}}
+            found = {"about": about(), "rows": [{**asdict(r), "floor": r.floor} for r in rows], **{mode: figures(rows, mode) for mode in MODES}}
             options.json.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()

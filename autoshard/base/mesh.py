@@ -46,13 +46,50 @@ class Mesh:
             raise MeshError(f"no mesh axis {axis!r}; the axes are {', '.join(self.names)}")
         return self.names.index(axis)
 
+    @property
+    def whole(self) -> Mesh:
+        """The mesh as the user wrote it: this one, but for a `FineMesh`."""
+        return self
+
+    @property
+    def finer(self) -> dict[str, tuple[int, ...]]:
+        """Axes of `whole` that are several here, with the sizes of their parts."""
+        return {}
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Of every axis the axis of `whole` that it is, or is a part of."""
+        return tuple(range(self.ndim))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Names that axes may be called by."""
+        return self.names
+
+    def named(self, name: str) -> tuple[int, ...]:
+        """The axis of a name; of an axis of `whole` all parts. Raises MeshError."""
+        return (self.index(name),)
+
+    def shown(self, axes: Sequence[int]) -> tuple[str, ...]:
+        """Names of axes; all parts of one, in their order, go by its name."""
+        return tuple(self.names[i] for i in axes)
+
+    def as_parts(self, spec: Sequence[int]) -> tuple[int, ...]:
+        """A placement per axis of `whole` as one per axis of this mesh: all parts lie alike."""
+        return tuple(spec[a] for a in self.owners)
+
+    def as_whole(self, spec: Sequence[int]) -> tuple[int, ...] | None:
+        """Inverse of `as_parts`; None where parts of one axis lie otherwise than each other."""
+        found = tuple(spec[self.owners.index(a)] for a in range(self.whole.ndim))
+        return found if self.as_parts(found) == tuple(spec) else None
+
     def label(self, axes: Sequence[int]) -> str:
         """Axes taken as one, as plans and reports write them: `(0, 1)` -> `"dp+tp"`; one axis goes by its name."""
-        return "+".join(self.names[i] for i in axes)
+        return "+".join(self.shown(axes))
 
     def axes(self, label: str) -> tuple[int, ...]:
         """Inverse of `label`. Raises MeshError."""
-        return tuple(self.index(name) for name in label.split("+"))
+        return tuple(i for name in label.split("+") for i in self.named(name))
 
     def ranks(self, axes: Sequence[int]) -> int:
         """How many ranks differ on `axes` alone."""

@@ -5,10 +5,12 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.base import quantities
+from autoshard.base.fine_mesh import refined
 from autoshard.base.notebook import facts
 from autoshard.base.typed_data import MeshText, Number, SpecText
 from autoshard.base.worth import MemoryWorth
@@ -233,6 +235,8 @@ class Plan:
     kind        what kind of plan it is, in one sentence (see kinds.py)
     layouts     weights, inputs, module outputs and user outputs with shape and spec, for reports
     worth       what memory is worth to it (see base/worth.py); None: nothing is known
+    finer       sizes of the parts of mesh axes that are several inside of the program (see base/fine_mesh.py). Specs of `ops`, `copies` and `layouts`
+                are about the mesh with these parts, `spec_mesh`; `placements` are about the mesh as the user wrote it
     """
 
     graph_hash: str
@@ -261,6 +265,7 @@ class Plan:
     shapes: tuple[TriedShape, ...] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
     worth: MemoryWorth | None = None
+    finer: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     format: int = FORMAT
     timings: Mapping[str, Number] = field(default_factory=dict, compare=False)
 
@@ -287,10 +292,11 @@ class Plan:
         """Whether its layouts change inside decision units. Its bound says only how cheap plans over these units can be."""
         return self.status.endswith(REFINED)
 
-    @property
+    @cached_property
     def spec_mesh(self) -> MeshText:
-        """The mesh whose axes the specs are about: that of the stages, which are all alike, where there are stages."""
-        return self.mesh if self.pipeline is None else self.stages[0].submesh or self.mesh
+        """The mesh whose axes the specs are about: that of the stages, which are all alike, where there are stages, with axes in their parts. Raises
+        MeshError for parts that are none."""
+        return refined(self.mesh if self.pipeline is None else self.stages[0].submesh or self.mesh, self.finer)
 
     @property
     def fullest(self) -> StagePlan:

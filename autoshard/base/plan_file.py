@@ -9,6 +9,7 @@ import msgspec
 
 from autoshard.base.plan import FORMAT, Plan
 from autoshard.base.typed_data import as_data, read_as
+from autoshard.errors import MeshError
 
 OF_A_STAGE = ("memory", "timeline", "largest")
 """Fields of a stage that format 1, which has no stages, lists as fields of the plan."""
@@ -20,6 +21,8 @@ def write_plan(plan: Plan) -> str:
     """The JSON text. Run times are left out."""
     data = as_data(replace(plan, timings={}), Plan)
     del data["timings"]
+    if not plan.finer:
+        del data["finer"]
     return msgspec.json.format(msgspec.json.encode(data, order="sorted"), indent=1).decode() + "\n"
 
 
@@ -38,6 +41,12 @@ def read_plan(text: str) -> Plan:
         raise ValueError(f"it has no {wrong[0]}")
     if "notes" not in data:
         raise ValueError("notes is missing")
+    try:
+        plan.spec_mesh  # noqa: B018
+    except MeshError as e:
+        raise ValueError(f"finer: {e}") from None
+    if plan.finer and plan.pipeline is not None:
+        raise ValueError("finer: axes of a plan with pipeline stages have no parts")
     device = plan.cluster.get("device", {})
     if not isinstance(device, dict) or not isinstance(device.get("name", ""), str):
         raise ValueError(f"cluster['device'] is {device!r:.60}")

@@ -145,6 +145,12 @@ def stores(meta: TensorMeta, spec: Spec, sizes: tuple[int, ...]) -> bool:
     return True
 
 
+def may_be_stored(meta: TensorMeta, spec: Spec, mesh: Mesh) -> bool:
+    """Whether users may hold a tensor so: the axes of their mesh say the placement, and its pieces are DTensor's."""
+    whole = mesh.as_whole(spec)
+    return whole is not None and stores(meta, whole, mesh.whole.sizes)
+
+
 def local_shape(shape: tuple[int, ...], spec: Spec, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Logical shape on one rank. Partial and Replicate keep the shape."""
     return tuple(n // c for n, c in zip(shape, shard_counts(len(shape), spec, sizes), strict=True))
@@ -177,7 +183,7 @@ class ShardingSpec:
         """Placements per mesh axis. Raises MeshError for unknown axes or a nesting that no spec has."""
         out = [R] * mesh.ndim
         for dim, axes in enumerate(self.dims):
-            order = [mesh.index(a) for a in axes]
+            order = [i for a in axes for i in mesh.named(a)]
             for i in order:
                 if out[i] != R or order.count(i) > 1:
                     raise MeshError(f"mesh axis {mesh.names[i]!r} splits two dims of one tensor")
@@ -189,13 +195,15 @@ class ShardingSpec:
                 out[i] = p
         codes = {v: k for k, v in REDUCE_OPS.items()}
         for axis, op in self.partial:
-            out[mesh.index(axis)] = codes[op]
+            for i in mesh.named(axis):
+                out[i] = codes[op]
         return tuple(out)
 
     @staticmethod
     def from_spec(spec: Spec, ndim: int, mesh: Mesh) -> "ShardingSpec":
-        dims = tuple(tuple(mesh.names[i] for i in nesting(spec, d)) for d in range(ndim))
-        partial = tuple((mesh.names[i], REDUCE_OPS[p]) for i, p in enumerate(spec) if is_partial(p))
+        dims = tuple(mesh.shown(nesting(spec, d)) for d in range(ndim))
+        kinds = dict.fromkeys(p for p in spec if is_partial(p))
+        partial = tuple((axis, REDUCE_OPS[p]) for p in kinds for axis in mesh.shown([i for i, q in enumerate(spec) if q == p]))
         return ShardingSpec(dims, partial)
 
     def __str__(self) -> str:

@@ -32,6 +32,8 @@ HEADS = ((1, 4, 64, 64), (2, 4, 128, 64), (4, 4, 256, 64), (4, 8, 512, 64))
 HELD_HEADS = ((2, 4, 64, 64), (4, 4, 128, 32), (2, 8, 256, 64))
 IMAGES = ((1, 16, 16, 16), (4, 16, 32, 32), (16, 64, 8, 64), (4, 64, 28, 28), (8, 256, 7, 256), (8, 64, 28, 64), (8, 128, 28, 128))
 HELD_IMAGES = ((4, 32, 16, 32), (16, 128, 4, 128), (4, 128, 14, 128), (16, 64, 28, 64))
+DEEP, HELD_DEEP = ((2, 128, 4, 128), (2, 256, 4, 256), (4, 512, 4, 512), (4, 384, 2, 384)), ((4, 256, 2, 256), (4, 256, 4, 256))
+"""Small images with many channels, whose weights are most of what is moved: the last stages of residual networks."""
 
 Make = Callable[[Any, Callable[..., torch.Tensor]], tuple[Any, ...]]
 
@@ -170,10 +172,10 @@ LOOKUPS = (
 )
 CONVOLUTIONS = (
     Case(aten.convolution.default, lambda s, new: (new(s[0], s[1], s[2], s[2]), new(s[3], s[1], 3, 3), None, [1, 1], [1, 1], [1, 1],
-                                                   False, [0, 0], 1), IMAGES, HELD_IMAGES),
+                                                   False, [0, 0], 1), (*IMAGES, *DEEP), (*HELD_IMAGES, *HELD_DEEP)),
     Case(aten.convolution_backward.default, lambda s, new: (
         new(s[0], s[3], s[2], s[2]), new(s[0], s[1], s[2], s[2]), new(s[3], s[1], 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0],
-        1, [True, True, False]), IMAGES, HELD_IMAGES),
+        1, [True, True, False]), (*IMAGES, *DEEP), (*HELD_IMAGES, *HELD_DEEP)),
     Case(aten.max_pool2d_with_indices.default, lambda s, new: (new(s[0], s[1], s[2], s[2]), [3, 3], [2, 2], [1, 1]), IMAGES, HELD_IMAGES),
     Case(aten._native_batch_norm_legit_functional.default, lambda n, new: (
         new(8, 32, n // 256), new(32), new(32), new(32), new(32).abs(), True, 0.1, 1e-5)),

@@ -27,6 +27,8 @@ ANCHOR = {Family.POINTWISE: ("aten::add.Tensor", "aten::mul.Tensor"), Family.RED
 
 LEAST = 1e-9
 """Seconds: what noise made negative."""
+PER_BYTE = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+"""FLOP that a byte of a convolution may count for."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,10 @@ def _device(machine: Machine, used: Sequence[Sample]) -> Device:
     fraction = {f: _fraction([s for s in ops if s.family is f], bandwidth, peak) for f in PRICED}
     overhead = min(s.seconds for s in light)
     efficiency = {f.value: fraction[f] for f in PRICED}
-    return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, _op_curves(used),
-                  updates_together=machine.backend == "nccl", own_host=_own_host(used))
+    curves = _op_curves(used)
+    return Device(machine.device, peak, bandwidth, machine.memory, overhead, efficiency, {key: curve.points for key, curve in curves.items()},
+                  updates_together=machine.backend == "nccl", own_host=_own_host(used),
+                  byte_flop={key: curve.per_byte for key, curve in curves.items() if curve.per_byte})
 
 
 def _own_host(used: Sequence[Sample]) -> OwnHost | None:
@@ -123,7 +127,7 @@ def _fraction(samples: Sequence[Sample], bandwidth: float, peak: dict[str, float
     return min(geometric_mean(rates), 1.0) if rates else 0.5
 
 
-def _op_curves(used: Sequence[Sample]) -> dict[str, Points]:
+def _op_curves(used: Sequence[Sample]) -> dict[str, Curve]:
     """Per op and dtype, and per family and dtype for ops that were not measured."""
     groups: dict[str, list[Sample]] = {}
     for s in used:
@@ -134,7 +138,16 @@ def _op_curves(used: Sequence[Sample]) -> dict[str, Points]:
             groups.setdefault(f"{s.key}/{s.dtype}", []).append(s)
             if s.key in ANCHOR.get(s.family, (s.key,)):
                 groups.setdefault(f"{s.family}/{s.dtype}", []).append(s)
-    return {key: monotone((s.amount, s.seconds) for s in groups[key]).points for key in sorted(groups)}
+    return {key: _curve(groups[key]) for key in sorted(groups)}
+
+
+def _curve(samples: Sequence[Sample]) -> Curve:
+    """Of convolutions with the bytes that count as FLOP such that the curve comes closest to the samples, and as few as do so: a curve over FLOP
+    alone has one price for a large image with few channels and a small one with many."""
+    if any(s.family is not Family.CONV for s in samples):
+        return monotone((s.amount, s.seconds) for s in samples)
+    tried = [replace(monotone((s.amount + k * s.moved, s.seconds) for s in samples), per_byte=k) for k in PER_BYTE]
+    return min(tried, key=lambda curve: sum(log(float(curve(s.amount + curve.per_byte * s.moved)) / s.seconds) ** 2 for s in samples))
 
 
 def _link(machine: Machine, i: int, samples: Sequence[Sample]) -> Link:

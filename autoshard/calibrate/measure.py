@@ -108,28 +108,48 @@ class Stopwatch:
             torch.cuda.synchronize(self.place.device)
 
 
-def measure(place: Place, link_of: Sequence[int], dtypes: Sequence[torch.dtype], seconds: float,
-            progress: Progress) -> list[Sample]:
-    """Time everything in about `seconds`. `link_of[i]`: the profile's link that mesh axis i uses."""
-    progress("calibrate", "preparing")
-    work = [*collective_work(place, link_of), *op_work(place, dtypes), *view_work(place), *optimizer_work(place)]
-    return time_rounds(work, Stopwatch(place), seconds, progress)
+def all_work(place: Place, link_of: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Work]:
+    """Everything that a profile is made of, but steps and overlap. `link_of[i]`: the profile's link that mesh axis i uses."""
+    return [*collective_work(place, link_of), *op_work(place, dtypes), *view_work(place), *optimizer_work(place)]
 
 
-def time_rounds(work: list[Work], watch: Stopwatch, seconds: float, progress: Progress) -> list[Sample]:
-    """Warm up, one round to see how long a round takes, then as many as fit."""
-    repeats = _warm_up(work, watch)
-    rounds, start = [], time.perf_counter()
-    wanted = MIN_ROUNDS
-    while len(rounds) < wanted:
-        progress("calibrate", f"round {len(rounds) + 1} of {wanted}, {time.perf_counter() - start:.0f} s")
-        rounds.append(_round(work, repeats, watch))
-        if len(rounds) == 1:
-            one = watch.slowest([time.perf_counter() - start])[0]
-            wanted = min(max(int(seconds / one), MIN_ROUNDS), MAX_ROUNDS)
-    table = np.array(rounds)
-    low, high = np.percentile(table, (25, 75), axis=0)
-    return [replace(w.sample, seconds=float(m), spread=float((h - q) / q)) for w, q, h, m in zip(work, low, high, trimmed_mean(table), strict=True)]
+class Rounds:
+    """Rounds of some work, which may be taken between other things. All ranks do the same. `table[i][j]`: seconds of work j in round i, of
+    the slowest rank."""
+
+    def __init__(self, work: Sequence[Work], watch: Stopwatch) -> None:
+        self.work, self.watch = list(work), watch
+        self.repeats = _warm_up(self.work, watch)
+        self.table: list[list[float]] = []
+
+    def go(self) -> None:
+        """One more round."""
+        self.table.append(self.watch.slowest(timed(self.work, self.repeats, self.watch)))
+
+    def samples(self) -> list[Sample]:
+        """By the rounds so far."""
+        table = np.array(self.table)
+        low, high = np.percentile(table, (25, 75), axis=0)
+        return [replace(w.sample, seconds=float(m), spread=float((h - q) / q))
+                for w, q, h, m in zip(self.work, low, high, trimmed_mean(table), strict=True)]
+
+    def run(self, seconds: float, progress: Progress) -> None:
+        """One round to see how long a round takes, then as many as fit into `seconds`, and no fewer than MIN_ROUNDS."""
+        start, wanted, done = time.perf_counter(), MIN_ROUNDS, 0
+        while done < wanted:
+            progress("calibrate", f"round {done + 1} of {wanted}, {time.perf_counter() - start:.0f} s")
+            self.go()
+            done += 1
+            if done == 1:
+                one = self.watch.slowest([time.perf_counter() - start])[0]
+                wanted = min(max(int(seconds / one), MIN_ROUNDS), MAX_ROUNDS)
+
+
+def time_rounds(work: Sequence[Work], watch: Stopwatch, seconds: float, progress: Progress) -> list[Sample]:
+    """Time some work in about `seconds`."""
+    rounds = Rounds(work, watch)
+    rounds.run(seconds, progress)
+    return rounds.samples()
 
 
 def trimmed_mean(table: np.ndarray) -> np.ndarray:
@@ -146,13 +166,14 @@ def _warm_up(work: list[Work], watch: Stopwatch) -> list[int]:
     return [max(1, min(200, int(REPEAT_BELOW / t))) for t in watch.slowest([watch.once(w.run, 1) for w in work])]
 
 
-def _round(work: list[Work], repeats: list[int], watch: Stopwatch) -> list[float]:
+def timed(work: Sequence[Work], repeats: Sequence[int], watch: Stopwatch) -> list[float]:
+    """Seconds of each on this rank, one after the other."""
     own = []
     for w, repeat in zip(work, repeats, strict=True):
         if w.together:
             watch.barrier()
         own.append((watch.between(w.run, repeat) if w.together else watch.after(w.fresh, w.run, repeat)) / w.parts)
-    return watch.slowest(own)
+    return own
 
 
 def collective_work(place: Place, link_of: Sequence[int]) -> Iterator[Work]:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.base.mesh import Mesh, parse_mesh
 from autoshard.calibrate.fit import Error, errors, fit
-from autoshard.calibrate.measure import Progress, measure
+from autoshard.calibrate.measure import Progress, Rounds, Stopwatch, all_work
 from autoshard.calibrate.overlap import Timing, fitted, measure_overlap
 from autoshard.calibrate.sample import Machine, Sample
-from autoshard.calibrate.step import step_samples
+from autoshard.calibrate.step import STEPS, Steps, steps_of
 from autoshard.cost.cluster import Cluster, Overlap
 from autoshard.errors import ClusterError, MeshError
 from autoshard.runtime.ranks.place import Place, locate
@@ -52,15 +52,36 @@ def calibrate(name: str, mesh: str | None, *, seconds: float, timeout: float, pr
     wanted = launched_mesh(mesh)
     with peers(timeout):
         place = locate(wanted)
-        machine, link_of = _machine(name, place)
-        samples = measure(place, link_of, DTYPES, seconds, progress)
-        samples += step_samples(place, progress)
-        timings = None
+        taken = Measuring(name, place, progress)
+        taken.rounds.run(seconds, progress)
+        taken.some_steps(STEPS)
+        return taken.found(), place.is_leader
+
+
+class Measuring:
+    """What a profile is made of, measured in pieces that may be taken between other things; all ranks do the same. `rounds` of collectives, ops and
+    updates, `steps` on a CPU, and how much overlaps, which is measured at once."""
+
+    def __init__(self, name: str, place: Place, progress: Progress) -> None:
+        self.machine, link_of = _machine(name, place)
+        progress("calibrate", "preparing")
+        self.rounds = Rounds(all_work(place, link_of, DTYPES), Stopwatch(place))
+        self.steps: Steps | None = steps_of(place, progress)
+        self.timings: tuple[Timing, Timing] | None = None
         if place.mesh.size > 1:
             progress("calibrate", "overlap")
-            timings = measure_overlap(place)
-    cluster = fit(machine, samples, fitted(*timings) if timings else Overlap(0.0, 1.0))
-    return Calibration(cluster, tuple(samples), tuple(errors(cluster, samples)), timings), place.is_leader
+            self.timings = measure_overlap(place)
+
+    def some_steps(self, steps: int) -> None:
+        """So many more steps of the two stacks, where their time counts."""
+        if self.steps is not None:
+            self.steps.go(steps)
+
+    def found(self) -> Calibration:
+        """By all that was measured so far."""
+        samples = [*self.rounds.samples(), *(self.steps.samples() if self.steps is not None else ())]
+        cluster = fit(self.machine, samples, fitted(*self.timings) if self.timings else Overlap(0.0, 1.0))
+        return Calibration(cluster, tuple(samples), tuple(errors(cluster, samples)), self.timings)
 
 
 def launched_mesh(text: str | None) -> Mesh:

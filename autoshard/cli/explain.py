@@ -88,11 +88,10 @@ def _source(request: Request, plan: Any) -> Request:
 def _chosen(asked: TracedRequest, plan: Any, progress: Callable) -> tuple[Any, tuple[str, ...]]:
     """What the plan chose, on today's tables; searched first where there is no plan, and then with the search's status."""
     from autoshard.decide.phase_timer import PhaseTimer
-    from autoshard.planner.one_stage import decide, prices
+    from autoshard.planner.finer import plan_and_prices
     from autoshard.study.explain import chosen_by
 
-    table = prices(asked.traced, asked.mesh, asked.options, clock=PhaseTimer(progress))
-    found = plan or decide(table, asked.options, clock=PhaseTimer(progress), has_loss=asked.has_loss)
+    found, table = plan_and_prices(asked.traced, asked.mesh, asked.options, plan, clock=PhaseTimer(progress), has_loss=asked.has_loss)
     return chosen_by(found, table), () if plan else (found.status,)
 
 
@@ -108,13 +107,13 @@ def _edge(asked: TracedRequest, plan: Any, text: str, layouts: tuple[str | None,
     if source is None:
         chosen, statuses = _chosen(asked, plan, progress)
         return edge_table(chosen.table, find_edge(chosen.table.graph, text), chosen, most=rows), statuses
-    table = prices(asked.traced, asked.mesh, asked.options, clock=PhaseTimer(progress))
+    table = prices(asked.traced, plan.spec_mesh if plan else asked.mesh, asked.options, clock=PhaseTimer(progress))
     edge = find_edge(table.graph, text)
     if target is not None:
         from autoshard.study.layout_pairs import layout_pair
 
         return layout_pair(table, edge[0], source, target), ()
-    sources = specs_of(source, table.graph.meta(edge[0]), asked.mesh, f"--source {source}")
+    sources = specs_of(source, table.graph.meta(edge[0]), table.mesh, f"--source {source}")
     return edge_table(table, edge, sources=sources, most=rows), ()
 
 

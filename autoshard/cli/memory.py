@@ -26,17 +26,22 @@ def memory(request: Request,
            steps: Annotated[int, typer.Option(min=2, max=50, help="How many budgets, where none is given.")] = 6,
            as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """What less memory costs: the best plan for MODEL within each of several budgets."""
+    from autoshard.base.fine_mesh import NEVER
     from autoshard.decide.options import parse_bytes
 
     wanted = [parse_bytes(text) for text in budget or []]
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)
         from autoshard.decide.phase_timer import PhaseTimer
+        from autoshard.planner.finer import plan_and_prices
         from autoshard.planner.one_stage import prices
         from autoshard.study.sweep import sweep
 
         clock = PhaseTimer(progress)
-        table = prices(asked.traced, asked.mesh, asked.options, clock=clock)
+        if asked.options.refine_axes == NEVER:
+            table = prices(asked.traced, asked.mesh, asked.options, clock=clock)
+        else:  # budgets are swept on the axes, in parts or not, of the plan with ample memory
+            _, table = plan_and_prices(asked.traced, asked.mesh, asked.options, clock=clock, has_loss=asked.has_loss)
         points = sweep(table, asked.options, wanted, steps=steps, has_loss=asked.has_loss, model=asked.model,
                        say=lambda text: progress("search", text), clock=clock)
     if as_json:

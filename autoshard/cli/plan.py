@@ -184,7 +184,7 @@ def _plan_and_page(request: Request, html: Path | None, progress: Callable[[str,
 def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress: Callable[[str, str], None]) -> Any:
     """The plan, with its page written: what is known beyond the plan while the model is at hand is in it too."""
     from autoshard.decide.phase_timer import PhaseTimer
-    from autoshard.planner.one_stage import decide, prices
+    from autoshard.planner.finer import plan_and_prices
     from autoshard.planner.stages import plan_traced
     from autoshard.report.html import write
     from autoshard.study.alternatives import alternatives
@@ -193,7 +193,7 @@ def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress
 
     clock = PhaseTimer(progress)
     asked = request.traced(progress, clock)
-    stages, beside, known = asked.options.pipeline.stages(asked.mesh), None, ()
+    stages, beside, known, found = asked.options.pipeline.stages(asked.mesh), None, (), None
     if with_baselines:
         beside = comparison(asked.traced, asked.mesh, asked.options, model=asked.model, has_loss=asked.has_loss, clock=clock,
                             own=asked.own)
@@ -203,9 +203,8 @@ def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress
     elif stages > 1:
         found = plan_traced(asked.traced, asked.mesh, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
     if stages == 1:
-        table = prices(asked.traced, asked.mesh, asked.options, clock=clock)
-        if beside is None:
-            found = decide(table, asked.options, clock=clock, has_loss=asked.has_loss, model_info=asked.model)
+        found, table = plan_and_prices(asked.traced, asked.mesh, asked.options, found, clock=clock, has_loss=asked.has_loss,
+                                       model_info=asked.model)
         known = tuple(alternatives(chosen_by(found, table)))
     progress("report", "")
     write(html, found, beside, known)

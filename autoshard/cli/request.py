@@ -89,6 +89,9 @@ class Request:
     pad: Annotated[str, typer.Option(
         help="What is padded where it does not divide over the mesh: weights (vocabulary, hidden features), or all: any dim of a weight, attention "
              "heads and rows of the batch too. A pad is computed, and the search prices it.")] = "weights"
+    refine_axes: Annotated[str, typer.Option(
+        help="never; the parts of mesh axes that the program may use where a dim divides by a factor of an axis only, as tp=4x2; or auto: parts by "
+             "the model's heads. The cheaper of the plans with and without is taken: two or three searches instead of one.")] = "never"
     microbatches: Annotated[str | None, typer.Option(
         help="Parts of the batch, which run one after the other with gradients added up (gradient accumulation, or what fills a pipeline): "
              "a number that divides the batch, or auto. Default: 1; where the mesh is chosen, auto.")] = None

@@ -65,6 +65,7 @@ class Device:
                       host where ops are short. None: the host is never waited for, or computes itself
     own_host          what a device that is its own host takes besides ops: simulations of what is executed count it. None: nothing
     measured          seconds over amount, by what they stand in for on the roofline; see `curve_of`
+    byte_flop         FLOP that a byte moved counts for on a measured curve over FLOP (`Curve.per_byte`), by the curve's key; left out: none
     fuses             whether the backend these numbers are for runs a chain of pointwise ops as one kernel
     allocator_slack   fraction of live bytes that the allocator takes on top (rounding, holes)
     updates_together  whether the optimizer updates all parameters in one call (foreach), or one by one
@@ -88,16 +89,17 @@ class Device:
     launch: Positive | None = None
     own_host: OwnHost | None = None
     imbalance: Positive = 1.0
+    byte_flop: Mapping[str, Positive] = field(default_factory=dict, hash=False)
 
     @cached_property
     def _curves(self) -> dict[str, Curve]:
-        return {name: Curve.through(points) for name, points in self.measured.items()}
+        return {name: Curve.through(points, self.byte_flop.get(name, 0.0)) for name, points in self.measured.items()}
 
     def curve_of(self, op: str, family: str, dtype: torch.dtype) -> Curve | None:
         """The measured curve of an op ("aten::gelu"), else of its family, else of what that is priced as, a dtype's own before the
         common one: keys "aten::gelu/bfloat16", "aten::gelu", "pointwise/bfloat16", "pointwise". None: use the roofline.
 
-        Amounts are FLOP for matmul, attention and conv, bytes read and written for the others."""
+        Amounts are FLOP for matmul, attention and conv (see `byte_flop`), bytes read and written for the others."""
         if not self.measured:
             return None
         name = str(dtype).removeprefix("torch.")
@@ -356,13 +358,11 @@ def _check_device(device: Device) -> None:
     if device.imbalance < 1:
         raise ValueError(f"device.imbalance is {device.imbalance:g}; it is 1 (even loads) or more")
     families = [f.value for f in Family if not f.free]
-    for key in device.efficiency:
-        if key not in families:
-            raise ValueError(not_a_key(f"device.efficiency.{key}", families))
+    for key in sorted(device.efficiency.keys() - families):
+        raise ValueError(not_a_key(f"device.efficiency.{key}", families))
     heavy = [f.value for f in Family if f.heavy]
-    for key in device.bandwidth_efficiency:
-        if key not in heavy:
-            raise ValueError(not_a_key(f"device.bandwidth_efficiency.{key}", heavy))
+    for key in sorted(device.bandwidth_efficiency.keys() - heavy):
+        raise ValueError(not_a_key(f"device.bandwidth_efficiency.{key}", heavy))
     if (device.multiprocessors or 1) % 1:
         raise ValueError(f"device.multiprocessors is {device.multiprocessors:g}; a whole number is needed")
     for key, points in device.measured.items():
@@ -370,6 +370,8 @@ def _check_device(device: Device) -> None:
             raise ValueError(f"device.measured has a curve for {key!r}; name an op (aten::gelu) or a family "
                              f"({', '.join(families)}, {OPTIMIZER}), with a dtype or without (matmul/float32)")
         _check_curve(f"device.measured[{key!r}]", points)
+    for key in sorted(device.byte_flop.keys() - device.measured.keys()):
+        raise ValueError(not_a_key(f"device.byte_flop.{key}", tuple(device.measured)))
 
 
 def _check_links(links: Sequence[Link]) -> None:

@@ -5,8 +5,8 @@
 e is the profile's efficiency of the op's family, e' the share of the bandwidth that it reaches (its own, or e), filled the share of the device
 that the shape of a matrix product can use (tiles.py), where the profile says how many multiprocessors there are. Where
 the profile holds a measured curve for the op or its family
-(`autoshard calibrate` writes them), seconds = curve(bytes), or max(curve(FLOPs), bytes / (bandwidth x e)) for the
-families that count FLOPs. Bytes are those of all local inputs and outputs, except
+(`autoshard calibrate` writes them), seconds = curve(bytes), or max(curve(FLOPs + k x bytes), bytes / (bandwidth x e)) for the
+families that count FLOPs; k is 0 or the profile's `byte_flop`. Bytes are those of all local inputs and outputs, except
 that an op which only picks rows of an input is charged for what it picks. What a rule says that its local kernels move
 besides is added. Every shape entry may be a numpy array with one element per strategy; one call then prices all strategies of an op.
 Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009.
@@ -63,7 +63,7 @@ def op_seconds(family: Family, flops: Any, nbytes: Any, dtype: torch.dtype, devi
             least = device.kernel_overhead if overhead is None else overhead
             out = np.maximum(np.maximum(flops / (device.peak_flops(dtype) * e * filled), memory), least)
         else:
-            out = np.maximum(curve(flops), memory) if family.heavy else curve(nbytes)
+            out = np.maximum(curve(flops + curve.per_byte * nbytes), memory) if family.heavy else curve(nbytes)
             out = np.broadcast_to(out, np.broadcast_shapes(flops.shape, nbytes.shape))
     return out if out.ndim else float(out)
 

@@ -17,6 +17,8 @@ class Curve:
     """Straight lines between the points; constant below the first; the last line goes on above the last.
 
     amounts  strictly increasing;  seconds  positive and never falling, so that the curve is monotone
+    per_byte  FLOP that a byte counts for, of a curve over FLOP: its amounts are FLOP + per_byte x bytes. Convolutions of small images read and
+              rearrange many weights for few FLOP
 
     >>> Curve((0.0, 1e6), (1e-4, 1.1e-3))(np.array([5e5, 2e6]))     # 0.1 ms and 1 ns per byte
     array([0.0006, 0.0021])
@@ -24,6 +26,7 @@ class Curve:
 
     amounts: tuple[float, ...]
     seconds: tuple[float, ...]
+    per_byte: float = 0.0
 
     def __call__(self, amount: Any) -> Any:
         (a, b), (s, t) = self.amounts[-2:], self.seconds[-2:]
@@ -36,9 +39,10 @@ class Curve:
         return tuple(zip(self.amounts, self.seconds, strict=True))
 
     @staticmethod
-    def through(points: Points) -> "Curve":
+    def through(points: Points, per_byte: float = 0.0) -> "Curve":
         """The inverse of `points`."""
-        return Curve(*zip(*points, strict=True))
+        amounts, seconds = zip(*points, strict=True)
+        return Curve(amounts, seconds, per_byte)
 
 
 def problem(points: Points) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.base.fine_mesh import refined
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
@@ -90,8 +91,8 @@ def kept(plans: Sequence[Plan], known: Sequence[Known], graph: Graph, mesh: Mesh
          within: float) -> Plan | None:
     """The cheapest of `plans`, which run `graph`, at its prices; None where it is more than the share `within` above `least_step`, or does not
     fit in memory: then search."""
-    priced = [_priced(plan, graph, mesh, cluster, training, budget, any(k.plan.ops is plan.ops and _smaller(graph, k.graph) for k in known))
-              for plan in plans]
+    priced = [_priced(plan, graph, refined(mesh, plan.finer), cluster, training, budget,
+                      any(k.plan.ops is plan.ops and _smaller(graph, k.graph) for k in known)) for plan in plans]
     best = min(priced, key=lambda plan: plan.objective_s, default=None)
     if best is None or (over := excess(known, graph.training, elements(graph), best.objective_s)) > within:
         return None
@@ -126,7 +127,7 @@ def _priced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, training: Tr
 def repriced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Plan:
     """A plan of `graph` at the prices of another profile. Its memory stays as it is said to be."""
     training = Training(options.optimizer, graph.training)
-    return _priced(plan, graph, mesh, cluster, training, Budget.of(cluster.device, options.memory_limit(cluster)), True)
+    return _priced(plan, graph, refined(mesh, plan.finer), cluster, training, Budget.of(cluster.device, options.memory_limit(cluster)), True)
 
 
 def strategies_of(plan: Plan, graph: Graph, mesh: Mesh) -> Strategies:

@@ -200,7 +200,7 @@ def make_plan(formulation: Formulation, solution: Solution, *, model: Mapping[st
     objective = predicted["step_s"]
     bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
     memory = step.summary(formulation.budget)
-    stage = StagePlan(submesh=table.mesh, windows=windows, once_s=predicted["optimizer_s"], memory=memory, timeline=step.moments(),
+    stage = StagePlan(submesh=table.mesh.whole, windows=windows, once_s=predicted["optimizer_s"], memory=memory, timeline=step.moments(),
                       largest=step.largest())
     bare = bare_plan(chosen, settings)
     found = replace(
@@ -226,9 +226,10 @@ def bare_plan(chosen: Chosen, settings: Mapping[str, Any]) -> Plan:
     table, graph = chosen.table, chosen.table.graph
     ops = {op.name: OpPlan(*table.strategies[op.name].strategy(chosen.strategies[op.name])) for op in graph.ops}
     return Plan(
-        graph_hash=graph.hash, mesh=table.mesh, cluster=table.cluster.snapshot(), model={}, settings=dict(settings), ops=ops,
-        placements={op.target: chosen.out_spec(Ref(op.name)) for op in graph.of_kind("param", "buffer")},
-        copies=tuple(c for _, _, c in chosen.copies), collectives=(), fallbacks=(), predicted={}, stages=(StagePlan(submesh=table.mesh),),
+        graph_hash=graph.hash, mesh=table.mesh.whole, finer=table.mesh.finer, cluster=table.cluster.snapshot(), model={}, settings=dict(settings),
+        ops=ops,
+        placements={op.target: table.mesh.as_whole(chosen.out_spec(Ref(op.name))) for op in graph.of_kind("param", "buffer")},
+        copies=tuple(c for _, _, c in chosen.copies), collectives=(), fallbacks=(), predicted={}, stages=(StagePlan(submesh=table.mesh.whole),),
         objective_s=0.0, bound_s=0.0, gap=0.0, status="", offload=tuple(op.target for op in chosen.on_host))
 
 

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.base.fine_mesh import NEVER, parse_parts
 from autoshard.base.mesh import AnyMesh, mesh_or_any
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
@@ -106,6 +107,7 @@ class Options(_Checked):
     expert_capacity: float = field(default=EXPERT_CAPACITY, metadata={"recorded": True})
     pad: str = one_of("weights", "all", recorded=True)
     pipeline: Pipeline = Pipeline()
+    refine_axes: str = field(default=NEVER, metadata={"recorded": True})
     thorough: bool = False
     running: Running = Running()
 
@@ -133,6 +135,9 @@ class Options(_Checked):
         if self.search not in (known := (*BACKENDS, PROPAGATE)):
             raise UsageError(f"no search backend {self.search!r}; there are {', '.join(known)}")
         super().__post_init__()
+        if not isinstance(self.refine_axes, str):
+            raise UsageError(f"refine_axes={self.refine_axes!r}: write never, auto, or the parts of axes as tp=4x2")
+        parse_parts(self.refine_axes)
         if not self.time_limit > 0:
             raise UsageError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
         if not (isinstance(self.expert_capacity, (int, float)) and 1 <= self.expert_capacity < inf):

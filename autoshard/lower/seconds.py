@@ -96,15 +96,15 @@ class _Computes:
     def load(self, name: str) -> float:
         """What the busiest rank takes, over what a rank takes in an even load."""
         imbalance = self.cluster.device.imbalance
-        return imbalance if imbalance != 1.0 and uneven_axes(self.graph.calls[name], self.plan.ops[name], self.plan.mesh) else 1.0
+        return imbalance if imbalance != 1.0 and uneven_axes(self.graph.calls[name], self.plan.ops[name], self.plan.spec_mesh) else 1.0
 
     def _shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
-        return local_shape(shape, spec, self.plan.mesh.sizes)
+        return local_shape(shape, spec, self.plan.spec_mesh.sizes)
 
 
 def priced(order: Schedule, graph: Graph, plan: Plan, cluster: Cluster) -> Schedule:
     """The schedule of `plan` with seconds on a cluster. Waits have none: how long they take is up to what else runs."""
-    prices, computes = Prices(plan.mesh, cluster), _Computes(graph, plan, cluster)
+    prices, computes = Prices(plan.spec_mesh, cluster), _Computes(graph, plan, cluster)
 
     def with_seconds(i: Instruction) -> Instruction:
         if i.kind == "redistribute":

@@ -32,7 +32,8 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
            profile: Cluster | None = None, step: Training | None = None, like: CostTable | None = None) -> CostTable:
     """What every strategy and every change of layout costs; explaining and comparing plans start from here too. `step`: of a stage of a
     pipeline, what a step does besides the graph. `like`: prices of the same graph on the same mesh with the same options, by another profile,
-    of which only these differ. Raises UsageError for a mesh with an axis of stages: each of them has prices of its own."""
+    of which only these differ. On a `FineMesh` seeds and `fixed` are about the user's axes. Raises UsageError for a mesh with an axis of stages: each
+    of them has prices of its own."""
     if step is None and options.pipeline.stages(mesh) > 1:
         raise UsageError(f"this looks at the program of one stage, and axis {options.pipeline.axis!r} of mesh {mesh} cuts the model into several; "
                          "leave that axis out of the mesh here (`autoshard plan` and `autoshard verify` take it)")
@@ -41,9 +42,9 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
         with clock("costs"):
             return replace(build_cost_table(graph, mesh, profile, like.strategies, like.training), seeds=like.seeds)
     with clock("strategies"):
-        seeds = resolve_seeds(graph, mesh, options.seeds, stage=step is not None)
-        passed = as_passed(graph, mesh, options.passing, seeds.specs) if step is None else {}
-        seeds = holding(seeds, graph, {**passed, **(fixed or {})})
+        seeds = resolve_seeds(graph, mesh.whole, options.seeds, stage=step is not None)
+        passed = as_passed(graph, mesh.whole, options.passing, seeds.specs) if step is None else {}
+        seeds = holding(seeds, graph, {**passed, **(fixed or {})}).on(mesh)
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.passing.outputs))
     with clock("costs"):
         step = step or Training(options.optimizer, graph.training, offload=options.offload == "optimizer")

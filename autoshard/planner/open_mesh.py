@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from autoshard.base import quantities
+from autoshard.base.fine_mesh import NEVER, parse_parts, refined
 from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_of, mesh_or_any
 from autoshard.base.plan import Plan
@@ -21,7 +22,7 @@ from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.decide.program import formulate_within, with_starts
 from autoshard.decide.walks.greedy import greedy_plans
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, UsageError
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.rank_memory import duty_of
 from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
@@ -46,10 +47,16 @@ def is_open(mesh: Mesh | AnyMesh, options: Options) -> bool:
 
 
 def check_mesh(mesh: Mesh | AnyMesh, options: Options, profile: Cluster) -> None:
-    """Raises ClusterError for more devices than the cluster has, and UsageError for stages that the mesh has not."""
+    """Raises ClusterError for more devices than the cluster has, UsageError for stages that the mesh has not, and MeshError or UsageError for parts
+    that its axes cannot have."""
     profile.links_for(Mesh(("devices",), (mesh.size,)) if isinstance(mesh, AnyMesh) else mesh)
+    parts, asked = parse_parts(options.refine_axes), f"refine_axes={options.refine_axes!r}"
     if isinstance(mesh, Mesh):
-        options.pipeline.stages(mesh)
+        refined(mesh, parts)
+        if options.pipeline.stages(mesh) > 1 and parts:
+            raise UsageError(f"{asked}: axes of a mesh with pipeline stages ({mesh}) are not taken in parts; write the parts as axes of the mesh")
+    elif parts:
+        raise UsageError(f"{asked} names axes, and the mesh is to be chosen ({mesh}); leave the option out: meshes of more axes are tried")
 
 
 def asked_for(given: Mapping[str, Any], mesh: Any) -> tuple[Mesh | AnyMesh, Options, Cluster]:
@@ -67,7 +74,7 @@ def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, cl
     """Trace, and plan; where mesh or micro-batches are open, choose them. `profile`: instead of `options.cluster`."""
     profile = profile or load_cluster(options.cluster)
     if is_open(mesh, options):
-        return plan_open(asked, mesh, options, clock, profile, **how)
+        return plan_open(asked, mesh, replace(options, refine_axes=NEVER), clock, profile, **how)
     with clock("trace"):
         traced = asked.on(mesh_of(mesh), options.pipeline)
     options.check_offload(profile, traced.graph.training)

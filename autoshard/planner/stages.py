@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from autoshard.base.fine_mesh import NEVER
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
@@ -19,6 +20,7 @@ from autoshard.pipeline.merge import merged
 from autoshard.pipeline.pipelined import pipelined, submesh
 from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
+from autoshard.planner.finer import plan_finer
 from autoshard.planner.one_stage import decide, prices
 from autoshard.program.calling import Traced
 from autoshard.search.problem import Solution
@@ -36,6 +38,9 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTim
     if options.pipeline.stages(mesh) > 1:
         return plan_pipeline(traced, mesh, options, clock, fixed or {}, profile or load_cluster(options.cluster), has_loss=has_loss,
                              model_info=model_info, interruptible=interruptible)
+    if options.refine_axes != NEVER:
+        return plan_finer(traced, mesh, options, clock=clock, fixed=fixed, profile=profile or load_cluster(options.cluster), coarser=coarser,
+                          has_loss=has_loss, model_info=model_info, interruptible=interruptible)
     return decide(prices(traced, mesh, options, clock=clock, fixed=fixed, profile=profile), options, clock=clock, has_loss=has_loss,
                   model_info=model_info, interruptible=interruptible, coarser=coarser)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.base.fine_mesh import NEVER
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_of
 from autoshard.base.plan import Plan
 from autoshard.cost.cluster import Cluster, load_cluster
@@ -50,11 +51,11 @@ class Workbench:
     _known: dict[str, Solution] = field(default_factory=dict)
 
     def plan(self, mesh: Mesh | AnyMesh, options: Options, *, profile: Cluster | None = None, clock: PhaseTimer | None = None) -> Plan:
-        """As `plan_batch`, with all that is kept. `profile`: instead of `options.cluster`. Of a mesh that is open, and of one with pipeline
-        stages, traces alone are kept. Raises what `autoshard.plan` raises."""
+        """As `plan_batch`, with all that is kept. `profile`: instead of `options.cluster`. Of a mesh that is open, of one with pipeline
+        stages, and where axes may be taken in parts, traces alone are kept. Raises what `autoshard.plan` raises."""
         profile, clock = profile or load_cluster(options.cluster), clock or PhaseTimer()
         how: dict[str, Any] = {"has_loss": self.has_loss, "model_info": self.model_info}
-        if is_open(mesh, options) or options.pipeline.stages(mesh_of(mesh)) > 1:
+        if is_open(mesh, options) or options.pipeline.stages(mesh_of(mesh)) > 1 or options.refine_axes != NEVER:
             return plan_batch(self.batch, mesh, options, clock=clock, profile=profile, **how)
         mesh = mesh_of(mesh)
         program = self.program(mesh, options, profile, clock)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
@@ -165,6 +164,6 @@ def _is_swap(node: torch.fx.Node, mesh: Mesh, apart: frozenset[str]) -> bool:
     """Whether an all-reduce, made in place, takes a second buffer until it is waited for."""
     if node.target not in KIND_OF or KIND_OF[node.target].holds_input:
         return False
-    axes = str(node.args[-1]).removeprefix("axis:").split("+")
-    return not apart.isdisjoint(axes) and swaps(prod(mesh.sizes[mesh.index(a)] for a in axes), node.meta["val"].untyped_storage().nbytes())
+    axes = mesh.axes(str(node.args[-1]).removeprefix("axis:"))
+    return not apart.isdisjoint(mesh.names[a] for a in axes) and swaps(mesh.ranks(axes), node.meta["val"].untyped_storage().nbytes())
 

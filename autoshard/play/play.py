@@ -78,7 +78,7 @@ def play(graph: Graph, plan: Plan, schedule: Schedule, footprints: Footprints) -
 
 class _Player:
     def __init__(self, graph: Graph, plan: Plan, footprints: Footprints) -> None:
-        self.graph, self.plan, self.footprints, self.mesh = graph, plan, footprints, plan.mesh
+        self.graph, self.plan, self.footprints, self.mesh = graph, plan, footprints, plan.spec_mesh
         self.buffers: list[Buffer] = []
         self.times: list[tuple[Window, Instruction | None]] = []
         self.env: dict[Held, tuple[Buffer, Strides]] = {}

@@ -207,9 +207,9 @@ def timeline(graph: Graph, plan: Plan, route: Route, footprints: Footprints, opt
              together: bool, duty: Duty | None = None) -> Timeline:
     """Play one step of `plan`. `trained`: names of the parameter ops with a gradient; `together`: whether the optimizer
     updates all parameters in one call; `duty`: of a stage of a pipeline. Raises PlanError for a plan that does not fit the graph."""
-    order = schedule(graph, plan, plan.mesh, route)
+    order = schedule(graph, plan, plan.spec_mesh, route)
     playback = play(graph, plan, order, footprints)
-    parts = {n: stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.mesh, optimizer) for n in trained}
+    parts = {n: stored_parts(graph.op(n).outputs[0], plan.ops[n].outputs[0], plan.spec_mesh, optimizer) for n in trained}
     away = frozenset(plan.offload)
     host = [p for n, p in parts.items() if graph.op(n).target in away]
     here = [p for n, p in parts.items() if graph.op(n).target not in away]

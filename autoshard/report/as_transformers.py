@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -28,9 +28,10 @@ def transformers_plan(plan: Plan, model: nn.Module, axis: str | None = None) -> 
 
     Styles speak of linear layers and embeddings, and of all layers of a list alike; what is split in another way, or over other axes (those
     are DDP's and FSDP's), is said in `unsaid`. The plan must be one of this model; raises MeshError for an axis that its mesh lacks."""
-    a = plan.mesh.index(axis or plan.mesh.names[-1])
-    weights = {x.name: x for x in plan.layouts if x.kind == "weight"}
-    leaving = {x.module: x for x in plan.layouts if x.kind == "activation"}
+    a, fine = plan.mesh.index(axis or plan.mesh.names[-1]), plan.spec_mesh
+    said = [replace(x, spec=spec) for x in plan.layouts if (spec := fine.as_whole(x.spec)) is not None]  # a style is about all of an axis
+    weights = {x.name: x for x in said if x.kind == "weight"}
+    leaving = {x.module: x for x in said if x.kind == "activation"}
     found: dict[str, dict[str, str]] = {}
     unsaid: dict[str, None] = {}
     for path, module in model.named_modules():

@@ -276,10 +276,20 @@ def header(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.kind:
         yield "kind", plan.kind
     yield "mesh", f"{plan.mesh} ({plan.mesh.size} rank{'s' if plan.mesh.size > 1 else ''})"
+    if plan.finer:
+        yield "finer axes", "; ".join(finer_axes(plan))
     device = plan.cluster.get("device", {}).get("name", "")
     yield "cluster", ", ".join(x for x in (str(plan.cluster.get("name", "unnamed")), device) if x)
     if plan.seeds:
         yield "seeds", ", ".join(f"{k}={v}" for k, v in sorted(plan.seeds.items()))
+
+
+def finer_axes(plan: Plan) -> Iterator[str]:
+    """A phrase per axis in parts: `"tp=8 as tp//2 (4) and tp%2 (2)"`."""
+    mesh = plan.spec_mesh
+    for axis in plan.finer:
+        parts = (f"{mesh.names[i]} ({mesh.sizes[i]})" for i in mesh.named(axis))
+        yield f"{axis}={plan.mesh.sizes[plan.mesh.index(axis)]} as {' and '.join(parts)}"
 
 
 def _facts(values: Mapping[str, object]) -> Iterator[str]:

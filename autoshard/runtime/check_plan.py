@@ -3,11 +3,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autoshard.base.fine_mesh import refined
 from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.roles import Role
-from autoshard.base.spec import Spec, divides, format_spec, is_inner, is_one_nesting, is_partial, split_by, stores
+from autoshard.base.spec import Spec, divides, format_spec, is_inner, is_one_nesting, is_partial, may_be_stored, split_by
 from autoshard.errors import PlanError
 from autoshard.program.flow import casts_of_parts, laid_as_stored, rows_of
 from autoshard.rules import registry
@@ -19,6 +20,7 @@ def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     """Raises PlanError for a plan of another mesh or program, or with a strategy that its op does not have: that
     would compute something else."""
     check_subject(plan, graph, mesh)
+    mesh = refined(mesh, plan.finer)
     known: dict[object, str] = {}
     stored = laid_as_stored(graph)
     of_parts = casts_of_parts(graph)
@@ -36,7 +38,7 @@ def check_fits(plan: Plan, graph: Graph, mesh: Mesh) -> None:
             if plan.ops[reader].inputs[i] != plan.ops[ref.op].outputs[ref.index]:
                 raise PlanError(f"the plan's strategy for {graph.op(reader).where} takes other rows than {graph.op(ref.op).where} saves: "
                                 f"they must run the same way; {REPLAN}")
-    _check_storage(plan, graph)
+    _check_storage(plan, graph, mesh)
     if unknown := sorted(set(plan.offload) - {op.target for op in graph.of_kind("param")}):
         raise PlanError(f"the plan keeps the optimizer state of {unknown[0]} on the host, which is no parameter; {REPLAN}")
 
@@ -64,7 +66,9 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset
             return f"has the placement {format_spec(spec)}; inner shards are inside of another axis, and of parameters and their gradients alone"
         if meta is not None and not divides(meta.logical_shape, spec, mesh.sizes):
             return f"has the placement {format_spec(spec)}, which does not split a tensor of shape {meta.logical_shape} evenly"
-        if meta is not None and op.kind == "param" and not stores(meta, spec, mesh.sizes):
+        if op.kind != "call" and mesh.as_whole(spec) is None:
+            return f"has the placement {format_spec(spec)} on axes {', '.join(mesh.names)}, which no placement on mesh {mesh.whole} says"
+        if meta is not None and op.kind == "param" and not may_be_stored(meta, spec, mesh):
             return f"has the placement {format_spec(spec)}, in which DTensor would lay other pieces of a tensor of shape {meta.true_shape}"
     if op.kind != "call":
         return "leaves a stored tensor Partial" if any(is_partial(p) for s in specs for p in s) else ""
@@ -78,13 +82,14 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset
     return ""
 
 
-def _check_storage(plan: Plan, graph: Graph) -> None:
+def _check_storage(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     """Gradients and new buffers are handed out as their parameters and buffers are stored, those of inputs as they come in."""
     stored = {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("param", "buffer")}
     for name, spec in stored.items():
-        if plan.placements.get(name) != spec:
+        whole = mesh.as_whole(spec)
+        if plan.placements.get(name) != whole:
             raise PlanError(f"the plan stores {name} as {format_spec(plan.placements.get(name, ()))}, and its ops read "
-                            f"{format_spec(spec)}; {REPLAN}")
+                            f"{format_spec(whole or spec)}; {REPLAN}")
     stored |= {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("input")}
     for op in graph.of_kind("output"):
         name = op.target.name

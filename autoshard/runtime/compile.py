@@ -114,11 +114,11 @@ class Variant:
 
     def schedule(self, plan: Plan) -> Schedule:
         """The order in which a rank works."""
-        return alone(self.place, lambda: schedule(self._graph(plan), plan, self.place.mesh, route_of(plan)))
+        return alone(self.place, lambda: schedule(self._graph(plan), plan, plan.spec_mesh, route_of(plan)))
 
     def lower(self, plan: Plan, order: Schedule) -> Lowered:
         """The graphs of local ops that do it, the same on every rank."""
-        return alone(self.place, lambda: lower(self._graph(plan), plan, self.place.mesh, order))
+        return alone(self.place, lambda: lower(self._graph(plan), plan, plan.spec_mesh, order))
 
     def bind(self, plan: Plan, program: Lowered) -> Step:
         """The parameters where the plan wants them, and the local graphs with this rank's place and backend."""

@@ -110,8 +110,8 @@ class MicroStep(Step):
                  backend: Backend, outputs: str, given: Any = ()) -> None:
         super().__init__(graph, calling, plan, lowered, place, stored, backend, outputs, given)
         bound = {FORWARD: self.forward, BACKWARD: self.backward}
-        self.windows = Windows(graph, place, self.local, {
-            w.window: bound.get(w.window) or Function.of(w, place, backend, w.window) for w in lowered.windows})
+        self.windows = Windows(graph, self.within, self.local, {
+            w.window: bound.get(w.window) or Function.of(w, self.within, backend, w.window) for w in lowered.windows})
         self.grad_names = tuple(p.name for p in self.windows.functions[END].gives)
         self.input_grads = ()
         (self.loss,) = (op.target for op in graph.of_kind("tangent"))

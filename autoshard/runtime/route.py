@@ -9,4 +9,4 @@ from autoshard.lower.schedule import Route
 
 def route_of(plan: Plan) -> Route:
     """From the plan's snapshot of its cluster."""
-    return Redistribution(plan.mesh, Cluster.from_snapshot(plan.cluster)).steps
+    return Redistribution(plan.spec_mesh, Cluster.from_snapshot(plan.cluster)).steps

@@ -72,7 +72,8 @@ class Border(NamedTuple):
 
 
 class Step:
-    """Runs a variant. `given`: inputs that come in placed: DTensors, and those of which every rank passes its piece.
+    """Runs a variant. `within`: the place on the mesh of the program, whose axes may be parts of the user's, on which all lies that is passed and
+    handed out. `given`: inputs that come in placed: DTensors, and those of which every rank passes its piece.
     `calls`: how often it ran. Everything that can be settled before the call is settled here."""
 
     def __init__(self, graph: Graph, calling: Calling, plan: Plan, lowered: Lowered, place: Place, stored: Stored,
@@ -80,11 +81,12 @@ class Step:
         self.given, self.calls = frozenset(given), 0
         self.graph, self.calling, self.plan, self.lowered = graph, calling, plan, lowered
         self.place, self.stored, self.outputs, self.backend = place, stored, outputs, backend
-        self.forward = Function.of(lowered.forward, place, backend, "forward")
-        self.backward = Function.of(lowered.backward, place, backend, "backward") if lowered.backward else None
-        self.input_specs = {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("input")}
+        self.within = place.on(lowered.mesh)
+        self.forward = Function.of(lowered.forward, self.within, backend, "forward")
+        self.backward = Function.of(lowered.backward, self.within, backend, "backward") if lowered.backward else None
+        self.input_specs = {op.target: lowered.mesh.as_whole(plan.ops[op.name].outputs[0]) for op in graph.of_kind("input")}
         results = graph.outputs(Role.USER).values()
-        self.user_specs = tuple(plan.ops[op.name].inputs[0] for op in results)
+        self.user_specs = tuple(lowered.mesh.as_whole(plan.ops[op.name].inputs[0]) for op in results)
         self.user_metas = tuple(graph.meta(op.refs[0]) for op in results)
         self.mutated = tuple(p.name for p in self.forward.gives if p.kind == Role.MUTATION)
         self.states = frozenset(graph.op(name).target for name in states(graph))
@@ -192,9 +194,9 @@ class Step:
     @cached_property
     def deferred(self) -> tuple[Function, Function]:
         """Backward without the reduction of parameters' gradients, and that reduction. See `no_sync`."""
-        backward, reduction = lower_deferred(self.graph, self.plan, self.place.mesh, route_of(self.plan), self.lowered.forward)
-        return (Function.of(backward, self.place, self.backend, "backward_deferred"),
-                Function.of(reduction, self.place, self.backend, "reduction"))
+        backward, reduction = lower_deferred(self.graph, self.plan, self.within.mesh, route_of(self.plan), self.lowered.forward)
+        return (Function.of(backward, self.within, self.backend, "backward_deferred"),
+                Function.of(reduction, self.within, self.backend, "reduction"))
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Final local gradients by name, from those of `deferred`."""

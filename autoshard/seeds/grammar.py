@@ -89,7 +89,7 @@ def seed_text(value: Any) -> str:
 def specs_of(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> frozenset[Spec]:
     """The specs that a seed's text allows for a tensor; none where a dim does not divide. An axis of size 1 splits nothing.
     Raises SeedError, naming `origin`."""
-    if PER_AXIS.fullmatch(text) and not set(text.split(",")) <= set(mesh.names):
+    if PER_AXIS.fullmatch(text) and not set(text.split(",")) <= set(mesh.words):
         found = [_per_axis(text, meta, mesh, origin)]
     else:
         found = list(_expand(_per_dim(text, len(meta.shape), mesh, origin), meta, mesh))
@@ -98,6 +98,7 @@ def specs_of(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> frozenset[
 
 def _per_axis(text: str, meta: TensorMeta, mesh: Mesh, origin: str) -> Spec:
     spec = parse_spec(text)
+    spec = mesh.as_parts(spec) if len(spec) == mesh.whole.ndim else spec
     if len(spec) != mesh.ndim or max(spec) >= len(meta.shape):
         raise SeedError(f"seed {origin}: give one Shard or Replicate per mesh axis ({mesh}) on dims below {len(meta.shape)}")
     spec = tuple(meta.split_dim(p) if p >= 0 else p for p in spec)
@@ -128,8 +129,8 @@ def _per_dim(text: str, ndim: int, mesh: Mesh, origin: str) -> list[tuple[str, .
     for entry in entries:
         axes = None if entry in OPEN else () if entry in WHOLE else tuple(entry.strip("()").split("*"))
         for axis in axes or ():
-            if axis not in mesh.names:
-                near = difflib.get_close_matches(str(axis), mesh.names, n=1)
+            if axis not in mesh.words:
+                near = difflib.get_close_matches(str(axis), mesh.words, n=1)
                 raise SeedError(f"seed {origin} names mesh axis {axis!r}; the mesh has {mesh}{f' (did you mean {near[0]}?)' if near else ''}")
         out.append(axes)
     return out

@@ -14,7 +14,7 @@ Inside a model, `autoshard.annotate(x, "dp,-,tp")` fixes an activation, and its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
@@ -43,6 +43,13 @@ class Seeds:
     reads: Mapping[tuple[str, int], frozenset[Spec]] = field(default_factory=dict)
     origins: Mapping[str | tuple[str, int], str] = field(default_factory=dict)
     ties: tuple[tuple[str, str], ...] = ()
+
+    def on(self, mesh: Mesh) -> Seeds:
+        """Seeds about the axes of `mesh.whole` as seeds about those of `mesh`: all parts of an axis lie alike."""
+        if mesh.whole is mesh:
+            return self
+        specs, reads = ({key: frozenset(map(mesh.as_parts, allowed)) for key, allowed in table.items()} for table in (self.specs, self.reads))
+        return replace(self, specs=specs, reads=reads)
 
     @property
     def held(self) -> frozenset[str]:

@@ -1,4 +1,5 @@
-"""How a simulated step differs from what its profile says: slow ranks, slow links, uneven loads, jitter; and whether collectives share links."""
+"""How a simulated step differs from what its profile says: slow ranks and links, uneven loads, devices that are not equally fast, jitter; and whether
+collectives share links."""
 from __future__ import annotations
 
 import re
@@ -15,6 +16,8 @@ from autoshard.errors import UsageError
 
 ROUNDING = 1e-9
 """Of loads that add up to the number of ranks."""
+SPEEDS = 1
+"""Beside a seed: speeds are no draws of the jitter."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,9 @@ class Conditions:
     expert_load    rank -> tokens' rows that come to its experts, over those of an even load. The other ranks of its group share what is left evenly
     jitter         relative standard deviation of the seconds of every stretch of work between two collectives, drawn per rank (log-normal,
                    mean 1)
-    seed           of the jitter: the same seed, the same numbers
+    varied         relative standard deviation of how long ranks take for the same work: devices of one kind are not equally fast. Drawn once per
+                   rank, and the same for all its work (log-normal, mean 1)
+    seed           of jitter and speeds: the same seed, the same numbers
     shared_links   collectives that run at the same time share the links they use (events.py); else each has all of them (replay.py)
 
     Raises UsageError for numbers that make no sense; `check` for ranks, links and nodes that are not there."""
@@ -35,6 +40,7 @@ class Conditions:
     jitter: float = 0.0
     seed: int = 0
     shared_links: bool = False
+    varied: float = 0.0
 
     def __post_init__(self) -> None:
         for rank, factor in self.slow_ranks.items():
@@ -50,6 +56,8 @@ class Conditions:
                                  "as many again")
         if not (isfinite(self.jitter) and 0 <= self.jitter <= 10):
             raise UsageError(f"jitter {self.jitter:g}: give the relative standard deviation of work, 0 to 10: 0.05 for 5 %")
+        if not (isfinite(self.varied) and 0 <= self.varied <= 10):
+            raise UsageError(f"varied {self.varied:g}: give the relative standard deviation of the ranks' speeds, 0 to 10: 0.02 for 2 %")
 
     def check(self, mesh: Mesh, cluster: Cluster) -> None:
         """Raises UsageError for a rank, a link or a node that is not there."""
@@ -67,15 +75,15 @@ class Conditions:
     @property
     def ideal(self) -> bool:
         """Whether the machine is as its profile says."""
-        return not (self.slow_ranks or self.slow_links or self.expert_load or self.jitter)
+        return not (self.slow_ranks or self.slow_links or self.expert_load or self.jitter or self.varied)
 
     def work(self, mesh: Mesh) -> np.ndarray | float:
         """Per rank, how many times as long work takes."""
-        if not self.slow_ranks:
+        if not (self.slow_ranks or self.varied):
             return 1.0
-        out = np.ones(mesh.size)
+        out = log_normal(np.random.default_rng((self.seed, SPEEDS)), self.varied, mesh.sizes).ravel() if self.varied else np.ones(mesh.size)
         for rank, factor in self.slow_ranks.items():
-            out[rank] = factor
+            out[rank] *= factor
         return out.reshape(mesh.sizes)
 
     def load(self, mesh: Mesh, axes: tuple[int, ...]) -> np.ndarray:
@@ -108,24 +116,27 @@ class Conditions:
         loads = [f"{x:g} times an even load comes to the experts of rank {r}" for r, x in sorted(self.expert_load.items())]
         shared = ["collectives share the links that they use at the same time"] if self.shared_links else []
         varies = [f"work varies by {100 * self.jitter:g} % per rank and stretch, seed {self.seed}"] if self.jitter else []
-        return (*ranks, *links, *loads, *shared, *varies)
+        speeds = [f"ranks differ in speed by {100 * self.varied:g} %, seed {self.seed}"] if self.varied else []
+        return (*ranks, *links, *loads, *shared, *speeds, *varies)
 
 
 class Jitter:
     """Factors of work, a fresh array for every stretch."""
 
     def __init__(self, conditions: Conditions, mesh: Mesh) -> None:
-        self.rng = np.random.default_rng(conditions.seed)
-        self.sigma = sqrt(log(1 + conditions.jitter**2))
-        self.sizes = mesh.sizes
+        self.rng, self.deviation, self.sizes = np.random.default_rng(conditions.seed), conditions.jitter, mesh.sizes
 
     def __call__(self) -> np.ndarray | float:
-        if not self.sigma:
-            return 1.0
-        drawn: np.ndarray = self.rng.standard_normal(self.sizes)
-        drawn *= self.sigma
-        drawn -= 0.5 * self.sigma**2
-        return np.exp(drawn, out=drawn)
+        return log_normal(self.rng, self.deviation, self.sizes) if self.deviation else 1.0
+
+
+def log_normal(rng: np.random.Generator, deviation: float, sizes: tuple[int, ...]) -> np.ndarray:
+    """Factors with mean 1 and this standard deviation."""
+    sigma = sqrt(log(1 + deviation**2))
+    drawn: np.ndarray = rng.standard_normal(sizes)
+    drawn *= sigma
+    drawn -= 0.5 * sigma**2
+    return np.exp(drawn, out=drawn)
 
 
 def check_rank(rank: int, mesh: Mesh) -> None:

@@ -78,7 +78,7 @@ def play_events(program: Program, cluster: Cluster, conditions: Conditions | Non
     classes = classes_of([*own, *told.links.values(), *map(np.asarray, busiest.values())], (e.axes for e in program.calls), program.mesh.sizes)
     if classes.count > MOST_CLASSES:
         raise UsageError(f"{classes.count} of the {program.mesh.size} ranks differ; shared links are played for up to {MOST_CLASSES} ranks or "
-                         "classes of equal ones: leave out the jitter, or simulate without shared links")
+                         "classes of equal ones: leave out the jitter and varied speeds, or simulate without shared links")
     seconds = {at: classes.of_first(s) for at, s in told.seconds.items()}
     limits = {(c, link): share for link, shares in told.links.items() for c, share in enumerate(classes.of_first(shares))}
     run = _Run(program, classes, seconds, limits, {at: classes.of_first(np.asarray(x)) for at, x in busiest.items()})

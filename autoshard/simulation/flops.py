@@ -27,7 +27,7 @@ def model_seconds(graph: Graph, plan: Plan, device: Device) -> float:
 
 def executed_seconds(graph: Graph, plan: Plan, device: Device) -> float:
     """At peak, of one rank's work."""
-    return sum(_at_peak(graph, plan, device, lambda shape, spec: local_shape(shape, spec, plan.mesh.sizes), lambda name: True))
+    return sum(_at_peak(graph, plan, device, lambda shape, spec: local_shape(shape, spec, plan.spec_mesh.sizes), lambda name: True))
 
 
 def _at_peak(graph: Graph, plan: Plan, device: Device, local: Shapes, counts: Callable[[str], bool]) -> list[float]:

@@ -15,14 +15,15 @@ import numpy as np
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Graph
 from autoshard.base.plan import Plan
 from autoshard.base.windows import ONCE
-from autoshard.collectives.phases import phases
+from autoshard.collectives.phases import alone, phases
 from autoshard.cost.cluster import Cluster
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.action_lists.action_text import text_of
+from autoshard.pipeline.action_lists.actions import Action
 from autoshard.pipeline.action_lists.network import NOTHING, network_of
 from autoshard.pipeline.action_lists.play import Playback, Seconds, play
 from autoshard.pipeline.cutting.cut import Hop
-from autoshard.pipeline.exchange import exchange_seconds
+from autoshard.pipeline.exchange import exchange_seconds, parts
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
 from autoshard.pipeline.plan_stages import wire_bytes
 from autoshard.recompute.rewrite import with_recompute
@@ -35,7 +36,7 @@ from autoshard.simulation.program import UPDATE, check_loads, program_of, update
 from autoshard.simulation.replay import FINISHED, Cause, Replay
 from autoshard.simulation.result import Idle, Simulation, idle_rows
 from autoshard.simulation.trace import COMPUTE, Span, Track
-from autoshard.simulation.traffic import link_use, sizes
+from autoshard.simulation.traffic import Sending, link_use, over_time, sendings, sizes
 
 PIPELINE = "pipeline"
 """Why a rank is idle: it waits for what other stages send."""
@@ -75,12 +76,14 @@ def simulate_pipeline(graph: Graph, plan: Plan, cluster: Cluster, conditions: Co
                               lambda part: _wire_seconds(made, (part.source, part.target), part.nbytes, cluster, conditions))
     ends = np.array([sum(stages[s].once_s for s in made.stages_of(r)) + shared[r] for r in range(len(made.table.ranks))])
     step, (idle, work, slowed) = played.makespan + float(ends.max()), _idle(made, stages, played, ends, shared)
-    calls = tuple(c for name, w in stages[0].windows.items() for c in w.program.calls * stages[0].runs(name))
+    first = [stages[s] for s in made.stages_of(0)]
+    calls = tuple(c for stage in first for name, w in stage.windows.items() for c in w.program.calls * stage.runs(name))
+    sent = list(_sendings(made, stages, played, cluster))
     done = [(executed_seconds(s.graph, s.plan, cluster.device), model_seconds(s.graph, s.plan, cluster.device)) for s in stages]
     return Simulation(
         plan, conditions, executed, step, work, slowed, slowest=int(ends.argmax()) * made.submesh.size,
-        fastest_s=played.makespan + float(ends.min()), idle=idle, critical=(), links=link_use((c.phases for c in calls), step),
-        sizes=sizes(calls), memory=(),
+        fastest_s=played.makespan + float(ends.min()), idle=idle, critical=(), links=link_use((s.phases for s in sent), step),
+        sizes=sizes(calls), memory=(), traffic=over_time(sent, step) if step else (),
         mfu=sum(m for _, m in done) / plan.mesh.size / step, hfu=sum(e for e, _ in done) / len(made.table.ranks) / step,
         make_tracks=lambda: _tracks(made, stages, played, ranks, shared), stages=_rows(made, stages, played))
 
@@ -147,6 +150,42 @@ def _wire_seconds(made: Pipelined, ends: tuple[int, int], nbytes: int, cluster: 
 
 # --- what is found ---
 
+RUN_BY = {"F": (FORWARD,), "B": (BACKWARD, WEIGHT), "I": (BACKWARD,), "W": (WEIGHT,)}
+"""The windows that an action runs."""
+
+
+def _sendings(made: Pipelined, stages: Sequence[StageRun], played: Playback, cluster: Cluster) -> Iterator[Sending]:
+    """What the first rank sends: the collectives of its stages wherever their actions run, what its stages send to others, its parts of tied
+    gradients, and what is done once a step."""
+    wire, at = cluster.links_for(made.mesh)[0], played.makespan
+    for event, place, start, end in _events(played):
+        stage = stages[event.stage]
+        if place == 0:
+            yield from _windows(stage, RUN_BY[event.kind], start)
+        elif place == NOTHING and stage.rank == 0:
+            window = FORWARD if event.kind == "SEND_F" else BACKWARD
+            yield Sending(start, end, tuple(group for hop in made.cut.stages[event.stage].sends if hop.window == window
+                                            for group in phases("send_recv", wire_bytes(hop, stage.plan, "send"), wire)))
+    for part in parts(made, [s.plan for s in stages]):
+        if part.source == 0:
+            groups = phases("send_recv", part.nbytes, wire)
+            yield Sending(at, at := at + alone(groups), groups)
+    for s in made.stages_of(0):
+        yield from _windows(stages[s], (*ONCE, UPDATE), at)
+        at += stages[s].once_s
+
+
+def _events(played: Playback) -> Iterator[tuple[Action, int, float, float]]:
+    """What is played, on which rank (NOTHING: on a wire), from when to when."""
+    return zip(played.network.events, played.network.place.tolist(), played.start.tolist(), played.end.tolist(), strict=True)
+
+
+def _windows(stage: StageRun, names: Sequence[str], at: float) -> Iterator[Sending]:
+    for name in names:
+        if name in stage.windows:
+            yield from sendings(stage.windows[name], 0, at)
+            at += stage.windows[name].step_s
+
 
 def _idle(made: Pipelined, stages: Sequence[StageRun], played: Playback, ends: np.ndarray,
           shared: Sequence[float]) -> tuple[tuple[Idle, ...], float, float]:
@@ -186,8 +225,7 @@ def _tracks(made: Pipelined, stages: Sequence[StageRun], played: Playback, ranks
 
 
 def _spans(made: Pipelined, stages: Sequence[StageRun], played: Playback, rank: int, shared: float) -> Iterator[Span]:
-    events = zip(played.network.events, played.network.place.tolist(), played.start.tolist(), played.end.tolist(), strict=True)
-    for event, place, start, end in events:
+    for event, place, start, end in _events(played):
         details = {"stage": event.stage, "microbatch": event.microbatch}
         if place == rank:
             yield Span(COMPUTE, text_of(event), start, end, event.kind, details)

@@ -121,7 +121,7 @@ def program_of(graph: Graph, plan: Plan, order: Schedule, cluster: Cluster, *, e
         maker.put(made[name])
     if windows is None:
         maker.put((*_updates(graph, plan, cluster), *(_rest(graph, cluster) if executed else ())))
-    program = Program(maker.finished(), plan.mesh, cluster.overlap.interference if maker.overlaps else 0.0)
+    program = Program(maker.finished(), plan.spec_mesh, cluster.overlap.interference if maker.overlaps else 0.0)
     return host_bound(program, cluster.device.launch) if cluster.device.launch else program
 
 
@@ -158,14 +158,14 @@ def _issued(event: Event) -> Sequence[Event]:
 def update_program(graph: Graph, plan: Plan, cluster: Cluster) -> Program:
     """The optimizer's update alone."""
     works = tuple(_updates(graph, plan, cluster))
-    return Program((Stretch(works, sum(w.seconds for w in works)),) if works else (), plan.mesh)
+    return Program((Stretch(works, sum(w.seconds for w in works)),) if works else (), plan.spec_mesh)
 
 
 def _updates(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[Work]:
     """The update of every parameter that has a gradient, as it is stored."""
     optimizer = plan.settings.get("optimizer", "none")
     for op in parameter_gradients(graph):
-        name, nbytes = str(op.target.name), value_bytes(graph.meta(op.refs[0]), plan.ops[op.name].inputs[0], plan.mesh)
+        name, nbytes = str(op.target.name), value_bytes(graph.meta(op.refs[0]), plan.ops[op.name].inputs[0], plan.spec_mesh)
         seconds = (host_seconds if name in plan.offload else optimizer_seconds)(optimizer, nbytes, cluster.device)
         if seconds:
             yield Work("update", name, float(seconds), UPDATE, name.rpartition(".")[0])
@@ -205,7 +205,7 @@ class _Maker:
 
     def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, executed: bool) -> None:
         self.graph, self.plan, self.executed = graph, plan, executed
-        self.mesh = mesh = plan.mesh
+        self.mesh = mesh = plan.spec_mesh
         self.imbalance = cluster.device.imbalance
         self.view = cluster.device.own_host.view if executed and cluster.device.own_host else None
         self.prices = Prices(mesh, cluster, small_gradients(graph))

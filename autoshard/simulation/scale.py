@@ -12,7 +12,7 @@ from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Collective, Plan, StagePlan
 from autoshard.base.spec import local_shape
-from autoshard.errors import PlanError, UsageError
+from autoshard.errors import MeshError, PlanError, UsageError
 from autoshard.program.flow import casts_of_parts, rows_of
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.check_plan import check_fits
@@ -30,8 +30,9 @@ def at_scale(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
         raise PlanError("the plan is for another program: the model traces to other ops than the plan knows; plan the model again")
     bare = replace(plan, mesh=mesh, graph_hash=graph.hash, stages=(StagePlan(submesh=mesh),), objective_s=0.0, predicted={})
     try:
+        bare.spec_mesh  # noqa: B018
         check_fits(bare, graph, mesh)
-    except PlanError as e:
+    except (MeshError, PlanError) as e:
         raise UsageError(f"the plan's placements do not fit mesh {mesh}: {e}") from None
     return replace(bare, collectives=tuple(inner_collectives(bare, known)))
 
@@ -40,7 +41,7 @@ def inner_collectives(plan: Plan, graph: Graph) -> Iterator[Collective]:
     """Those inside ops, from the rows of their rules, without seconds. `graph`: with what backward recomputes."""
     of_parts = casts_of_parts(graph)
     for op in graph.of_kind("call"):
-        for axis, size in enumerate(plan.mesh.sizes):
+        for axis, size in enumerate(plan.spec_mesh.sizes):
             if size > 1:
                 yield from _inside(plan, graph, op, axis, of_parts)
 
@@ -54,7 +55,7 @@ def _inside(plan: Plan, graph: Graph, op: Op, axis: int, of_parts: frozenset[str
         i = int(inner.tensor.lstrip("inout"))
         meta = metas[i]
         assert meta is not None, f"{op.name}: a collective inside sends {inner.tensor}, which is not there"
-        local, dtype = local_shape(meta.logical_shape, specs[i], plan.mesh.sizes), inner.dtype or meta.dtype
+        local, dtype = local_shape(meta.logical_shape, specs[i], plan.spec_mesh.sizes), inner.dtype or meta.dtype
         nbytes = inner.numel(local) * dtype.itemsize
-        yield Collective(inner.kind, plan.mesh.names[axis], nbytes, 0.0, op.phase, op.name, op.name, inner.reduce_op,
+        yield Collective(inner.kind, plan.spec_mesh.names[axis], nbytes, 0.0, op.phase, op.name, op.name, inner.reduce_op,
                          str(dtype).removeprefix("torch."), False, True, op.module, op.source)

@@ -27,14 +27,15 @@ from autoshard.simulation.result import Simulation, idle_rows, stamped
 from autoshard.simulation.scale import at_scale
 from autoshard.simulation.source import traced_for
 from autoshard.simulation.trace import tracks_of
-from autoshard.simulation.traffic import link_use, over_time, sizes
+from autoshard.simulation.traffic import link_use, over_time, sendings, sizes
 
 
 def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None, example_inputs: Sequence[Any] = (),
              example_kwargs: Mapping[str, Any] | None = None, *, loss_fn: Callable[..., Any] | None = None, executed: bool = False,
              mesh: Any = None, batch: int | None = None, cluster: Cluster | str | os.PathLike[str] | None = None,
              slow_ranks: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None, shared_links: bool = False,
-             expert_load: Mapping[int, float] | None = None, jitter: float = 0.0, seed: int = 0, ranks: Sequence[int] = ()) -> Simulation:
+             expert_load: Mapping[int, float] | None = None, jitter: float = 0.0, varied: float = 0.0, seed: int = 0,
+             ranks: Sequence[int] = ()) -> Simulation:
     """The step of `plan`, event by event on all ranks: who waits for whom, what is exposed, which link is used how much.
 
     plan        a Plan or its file
@@ -47,13 +48,15 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
     slow_links  {"nvlink": share of its bandwidth that is left}; "infiniband@3": of the ranks of node 3
     shared_links  collectives that run at the same time share the links they use, max-min fair; default: each has all of them
     expert_load  {rank: tokens' rows that come to its experts, over those of an even load}; the rest of its group shares what is left
-    jitter      relative standard deviation of work, per rank and stretch between two collectives; `seed` of its random numbers
+    jitter      relative standard deviation of work, per rank and stretch between two collectives
+    varied      relative standard deviation of what ranks take for the same work, drawn once per rank: devices of one kind are not equally fast
+    seed        of the random numbers of both
     ranks       those to keep tracks of, for a trace; default: one of each class of ranks that did the same
 
     No process is started and no number computed. Raises PlanError for a plan of another model, ClusterError for a cluster that is not known or has
     too few devices, UsageError for ranks, links and nodes that are not there, for loads of experts where the plan splits none, and for a mesh that
     the placements do not divide over, and what loading and tracing the model raise."""
-    conditions = Conditions(dict(slow_ranks or {}), dict(slow_links or {}), dict(expert_load or {}), jitter, seed, shared_links)
+    conditions = Conditions(dict(slow_ranks or {}), dict(slow_links or {}), dict(expert_load or {}), jitter, seed, shared_links, varied)
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     if cluster is not None:
         other = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
@@ -81,7 +84,7 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
 
 def program_for(graph: Graph, plan: Plan, cluster: Cluster, executed: bool = False) -> Program:
     """The program of a plan without stages. `graph`: with what backward recomputes."""
-    order = schedule(graph, plan, plan.mesh, route_of(plan))
+    order = schedule(graph, plan, plan.spec_mesh, route_of(plan))
     return program_of(graph, plan, order, cluster, executed=executed)
 
 
@@ -93,4 +96,4 @@ def _result(graph: Graph, plan: Plan, cluster: Cluster, conditions: Conditions, 
         critical=shares(played, critical_path(played)), links=link_use((c.phases for c in calls), step), sizes=sizes(calls),
         memory=stamped(plan.stages[0].timeline, played), mfu=model_seconds(graph, plan, cluster.device) / n / step,
         hfu=executed_seconds(graph, plan, cluster.device) / step, make_tracks=lambda: tracks_of(played, ranks),
-        traffic=over_time(played) if step else ())
+        traffic=over_time(sendings(played), step) if step else ())

@@ -1,8 +1,8 @@
 """What goes over the links: bytes and utilisation per level, in a step and over its time, and the distribution of the sizes of transfers."""
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,8 @@ from autoshard.simulation.replay import Replay
 PARTS = 240
 """Equal parts of a step over which traffic is added up."""
 EDGES = np.linspace(0.0, 1.0, PARTS + 1)
+AT_ONCE = 4096
+"""Transfers that are spread in one go."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +61,45 @@ def link_use(collectives: Iterable[Phases], step_s: float) -> tuple[LinkUse, ...
     return tuple(LinkUse(link, sent[link], busy[link], busy[link] / step_s if step_s else 0.0) for link in sent)
 
 
-def over_time(played: Replay, rank: int = 0) -> tuple[LinkTime, ...]:
-    """Of a rank, the bytes of every collective spread evenly over the time of their phases."""
-    step = played.step_s
-    found: dict[str, np.ndarray] = {}
-    for at, running in played.calls.items():
-        call = played.program.events[at]
+@dataclass(frozen=True)
+class Sending:
+    """A rank sends: from `begin` to `end` seconds after the step began, the phases of a collective or of a message one after the other."""
+
+    begin: float
+    end: float
+    phases: Phases
+
+
+def sendings(played: Replay, rank: int = 0, at: float = 0.0) -> Iterator[Sending]:
+    """The collectives of a rank in a program that begins at `at`."""
+    for number, running in played.calls.items():
+        call = played.program.events[number]
         assert isinstance(call, Call), "calls are calls"
         begin, end = (float(np.broadcast_to(t, played.finish.shape).flat[rank]) for t in (running.start, running.end))
-        total = alone(call.phases)
-        for group in call.phases:
-            until = begin + (end - begin) * (alone((group,)) / total if total else 0.0)
-            share = _shares(begin / step, until / step)
+        yield Sending(at + begin, at + end, call.phases)
+
+
+def over_time(sent: Iterable[Sending], step_s: float) -> tuple[LinkTime, ...]:
+    """What a rank sends in a step of `step_s`, every phase spread evenly over its time."""
+    rows: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)  # begin, end, bytes, seconds
+    for s in sent:
+        begin, total = s.begin, alone(s.phases)
+        for group in s.phases:
+            until = begin + (s.end - s.begin) * (alone((group,)) / total if total else 0.0)
             for phase in group:
-                found.setdefault(phase.link, np.zeros((2, PARTS)))[:] += np.outer((phase.wire, phase.wire / phase.rate), share)
-            begin, total = until, total - alone((group,))
-    return tuple(LinkTime(link, step / PARTS, tuple(sent.tolist()), tuple((busy / (step / PARTS)).tolist())) for link, (sent, busy) in found.items())
+                rows[phase.link].append((begin, until, phase.wire, phase.wire / phase.rate))
+            begin = until
+    return tuple(_spread(link, np.array(of), step_s) for link, of in rows.items())
 
 
-def _shares(begin: float, end: float) -> np.ndarray:
-    """Of something from `begin` to `end` (0 to 1), the share in each part; all of it in one where it takes no time."""
-    if end <= begin:
-        return np.eye(PARTS)[min(int(begin * PARTS), PARTS - 1)]
-    return np.diff(np.clip(EDGES, begin, end)) / (end - begin)
+def _spread(link: str, rows: np.ndarray, step_s: float) -> LinkTime:
+    part, sums = step_s / PARTS, np.zeros((2, PARTS))
+    for some in np.array_split(rows, len(rows) // AT_ONCE + 1):
+        begin, end = some[:, :1] / step_s, some[:, 1:2] / step_s
+        begin = np.minimum(begin, np.where(end > begin, 1.0, EDGES[-2]))  # what takes no time at the very end is in the last part
+        done = np.clip((EDGES - begin) / np.maximum(end - begin, np.finfo(float).tiny), 0.0, 1.0)
+        sums += some[:, 2:].T @ np.diff(done, axis=1)
+    return LinkTime(link, part, tuple(sums[0].tolist()), tuple((sums[1] / part).tolist()))
 
 
 def sizes(calls: Iterable[Call]) -> tuple[Size, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.base.graph import Call, Graph, Op, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
-from autoshard.base.spec import INNER, PSUM, R, Spec, format_spec, is_inner, nestings, stores
+from autoshard.base.spec import INNER, PSUM, R, Spec, format_spec, is_inner, may_be_stored, nestings, stores
 from autoshard.errors import SeedError
 from autoshard.program.flow import casts_of_parts, laid_as_stored, rows_of
 from autoshard.program.output_modes import REPLICATE, modes_of
@@ -153,10 +153,10 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
     else:
         meta = _placed(op, graph)
         if seed is not None:
-            specs: Sequence[Spec] = sorted(s for s in seed if stores(meta, s, mesh.sizes))
+            specs: Sequence[Spec] = sorted(s for s in seed if may_be_stored(meta, s, mesh))
         else:
             specs = [(R,) * mesh.ndim] if fixed else storage_specs(meta, mesh)
-            specs += [n for s in specs for n in nestings(s, mesh.sizes)] if op.name in stored else []
+            specs += [mesh.as_parts(n) for s in specs for n in nestings(mesh.as_whole(s), mesh.whole.sizes)] if op.name in stored else []
         if _is_result(op) and not op.is_port:  # the user counts dims of the tensor
             specs = [s for s in specs if meta.on_tensor_dims(s) is not None]
         found = _placeholder_set(op, meta, specs, mesh)
@@ -168,9 +168,9 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
 
 
 def storage_specs(meta: TensorMeta, mesh: Mesh) -> list[Spec]:
-    """Every way to store a tensor without Partial, evenly divided, as DTensor would lay it. All-Replicate first."""
-    choices = (R, *(d for d in range(meta.ndim) if d not in meta.part_dims))
-    return [s for s in product(choices, repeat=mesh.ndim) if stores(meta, s, mesh.sizes)]
+    """Every way to store a tensor without Partial, evenly divided, as DTensor would lay it on the user's mesh. All-Replicate first."""
+    choices, whole = (R, *(d for d in range(meta.ndim) if d not in meta.part_dims)), mesh.whole
+    return [mesh.as_parts(s) for s in product(choices, repeat=whole.ndim) if stores(meta, s, whole.sizes)]
 
 
 def _placeholder_set(op: Op, meta: TensorMeta, specs: Sequence[Spec], mesh: Mesh) -> StrategySet:

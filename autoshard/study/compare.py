@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.base import quantities
+from autoshard.base.fine_mesh import NEVER
 from autoshard.base.mesh import Mesh
 from autoshard.base.notebook import grid
 from autoshard.base.plan import LATE_REDUCTION, Plan
@@ -25,6 +26,7 @@ from autoshard.decide.walks.schemes import Scheme, batch_size, schemes
 from autoshard.errors import InfeasibleError, SeedError
 from autoshard.formulate.problem_of import Formulation
 from autoshard.planner.one_stage import decide, prices
+from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.seeds.from_transformers import HandPlan
@@ -112,7 +114,8 @@ def comparison(traced: Traced, mesh: Mesh, options: Options, *, model: Mapping[s
     formulation = formulate_within(table, options.memory_limit(table.cluster))
     theirs = formulation if free is table else formulate_within(free, formulation.budget.limit)
     write = _Writer(options, has_loss, model or {})
-    chosen = _chosen(table, formulation, write, clock)
+    chosen = _chosen(table, formulation, write, clock) if options.refine_axes == NEVER else _chosen_of(
+        lambda: plan_traced(traced, mesh, options, clock=clock, has_loss=has_loss, model_info=model))
     clock.say("baselines")
     rows = (chosen, write.propagated(formulation), *write.baselines(theirs),
             *(write.own_plan(name, plan, traced, mesh, formulation.budget.limit) for name, plan in (own or {}).items()))
@@ -133,9 +136,13 @@ def file_name(name: str) -> str:
 
 
 def _chosen(table: CostTable, formulation: Formulation, write: "_Writer", clock: PhaseTimer) -> Contender:
+    program = with_starts(formulation, write.options.settings(table.graph.training, write.has_loss))
+    return _chosen_of(lambda: decide(table, write.options, clock=clock, has_loss=write.has_loss, model_info=write.model, program=program))
+
+
+def _chosen_of(search: Callable[[], Plan]) -> Contender:
     try:
-        program = with_starts(formulation, write.options.settings(table.graph.training, write.has_loss))
-        plan = decide(table, write.options, clock=clock, has_loss=write.has_loss, model_info=write.model, program=program)
+        plan = search()
     except InfeasibleError as e:
         return Contender(CHOSEN, "", None, False, str(e))
     return Contender(CHOSEN, "", plan, True, plan.status)

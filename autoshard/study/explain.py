@@ -255,8 +255,8 @@ def chosen_by(plan: Plan, table: CostTable) -> Chosen:
     """The choice a plan made, on the tables of its model, recomputed ops included. Raises PlanError where the plan
     is of another program."""
     graph = table.graph
-    if plan.graph_hash != graph.hash or plan.mesh != table.mesh:
-        raise PlanError(f"the plan is for another program (graph {plan.graph_hash} on {plan.mesh}, the model as it is now gives "
+    if plan.graph_hash != graph.hash or plan.spec_mesh != table.mesh:
+        raise PlanError(f"the plan is for another program (graph {plan.graph_hash} on {plan.spec_mesh}, the model as it is now gives "
                         f"{graph.hash} on {table.mesh}); plan the model again")
     if plan.recompute:
         table = program_with(table, frozenset(plan.recompute))

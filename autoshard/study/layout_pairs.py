@@ -80,9 +80,10 @@ def _read(text: str, table: CostTable, value: Ref, origin: str) -> Nested:
     """The layout that a text says. Axes of one dim may come in any order: they are checked as if in mesh order."""
     meta, mesh = table.graph.meta(value), table.mesh
     entries = seed_text(text).split(",")
-    known = [[a for a in e.strip("()").split("*") if a in mesh.names] for e in entries]
-    ordered = [("*".join(sorted(axes, key=mesh.index)) if axes and len(axes) == len(e.strip("()").split("*")) else e)
-               for e, axes in zip(entries, known, strict=True)]
+    named = [e.strip("()").split("*") for e in entries]
+    known = [[a for name in names if name in mesh.words for a in mesh.named(name)] for names in named]
+    ordered = [("*".join(mesh.names[a] for a in sorted(axes)) if axes and all(name in mesh.words for name in names) else e)
+               for e, names, axes in zip(entries, named, known, strict=True)]
     allowed = specs_of(",".join(ordered), meta, mesh, origin)
     if len(allowed) != 1:
         why = "splits it unevenly" if not allowed else "is open; say of every dim which axes split it"
@@ -92,7 +93,7 @@ def _read(text: str, table: CostTable, value: Ref, origin: str) -> Nested:
     if len(entries) == len(meta.shape) and not any(mesh.sizes[a] == 1 for a in range(mesh.ndim)):
         for d, axes in enumerate(known):
             if len(axes) > 1:
-                found[meta.split_dim(d)] = [mesh.index(a) for a in axes]
+                found[meta.split_dim(d)] = axes
     return tuple(map(tuple, found))
 
 
@@ -106,7 +107,7 @@ def _spec(layout: Nested, mesh: Mesh, stored: bool) -> Spec | None:
 
 
 def _text(layout: Nested, mesh: Mesh) -> str:
-    return str(ShardingSpec(tuple(tuple(mesh.names[a] for a in axes) for axes in layout)))
+    return str(ShardingSpec(tuple(map(mesh.shown, layout))))
 
 
 def _cheapest(prices: Redistribution, shape: tuple[int, ...], dtype: torch.dtype, source: Nested,

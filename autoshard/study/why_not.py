@@ -11,6 +11,7 @@ from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import Interrupted, SeedError
+from autoshard.planner.finer import plan_and_prices
 from autoshard.planner.one_stage import decide, prices
 from autoshard.program.calling import Traced
 from autoshard.seeds.grammar import Seed, seed_text
@@ -31,16 +32,15 @@ def why_not(traced: Traced, mesh: Mesh, options: Options, name: str, layout: str
     Raises UsageError for a name nobody has, SeedError for a layout that is impossible, InfeasibleError where nothing fits, Interrupted
     on Ctrl-C in the first of the two searches."""
     clock = PhaseTimer(progress)
-    table = prices(traced, mesh, options, clock=clock)
-    key = seed_key(table.graph, name)
-    others, seed = released(table.graph, options.seeds, key)
+    key = seed_key(traced.graph, name)
+    others, seed = released(traced.graph, options.seeds, key)
     same = bool(seed) and seed_text(layout) == seed
     forced = replace(options, seeds=others if same else {**others, key: Seed(layout, "--why-not")})
-    before = plan or decide(table, options, clock=clock, has_loss=has_loss)
+    before, _ = plan_and_prices(traced, mesh, options, plan, clock=clock, has_loss=has_loss)
     if before.interrupted and before is not plan:
         raise Interrupted(f"interrupted in the first of two searches: {before.objective_s:.4g} s a step so far, gap {before.gap:.2%}; "
                           "there is nothing yet to compare it with")
-    after = decide(prices(traced, mesh, forced, clock=clock), forced, clock=clock, has_loss=has_loss,
+    after = decide(prices(traced, before.spec_mesh, forced, clock=clock), forced, clock=clock, has_loss=has_loss,
                        model_info=before.model)
     return WhyNot(key, layout, before.objective_s, after.objective_s, diff(before, after), (before.status, after.status), seed)
 

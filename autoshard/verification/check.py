@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.base.fine_mesh import NEVER
 from autoshard.base.mesh import Mesh, mesh_of
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
@@ -19,6 +20,7 @@ from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.pipeline.pipelined import submesh
+from autoshard.planner.finer import finer_meshes
 from autoshard.planner.one_stage import prices
 from autoshard.verification.models.copies import default_dtype
 from autoshard.verification.models.subject import Call, Subject, subject_of
@@ -36,7 +38,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
            plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
            tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
            memory_budget: str | float | None = None, inputs: str = "global", outputs: str = "auto", fallback: str = "error",
-           expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", time_limit: float = 60.0,
+           expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", refine_axes: str = NEVER, time_limit: float = 60.0,
            precision: Precision | None = None, pipeline: Pipeline | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
            progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:
     """Run plans of `model` with real numbers, all ranks in this process, and compare with the model itself: user outputs,
@@ -56,6 +58,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     tolerance    largest error of a tensor over its norm (or, for gradients, over 1e-6 of the norm of all of them); by default
                  1e-9 in float64, and where the program has less precise floats, the rounding measured (see verify/run.py)
     seeds, cluster, memory_budget, fallback, expert_capacity, pad, time_limit   as for `autoshard.plan`
+    refine_axes  plans are made on the mesh with these parts of axes, whether they are cheaper there or not; of "auto" the first that are tried
     inputs       "local": plans are made for inputs that come in split along dim 0 over the first mesh axis
     outputs      as for `autoshard.plan`; numbers are compared whole in any case
     elsewhere    what runs the plans instead (real processes); the program in this process then only finds a wrong op
@@ -104,7 +107,7 @@ def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Me
         yield from pipeline_plans(subject.traced, mesh, options, names, inputs, subject.call.loss_fn is not None)
         return
     progress("costs", "")
-    table = prices(subject.traced, mesh, options)
+    table = prices(subject.traced, next(iter(finer_meshes(subject.traced.graph, mesh, options.refine_axes)), mesh), options)
     plans = Plans(table, options, subject.call.loss_fn is not None)
     for name in names:
         progress("plan", name)

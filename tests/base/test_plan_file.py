@@ -58,7 +58,7 @@ def test_a_plan_of_format_1_is_one_stage():
     assert plan.memory == stage.memory == old["memory"] and stage.windows == {}, "format 1 does not say how long windows take"
     assert [vars(a) for a in stage.largest] == old["largest"] and len(stage.timeline) == len(old["timeline"]) > 10
     assert plan.ops["mm_0"].inputs == ((-1,), (-1,)) and len(plan.ops) == len(old["ops"])
-    kept = {f.name for f in fields(Plan)} - {"stages", "pipeline", "shapes", "worth", "format", "timings", "ops", "collectives", "copies"}
+    kept = {f.name for f in fields(Plan)} - {"stages", "pipeline", "shapes", "worth", "finer", "format", "timings", "ops", "collectives", "copies"}
     assert {k: json.loads(plan.to_json())[k] for k in kept} == {k: old[k] for k in kept}
     assert Plan.from_json(plan.to_json()) == plan, "and it is written as any other"
     assert diff(plan, plan).equal and len(list(parts(plan))) >= 6, "it is shown as any other"

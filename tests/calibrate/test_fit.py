@@ -13,19 +13,21 @@ from rich.console import Console
 from autoshard import collectives
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.fit import errors, fit, monotone
-from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Stopwatch, Work, op_work, time_rounds, trimmed_mean
+from autoshard.calibrate.measure import HELD_SIZES, MIN_ROUNDS, SIZES, Rounds, Stopwatch, Work, op_work, time_rounds, trimmed_mean
 from autoshard.calibrate.overlap import Timing, fitted
 from autoshard.calibrate.page import FOOT, HEIGHT, LEFT, WIDTH, chart, page
 from autoshard.calibrate.report import contradictions, label, show, warnings
 from autoshard.calibrate.run import Calibration
 from autoshard.calibrate.sample import Machine, Sample
+from autoshard.calibrate.step import between
 from autoshard.calibrate.toml import profile_text
 from autoshard.collectives import KINDS
 from autoshard.cost.cluster import AxisLink, Overlap, OwnHost, load_cluster
 from autoshard.cost.compute import op_seconds
-from autoshard.errors import UsageError
+from autoshard.errors import ClusterError, UsageError
 from autoshard.rules.family import Family
 from autoshard.runtime.ranks.place import locate
+from autoshard.simulation.clocked import Moment
 
 TRUTH = load_cluster("cpu-gloo")
 MACHINE = Machine("mine", "a made-up core", "gloo", 2, 8e9, ("loopback",), (2,), "2026-01-01")
@@ -99,6 +101,26 @@ def test_two_group_sizes_give_the_latency():
     assert fit(replace(MACHINE, ranks=4), [*small, *large, *ops], OVERLAP).links[0].latency == pytest.approx(link.latency)
 
 
+def test_bytes_of_convolutions_count_as_many_flop_as_they_take(tmp_path):
+    """Seconds of a device that takes as long for a byte as for 40 FLOP; over FLOP alone the deep small images would be three times as dear as others."""
+    def convolved(flop, moved, held=False):
+        return Sample("op", "aten::convolution", flop, (flop + 40 * moved) / 1e11, held, Family.CONV, "float32", moved=moved)
+
+    shapes = [(1e6, 4e4), (4e7, 8e5), (4e7, 2.5e6), (8e7, 7e5), (3e8, 9.6e6), (5e8, 3.2e6), (2e9, 7e6)]
+    given = [s for s in samples() if s.family is not Family.CONV] + [convolved(*shape) for shape in shapes]
+    cluster = fit(MACHINE, given, OVERLAP)
+    assert cluster.device.byte_flop == {"aten::convolution/float32": 40.0, "conv/float32": 40.0}
+    held = convolved(3e7, 2e6, True)
+    assert errors(cluster, [held])[0].error == pytest.approx(0.0, abs=0.02)
+    plain = replace(cluster, device=replace(cluster.device, byte_flop={}))
+    assert errors(plain, [held])[0].error < -0.2
+    (tmp_path / "mine.toml").write_text(profile_text(cluster, "made up"))
+    assert load_cluster(tmp_path / "mine.toml").device.byte_flop == cluster.device.byte_flop
+    (tmp_path / "mine.toml").write_text(profile_text(replace(cluster, device=replace(cluster.device, byte_flop={"aten::nothing": 1.0})), "made up"))
+    with pytest.raises(ClusterError, match="device.byte_flop.aten::nothing"):
+        load_cluster(tmp_path / "mine.toml")
+
+
 def test_one_process_has_no_links_to_measure():
     given = [s for s in samples() if s.kind != "collective"]
     cluster = fit(replace(MACHINE, ranks=1, links=("loopback",)), given, Overlap(0.0, 1.0))
@@ -157,6 +179,31 @@ def test_rounds_come_from_the_clock():
 def test_seconds_are_a_mean_without_the_extreme_rounds():
     table = np.array([[1.0] * 10 + [2.0, 100.0], [3.0] * 12]).T
     assert trimmed_mean(table) == pytest.approx([1.1, 3.0])
+
+
+def test_rounds_may_be_taken_between_other_things():
+    """Samples are of all rounds so far, whenever they were taken."""
+    ticks = iter(x for i in range(100) for x in (float(i), i + 1e-3 * (i + 1)))
+    work = [Work(Sample("optimizer", "adamw", 1.0, 0.0, False), lambda: None, False)]
+    rounds = Rounds(work, Stopwatch(locate("one=1"), lambda: next(ticks)))
+    rounds.go()
+    first = rounds.samples()[0].seconds
+    rounds.run(0.0, lambda *a: None)
+    assert first == pytest.approx(2e-3), "the first look warms up"
+    assert len(rounds.table) == 1 + MIN_ROUNDS and rounds.samples()[0].seconds == pytest.approx(1e-3 * (2 + 3 + 4 + 5) / 4)
+
+
+def test_what_is_left_of_a_step_are_the_gaps_between_its_calls():
+    moments = [Moment("a", 1.0, 3.0), Moment("b", 3.5, 4.0), Moment("c", 4.0, 9.0)]
+    assert between(moments, 0.25, 10.0) == [0.75, 0.5, 0.0, 1.0]
+    assert between([], 1.0, 3.0) == [2.0]
+
+
+def test_a_pause_in_one_gap_of_one_step_is_left_out():
+    """20 steps of three gaps; each of three steps was held up once, for much longer than a step takes."""
+    table = np.tile([1.0, 2.0, 3.0], (20, 1))
+    table[4, 0] = table[9, 1] = table[13, 2] = 1000.0
+    assert trimmed_mean(table).sum() == pytest.approx(6.0)
 
 
 def test_parts_share_the_time():

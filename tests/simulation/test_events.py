@@ -63,7 +63,7 @@ def test_interference_jitter_hosts_and_slow_links_are_those_of_replay() -> None:
     for _ in range(30):
         mesh = rng.choice(MESHES)
         program = apart(random_program(rng, mesh, 20, 0.3))
-        conditions = replace(slow(rng, mesh), jitter=rng.choice([0.0, 0.1]))
+        conditions = replace(slow(rng, mesh), jitter=rng.choice([0.0, 0.1]), varied=rng.choice([0.0, 0.1]))
         same(play_events(program, CLUSTER, conditions), replay(program, CLUSTER, conditions))
         bound = host_bound(program, rng.random())
         same(play_events(bound, CLUSTER, conditions), replay(bound, CLUSTER, conditions))

@@ -228,6 +228,21 @@ def test_jitter_at_a_barrier_is_the_mean_of_maxima() -> None:
     assert replay(program, CLUSTER, Conditions(jitter=0.1, seed=4)).step_s == played.step_s != replay(program, CLUSTER, Conditions(jitter=0.1)).step_s
 
 
+def test_of_devices_that_differ_all_wait_for_the_slowest() -> None:
+    """A rank's speed is one number for all its work, beside the jitter's draws: with a barrier after every stretch the step is the largest factor times
+    the work, and the mean over draws is that of the largest of n numbers."""
+    mesh, layers = Mesh(("a",), (64,)), 20
+    program = Program(tuple(e for i in range(layers) for e in (stretch(1.0), call(mesh, (0,), 1e-9, "s"), Wait(3 * i + 1))), mesh)
+    factors = Conditions(varied=0.1, seed=4).work(mesh)
+    assert replay(program, CLUSTER, Conditions(varied=0.1, seed=4)).step_s == pytest.approx(layers * factors.max(), abs=1e-6)
+    assert Conditions({9: 2.0}, varied=0.1, seed=4).work(mesh)[9] == 2 * factors[9]
+    assert replay(program, CLUSTER, Conditions(varied=0.1, jitter=0.1, seed=4)).step_s > replay(program, CLUSTER, Conditions(jitter=0.1, seed=4)).step_s
+    drawn = np.array([Conditions(varied=0.1, seed=seed).work(mesh) for seed in range(400)])
+    assert drawn.mean() == pytest.approx(1.0, abs=0.002) and drawn.std() == pytest.approx(0.1, rel=0.02)
+    largest = np.exp(np.random.default_rng(1).standard_normal((20000, 64)) * np.sqrt(np.log(1.01)) - np.log(1.01) / 2).max(axis=1)
+    assert drawn.max(axis=1).mean() == pytest.approx(largest.mean(), abs=4 * largest.std() / 20)
+
+
 def test_ranks_that_do_the_same_are_alike() -> None:
     mesh = Mesh(("a", "b"), (4, 8))
     program = random_program(random.Random(1), mesh, 40, 0.2)
@@ -248,6 +263,7 @@ def test_ranks_that_do_the_same_are_alike() -> None:
     ({"slow_links": {"nvlink@x": 0.5}}, "after @ comes the number of a node, as in nvlink@3"),
     ({"slow_links": {"nvlink@1": 0.5}}, "there is no node 1; the 6 ranks of mesh a=2,b=3 fill nodes 0 to 0"),
     ({"jitter": -0.1}, "jitter -0.1: give the relative standard deviation"),
+    ({"varied": float("nan")}, "varied nan: give the relative standard deviation of the ranks' speeds"),
 ])
 def test_conditions_that_cannot_be(conditions: dict, words: str) -> None:
     with pytest.raises(UsageError) as e:

@@ -210,6 +210,8 @@ def test_the_command_says_where_time_goes(file: Path, run) -> None:
     assert data["conditions"] == ["nvlink has 50 % of its bandwidth", "work varies by 5 % per rank and stretch, seed 3"]
     again = run("simulate", file, "--json", "-q", "--slow-link", "nvlink=0.5", "--jitter", "0.05", "--seed", "3")[1]
     assert again == out, "equal seeds, equal bytes"
+    varied = json.loads(run("simulate", file, "--json", "-q", "--varied", "0.02", "--seed", "3")[1])
+    assert varied["conditions"] == ["ranks differ in speed by 2 %, seed 3"] and varied["step_s"] != autoshard.simulate(file).step_s
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -224,6 +226,7 @@ def test_the_command_says_where_time_goes(file: Path, run) -> None:
     (["--mesh", "dp=4"], "the plan has the axes dp, tp"),
     (["--batch", "0"], "--batch is 0"),
     (["--jitter", "-1"], "jitter -1"),
+    (["--varied", "-1"], "varied -1"),
     (["--cluster", "h100-dgxx"], "h100-dgx"),
     (["--cluster", "/nowhere/my.toml"], "/nowhere/my.toml"),
     (["--cluster", "h100-dgx", "--slow-link", "loopback=0.5"], "has no link 'loopback'"),

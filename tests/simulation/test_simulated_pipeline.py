@@ -11,7 +11,10 @@ import autoshard
 from autoshard import Pipeline
 from autoshard.base.plan import Plan
 from autoshard.errors import UsageError
+from autoshard.pipeline.exchange import Part, parts
+from autoshard.pipeline.pipelined import pipelined_as, stage_plan
 from autoshard.simulation.result import Simulation
+from autoshard.simulation.source import traced_for
 from autoshard.simulation.trace import trace_events
 
 
@@ -26,6 +29,12 @@ def planned(schedule: str, mesh: str = "pp=2,dp=2") -> Plan:
     model, inputs, loss = gpt()
     return autoshard.plan(model, mesh, inputs, loss_fn=loss, cluster="cpu-gloo",
                           pipeline=Pipeline(microbatches=4, cuts=("h.1",), schedule=schedule))
+
+
+def tied_parts(plan: Plan) -> list[Part]:
+    model, inputs, loss = gpt()
+    made = pipelined_as(traced_for(plan, model, inputs, {}, loss).graph, plan)
+    return list(parts(made, [stage_plan(plan, made, s) for s in range(made.table.stages)]))
 
 
 def simulated(plan: Plan, **conditions) -> Simulation:
@@ -72,3 +81,27 @@ def test_the_trace_has_every_action_once() -> None:
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["pid"] == pid and e["tid"] == 0)
         assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:]))
     assert {t.rank for t in simulated(plan, ranks=[3]).tracks} == {3}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+def test_links_over_time_add_up_to_what_the_first_rank_sends(schedule: str) -> None:
+    """Its collectives, once per micro-batch, and its activations on their way to the next stage."""
+    found = simulated(planned(schedule))
+    over_time = {t.link: t for t in found.traffic}
+    assert over_time.keys() == {use.link for use in found.links} and over_time
+    for use in found.links:
+        time = over_time[use.link]
+        assert sum(time.nbytes) == pytest.approx(use.nbytes, rel=1e-9) and use.nbytes > 0
+        assert sum(time.utilisation) * time.part_s == pytest.approx(use.busy_s, rel=1e-9)
+        assert len(time.nbytes) * time.part_s == pytest.approx(found.step_s)
+
+
+def test_without_collectives_the_links_carry_what_the_plan_sends() -> None:
+    """One rank per stage: the first one sends its activations and its part of tied gradients, and nothing at other times."""
+    plan = planned("1f1b", "pp=2")
+    found = simulated(plan)
+    assert not found.sizes, "no collectives"
+    sent = 4 * sum(t["nbytes"] for t in plan.pipeline["transfers"] if t["from"] == 0 and t["window"] == "forward")
+    tied = sum(sum(t.nbytes) for t in found.traffic) - sent
+    assert sent > 0 and tied == pytest.approx(sum(p.nbytes for p in tied_parts(plan) if p.source == 0))
+    assert min(found.traffic[0].nbytes) == 0.0

@@ -12,13 +12,14 @@ from autoshard.experts.ops import EXPERTS
 def expert_notes(graph: Graph, plan: Plan) -> tuple[str, ...]:
     """A line per number of experts and mesh axis over which they cannot be spread: what the plan does there instead."""
     found: dict[tuple[int, int, str], list[str]] = {}
+    mesh = plan.spec_mesh
     for op in graph.of_kind("call"):
         if op.target is EXPERTS:
             x, _, _, up, _ = plan.ops[op.name].inputs
             experts = graph.calls[op.name].tensor("up").shape[0]
-            for axis in _too_many(plan.mesh, experts):
+            for axis in _too_many(mesh, experts):
                 found.setdefault((experts, axis, _way(x[axis], up[axis])), []).append(op.module or op.name)
-    return tuple(f"{n} experts cannot be spread evenly over the {plan.mesh.sizes[axis]} ranks of mesh axis {plan.mesh.names[axis]!r}, so no tokens "
+    return tuple(f"{n} experts cannot be spread evenly over the {mesh.sizes[axis]} ranks of mesh axis {mesh.names[axis]!r}, so no tokens "
                  f"travel there: {way} ({names[0]}{more(names)}); an axis whose size divides {n} lets them travel"
                  for (n, axis, way), names in found.items())
 

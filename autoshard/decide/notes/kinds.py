@@ -38,18 +38,19 @@ class Axis:
 
 def kind_of(plan: Plan) -> str:
     """The sentence."""
-    axes = [axis_of(plan, a) for a, size in enumerate(plan.mesh.sizes) if size > 1]
+    mesh = plan.spec_mesh
+    axes = {a: axis_of(plan, a) for a, size in enumerate(mesh.sizes) if size > 1}
     if not axes:
         return "one rank does everything"
-    if not any(a.works or a.gathered > 0 for a in axes):
+    if not any(a.works or a.gathered > 0 for a in axes.values()):
         return f"nothing is split: {plan.mesh.size} ranks do the work of one"
-    said: dict[str, list[str]] = {}
-    for axis in axes:
+    said: dict[str, list[int]] = {}
+    for a, axis in axes.items():
         for words in _words(axis, plan):
-            said.setdefault(words, []).append(axis.name)
-    idle = [a for a in axes if not (a.works or a.gathered > 0)]
+            said.setdefault(words, []).append(a)
+    idle = [a for a in axes.values() if not (a.works or a.gathered > 0)]
     tail = [f"nothing is split over {a.name}: its {a.ranks} ranks do the work of one" for a in idle]
-    return "; ".join([words.format("*".join(names)) for words, names in sorted(said.items(), key=lambda s: _order(s[0]))] + tail)
+    return "; ".join([words.format("*".join(mesh.shown(over))) for words, over in sorted(said.items(), key=lambda s: _order(s[0]))] + tail)
 
 
 def axis_of(plan: Plan, a: int) -> Axis:
@@ -63,7 +64,7 @@ def axis_of(plan: Plan, a: int) -> Axis:
     inside = [w for w in split if w not in gathered]
     values = [x for x in plan.layouts if x.kind == "activation" and x.shape]
     wide = [x for x in values if len(x.shape) == 3]
-    return Axis(plan.mesh.names[a], plan.mesh.sizes[a], _part(values, a, 0), _part(wide, a, 1), sum(map(_elements, gathered)) / total,
+    return Axis(plan.spec_mesh.names[a], plan.spec_mesh.sizes[a], _part(values, a, 0), _part(wide, a, 1), sum(map(_elements, gathered)) / total,
                 sum(_elements(w) for w in gathered if _is_in(w, backward)) / total, sum(map(_elements, inside)) / total,
                 tuple(_dims(plan, a, inside)), any(spec[a] != R for spec in _work(plan)))
 
@@ -113,7 +114,7 @@ def _part(values: Sequence[PlacedTensor], a: int, dim: int) -> float:
 def _gathers(plan: Plan, a: int, windows: Sequence[str]) -> frozenset[str]:
     """Names and modules of the weights that are gathered over the axis in some windows. A weight that is cast first is known by its reader's
     module alone."""
-    calls = [c for c in plan.collectives if c.kind == "all_gather" and c.hideable and c.phase in windows and a in plan.mesh.axes(c.axis)]
+    calls = [c for c in plan.collectives if c.kind == "all_gather" and c.hideable and c.phase in windows and a in plan.spec_mesh.axes(c.axis)]
     names = (c.value.replace("held:", "param:") if c.value.startswith("held:") else c.value for c in calls)
     return frozenset(name if name.startswith("param:") else f"module {c.module}" for name, c in zip(names, calls, strict=True))
 

@@ -19,7 +19,7 @@ def output_notes(graph: Graph, plan: Plan) -> tuple[str, ...]:
         what = f"output:{name} ({' x '.join(map(str, meta.shape))})"
         seconds = sum(c.seconds for c in plan.collectives if c.op == op.name and not c.inner)
         if modes[name] == DTENSOR and any(map(is_shard, spec)):
-            lines.append(f"{what} stays split, {ShardingSpec.from_spec(spec, meta.ndim, plan.mesh)}: it stands beside the loss that is trained, "
+            lines.append(f"{what} stays split, {ShardingSpec.from_spec(spec, meta.ndim, plan.spec_mesh)}: it stands beside the loss that is trained, "
                          "so it is handed out as a DTensor, and full_tensor(), called on every rank, gathers it; outputs='replicate' gathers it "
                          "at every step")
         elif modes[name] == REPLICATE and meta.nbytes >= LARGE:

@@ -17,16 +17,16 @@ from autoshard.base.windows import WEIGHTS, join_of
 def layouts(graph: Graph, ops: Mapping[str, OpPlan], placements: Mapping[str, Spec]) -> tuple[PlacedTensor, ...]:
     """Inputs, stored tensors, activations and outputs, each in execution order.
 
-    `ops` are the chosen specs per op, `placements` those of parameters and buffers."""
-    rows = [*_inputs(graph, ops), *_stored(graph, placements), *_activations(graph, ops), *_outputs(graph, ops)]
+    `ops` are the chosen specs per op, `placements` has the parameters and buffers that are shown."""
+    rows = [*_inputs(graph, ops), *_stored(graph, ops, placements), *_activations(graph, ops), *_outputs(graph, ops)]
     return tuple(rows)
 
 
-def _stored(graph: Graph, placements: Mapping[str, Spec]) -> Iterator[PlacedTensor]:
+def _stored(graph: Graph, ops: Mapping[str, OpPlan], placements: Mapping[str, Spec]) -> Iterator[PlacedTensor]:
     for op in graph.of_kind("param", "buffer"):
         if op.target in placements:
             kind = "weight" if op.kind == "param" else "buffer"
-            yield _layout(graph, kind, op.target, op.target.rpartition(".")[0], Ref(op.name), placements[op.target])
+            yield _layout(graph, kind, op.target, op.target.rpartition(".")[0], Ref(op.name), ops[op.name].outputs[0])
 
 
 def _inputs(graph: Graph, ops: Mapping[str, OpPlan]) -> Iterator[PlacedTensor]:

@@ -45,7 +45,7 @@ def lifted(formulation: Formulation, plan: Plan) -> np.ndarray | None:
     """`plan` as a choice of `formulation`. What it recomputes is kept here. None where it is a plan of another program, where its mesh
     is no coarser one, and where an op or a decision unit has no such strategy: a plan that was refined op by op is none over units."""
     table = formulation.table
-    parts = parts_of(plan.mesh, table.mesh)
+    parts = parts_of(plan.spec_mesh, table.mesh)
     if parts is None or plan.graph_hash != table.graph.hash:
         return None
     finder = _Finder(table, plan, parts)

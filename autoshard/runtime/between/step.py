@@ -58,7 +58,7 @@ class Between(Step):
 
     @cached_property
     def lowered(self) -> Lowered:  # type: ignore[override]
-        mesh = self.place.mesh
+        mesh = self.within.mesh
         return lower(self.graph, self.plan, mesh, schedule(self.graph, self.plan, mesh, route_of(self.plan)))
 
     def _made(self, stored: Stored, backend: Backend) -> Step:

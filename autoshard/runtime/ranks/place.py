@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -33,7 +33,7 @@ NOT_FOR_GPUS = ("", "gloo")
 class Place:
     """`device_mesh` is None on a mesh of size 1 without a process group; parameters are plain tensors there. `groups`: names of
     process groups by mesh axis; axes that programs take as one join them, see `group`. `join_timeout`: seconds to wait for ranks
-    that have not come here."""
+    that have not come here. `carried`: what carries collectives, by name of the group, see `carriers`."""
 
     mesh: Mesh
     device_mesh: DeviceMesh | None
@@ -41,6 +41,7 @@ class Place:
     groups: dict[str, str]
     device: torch.device
     join_timeout: float = JOIN
+    carried: dict[str, Carrier] = field(default_factory=dict)
 
     @property
     def is_leader(self) -> bool:
@@ -55,8 +56,12 @@ class Place:
         """Name of the process group of a mesh axis, or of several taken as one ("dp+tp"). That one is made when it is first asked
         for, so all ranks ask in the same order: they bind the same program."""
         if axes not in self.groups:
-            self.groups[axes] = joined_group(self.device_mesh, self.mesh.axes(axes)).group_name
+            self.groups[axes] = joined_group(self.device_mesh, self.mesh.axes(axes), self.mesh.sizes).group_name
         return self.groups[axes]
+
+    def on(self, mesh: Mesh) -> Place:
+        """The same rank on a mesh that has axes of this one in parts: what programs run on, with the groups of both."""
+        return self if mesh == self.mesh else replace(self, mesh=mesh, coordinates=mesh.coordinates(_rank_at(self.mesh, self.coordinates)))
 
     @property
     def gloo_groups(self) -> dict[str, dist.ProcessGroup]:
@@ -70,13 +75,9 @@ class Place:
         """What carries collectives of these groups, by name: memory where all ranks of a group are on this machine, else messages. All
         ranks ask in the same order."""
         for name, group in self.gloo_groups.items():
-            if name not in self._shared:
-                self._shared[name] = share_memory(group, _torch.timeout(group)) or Members(group)
-        return dict(self._shared)
-
-    @cached_property
-    def _shared(self) -> dict[str, Carrier]:
-        return {}
+            if name not in self.carried:
+                self.carried[name] = share_memory(group, _torch.timeout(group)) or Members(group)
+        return dict(self.carried)
 
     @cached_property
     def store(self) -> PatientStore:
@@ -104,11 +105,20 @@ class Place:
                      for d, n in enumerate(local))
 
 
-def joined_group(device_mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
-    """This rank's process group over several dims of a mesh, the earlier dim major. Every rank of the mesh calls this, in the
-    same order. The group of all processes is there already, as for a mesh of one dim."""
-    kept = [d for d in range(device_mesh.ndim) if d not in dims]
-    ranks = device_mesh.mesh.permute(*kept, *dims).reshape(-1, prod(device_mesh.shape[d] for d in dims)).tolist()
+def _rank_at(mesh: Mesh, coordinates: Sequence[int]) -> int:
+    """Inverse of `Mesh.coordinates`."""
+    rank = 0
+    for size, c in zip(mesh.sizes, coordinates, strict=True):
+        rank = rank * size + c
+    return rank
+
+
+def joined_group(device_mesh: DeviceMesh, dims: Sequence[int], sizes: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """This rank's process group over several dims of a mesh, the earlier dim major. `sizes`: of the dims, where those of the mesh are in parts.
+    Every rank of the mesh calls this, in the same order. The group of all processes is there already, as for a mesh of one dim."""
+    mesh = device_mesh.mesh if sizes is None else device_mesh.mesh.reshape(tuple(sizes))
+    kept = [d for d in range(mesh.ndim) if d not in dims]
+    ranks = mesh.permute(*kept, *dims).reshape(-1, prod(mesh.shape[d] for d in dims)).tolist()
     world = list(range(dist.get_world_size()))
     if ranks == [world]:
         return dist.group.WORLD

@@ -43,7 +43,8 @@ class Program:
     """`state`: parameters and buffers by name, whole; they are copied. Raises LoweringError."""
 
     def __init__(self, traced: Traced, plan: Plan, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self.traced, self.graph, self.plan, self.mesh, self.device = traced, with_recompute(traced.graph, plan.recompute), plan, plan.mesh, device
+        self.traced, self.graph, self.plan, self.device = traced, with_recompute(traced.graph, plan.recompute), plan, device
+        self.mesh = plan.spec_mesh
         lowered = lower(self.graph, plan, self.mesh, schedule(self.graph, plan, self.mesh, route_of(plan)))
         self.windows = {w.window: replace(w, graph=as_run(w.graph)) for w in lowered.windows}
         self.stage = self.microbatch = 0
