@@ -4,6 +4,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from autoshard.runtime.carriers.shared_memory import SWITCH
+
 SHARED, GLOO = CARRIERS = "shared", "gloo"
 
 
@@ -15,5 +17,4 @@ def add_carrier(parser: argparse.ArgumentParser) -> None:
 
 def take_carrier(name: str) -> None:
     """For this process, before anything is compiled in it."""
-    if name == GLOO and hasattr(os, "memfd_create"):
-        del os.memfd_create  # as on a system where processes cannot share memory by a descriptor
+    os.environ[SWITCH] = "0" if name == GLOO else "1"

@@ -1,11 +1,12 @@
 """The chosen plan beside the best by hand, for ten models and over both carriers, in one table.
 
-    python benchmarks/train_all.py --cluster here.toml                   # about 15 minutes on a quiet machine of 2 cores
+    python benchmarks/train_all.py --cluster here.toml --gloo-cluster gloo.toml   # about 30 minutes on a quiet machine of 2 cores
     python benchmarks/train_all.py --carrier gloo --models gpt,resnet --plans ddp,auto-ddp,auto --rounds 24
     python benchmarks/train_all.py --json measured.jsonl                 # a line per run; what has a line there is not run again
     python benchmarks/train_all.py --json measured.jsonl --models ''     # the table of those lines, without a run
 
-Each model is a run of train.py by torchrun, with its rounds and checks: the best by hand is the fastest whose losses are those of one process.
+`torchrun --nproc-per-node 2 -m autoshard calibrate -o here.toml` measures shared memory, and with AUTOSHARD_SHARED_MEMORY=0 gloo's messages: a plan for
+one is not the best for the other. Each model is a run of train.py by torchrun, with its rounds and checks: the best by hand is the fastest whose losses are those of one process.
 The table has the median ratio of the rounds with its 95 % bootstrap interval; "held to DDP" is DDP's own layout run by autoshard, over DDP. Below it: in how many
 cases the chosen plan is slower than the best by hand beyond the interval, in how many at least 10 % faster, and where DDP's layout is more than 2 %
 slower than DDP. Exit code 1 where a run failed.
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from about import about, line, markdown  # noqa: E402
-from carrier import CARRIERS  # noqa: E402
+from carrier import CARRIERS, GLOO  # noqa: E402
 from results import AUTO, BOUNDS, Row, interval  # noqa: E402
 from rounds import ratio  # noqa: E402
 
@@ -63,11 +64,12 @@ def main() -> int:
 
 def measured(model: str, size: str, carrier: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """What train.py writes for one model; None where it failed, with its words on the screen."""
+    cluster = options.gloo_cluster if carrier == GLOO and options.gloo_cluster else options.cluster
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes), ROOT / "benchmarks" / "train.py",
                    "--model", model, "--size", size, "--carrier", carrier, "--plans", options.plans, "--rounds", str(options.rounds), "--clock", options.clock,
-                   "--json", out, *(("--cluster", options.cluster) if options.cluster else ())]
+                   "--json", out, *(("--cluster", cluster) if cluster else ())]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found: dict[str, Any] | None = json.loads(out.read_text()) if done.returncode == 0 else None
         return found
@@ -133,6 +135,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--cluster", help="profile to plan for (default: by the device)")
+    parser.add_argument("--gloo-cluster", help="the same, of runs over gloo (default: --cluster)")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -42,6 +42,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_inner, is_partial, nested, nesting, nestings, shard_counts, split_by
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.compute import op_seconds
+from autoshard.cost.shared_calls import Together, share_seconds, shares
 from autoshard.errors import LoweringError
 from autoshard.rules.family import Family
 
@@ -168,23 +169,27 @@ class Redistribution:
         self.links: dict[tuple[int, ...], AxisLink] = {axes: cluster.link_of(mesh, axes) for axes in axis_sets(mesh.sizes)}
         self._solved: dict[tuple, _Solved] = {}
         self._steps: dict[tuple, tuple[Step, ...]] = {}
+        self._ways: dict[tuple[int, Together], np.ndarray] = {}
 
     def table(self, shape: tuple[int, ...], dtype: torch.dtype, sources: Sequence[Spec],
-              targets: Sequence[Spec]) -> np.ndarray:
+              targets: Sequence[Spec], others: Together | None = None) -> np.ndarray:
         """Seconds [len(sources), len(targets)] (float64) of the cheapest sequence for a tensor of logical `shape`;
-        inf where there is none; 0 where source and target are equal."""
-        out = self._prices(shape, dtype, sources, targets, False)
+        inf where there is none; 0 where source and target are equal. `others`: of a gradient, whose small reductions share calls
+        with these (shared_calls.py), on the same way."""
+        out = self._prices(shape, dtype, sources, targets, False, others)
         inner = [[any(map(is_inner, s)) for s in specs] for specs in (sources, targets)]
         if any(map(any, inner)):
-            return np.where(np.logical_or.outer(*inner), self._prices(shape, dtype, sources, targets, True), out)
+            return np.where(np.logical_or.outer(*inner), self._prices(shape, dtype, sources, targets, True, others), out)
         return out
 
-    def _prices(self, shape: tuple[int, ...], dtype: torch.dtype, sources: Sequence[Spec], targets: Sequence[Spec], inner: bool) -> np.ndarray:
+    def _prices(self, shape: tuple[int, ...], dtype: torch.dtype, sources: Sequence[Spec], targets: Sequence[Spec], inner: bool,
+                others: Together | None) -> np.ndarray:
         solved = self._solve(shape, dtype, _partials(sources), inner)
         rows = [solved.layout.index.get(s, -1) for s in sources]
         cols = [solved.layout.index.get(t, -1) for t in targets]
-        keys = solved.keys[np.ix_(rows, cols)]
-        out = np.where(keys < UNREACHABLE, (keys >> HOP_BITS) * solved.unit, np.inf)
+        pairs = np.ix_(rows, cols)
+        keys = solved.keys[pairs]
+        out = np.where(keys < UNREACHABLE, self._along(solved, others)[pairs] if others else (keys >> HOP_BITS) * solved.unit, np.inf)
         out[[i for i, r in enumerate(rows) if r < 0]] = np.inf
         out[:, [j for j, c in enumerate(cols) if c < 0]] = np.inf
         where = {t: j for j, t in enumerate(targets)}
@@ -220,6 +225,21 @@ class Redistribution:
             out.append(self._step(solved, row))
             at = int(lay.dst[row])
         return tuple(out)
+
+    def shared(self, step: Step, others: Together) -> float:
+        """Seconds of a step of a gradient's way."""
+        if not shares(step.kind, step.nbytes):
+            return step.seconds
+        link = self.links[step.axes]
+        own = collectives.seconds(step.kind, step.nbytes, link)
+        return step.seconds - own + share_seconds(step.kind, step.nbytes, others, link, self.cluster.device)
+
+    def _along(self, solved: _Solved, others: Together) -> np.ndarray:
+        """Seconds [state, state] of the ways of a gradient, which are those without shares: programs are made from specs alone."""
+        if (id(solved), others) not in self._ways:
+            rows = range(len(solved.layout.moves))
+            self._ways[id(solved), others] = _along(solved, np.array([self.shared(self._step(solved, row), others) for row in rows]))
+        return self._ways[id(solved), others]
 
     @staticmethod
     def _step(solved: _Solved, row: int) -> Step:
@@ -275,6 +295,22 @@ class Redistribution:
         copied = rearranged > 0
         seconds[copied] += op_seconds(Family.COPY, 0, 2 * rearranged[copied], torch.uint8, self.cluster.device)
         return nbytes, rearranged, seconds
+
+
+def _along(solved: _Solved, seconds: np.ndarray) -> np.ndarray:
+    """Sums of `seconds` [move] over the moves that `steps` reads back, [state, state]; 0 where there is no way."""
+    lay, n = solved.layout, len(solved.layout.states)
+    first = np.zeros((n, n), np.int64)
+    for s in range(n):
+        rows = np.flatnonzero(lay.src == s)
+        if len(rows):
+            first[s] = rows[np.argmax(solved.move_keys[rows][:, None] + solved.keys[lay.dst[rows]] == solved.keys[s], axis=0)]
+    out = np.zeros((n, n))
+    hops = np.where(solved.keys < UNREACHABLE, solved.keys & ((1 << HOP_BITS) - 1), 0)
+    for k in range(1, int(hops.max(initial=0)) + 1):
+        s, t = np.nonzero(hops == k)
+        out[s, t] = seconds[first[s, t]] + out[lay.dst[first[s, t]], t]
+    return out
 
 
 def step_seconds(kind: str, nbytes: int, rearranged: int, link: AxisLink, cluster: Cluster) -> float:

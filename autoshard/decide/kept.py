@@ -115,7 +115,7 @@ def _priced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, training: Tr
     names = {str(Ref(op.name, i)): Ref(op.name, i) for op in whole.ops for i in range(len(op.outputs))}
     chosen = replace(bare, copies=tuple((names[c.value], bare.out_spec(names[c.value]), c) for c in plan.copies))
     step = None if fits else memory_of(table, plan, Footprints(mesh, cluster))
-    predicted, windows = price_windows(chosen, step and saved_by_buckets(step.order, mesh, cluster))
+    predicted, windows = price_windows(chosen, step and saved_by_buckets(step.order, whole, mesh, cluster))
     stage = replace(plan.stages[0], windows=windows, once_s=predicted["optimizer_s"])
     if step is not None:
         stage = replace(stage, memory=step.summary(budget), timeline=step.moments(), largest=step.largest())

@@ -104,7 +104,7 @@ def price_windows(chosen: Chosen, saved: Mapping[Window, float] | None = None) -
             heavy[op.phase] += float(cost.compute[s])
     overlaps = overlap.eta > 0 and table.mesh.size > 1
     for ref, source, copy in chosen.copies:
-        seconds = 0.0 if copy.source == "kept" else table.graph.runs_of(copy.window) * table.seconds(table.graph.meta(ref), source, copy.spec)
+        seconds = 0.0 if copy.source == "kept" else table.graph.runs_of(copy.window) * table.seconds(ref, source, copy.spec)
         if overlaps and table.hideable(ref):
             hide[copy.window] += seconds
         else:
@@ -154,7 +154,7 @@ def _redistribution(chosen: Chosen, op: Op, ref: Ref, source: Spec, wanted: Spec
     table, meta = chosen.table, chosen.table.graph.meta(ref)
     producer = table.graph.op(ref.op)
     shown = op if op.module or op.source else producer
-    return [Collective(step.kind, table.mesh.label(step.axes), int(step.nbytes), step.seconds, op.phase, str(ref), op.name,
+    return [Collective(step.kind, table.mesh.label(step.axes), int(step.nbytes), table.step_seconds(ref, step), op.phase, str(ref), op.name,
                        step.reduce_op or "", str(meta.dtype).removeprefix("torch."), table.hideable(ref), False,
                        shown.module, shown.source)
             for step in table.steps(meta, source, wanted) if step.kind != "slice"]
@@ -196,7 +196,7 @@ def make_plan(formulation: Formulation, solution: Solution, *, model: Mapping[st
     chosen = choose(formulation, solution)
     table, graph = chosen.table, chosen.table.graph
     step = (timelines or Timelines(formulation, settings))(solution.choice)
-    predicted, windows = price_windows(chosen, saved_by_buckets(step.order, table.mesh, table.cluster))
+    predicted, windows = price_windows(chosen, saved_by_buckets(step.order, graph, table.mesh, table.cluster))
     objective = predicted["step_s"]
     bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
     memory = step.summary(formulation.budget)

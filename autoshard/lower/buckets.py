@@ -9,14 +9,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from autoshard.collectives import RUN
+from autoshard.cost.shared_calls import SMALL
 
-SMALL = 1 << 20
-"""Bytes of a gradient up to which a call's fixed cost outweighs copying it: 0.3 ms are 300 KB on a link of 1 GB/s."""
 BUCKET = 16 << 20
 """Bytes of a bucket. More would only make the first gradient in it wait longer."""
-REDUCTIONS = tuple(name for name, kind in RUN.items() if kind.runs.reduces)
-"""Kinds whose results on several tensors side by side are their results on each."""
 
 T = TypeVar("T")
 

@@ -20,8 +20,9 @@ from autoshard.base.spec import Spec, format_spec
 from autoshard.base.windows import ONCE
 from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import SLICE, Step
+from autoshard.cost.shared_calls import REDUCTIONS
 from autoshard.errors import PlanError
-from autoshard.lower.buckets import REDUCTIONS, Flight, shared_calls
+from autoshard.lower.buckets import Flight, shared_calls
 from autoshard.program.flow import gradient_bound, is_passing, param_derived
 from autoshard.rules.states import states
 

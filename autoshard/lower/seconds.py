@@ -1,8 +1,8 @@
 """Seconds of a schedule, filled in per instruction and per collective, for whoever plays it; and what buckets save.
 
 An instruction's seconds are those of the kernels that it runs: an op, or the copies that rearrange what a redistribution sends and
-receives. Each of its collectives has its own. Together with the optimizer's update, and with buckets priced call by call, they make
-up the objective (tests/lower/test_priced_schedule.py).
+receives. Each of its collectives has its own. Together with the optimizer's update, and with small gradients priced as shares of calls, they
+make up the objective (tests/lower/test_priced_schedule.py).
 """
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from autoshard.base.spec import Spec, local_shape
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, op_seconds
 from autoshard.cost.fusion import NOTHING, Fused, untouched
+from autoshard.cost.shared_calls import Together, share_seconds, shares, small_gradients
 from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule
 from autoshard.rules import registry
 from autoshard.rules.family import Family
 
 
 class Prices:
-    """Seconds of collectives and copies on one mesh of a cluster."""
+    """Seconds of collectives and copies on one mesh of a cluster. `small`: the gradients that are thought to share a call."""
 
-    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
-        self.mesh, self.cluster = mesh, cluster
+    def __init__(self, mesh: Mesh, cluster: Cluster, small: Together | None = None) -> None:
+        self.mesh, self.cluster, self.small = mesh, cluster, small
         self._known: dict[CollectiveCall, float] = {}
 
     def of_call(self, call: CollectiveCall) -> float:
@@ -48,9 +49,18 @@ class Prices:
         return replace(move, calls=tuple(replace(c, seconds=self.of_call(c)) for c in move.calls),
                        seconds=sum(map(self.of_copy, [*rearranged, *joined])))
 
+    def planned(self, call: CollectiveCall, move: Instruction) -> float:
+        """As the objective has it: reductions of small gradients are shares of calls."""
+        if not (move.hideable and shares(call.kind, call.nbytes)):
+            return self.of_call(call)
+        link = self.cluster.link_of(self.mesh, self.mesh.axes(call.axis))
+        return share_seconds(call.kind, call.nbytes, self.small, link, self.cluster.device)
+
     def saved(self, move: Instruction) -> float:
-        """What a bucket's call takes less than one for each of its gradients, the copy into its buffer taken off; 0 without a bucket."""
-        return sum(sum(map(self.of_call, call.planned())) - self.of_call(call) - self.of_copy(call.nbytes) for call in move.calls if call.bucket)
+        """What the calls of a redistribution take less than the objective has for them, a copy into a bucket's buffer included. Below 0 where a
+        small gradient finds nobody to share a call with."""
+        return sum(sum(self.planned(c, move) for c in call.planned()) - self.of_call(call) - (self.of_copy(call.nbytes) if call.bucket else 0.0)
+                   for call in move.calls)
 
 
 def uneven_axes(call: Call, chosen: OpPlan, mesh: Mesh) -> tuple[int, ...]:
@@ -107,7 +117,8 @@ def priced(order: Schedule, graph: Graph, plan: Plan, cluster: Cluster) -> Sched
     return replace(order, windows=tuple(replace(w, instructions=tuple(map(with_seconds, w.instructions))) for w in order.windows))
 
 
-def saved_by_buckets(order: Schedule, mesh: Mesh, cluster: Cluster) -> dict[str, float]:
-    """Seconds by window that reductions of gradients take less than the objective says, because small ones share calls."""
-    prices = Prices(mesh, cluster)
+def saved_by_buckets(order: Schedule, graph: Graph, mesh: Mesh, cluster: Cluster) -> dict[str, float]:
+    """Seconds by window that reductions of gradients take less than the objective says: small ones share calls, and how many do the objective does
+    not know."""
+    prices = Prices(mesh, cluster, small_gradients(graph))
     return {w.name: sum(prices.saved(i) for i in w.instructions if i.kind == "redistribute") for w in order.windows}

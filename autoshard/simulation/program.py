@@ -4,8 +4,9 @@ It is made of the schedule that is lowered and run. Ops are work on the compute 
 last are waited for at once, the last one runs on the stream of its mesh axes until the schedule waits for it. Copies that rearrange buffers
 are work: of what is sent before the call, of what is received after the wait.
 
-Two questions can be asked. "planned": every gradient is reduced by itself, as the objective prices it; "executed": small gradients
-share calls (lower/buckets.py), as it runs, and what Python takes besides is counted where the device is its own host (`OwnHost`).
+Two questions can be asked. "planned": every gradient is reduced by itself, small ones in the time of their share of a call, as the objective
+prices it; "executed": small gradients share calls (lower/buckets.py), as it runs, and what Python takes besides is counted where the device is its
+own host (`OwnHost`).
 """
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import host_seconds, optimizer_seconds
 from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import SLICE, Step
+from autoshard.cost.shared_calls import small_gradients
 from autoshard.errors import UsageError
 from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule, parameter_gradients
 from autoshard.lower.seconds import Prices, priced, uneven_axes
@@ -206,7 +208,7 @@ class _Maker:
         self.mesh = mesh = plan.spec_mesh
         self.imbalance = cluster.device.imbalance
         self.view = cluster.device.own_host.view if executed and cluster.device.own_host else None
-        self.prices = Prices(mesh, cluster)
+        self.prices = Prices(mesh, cluster, small_gradients(graph))
         self.overlaps = cluster.overlap.eta > 0
         self._phases = lru_cache(maxsize=None)(
             lambda kind, axis, nbytes: phases(kind, nbytes, cluster.link_of(mesh, mesh.axes(axis))))
@@ -245,7 +247,7 @@ class _Maker:
             sent = [s for s in steps if s.kind != SLICE and s.nbytes]
             for step in sent[:-1]:
                 yield from self._copies(window, step, shown, before=True)
-                yield from self._at_once(self._issue(window, self._call(step), *shown))
+                yield from self._at_once(self._issue(window, self._call(step), *shown, factor=self._share(i, step)))
                 yield from self._copies(window, step, shown, before=False)
             last += [(s, shown) for s in sent[-1:]]
         for step, shown in last:
@@ -262,7 +264,7 @@ class _Maker:
         shared = i.calls[-1] if i.calls and i.calls[-1].bucket else None
         if shared is None or not self.executed:
             for step, shown in last:
-                yield self._issue(window, self._call(step), *shown)
+                yield self._issue(window, self._call(step), *shown, factor=self._share(i, step))
             return
         value, module, source = last[0][1]
         yield Work("copy", value, self.prices.of_copy(shared.nbytes), window, module, source)
@@ -282,8 +284,14 @@ class _Maker:
             value, module, source = shown
             yield Work("copy", value, self.prices.of_copy(step.rearranged), window, module, source)
 
-    def _issue(self, window: str, call: CollectiveCall, value: str, module: str, source: str, uneven: tuple[int, ...] = ()) -> _Issue:
-        groups = scaled(self._phases(call.kind, call.axis, call.nbytes), self.imbalance if uneven else 1.0)
+    def _share(self, i: Instruction, step: Step) -> float:
+        """Of a call of its own, what a step of a redistribution takes: less for small gradients as planned."""
+        own = self.prices.of_call(self._call(step))
+        return 1.0 if self.executed or not own else self.prices.planned(self._call(step), i) / own
+
+    def _issue(self, window: str, call: CollectiveCall, value: str, module: str, source: str, uneven: tuple[int, ...] = (),
+               factor: float = 1.0) -> _Issue:
+        groups = scaled(self._phases(call.kind, call.axis, call.nbytes), self.imbalance if uneven else factor)
         self._numbers += 1
         return _Issue(Call(call.kind, call.axis, self.mesh.axes(call.axis), call.nbytes, alone(groups), groups,
                            call.axis if self.overlaps else "compute", window, value, module, source, uneven), self._numbers)

@@ -15,13 +15,15 @@ from autoshard import collectives
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
-from autoshard.base.spec import NOWHERE, Spec, local_shape
+from autoshard.base.spec import NOWHERE, R, Spec, local_shape
 from autoshard.base.turns import Duty
 from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.cost import compute
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.fusion import NOTHING, Fused, untouched
+from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import Redistribution, Step
+from autoshard.cost.shared_calls import LEAST, SMALL, Together, small_gradients
 from autoshard.program import flow
 from autoshard.rules import registry
 from autoshard.rules.types import InnerCollective
@@ -94,17 +96,25 @@ class CostTable:
         meta = self.graph.meta(ref)
         key = (*self.kind(ref), src.specs, dst.specs)
         if key not in self._tables:
-            seconds = present(src, dst, lambda a, b: self.redistribution.table(meta.logical_shape, meta.dtype, a, b))
+            seconds = present(src, dst, lambda a, b: self.redistribution.table(meta.logical_shape, meta.dtype, a, b, self.sharing(ref)))
             self._tables[key] = np.where(changes(src, dst), np.inf, seconds) if ref in self._still else seconds
         return self._tables[key]
 
     def kind(self, ref: Ref) -> tuple[Hashable, ...]:
-        """Equal for values whose changes of layout cost the same: shape, dtype, and whether it may only lie as it is made."""
+        """Equal for values whose changes of layout cost the same: shape, dtype, whether it may only lie as it is made, and whether its reductions
+        share calls."""
         meta = self.graph.meta(ref)
-        return meta.logical_shape, meta.dtype, ref in self._still
+        return meta.logical_shape, meta.dtype, ref in self._still, self.sharing(ref)
 
-    def seconds(self, meta: TensorMeta, src: Spec, dst: Spec) -> float:
-        return sum(s.seconds for s in self.steps(meta, src, dst))
+    def seconds(self, ref: Ref, src: Spec, dst: Spec) -> float:
+        """One entry of `table`, but for values that stay as they are made; inf where there is no way."""
+        meta = self.graph.meta(ref)
+        return float(self.redistribution.table(meta.logical_shape, meta.dtype, (src,), (dst,), self.sharing(ref))[0, 0])
+
+    def step_seconds(self, ref: Ref, step: Step) -> float:
+        """Of one step of `ref`'s way; those of the way add up to `seconds`."""
+        others = self.sharing(ref)
+        return self.redistribution.shared(step, others) if others else step.seconds
 
     def steps(self, meta: TensorMeta, src: Spec, dst: Spec) -> tuple[Step, ...]:
         """The redistribution that is priced, and that lowering executes."""
@@ -117,7 +127,12 @@ class CostTable:
 
     @cached_property
     def _hideable(self) -> frozenset[Ref]:
-        return flow.param_derived(self.graph) | (frozenset() if self.training.reduces_late else flow.gradient_bound(self.graph))
+        return flow.param_derived(self.graph) | self._leaving
+
+    @cached_property
+    def _leaving(self) -> frozenset[Ref]:
+        """Gradients that are reduced while backward goes on."""
+        return frozenset() if self.training.reduces_late else flow.gradient_bound(self.graph)
 
     @cached_property
     def _still(self) -> frozenset[Ref]:
@@ -125,6 +140,17 @@ class CostTable:
         in the dtype that a precision policy wants them summed in. And what lies as its op alone knows."""
         early = {ref for ref, dtype in flow.reduction_dtypes(self.graph).items() if dtype != self.graph.meta(ref).dtype}
         return flow.narrowed(self.graph) | early | registry.private_values(self.graph)
+
+    def sharing(self, ref: Ref) -> Together | None:
+        """With whom the value's reduction shares a call, where it is a gradient on its way out, small if only in pieces; else None."""
+        if ref not in self._leaving or value_bytes(self.graph.meta(ref), (R,) * self.mesh.ndim, self.mesh) > SMALL * self.mesh.size:
+            return None
+        return self._small
+
+    @cached_property
+    def _small(self) -> Together | None:
+        """Of a part of a program, which is to cost no more than there: as many as can be."""
+        return small_gradients(self.graph) if self.training.floor is None else LEAST
 
     def hideable(self, ref: Ref) -> bool:
         """Whether redistributing this value can overlap compute (design: parameter gathers, gradient reductions)."""

@@ -61,8 +61,7 @@ def _op_kind(chosen: Chosen, op: Op) -> Hashable:
 
 def _seconds(chosen: Chosen, edge: Edge) -> float:
     ref, reader, i = edge
-    meta = chosen.table.graph.meta(ref)
-    return chosen.table.redistribution.seconds(meta.logical_shape, meta.dtype, chosen.out_spec(ref), chosen.in_spec(reader, i))
+    return chosen.table.seconds(ref, chosen.out_spec(ref), chosen.in_spec(reader, i))
 
 
 def _own_seconds(chosen: Chosen, op: Op) -> float:

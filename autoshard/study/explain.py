@@ -135,7 +135,7 @@ def edge_table(table: CostTable, edge: tuple[Ref, str, int], chosen: Chosen | No
     wanted = tuple(chosen.in_spec(reader, i) for i in range(len(graph.op(reader).refs))) if chosen else None
     known = table.strategies[value.op].output_specs[value.index].specs
     targets = _targets(table, reader)
-    rows = [_edge_row(table, meta, source, inputs, index, graph.op(reader), compute, (source, inputs) == (made, wanted))
+    rows = [_edge_row(table, value, source, inputs, index, graph.op(reader), compute, (source, inputs) == (made, wanted))
             for source in (sources or ([made] if made else known)) for inputs, compute in targets.items()]
     possible = sorted((r for r in rows if r is not None), key=lambda r: (r.seconds, r.compute_s, r.source, r.targets))
     shown = _with_chosen(possible, most)
@@ -153,9 +153,9 @@ def _targets(table: CostTable, reader: str) -> dict[tuple[Spec, ...], float]:
     return out
 
 
-def _edge_row(table: CostTable, meta: TensorMeta, source: Spec, inputs: tuple[Spec, ...], index: int, op: Op,
+def _edge_row(table: CostTable, value: Ref, source: Spec, inputs: tuple[Spec, ...], index: int, op: Op,
               compute: float, chosen: bool) -> EdgeRow | None:
-    seconds = table.redistribution.seconds(meta.logical_shape, meta.dtype, source, inputs[index])
+    seconds, meta = table.seconds(value, source, inputs[index]), table.graph.meta(value)
     if not isfinite(seconds):
         return None
     steps = table.steps(meta, source, inputs[index])
@@ -198,8 +198,8 @@ def _moved(chosen: Chosen, op: Op) -> np.ndarray:
     """Per strategy, seconds of bringing the inputs there from where they are; inf where that is impossible."""
     total = np.zeros(len(chosen.table.strategies[op.name]))
     for i, ref in enumerate(op.refs):
-        specs, meta = chosen.table.strategies[op.name].input_specs[i], chosen.table.graph.meta(ref)
-        seconds = chosen.table.redistribution.table(meta.logical_shape, meta.dtype, (chosen.out_spec(ref),), specs.specs)[0]
+        specs = chosen.table.strategies[op.name].input_specs[i]
+        seconds = np.array([chosen.table.seconds(ref, chosen.out_spec(ref), s) for s in specs.specs])
         total += seconds[specs.index]
     return total
 
@@ -220,8 +220,7 @@ def _op_row(chosen: Chosen, op: Op, s: int, moved: float, base: float) -> OpRow:
 
 def _regret(chosen: Chosen, op: Op, s: int, base: float) -> float | None:
     other = with_strategies(chosen, {**chosen.strategies, op.name: s, **_gradient_with(chosen, op, s)})
-    if any(not isfinite(other.table.redistribution.seconds(m.logical_shape, m.dtype, source, copy.spec))
-           for ref, source, copy in other.copies for m in (other.table.graph.meta(ref),)):
+    if any(not isfinite(other.table.seconds(ref, source, copy.spec)) for ref, source, copy in other.copies):
         return None
     return price(other)["step_s"] - base
 

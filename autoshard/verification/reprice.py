@@ -19,6 +19,7 @@ from autoshard.base.graph import Call, Graph, TensorMeta
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.cost.fusion import NOTHING, Fused, untouched
+from autoshard.cost.shared_calls import Together, share_seconds, shares, small_gradients
 from autoshard.errors import LoweringError
 from autoshard.experts.ops import EXPERTS, EXPERTS_BACKWARD
 from autoshard.lower.emit import VIEWS, Part
@@ -40,8 +41,8 @@ class Seen(CollectiveCall):
 
 @dataclass(frozen=True)
 class Repriced:
-    """Seconds of one step. `planned_s`: every planned collective by itself, as the objective has it; `executed_s`: the calls that are
-    made, buckets of gradients as one call and one copy."""
+    """Seconds of one step. `planned_s`: every planned collective, small gradients' as shares of calls, as the objective has it; `executed_s`: the
+    calls that are made, buckets of gradients as one call and one copy."""
 
     planned_s: float
     executed_s: float
@@ -65,7 +66,7 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
     `graph` only says what each op is (target, arguments) and which parameters are trained; `offload`: those whose optimizer state
     lies on the host."""
     compute = 0.0
-    untouched_by = untouched(graph, cluster.device)
+    untouched_by, small = untouched(graph, cluster.device), small_gradients(graph)
     overlap, update = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
     communication = [0.0, 0.0]
     for local in lowered.windows:
@@ -76,7 +77,7 @@ def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, of
             compute += runs * seconds
             heavy += runs * seconds if registry.is_heavy(graph.op(called.op)) else 0.0
         for i, executed in enumerate((False, True)):
-            hide, block = (runs * seconds for seconds in _communication_seconds(local, lowered, cluster, executed, loads))
+            hide, block = (runs * seconds for seconds in _communication_seconds(local, lowered, cluster, executed, small, loads))
             exposed = max(0.0, hide - overlap.eta * heavy)
             communication[i] += block + overlap.interference * hide + (1.0 - overlap.interference) * exposed
     return Repriced(*(update + compute + seconds for seconds in communication))
@@ -120,9 +121,10 @@ def _cut(factors: tuple[int, ...], pieces: int, call: Call) -> list[int]:
     return out
 
 
-def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster, executed: bool, loads: Mapping[str, float]) -> tuple[float, float]:
+def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster, executed: bool,
+                           small: Together | None, loads: Mapping[str, float]) -> tuple[float, float]:
     """(hideable, blocking) seconds of the collectives of one window and the copies that rearrange their buffers: as they are
-    `executed`, or as they were planned, each gradient of a bucket by itself. `loads`: by op, for the calls that are made inside of it."""
+    `executed`, or as they were planned, each small gradient in a call with all of them. `loads`: by op, for the calls that are made inside of it."""
     mesh = lowered.mesh
     link_of = lru_cache(maxsize=None)(lambda axis: cluster.link_of(mesh, mesh.axes(axis)))
     overlaps = cluster.overlap.eta > 0
@@ -132,7 +134,9 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
             continue
         seen = seen_at(node)
         calls = (seen,) if executed else seen.planned()
-        seconds = sum(collectives.seconds(call.kind, call.nbytes, link_of(call.axis)) for call in calls)
+        seconds = sum(share_seconds(call.kind, call.nbytes, small, link_of(call.axis), cluster.device)
+                      if not executed and seen.hideable and shares(call.kind, call.nbytes) else
+                      collectives.seconds(call.kind, call.nbytes, link_of(call.axis)) for call in calls)
         seconds *= loads[node.meta["part"].name] if seen.inner else 1.0
         seconds += sum(float(op_seconds(Family.COPY, 0, 2 * n, torch.uint8, cluster.device)) for n in _copied(node, seen, executed) if n)
         if overlaps and seen.hideable:

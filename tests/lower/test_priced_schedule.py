@@ -6,6 +6,7 @@ from test_schedule import SLOW_DEVICE, planned
 
 from autoshard.base.mesh import parse_mesh
 from autoshard.cost.cluster import load_cluster
+from autoshard.cost.shared_calls import LEAST, SMALL, Together, share_seconds
 from autoshard.lower.schedule import CollectiveCall, Instruction, WindowSchedule
 from autoshard.lower.seconds import Prices, priced, saved_by_buckets
 from autoshard.rules import registry
@@ -40,16 +41,29 @@ def test_they_add_up_to_the_step_as_it_runs(name: str, mesh: str, cluster: str) 
         exposed = max(0.0, hide - overlap.eta * heavy)
         step += block + overlap.interference * hide + (1.0 - overlap.interference) * exposed
     assert step == pytest.approx(plan.predicted["bucketed_s"], rel=1e-9)
-    assert any(c.bucket for c in order.calls) == (plan.predicted["bucketed_s"] != plan.predicted["step_s"])
 
 
 def test_planned_calls_add_up_to_the_objective() -> None:
     """Without overlap: the step as it runs and what buckets save."""
     graph, plan, order = planned("gpt", "a=2", cluster=SLOW_DEVICE, seeds=SEEDS)
     assert load_cluster(SLOW_DEVICE).overlap.eta == 0.0
-    saved = saved_by_buckets(order, plan.mesh, load_cluster(SLOW_DEVICE))
+    saved = saved_by_buckets(order, graph, plan.mesh, load_cluster(SLOW_DEVICE))
     assert saved["forward"] == 0.0 != saved["backward"]
     assert plan.predicted["bucketed_s"] + saved["backward"] == pytest.approx(plan.objective_s, rel=1e-9)
+
+
+def test_small_gradients_together_take_one_call_and_its_copy() -> None:
+    """Of all of them, and of a few the same part of the fixed cost. A call of its own is never dearer than a share."""
+    profile, mesh = load_cluster("cpu-gloo"), parse_mesh("a=2")
+    link, sizes = profile.links_for(mesh)[0], [512] * 30 + [4096] * 5
+    others = Together(len(sizes), sum(sizes))
+    prices = Prices(mesh, profile, others)
+    call = prices.of_call(CollectiveCall("all_reduce", "a", sum(sizes))) + prices.of_copy(sum(sizes))
+    shares = [share_seconds("all_reduce", n, others, link, profile.device) for n in sizes]
+    assert sum(shares) == pytest.approx(call, rel=1e-9)
+    assert call < 0.2 * sum(prices.of_call(CollectiveCall("all_reduce", "a", n)) for n in sizes)
+    assert share_seconds("all_reduce", 512, LEAST, link, profile.device) < shares[0]
+    assert share_seconds("all_reduce", SMALL, others, link, profile.device) <= prices.of_call(CollectiveCall("all_reduce", "a", SMALL))
 
 
 def test_what_a_bucket_saves_by_hand() -> None:

@@ -28,6 +28,9 @@ from torch.distributed import ProcessGroup
 from autoshard.errors import AutoshardError, CollectiveError
 from autoshard.runtime.carriers.gloo_messages import Members, failed
 
+SWITCH = "AUTOSHARD_SHARED_MEMORY"
+"""An environment variable: 0 keeps ranks of one machine to messages, as between machines."""
+
 log = logging.getLogger("autoshard")
 RING = 64 << 20
 """Bytes of posts in a segment: gradients on their way at once are at most this many (schedule.IN_FLIGHT), others wait one by one.
@@ -204,7 +207,7 @@ def _close(fds: tuple[int, ...]) -> None:
 
 
 def _can_share() -> bool:
-    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    return os.environ.get(SWITCH) != "0" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
 
 
 def _make() -> tuple[int | None, Segment | None]:
