@@ -21,6 +21,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.action_lists.network import Network, network_of
 from autoshard.pipeline.action_lists.step_end import with_step_end
+from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Shape, Slot
 from autoshard.pipeline.shapes.partitions import course_of, price_on
@@ -161,7 +162,7 @@ class _Search:
 
     def waits(self, shape: Shape) -> float:
         """About how much longer a step is than its work, if all stages are equal. Weight parts fill most of the time that ranks would wait."""
-        parts = 3 if self.run(shape).table.split_backward else 1
+        parts = 3 if SCHEDULES[shape.schedule].split_backward else 1
         return 1 + (shape.pp - 1) / (parts * shape.chunks * shape.microbatches)
 
     def enough(self, shape: Shape) -> float:

@@ -35,9 +35,8 @@ class GraphPricer:
         return price_of(stage, self.plan_stage(stage.graph, {}, 1), self.wire)
 
 
-def price_of(stage: Stage, plan: Plan, wire: AxisLink, flying: int = 1) -> StagePrice:
-    """What a plan of a stage's graph says of one micro-batch. Its search paid for both ends of what crosses; that is the wire's here. `flying`:
-    micro-batches that are in flight at once in the plan's timeline."""
+def price_of(stage: Stage, plan: Plan, wire: AxisLink) -> StagePrice:
+    """What a plan of a stage's graph says of one micro-batch. Its search paid for both ends of what crosses; that is the wire's here."""
     (own,), m = plan.stages, stage.graph.microbatches
     windows = {name: float(seconds) / m - _paid(stage, plan, wire, name) for name, seconds in own.windows.items() if name not in ONCE}
     turn = max(own.timeline, key=lambda moment: moment.by_category["saved"])  # the peak may be elsewhere, at the update for one
@@ -46,7 +45,7 @@ def price_of(stage: Stage, plan: Plan, wire: AxisLink, flying: int = 1) -> Stage
         *(max(0.0, windows.get(name, 0.0)) for name in (FORWARD, BACKWARD, WEIGHT)),
         once=sum(float(seconds) for name, seconds in own.windows.items() if name in ONCE), update=float(own.once_s),
         stored=float(stored), peak=max(0.0, float(max(moment.total for moment in own.timeline) - stored - held)),
-        saved=held / flying, between=held / flying,
+        saved=float(held), between=float(held),
         wire_out=wire_seconds([h for h in stage.sends if h.window == FORWARD], plan, wire, "send"),
         wire_in=wire_seconds([h for h in stage.sends if h.window == BACKWARD], plan, wire, "send"))
 
