@@ -83,10 +83,10 @@ def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock:
 
     made: list[Plan] = []  # without stages: a finer mesh starts from them
 
-    def plan_shape(on: Mesh, pipeline: Pipeline) -> Plan:
+    def plan_shape(on: Mesh, pipeline: Pipeline, rate: float) -> Plan:
         with clock("trace"):
             traced = asked.on(on, pipeline)
-        found = plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, coarser=made, **how)
+        found = plan_traced(traced, on, replace(options, pipeline=pipeline), clock=clock, profile=profile, coarser=made, rate=rate, **how)
         made.extend([found] if pipeline.stages(on) == 1 else [])
         return found
 
@@ -123,7 +123,7 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
         with settled_heap(tidy=True):
             priced = table(graph, on, wire, flying)
             if rate:
-                return plan_at_rate(priced, rate, How(Clock(short.time_limit), options.search, enough=ENOUGH), quiet)
+                return plan_at_rate(priced, replace(short, memory_budget=AMPLE), rate, clock=quiet)
             with quiet("formulate"):  # plans by hand are starts for where little fits; the first greedy plan is there if time is short
                 formulation = formulate_within(priced, AMPLE)
                 program = with_starts(formulation, short.settings(graph.training, False), (next(iter(greedy_plans(formulation)))[1],))

@@ -33,6 +33,9 @@ MARGIN = 1.05
 """A partition search ends where it finds nothing within this factor of the best price."""
 TOLERANCE = 0.02
 """A shape is not searched if its bound is at most this part below the best price, where nothing else is said."""
+FAR = 1.1
+"""Where the tolerance is larger than that, a shape is not searched either whose bound, times what its schedule waits, is this factor above the best
+price: bounds have a part of the waiting in them."""
 LOOKS = 4
 """Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before."""
 FIRST, LATER, LAST = range(3)
@@ -121,6 +124,8 @@ def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, t
             heappush(waiting, (LATER, promise, at, looked))
         elif bound >= search.enough(shapes[at]):
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
+        elif looked == LOOKS and tolerance > TOLERANCE and promise > FAR * search.best:
+            done[at] = Tried(shapes[at], bound, why="not searched: with the time that its ranks wait it is not near the best")
         elif looked < LOOKS:
             bounds[at] = max(bound, search.bound(shapes[at], looked + 1))
             heappush(waiting, (turn, bounds[at] * waits[at], at, looked + 1))

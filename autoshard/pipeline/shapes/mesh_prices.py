@@ -26,6 +26,8 @@ from autoshard.pipeline.cutting.split import split_stage
 from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.microbatches.resize import Between, Unlike
+from autoshard.pipeline.schedules import SCHEDULES
+from autoshard.pipeline.shapes.decide import Tried
 from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.needs import Needs, needs_of
@@ -222,12 +224,23 @@ class MeshPricer:
 
     def _price_at_rate(self, label: Hashable, slot: Slot, level: int, split: bool) -> StagePrice:
         at, flying = self.kinds[label], self._pp(slot)
-        ample, main = (self._ample(k, k + 1, slot, split) for k in (at, self.kinds[self.main]))
-        if not (level and main.saved and ample.forward):
+        ample = self._ample(at, at + 1, slot, split)
+        if not (level and ample.forward and self._unit(slot, split)):
             return ample
-        rate = RATES[level] * self.sizes.rows / slot.rows * main.forward / (flying * main.saved)
+        rate = RATES[level] * self._unit(slot, split)
         stage, wire = self._stage(at, at + 1, slot, split), self._wire(slot)
         return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, rate), wire)
+
+    def _unit(self, slot: Slot, split: bool) -> float:
+        """The rate 1, in seconds of a step for a byte; 0 where nothing is kept."""
+        at = self.kinds[self.main]
+        main = self._ample(at, at + 1, slot, split)
+        return self.sizes.rows / slot.rows * main.forward / (self._pp(slot) * main.saved) if main.saved else 0.0
+
+    def rate(self, tried: Tried) -> float:
+        """At which stages of a shape were priced that was searched: seconds for a byte, the higher one between two; 0 in ample memory."""
+        split = SCHEDULES[tried.shape.schedule].split_backward
+        return RATES[-(-tried.lean // PARTS)] * self._unit(tried.shape.slot, split) if tried.lean else 0.0
 
     def _price(self, first: int, end: int, slot: Slot, split: bool) -> StagePrice:
         """In ample memory."""
