@@ -14,6 +14,7 @@ from autoshard.pipeline.shapes.choose import AMPLE, Asked
 from autoshard.pipeline.shapes.mesh_prices import PARTS, RATES, MeshPricer, Sizes
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.price import StagePrice, mixed
+from autoshard.pipeline.shapes.stage_prices import price_of
 from autoshard.planner.open_mesh import searches
 
 OPTIONS = Options(cluster="cpu-gloo", pipeline=Pipeline(microbatches="auto"))
@@ -31,8 +32,8 @@ def pricer():
 
 
 def test_no_plan_is_better_at_the_rate(pricer):
-    """The plan found at each rate is the cheapest of all that were found, with its bytes at that rate: those of a stage, and of all micro-batches
-    in flight."""
+    """The plan found at each rate is the cheapest of all that were found, with its bytes at that rate: those that are always there, parameters that
+    are held for the step among them, and those of all micro-batches in flight."""
     stage, wire = pricer.sizes.stage(1, 2, 8, False), pricer._wire(SLOT)
     ample = pricer.price(1, 2, SLOT, 0, False)
     scale = 8 * ample.forward / (FLYING * ample.saved)
@@ -40,8 +41,8 @@ def test_no_plan_is_better_at_the_rate(pricer):
     plans = [pricer.searches.plan(stage.graph, pricer.mesh_of(SLOT), wire, FLYING, rate) for rate in rates]
 
     def nbytes(plan):
-        turn = max(plan.stages[0].timeline, key=lambda moment: moment.by_category["saved"]).by_category
-        return sum(turn[name] for name in ("parameters", "optimizer", "buffers")) + FLYING * turn["saved"]
+        price = price_of(stage, plan, wire)
+        return price.stored + FLYING * price.saved
 
     for rate, plan in zip(rates, plans, strict=True):
         own = plan.objective_s + rate * nbytes(plan)
