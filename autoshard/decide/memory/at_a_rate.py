@@ -37,7 +37,7 @@ def plan_at_rate(table: CostTable, options: Options, rate: float, *, clock: Phas
     where no choice was found."""
     limit = options.memory_limit(table.cluster)
     with clock("formulate"):
-        formulation = formulate_within(open_table(table), limit)
+        formulation = formulate_within(open_table(table) if table.graph.training else table, limit)
         problem = memory_priced(formulation.problem, np.array([formulation.memory_rows["turn"]]), rate)
         start = next(iter(greedy_plans(formulation)))[1]
     how = How(Clock(options.time_limit), options.search, enough=ENOUGH, known=known)

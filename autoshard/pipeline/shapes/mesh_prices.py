@@ -218,7 +218,7 @@ class MeshPricer:
     def _alone(self, label: Hashable, slot: Slot, lean: int, split: bool) -> StagePrice:
         """A block by itself. Between two rates a rank has some blocks at each: the price is the mean. What does not repeat stays at the first rate:
         it is few bytes, and takes as long to search."""
-        low, part = divmod(min(lean, lean if label in self._repeating else PARTS), PARTS)
+        low, part = divmod(lean if label in self._repeating else min(lean, PARTS), PARTS)
         price = self._at_rate(label, slot, low, split)
         return price if not part else mixed(price, self._at_rate(label, slot, low + 1, split), part / PARTS)
 
