@@ -80,17 +80,20 @@ def _peak() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*CASES, []], default=["llama:8B", "llama:70B"])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}; default: llama:8B llama:70B")
     parser.add_argument("--time-limit", type=float, default=60.0, help="of one search, seconds of wall clock; searches of blocks get an eighth")
     parser.add_argument("--lines", action="store_true")
     parser.add_argument("--here", action="store_true", help="in this process, without the header")
     args = parser.parse_args()
+    names = args.names or ["llama:8B", "llama:70B"]
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"no case {unknown[0]}; there are {', '.join(CASES)}")
     if args.here:
-        for name in args.names:
+        for name in names:
             run(name, args.time_limit, args.lines)
         return
     print(HEADER, flush=True)
-    for name in args.names:
+    for name in names:
         more = ["--lines"] if args.lines else []
         subprocess.run([sys.executable, __file__, name, "--here", "--time-limit", str(args.time_limit), *more], check=True)
 
