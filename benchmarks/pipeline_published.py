@@ -156,11 +156,11 @@ class ByHand(MeshPricer):
         super().__init__(*given)
         self.scheme, self.traced, self.options = scheme, whole, options
 
-    def _price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
+    def _price(self, first: int, end: int, slot: Slot, split: bool) -> StagePrice:
         stage, wire, mesh = self._stage(first, end, slot, split), self._wire(slot), self.mesh_of(slot)
         if not stage.graph.of_kind("call"):
             return StagePrice(0.0, 0.0)
-        plan = self._by_scheme(stage.graph, mesh, wire) if self.scheme else self.searches.plan(stage.graph, mesh, wire, 1, np.inf)
+        plan = self._by_scheme(stage.graph, mesh, wire) if self.scheme else self.searches.plan(stage.graph, mesh, wire, 1, 0.0)
         order = schedule(stage.graph, plan, mesh, route_of(plan))
         seconds = {w.name: self._played(program_of(stage.graph, plan, order, self.cluster, executed=True, windows=(w.name,))) for w in order.windows}
         update = self._played(update_program(stage.graph, plan, self.cluster))

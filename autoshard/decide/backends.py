@@ -25,11 +25,9 @@ from autoshard.decide.program import Program
 from autoshard.decide.refine import SHARE, may_refine, refine
 from autoshard.decide.variants import Variants
 from autoshard.decide.walks.propagate import NO_SEEDS, as_solution
-from autoshard.errors import InfeasibleError, Interrupted, UsageError
+from autoshard.errors import Interrupted, UsageError
 from autoshard.search.problem import Solution, Status
 from autoshard.space.cost_table import CostTable
-
-NOT_LOOKED_INTO = "a short search found no plan that fits in this memory; how much is needed was not looked into"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +64,6 @@ def find(program: Program, how: How) -> Found:
     found = BACKENDS.get(how.backend, _searched)(variants)
     if found.solution.choice is None and how.clock.stopped:
         raise Interrupted("interrupted before a plan that fits was found; there is no plan yet")
-    if found.solution.choice is None and how.rough:
-        raise InfeasibleError(NOT_LOOKED_INTO, proven=found.solution.status is Status.INFEASIBLE)
     if found.solution.choice is None:
         raise explain_infeasible(variants.open, found.solution, found.only or variants.leanest, How(how.clock))
     return _refined(found, how) if finer else found

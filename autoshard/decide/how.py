@@ -23,8 +23,7 @@ class How:
     """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement. `finer`: whether the plan over
     decision units is refined op by op. `enough`: the relative gap at which a search ends. `known`: solutions of problems that were
     searched to their end, or to the best tied choice where that was enough, by what they say (`Problem.key`): stages of equal blocks are problems
-    with equal numbers, and so is one program with ample memory, whatever the budget.
-    `rough`: a price is wanted rather than a plan, so where no plan is found in little memory, least memory is not looked for."""
+    with equal numbers, and so is one program with ample memory, whatever the budget."""
 
     clock: Clock
     backend: str = "auto"
@@ -32,7 +31,6 @@ class How:
     finer: bool = True
     enough: float = 0.0
     known: dict[str, Solution] | None = None
-    rough: bool = False
 
     def part(self, share: float = 1.0) -> How:
         """The same for a share of the time left."""

@@ -24,10 +24,12 @@ from autoshard.play.timeline import Timeline
 
 @dataclass(frozen=True)
 class Room:
-    """The rank of a stage: what it does in a step, and the part of its memory that the stage may take."""
+    """The rank of a stage: what it does in a step, and the part of its memory that the stage may take; or, with a `rate`, the seconds that a byte
+    of it costs."""
 
     duty: Duty | None = None
     share: float = 1.0
+    rate: float = 0.0
 
 
 ALL = Room()
@@ -36,9 +38,13 @@ PlanStage = Callable[..., Plan]
 """(graph of a stage, placements by name that are fixed, micro-batches in flight, its room) -> its plan. Without a room: a stage by itself."""
 
 
-def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell = lambda text: None) -> tuple[Plan, ...]:
-    """Each with all of its rank's memory first. Where the stages of a rank do not fit together, they are planned once more, and share its memory as
-    they asked for it. `tell` hears of every stage that is planned. Raises InfeasibleError naming the stage."""
+def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell = lambda text: None,
+                rate: float = 0.0) -> tuple[Plan, ...]:
+    """With a `rate`, each at so many seconds a byte; that is it, if they fit. Else each with all of its rank's memory first. Where the stages of a
+    rank do not fit together, they are planned once more, and share its memory as they asked for it. `tell` hears of every stage that is planned.
+    Raises InfeasibleError naming the stage."""
+    if rate and (found := _at_rate(made, fixed, plan_stage, tell, rate)):
+        return found
     plans = _each(made, fixed, plan_stage, [1.0] * made.table.stages, tell)
     timelines = rank_timelines(made, plans)
     shares = [_share(made, plans, timelines, s) for s in range(len(plans))]
@@ -47,10 +53,28 @@ def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStag
         timelines = rank_timelines(made, plans)
         for s in timelines:
             _check(made, plans, timelines, s)
+    return _as_ranks_hold(plans, timelines)
+
+
+def _at_rate(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell, rate: float) -> tuple[Plan, ...] | None:
+    """None where they do not fit."""
+    try:
+        plans = _each(made, fixed, plan_stage, [1.0] * made.table.stages, tell, rate)
+    except InfeasibleError:  # the searches within the limit say why
+        return None
+    timelines = rank_timelines(made, plans)
+    found = _as_ranks_hold(plans, timelines)
+    over = [p.memory["total"] - limit for p in found if (limit := p.memory.get("limit")) is not None]
+    return found if max(over, default=0.0) <= 0.0 else None
+
+
+def _as_ranks_hold(plans: Sequence[Plan], timelines: Mapping[int, Timeline]) -> tuple[Plan, ...]:
+    """With the memory of the whole rank, where a stage's own plan does not know it."""
     return tuple(replace(p, stages=(_with_memory(p, timelines[s]),)) if s in timelines else p for s, p in enumerate(plans))
 
 
-def _each(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, shares: Sequence[float], tell: Tell) -> tuple[Plan, ...]:
+def _each(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, shares: Sequence[float], tell: Tell,
+          rate: float = 0.0) -> tuple[Plan, ...]:
     """One after the other, from the last stage, which has the head and the loss. What a stage chose for values that it exchanges, and for
     parameters that others have too, is fixed for those that come after."""
     chosen, plans, flying, duty = dict(fixed), {}, in_flight(made), duties(made)
@@ -58,7 +82,7 @@ def _each(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, sha
         s = stage.index
         tell(f"planning {_named(made, s)}" + ("" if shares[s] == 1.0 else f" again, in {shares[s]:.0%} of its rank's memory"))
         try:
-            plan = plans[s] = plan_stage(stage.graph, chosen, flying[s], Room(duty[s], shares[s]))
+            plan = plans[s] = plan_stage(stage.graph, chosen, flying[s], Room(duty[s], shares[s], rate))
         except InfeasibleError as e:
             rest = "" if shares[s] == 1.0 else f", which shares its rank's memory with {_others(made, s)}"
             raise InfeasibleError(f"{_named(made, s)}{rest}: {e}", e.proven and shares[s] == 1.0) from e

@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.base.graph import Graph, Ref
+from autoshard.base.graph import Ref
 from autoshard.base.plan import Plan
-from autoshard.base.turns import Duty, Turn
-from autoshard.base.windows import ONCE, batch_dim_of
+from autoshard.base.turns import Duty
+from autoshard.base.windows import batch_dim_of
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import Redistribution
@@ -23,13 +23,6 @@ def duties(made: Pipelined) -> tuple[Duty, ...]:
     """Of every stage; without what stages share at the end, whose layout no plan has chosen yet."""
     turns = [turns_of(made.table, made.cut.stages, r) for r in range(len(made.table.ranks))]
     return tuple(Duty(s, turns[r], _unread(made, s)) for s, r in enumerate(made.table.rank_of))
-
-
-def duty_of(graph: Graph, flying: int) -> Duty:
-    """Of a rank that has one stage, with so many micro-batches in flight: their forwards, and then their backwards."""
-    each = [w.name for w in graph.windows if w.name not in ONCE]
-    forwards = tuple(Turn("run", 0, each[0], m) for m in range(flying))
-    return Duty(0, forwards + tuple(Turn("run", 0, window, m) for m in range(flying) for window in each[1:]))
 
 
 def _unread(made: Pipelined, s: int) -> int:

@@ -58,18 +58,18 @@ def program_of(table: CostTable, options: Options, *, has_loss: bool = False) ->
 
 def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
            model_info: Mapping[str, Any] | None = None, interruptible: bool = True,
-           finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None, rough: bool = False,
+           finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None,
            program: Program | None = None, coarser: Sequence[Plan] = ()) -> Plan:
     """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
     fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
-    best plan so far, whose status says so. `finer`, `enough`, `known`, `rough`: see `How`. `program`: that of `table` (`program_of`), within any
+    best plan so far, whose status says so. `finer`, `enough`, `known`: see `How`. `program`: that of `table` (`program_of`), within any
     budget, where it was made already. `coarser`: plans, of which those of the same program on meshes that this one refines are starts. Raises
     InfeasibleError, and Interrupted where there is no plan yet."""
     clock, limit = clock or PhaseTimer(), options.memory_limit(table.cluster)
     with clock("formulate"):
         program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
         program = replace(program, starts=(*program.starts, *lifts(program.formulation, coarser)))
-    how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, known, rough)
+    how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, known)
     with stopping(how.clock, interruptible), clock("search"):
         found = find(program, how)
     with clock("assemble"):

@@ -17,6 +17,7 @@ from autoshard.cost.cluster import AxisLink, Cluster, load_cluster
 from autoshard.cost.memory import stored_parts
 from autoshard.decide.how import How
 from autoshard.decide.least_seconds import Prices, least_run, least_step
+from autoshard.decide.memory.at_a_rate import plan_at_rate
 from autoshard.decide.options import Options, default_cluster, default_pipeline
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
@@ -24,7 +25,6 @@ from autoshard.decide.program import formulate_within, with_starts
 from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.pipeline.microbatches import batch
-from autoshard.pipeline.rank_memory import duty_of
 from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES
 from autoshard.pipeline.shapes.mesh_prices import Searches
@@ -32,13 +32,12 @@ from autoshard.planner.one_stage import decide, prices
 from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
+from autoshard.search.heap import settled_heap
 from autoshard.seeds.seeds import with_held
 from autoshard.space.cost_table import CostTable, Training, trained_params
 
 ENOUGH = 0.01
 """The relative gap at which short searches end: prices of blocks leave out that neighbours agree on layouts, which is about as much."""
-ENOUGH_IN_LITTLE = 0.1
-"""The same where memory is short: what recomputes is far from the bound of what need not, and to prove more takes ten times as long."""
 SHARE = 0.5
 """Of the time that is left for plans of shapes, which the next one may take: the first promises most, and where memory is ample none needs it."""
 LEAST = 1.0
@@ -96,13 +95,13 @@ def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock:
     made: list[Plan] = []  # without stages: a finer mesh starts from them
     left = options.time_limit
 
-    def plan_shape(on: Mesh, pipeline: Pipeline) -> Plan:
+    def plan_shape(on: Mesh, pipeline: Pipeline, rate: float) -> Plan:
         nonlocal left
         with clock("trace"):
             traced = asked.on(on, pipeline)
         before, within = clock.seconds.get("search", 0.0), replace(options, pipeline=pipeline, time_limit=max(SHARE * left, LEAST))
         try:
-            found = plan_traced(traced, on, within, clock=clock, profile=profile, coarser=made, **how)
+            found = plan_traced(traced, on, within, clock=clock, profile=profile, coarser=made, rate=rate, **how)
         finally:
             left -= clock.seconds.get("search", 0.0) - before
         made.extend([found] if pipeline.stages(on) == 1 else [])
@@ -134,29 +133,30 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
     short, quiet = replace(options, time_limit=options.time_limit / SHORT_STAGES), clock.quiet()
 
     def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1, floor: frozenset[str] | None = None) -> CostTable:
-        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying, floor=floor,
-                        duty=duty_of(graph, flying) if flying > 1 else None)
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying, floor=floor)
         return prices(replace(whole, graph=graph), on, short, clock=quiet, profile=profile, step=step)
 
-    def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, within: float) -> Plan:
-        asked, priced = replace(short, memory_budget=min(within, AMPLE)), table(graph, on, wire, flying)
-        program = None
-        if within >= AMPLE:  # plans by hand are starts for where little fits; the first greedy plan is there if time is short
-            with quiet("formulate"):
+    def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, rate: float) -> Plan:
+        with settled_heap(tidy=True):
+            priced = table(graph, on, wire, flying)
+            if rate:
+                return plan_at_rate(priced, replace(short, memory_budget=AMPLE), rate, clock=quiet)
+            with quiet("formulate"):  # plans by hand are starts for where little fits; the first greedy plan is there if time is short
                 formulation = formulate_within(priced, AMPLE)
-                program = with_starts(formulation, asked.settings(graph.training, False), (next(iter(greedy_plans(formulation)))[1],))
-        return decide(priced, asked, clock=quiet, interruptible=False, finer=False, program=program, rough=True,
-                      enough=ENOUGH if within >= AMPLE else ENOUGH_IN_LITTLE)
+                program = with_starts(formulation, short.settings(graph.training, False), (next(iter(greedy_plans(formulation)))[1],))
+            return decide(priced, replace(short, memory_budget=AMPLE), clock=quiet, interruptible=False, finer=False, program=program, enough=ENOUGH)
 
     def run(graph: Graph, on: Mesh, shared: frozenset[str]) -> tuple[float, float]:
-        priced = table(graph, on, None, floor=shared)
-        with quiet("bounds"):
-            return least_run(priced, How(Clock(short.time_limit), options.search))
+        with settled_heap(tidy=True):
+            priced = table(graph, on, None, floor=shared)
+            with quiet("bounds"):
+                return least_run(priced, How(Clock(short.time_limit), options.search))
 
     def step(graph: Graph, on: Mesh, at: Prices | None, shared: frozenset[str]) -> tuple[float, Prices]:
-        priced = table(graph, on, None, floor=shared)
-        with quiet("bounds"):
-            return least_step(priced, How(Clock(short.time_limit), options.search), at)
+        with settled_heap(tidy=True):
+            priced = table(graph, on, None, floor=shared)
+            with quiet("bounds"):
+                return least_step(priced, How(Clock(short.time_limit), options.search), at)
 
     def stored(op: Op) -> float:
         parts = stored_alone(whole.graph, op, options)

@@ -12,6 +12,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster, load_cluster
+from autoshard.decide.memory.at_a_rate import plan_at_rate
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
@@ -30,14 +31,14 @@ from autoshard.space.cost_table import Training
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
                 model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None,
-                profile: Cluster | None = None, interruptible: bool = True, coarser: Sequence[Plan] = ()) -> Plan:
+                profile: Cluster | None = None, interruptible: bool = True, coarser: Sequence[Plan] = (), rate: float = 0.0) -> Plan:
     """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
     buffers and inputs by name come before seeds: that is how they are held already. `profile`: what `options.cluster` held
-    when it was read; without it, it is read now. `coarser`: as of `decide`."""
+    when it was read; without it, it is read now. `coarser`: as of `decide`. `rate`: of stages, as of `plan_stages`."""
     clock = clock or PhaseTimer()
     if options.pipeline.stages(mesh) > 1:
-        return plan_pipeline(traced, mesh, options, clock, fixed or {}, profile or load_cluster(options.cluster), has_loss=has_loss,
-                             model_info=model_info, interruptible=interruptible)
+        return plan_pipeline(traced, mesh, options, clock, fixed or {}, profile or load_cluster(options.cluster), rate,
+                             has_loss=has_loss, model_info=model_info, interruptible=interruptible)
     if options.refine_axes != NEVER:
         return plan_finer(traced, mesh, options, clock=clock, fixed=fixed, profile=profile or load_cluster(options.cluster), coarser=coarser,
                           has_loss=has_loss, model_info=model_info, interruptible=interruptible)
@@ -46,7 +47,7 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTim
 
 
 def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTimer, fixed: Mapping[str, Spec], profile: Cluster,
-                  **how: Any) -> Plan:
+                  rate: float = 0.0, *, interruptible: bool = True, **how: Any) -> Plan:
     """Cut the graph, plan every stage on its submesh, and put the plans together."""
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
     stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
@@ -57,12 +58,14 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
         step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight, duty=room.duty)
         within = within if room.share == 1.0 else replace(within, memory_budget=room.share * within.memory_limit(profile))
         table = prices(replace(traced, graph=graph), stages, within, clock=quiet, fixed=fixed, profile=profile, step=step)
-        return decide(table, within, clock=quiet, known=known, **how)
+        if room.rate:
+            return plan_at_rate(table, within, room.rate, clock=quiet, known=known, **how)
+        return decide(table, within, clock=quiet, known=known, interruptible=interruptible, **how)
 
     def plan_with(choice: Pipeline) -> Plan:
         with clock("cut"):
             made = pipelined(traced.graph, mesh, choice, profile)
-        found = merged(made, plan_stages(made, fixed, plan_stage, tell), wire)
+        found = merged(made, plan_stages(made, fixed, plan_stage, tell, rate), wire)
         where = layout_of(made.cut.blocks, made.cut.starts) or f"stages from {', '.join(made.cut.names)}"
         tell(f"{where} by {made.options.schedule}: {found.objective_s:.4g} s, at least {found.bound_s:.4g} s")
         return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard import Pipeline
 from autoshard.base.precision import Precision
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.microbatches.few_layers import made_from_one
@@ -53,6 +54,21 @@ def test_few_layers_are_traced(monkeypatch):
     second = Batch(model, other, {}, how, [first])
     assert len(second.whole.graph.ops) == len(whole.graph.ops) and second.whole.graph.hash != whole.graph.hash
     assert [sorted(k["without"]) for k in asked] == [[f"h.{i}" for i in range(2, 7)]]
+
+
+def test_a_micro_batch_that_is_priced(monkeypatch):
+    """Few layers of it are traced, and its program is that of a whole trace; a program that runs is traced anew."""
+    module = import_module("models.llama")
+    with torch.device("meta"):
+        model, inputs = module.build("tiny", layers=8, batch=8)
+    asked = []
+    monkeypatch.setattr("autoshard.pipeline.microbatches.batch.trace", lambda *a, **k: asked.append("without" in k) or trace(*a, **k))
+    batch, options = Batch(model, inputs, {}, {"loss_fn": module.loss, "training": True}), Pipeline(microbatches=4)
+    about = batch.about(options)
+    assert asked == [False, True] and batch.about(options) is about
+    cut = batch.cut(options)
+    assert asked == [False, True, False] and cut is not about and cut.graph.hash == about.graph.hash
+    assert batch.about(options) is cut
 
 
 class Layer(nn.Module):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+from weakref import ref
 
 import pytest
 
@@ -32,3 +33,15 @@ def test_every_phase_of_planning_leaves_the_heap_before_it_alone():
     with PhaseTimer()("trace"):
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() == 0 and gc.get_threshold() == before
+
+
+def test_what_a_short_search_leaves_is_collected():
+    class Table:
+        pass
+
+    with settled_heap(tidy=True):
+        one, other = Table(), Table()
+        one.transpose, other.transpose = other, one
+        seen = ref(one)
+        del one, other
+    assert seen() is None and gc.get_freeze_count() == 0

@@ -2,8 +2,7 @@
 
 Training: with ample memory, whose plan is the answer where it fits. Then with the budget: recomputation chosen by the search; if that
 finds nothing, though some plan fits, nothing recomputed, then all of it: fewer options are easier to search. Inference: with
-the budget. What no search finds, a starting plan may be, or the plan of least memory. Of rough searches (`How.rough`) a price is wanted: nothing
-recomputed comes before recomputation, and least memory is not looked for.
+the budget. What no search finds, a starting plan may be, or the plan of least memory.
 """
 from __future__ import annotations
 
@@ -43,10 +42,6 @@ class Outcome:
     def found(self) -> bool:
         return self.solution.choice is not None
 
-    def within(self, gap: float) -> bool:
-        """Whether the plan found is this close to the bound, relative to its cost."""
-        return self.found and self.solution.cost * (1.0 - gap) <= self.bound
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -67,7 +62,7 @@ def search(variants: Variants) -> Outcome:
     """Try what there is to try. Where stored tensors alone are too much, nothing is."""
     if stored_is_too_much(variants.plain.formulation):
         return Outcome(variants.plain, replace(NOTHING, status=Status.INFEASIBLE), final=True)
-    return try_in_order(variants, (ROUGH if variants.how.rough else TRAINING) if variants.training else INFERENCE)
+    return try_in_order(variants, TRAINING if variants.training else INFERENCE)
 
 
 def try_in_order(variants: Variants, attempts: Iterable[Attempt]) -> Outcome:
@@ -77,7 +72,7 @@ def try_in_order(variants: Variants, attempts: Iterable[Attempt]) -> Outcome:
     for attempt in attempts:
         if attempt.due(variants, so_far):
             so_far = _tried(attempt, variants, so_far)
-        if so_far.final or variants.how.rough and so_far.within(variants.how.enough):
+        if so_far.final:
             break
     return replace(so_far, solution=_with_status(so_far, variants.how.clock.stopped))
 
@@ -160,15 +155,12 @@ def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
 
 START = Attempt(lambda v: v.plain, _cheapest_start)
 LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
-IN_AMPLE = Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True, ample=True)
-OPEN = Attempt(lambda v: v.open, _search_tight, _sure_share, due=_time_is_left, covers=True)
 TRAINING = (
-    IN_AMPLE,
-    OPEN,
+    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True, ample=True),
+    Attempt(lambda v: v.open, _search_tight, _sure_share, due=_time_is_left, covers=True),
     Attempt(lambda v: v.plain, _search_tight, lambda plain: PLAIN, due=_missed),
     Attempt(lambda v: v.lean, _search_tight, due=_missed),
     START,
     LEANEST,
 )
-ROUGH = (IN_AMPLE, Attempt(lambda v: v.plain, _search_tight, lambda plain: PLAIN, due=_time_is_left), OPEN, START)
 INFERENCE = (Attempt(lambda v: v.plain, search_within, _sure_share, covers=True, enough=True), START, LEANEST)

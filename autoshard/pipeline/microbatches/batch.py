@@ -50,6 +50,7 @@ class Batch:
     how: Mapping[str, Any]
     others: Collection[Batch] = ()
     _known: dict[Pipeline, Traced] = field(default_factory=dict)
+    _about: dict[Pipeline, Traced] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> Traced:
@@ -66,10 +67,17 @@ class Batch:
 
     def cut(self, pipeline: Pipeline) -> Traced:
         """See `traced`; traced once for equal parts."""
-        key = Pipeline(pipeline.count, batch_dims=pipeline.batch_dims, inexact=pipeline.inexact)
+        key = _key(pipeline)
         if key not in self._known:
-            self._known[key] = self._cut(key)
+            self._known[key] = self._cut(key, short=False)
         return self._known[key]
+
+    def about(self, pipeline: Pipeline) -> Traced:
+        """`cut`, for prices: where layers are equal in the program of the batch, few of them are traced (few_layers.py)."""
+        key = _key(pipeline)
+        if key not in self._known and key not in self._about:
+            self._about[key] = self._cut(key, short=True)
+        return self._known.get(key) or self._about[key]
 
     def on(self, mesh: Mesh, pipeline: Pipeline) -> Traced:
         """`cut`, as ranks of `mesh` run it: dims that do not divide over its axes are padded. Stages of a pipeline keep them whole."""
@@ -78,7 +86,7 @@ class Batch:
 
     def as_one(self, pipeline: Pipeline) -> Graph:
         """The batch as a micro-batch by itself: the program of the batch with what `cut` adds to that of a part. For prices."""
-        part = self.cut(pipeline).graph
+        part = self.about(pipeline).graph
         dims = [batch_dim_of(op) for op in part.of_kind("input")]
         results = [(dict(op.kwargs), op) for op in part.outputs(Role.USER).values()]
         joins = [(said[JOIN], said[JOIN_DIM]) for said, _ in results if said[JOIN] != WEIGHTS]
@@ -86,7 +94,7 @@ class Batch:
         weights = [op.refs[0] for said, op in results if said[JOIN] == WEIGHTS]
         return _with_weights(graph, weights[0], len(joins)) if weights and weights[0].op in graph.by_name else graph
 
-    def _cut(self, pipeline: Pipeline) -> Traced:
+    def _cut(self, pipeline: Pipeline, short: bool) -> Traced:
         whole, count = self.whole, pipeline.count
         if count == 1 or not whole.graph.training:
             return whole
@@ -96,7 +104,8 @@ class Batch:
         dims = _batch_dims(whole, tensors, pipeline)
         pieces = iter([t if d is None else t.detach().narrow(d, 0, t.shape[d] // count) for t, d in zip(tensors, dims, strict=True)])
         some, named = pytree.tree_unflatten([next(pieces) if isinstance(v, torch.Tensor) else v for v in flat], tree)
-        part = trace(self.model, some, named, **self._tracing)
+        anew = partial(trace, self.model, some, named, **self._tracing)
+        part = short and made_from_one(whole, anew) or anew()
         return replace(whole, graph=_microbatched(whole, part, dims, pipeline, loss), calling=_calling(whole.calling, part.calling))
 
     @property
@@ -106,6 +115,11 @@ class Batch:
     @cached_property
     def _flat(self) -> tuple[Any, Any]:
         return self.whole.calling.binding.flatten(self.args, self.kwargs)
+
+
+def _key(pipeline: Pipeline) -> Pipeline:
+    """Equal for options that cut a batch alike."""
+    return Pipeline(pipeline.count, batch_dims=pipeline.batch_dims, inexact=pipeline.inexact)
 
 
 def rows_of(traced: Traced) -> int:

@@ -21,7 +21,7 @@ from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Searches, Sizes, t
 from autoshard.pipeline.shapes.meshes import CHUNKS, Room, Shape, Slot, shapes
 
 PLANNED, FINALISTS = 2, 6
-"""So many shapes are planned; if they do not fit, up to so many."""
+"""So many shapes are planned, of deep models one; if they do not fit, up to so many."""
 FEW, WANTED = 8, 0.05
 """Of so many devices shapes are searched as closely as `TOLERANCE` says. With more of them there are many shapes: those that bounds leave less
 than this part of a step to gain are not searched. Where no stages are asked for, nothing is left out for that."""
@@ -32,8 +32,8 @@ LONG, FINE = 8, 0.02
 """Blocks of a model, of which a shape of three axes takes minutes to search: it is not where bounds leave less than this part of a step to gain."""
 AMPLE = 1e15
 """Bytes that no rank uses."""
-PlanShape = Callable[[Mesh, Pipeline], Plan]
-"""(mesh, options with nothing left open) -> the plan. Raises InfeasibleError."""
+PlanShape = Callable[[Mesh, Pipeline, float], Plan]
+"""(mesh, options with nothing left open, seconds that a byte costs its stages or 0) -> the plan. Raises InfeasibleError."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
 
     def planned(tried: Tried) -> Plan:
         tell(f"{tried.shape}: planning it")
-        plans[tried.shape] = plan = plan_shape(asked.whole_mesh(tried.shape), asked.options_of(tried, names))
+        plans[tried.shape] = plan = plan_shape(asked.whole_mesh(tried.shape), asked.options_of(tried, names), pricer.rate(tried))
         return plan
 
     def plan_whole(shape: Shape) -> Tried:
@@ -131,7 +131,7 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
     staged = 0
     for candidate in ranked(tried)[:FINALISTS]:
         best = min((plan.objective_s for plan in plans.values()), default=np.inf)
-        if candidate.shape not in plans and staged < PLANNED and (candidate.seconds or 0.0) < best:
+        if candidate.shape not in plans and staged < (1 if deep else PLANNED) and (candidate.seconds or 0.0) < best:
             try:
                 planned(candidate)
                 staged += 1

@@ -21,6 +21,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.action_lists.network import Network, network_of
 from autoshard.pipeline.action_lists.step_end import with_step_end
+from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Shape, Slot
 from autoshard.pipeline.shapes.partitions import course_of, price_on
@@ -32,6 +33,9 @@ MARGIN = 1.05
 """A partition search ends where it finds nothing within this factor of the best price."""
 TOLERANCE = 0.02
 """A shape is not searched if its bound is at most this part below the best price, where nothing else is said."""
+FAR = 1.1
+"""Where the tolerance is larger than that, a shape is not searched either whose bound, times what its schedule waits, is this factor above the best
+price: bounds have a part of the waiting in them."""
 LOOKS = 4
 """Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before."""
 FIRST, LATER, LAST = range(3)
@@ -120,6 +124,8 @@ def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, t
             heappush(waiting, (LATER, promise, at, looked))
         elif bound >= search.enough(shapes[at]):
             done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
+        elif looked == LOOKS and tolerance > TOLERANCE and promise > FAR * search.best:
+            done[at] = Tried(shapes[at], bound, why="not searched: with the time that its ranks wait it is not near the best")
         elif looked < LOOKS:
             bounds[at] = max(bound, search.bound(shapes[at], looked + 1))
             heappush(waiting, (turn, bounds[at] * waits[at], at, looked + 1))
@@ -161,7 +167,7 @@ class _Search:
 
     def waits(self, shape: Shape) -> float:
         """About how much longer a step is than its work, if all stages are equal. Weight parts fill most of the time that ranks would wait."""
-        parts = 3 if self.run(shape).table.split_backward else 1
+        parts = 3 if SCHEDULES[shape.schedule].split_backward else 1
         return 1 + (shape.pp - 1) / (parts * shape.chunks * shape.microbatches)
 
     def enough(self, shape: Shape) -> float:

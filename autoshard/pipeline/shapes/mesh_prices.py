@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import ceil
 
 import numpy as np
 
@@ -27,20 +26,24 @@ from autoshard.pipeline.cutting.split import split_stage
 from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.microbatches.resize import Between, Unlike
+from autoshard.pipeline.schedules import SCHEDULES
+from autoshard.pipeline.shapes.decide import Tried
 from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.needs import Needs, needs_of
-from autoshard.pipeline.shapes.price import StagePrice
+from autoshard.pipeline.shapes.price import SUMS, StagePrice, mixed
 from autoshard.pipeline.shapes.stage_prices import price_of
 
-FLYING = (0.0, 1.0, 1.5)
-"""Per lean level, micro-batches in flight for each rank of the pipeline; at level 0 memory is ample."""
+RATES = (0.0, 0.3, 1.0, 3.0)
+"""What a byte costs: at 1, all that a rank keeps of the blocks that take most of a step costs as many seconds as making it again."""
+PARTS = 4
+"""Lean levels from one rate to the next: between them some blocks of a rank are as at the one, and the others as at the other."""
 
 
 @dataclass(frozen=True, eq=False)
 class Searches:
-    """The ordinary search, as the pricer asks it. `plan`: (graph of a stage, its mesh, the wire, micro-batches in flight, bytes a rank may
-    use) -> plan; `run`: (graph, mesh, ops that other parts may pay for) -> seconds of one run at least, and of the update; `step`: (graph, mesh,
+    """The ordinary search, as the pricer asks it. `plan`: (graph of a stage, its mesh, the wire, micro-batches in flight, seconds of
+    a byte) -> plan; `run`: (graph, mesh, ops that other parts may pay for) -> seconds of one run at least, and of the update; `step`: (graph, mesh,
     prices or None, those ops) -> seconds of a step at least, and at which prices; `stored`: bytes of a parameter, and of what the optimizer has of it
     on a device."""
 
@@ -63,7 +66,7 @@ class Sizes:
 
     def _of(self, count: int) -> Stretches:
         options = replace(self.options, microbatches=max(count, self.count))
-        graph = self.batch.as_one(options) if count < self.count else self.batch.cut(options).graph
+        graph = self.batch.as_one(options) if count < self.count else self.batch.about(options).graph
         return Stretches(graph, Blocks.of(graph), split=False)
 
     @property
@@ -105,14 +108,14 @@ def _resized(stage: Stage, graph: Graph) -> Stage:
 class MeshPricer:
     """A `decide.Pricer`. `mesh_of`: the submesh of a slot; `devices`: of the whole mesh; `limit`: bytes a rank may use."""
 
-    leanest = len(FLYING) - 1
+    leanest = PARTS * (len(RATES) - 1)
 
     def __init__(self, sizes: Sizes, devices: int, mesh_of: Callable[[Slot], Mesh], cluster: Cluster, limit: float, searches: Searches) -> None:
         self.sizes, self.devices, self.mesh_of, self.cluster, self.limit, self.searches = sizes, devices, mesh_of, cluster, limit, searches
         known: dict[Hashable, int] = {}
         self.labels: tuple[Hashable, ...] = tuple(label and known.setdefault(label, len(known)) for label in sizes.first.labels)
         self._first_of: dict[tuple[Hashable, ...], int] = {}
-        self._cached = cache(self._price)
+        self._ample, self._at_rate = cache(self._price), cache(self._price_at_rate)
         self._run, self._step = cache(self._run_of), cache(self._step_of)
 
     @cached_property
@@ -200,32 +203,54 @@ class MeshPricer:
         return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)
 
     def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
-        """That of the first blocks of the same kinds, see `_price`. Where there is one rank, it has one micro-batch in flight."""
+        """That of the first blocks of the same kinds, in ample memory. Further up blocks change as they do by themselves. Raises InfeasibleError."""
         at = self._first_of.setdefault(self.labels[first:end], first)
-        return self._cached(at, at + end - first, slot, lean if self._pp(slot) > 1 else min(lean, 1), split)
+        price = self._ample(at, at + end - first, slot, split)
+        for label in self.labels[first:end] if lean else ():
+            price = _changed(price, self._alone(label, slot, 0, split), self._alone(label, slot, lean, split))
+        return price
 
-    def _price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
-        """At level 0 with ample memory. Further up with as many micro-batches in flight as the pipeline has ranks, and half as many more (for several
-        stages on a rank), in the part of the ranks' memory that these blocks need at level 0. Raises InfeasibleError."""
+    @cached_property
+    def _repeating(self) -> frozenset[Hashable]:
+        """Kinds of which there are several blocks; all, where there are none."""
+        return frozenset(label for label in self.kinds if self.labels.count(label) > 1) or frozenset(self.kinds)
+
+    def _alone(self, label: Hashable, slot: Slot, lean: int, split: bool) -> StagePrice:
+        """A block by itself. Between two rates a rank has some blocks at each: the price is the mean. What does not repeat stays at the first rate:
+        it is few bytes, and takes as long to search."""
+        low, part = divmod(lean if label in self._repeating else min(lean, PARTS), PARTS)
+        price = self._at_rate(label, slot, low, split)
+        return price if not part else mixed(price, self._at_rate(label, slot, low + 1, split), part / PARTS)
+
+    def _price_at_rate(self, label: Hashable, slot: Slot, level: int, split: bool) -> StagePrice:
+        at, flying = self.kinds[label], self._pp(slot)
+        ample = self._ample(at, at + 1, slot, split)
+        if not (level and ample.forward and self._unit(slot, split)):
+            return ample
+        rate = RATES[level] * self._unit(slot, split)
+        stage, wire = self._stage(at, at + 1, slot, split), self._wire(slot)
+        return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, rate), wire)
+
+    def _unit(self, slot: Slot, split: bool) -> float:
+        """The rate 1, in seconds of a step for a byte; 0 where nothing is kept."""
+        at = self.kinds[self.main]
+        main = self._ample(at, at + 1, slot, split)
+        return self.sizes.rows / slot.rows * main.forward / (self._pp(slot) * main.saved) if main.saved else 0.0
+
+    def rate(self, tried: Tried) -> float:
+        """At which stages of a shape were priced that was searched: seconds for a byte, the higher one between two; 0 in ample memory."""
+        split = SCHEDULES[tried.shape.schedule].split_backward
+        return RATES[-(-tried.lean // PARTS)] * self._unit(tried.shape.slot, split) if tried.lean else 0.0
+
+    def _price(self, first: int, end: int, slot: Slot, split: bool) -> StagePrice:
+        """In ample memory."""
         stage, wire = self._stage(first, end, slot, split), self._wire(slot)
         if not stage.graph.of_kind("call"):  # all its ops run in blocks that read them
             return StagePrice(0.0, 0.0)
-        flying = ceil(FLYING[lean] * self._pp(slot)) if lean else 1
-        limit = self._part(first, end, slot, split, flying) if lean else np.inf
-        return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, flying, limit), wire, flying)
+        return price_of(stage, self.searches.plan(stage.graph, self.mesh_of(slot), wire, 1, 0.0), wire)
 
     def _pp(self, slot: Slot) -> int:
         return self.devices // slot.ranks
-
-    def _part(self, first: int, end: int, slot: Slot, split: bool, flying: int) -> float:
-        """Bytes of a rank for these blocks. The main kind may not divide evenly among the ranks; then some have one block more."""
-        alone = {label: self.price(at, at + 1, slot, 0, split) for label, at in self.kinds.items()}
-        own, ranks = self.price(first, end, slot, 0, split), self._pp(slot)
-        room = max(0.0, ranks * (self.limit - max(p.peak for p in alone.values())))
-        counts = {label: self.labels.count(label) for label in self.kinds}
-        counts[self.main] = ceil(counts[self.main] / ranks) * ranks
-        needed = sum(count * (alone[label].stored + flying * alone[label].saved) for label, count in counts.items())
-        return own.peak + min(1.0, room / needed) * (own.stored + flying * own.saved)
 
     def _wire(self, slot: Slot) -> AxisLink:
         """Between stages; where there is one stage, that of neighbours: prices of blocks have ends, and their sums do not."""
@@ -233,3 +258,9 @@ class MeshPricer:
         if pp == 1:
             return AxisLink(((self.cluster.links[0], 2),))
         return self.cluster.links_for(Mesh(tuple(f"d{i}" for i in range(len(sizes) + 1)), (pp, *sizes)))[0]
+
+
+def _changed(price: StagePrice, before: StagePrice, after: StagePrice) -> StagePrice:
+    """`price` of blocks of which one changes."""
+    sums = {name: max(0.0, getattr(price, name) + getattr(after, name) - getattr(before, name)) for name in SUMS}
+    return replace(price, **sums, peak=max(price.peak, after.peak))

@@ -48,6 +48,11 @@ Range = Callable[[int, int], StagePrice]
 SUMS = tuple(f.name for f in fields(StagePrice) if f.name not in ("peak", "wire_out", "wire_in"))
 
 
+def mixed(one: StagePrice, other: StagePrice, part: float) -> StagePrice:
+    """Of blocks of which `part` are as the other."""
+    return StagePrice(*((1.0 - part) * a + part * b for a, b in zip(astuple(one), astuple(other), strict=True)))
+
+
 def chain_from(labels: Sequence[Hashable], price: Range) -> Chain:
     """The chain of `len(labels)` blocks, from prices of single blocks and of pairs; each distinct one is asked for once. Blocks with the label ()
     have no ops, and are no stage by themselves."""

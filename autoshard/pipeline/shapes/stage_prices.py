@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
 from autoshard.base.plan import Plan
-from autoshard.base.windows import ONCE
+from autoshard.base.windows import ONCE, START
 from autoshard.cost.cluster import AxisLink
 from autoshard.pipeline.cutting.cut import Stage
 from autoshard.pipeline.cutting.stretches import Stretches
@@ -35,18 +35,18 @@ class GraphPricer:
         return price_of(stage, self.plan_stage(stage.graph, {}, 1), self.wire)
 
 
-def price_of(stage: Stage, plan: Plan, wire: AxisLink, flying: int = 1) -> StagePrice:
-    """What a plan of a stage's graph says of one micro-batch. Its search paid for both ends of what crosses; that is the wire's here. `flying`:
-    micro-batches that are in flight at once in the plan's timeline."""
+def price_of(stage: Stage, plan: Plan, wire: AxisLink) -> StagePrice:
+    """What a plan of a stage's graph says of one micro-batch. Its search paid for both ends of what crosses; that is the wire's here."""
     (own,), m = plan.stages, stage.graph.microbatches
     windows = {name: float(seconds) / m - _paid(stage, plan, wire, name) for name, seconds in own.windows.items() if name not in ONCE}
     turn = max(own.timeline, key=lambda moment: moment.by_category["saved"])  # the peak may be elsewhere, at the update for one
-    stored, held = sum(turn.by_category[name] for name in STORED), turn.by_category["saved"]
+    always = max((moment.by_category["saved"] for moment in own.timeline if moment.window == START), default=0)  # held parameters, however many fly
+    stored, held = sum(turn.by_category[name] for name in STORED) + always, turn.by_category["saved"] - always
     return StagePrice(
         *(max(0.0, windows.get(name, 0.0)) for name in (FORWARD, BACKWARD, WEIGHT)),
         once=sum(float(seconds) for name, seconds in own.windows.items() if name in ONCE), update=float(own.once_s),
         stored=float(stored), peak=max(0.0, float(max(moment.total for moment in own.timeline) - stored - held)),
-        saved=held / flying, between=held / flying,
+        saved=float(held), between=float(held),
         wire_out=wire_seconds([h for h in stage.sends if h.window == FORWARD], plan, wire, "send"),
         wire_in=wire_seconds([h for h in stage.sends if h.window == BACKWARD], plan, wire, "send"))
 

@@ -128,6 +128,8 @@ def partition(chain: Chain, course: Course, price: Price, memory_limit: float = 
     partitions between bound and price the search ends with the best one that it has seen, and the bound is proven all the same.
     Partitions that are not below `cutoff` are of no use: if there is no other, the bound is the cutoff, and there are no cuts."""
     stages = Stages(chain, course, memory_limit)
+    if stages.too_full:
+        return Partition((), np.inf, np.inf, 0)
     bound = stages.bound(cutoff)
     if bound >= cutoff:
         return Partition((), np.inf, bound, 0)

@@ -57,6 +57,18 @@ class Stages:
         return ones & np.isfinite(chain.both) & (True if course.allowed is None else course.allowed)
 
     @cached_property
+    def too_full(self) -> bool:
+        """Whether the ranks together have less memory than any partition takes, when each of them holds most micro-batches."""
+        chain, course = self.chain, self.course
+        if not np.isfinite(self.memory_limit):
+            return False
+        held = np.zeros((course.stages, 2))
+        for stages, loads in zip(course.of_rank, course.loads):
+            held[stages] = loads[loads.sum((1, 2)).argmax()].T
+        nbytes = chain.stored + held[:, :1, None] * chain.saved + held[:, 1:, None] * chain.between
+        return self._least_sum(nbytes) > len(course.of_rank) * self.memory_limit
+
+    @cached_property
     def hops(self) -> np.ndarray:
         """[s, b]: seconds both ways between stage s, which ends at b, and the next one."""
         return np.where(np.append(self.course.crosses, False)[:, None], self.chain.hop, 0.0)

@@ -66,6 +66,18 @@ def test_memory_moves_blocks_off_the_stage_that_holds_most():
     assert (nothing.cuts, nothing.seconds, nothing.bound) == ((), np.inf, np.inf)
 
 
+def test_ranks_that_are_too_full_together_are_no_way_to_fit():
+    """Never said where some partition fits, and most of the time where none does and the ranks are about equally full."""
+    said = 0
+    for seed in range(100):
+        case = random_case(seed)
+        fullest = rank_bytes(case.chain, case.course, all_cuts(case.chain.blocks, case.table.stages)).max(1).min()
+        assert not Stages(case.chain, case.course, float(fullest)).too_full
+        assert not Stages(case.chain, case.course).too_full
+        said += Stages(case.chain, case.course, 0.6 * float(fullest)).too_full
+    assert said >= 60
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_levels_hold_every_partition_with_a_lower_bound(seed):
     case = random_case(seed)

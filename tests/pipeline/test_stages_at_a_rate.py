@@ -1,0 +1,42 @@
+"""Stages planned at a price per byte: taken where they fit together, else planned within the limit."""
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import Pipeline
+from autoshard.base.mesh import parse_mesh
+from autoshard.decide.options import Options
+from autoshard.pipeline.microbatches.batch import traced
+from autoshard.planner import stages
+from autoshard.planner.stages import plan_traced
+
+MESH = parse_mesh("pp=2,dp=2")
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """A model in two stages, and options with a budget in which its fast plan does not fit."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4)))
+    inputs, pipeline = (torch.randn(4096, 8), torch.randn(4096, 8)), Pipeline(microbatches=4, schedule="1f1b", cuts=("2",))
+    program = traced(model, inputs, {}, pipeline, loss_fn=nn.functional.mse_loss, training=True)
+    ample = plan_traced(program, MESH, Options(cluster="cpu-gloo", pipeline=pipeline))
+    options = Options(cluster="cpu-gloo", pipeline=pipeline, memory_budget=0.7 * max(s.memory["total"] for s in ample.stages))
+    return program, options, ample
+
+
+def test_stages_that_fit_are_not_searched_again(asked, monkeypatch):
+    program, options, ample = asked
+    monkeypatch.setattr(stages, "decide", lambda *a, **k: pytest.fail("a search within a limit"))
+    made = plan_traced(program, MESH, options, rate=ample.objective_s / ample.stages[0].memory["total"])
+    assert all(s.memory["total"] <= options.memory_budget for s in made.stages)
+    assert made.recompute and not ample.recompute
+    assert ample.bound_s * (1 - 1e-9) <= made.objective_s and 0.0 <= made.bound_s <= made.objective_s
+
+
+def test_where_the_rate_is_too_low_the_limit_decides(asked):
+    program, options, ample = asked
+    by_limit = plan_traced(program, MESH, options)
+    made = plan_traced(program, MESH, options, rate=1e-6 * ample.objective_s / ample.stages[0].memory["total"])
+    assert made.objective_s == by_limit.objective_s and made.recompute == by_limit.recompute
+    assert all(s.memory["total"] <= options.memory_budget for s in made.stages)
