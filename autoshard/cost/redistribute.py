@@ -189,7 +189,7 @@ class Redistribution:
         cols = [solved.layout.index.get(t, -1) for t in targets]
         pairs = np.ix_(rows, cols)
         keys = solved.keys[pairs]
-        out = np.where(keys < UNREACHABLE, self._along(solved, others)[pairs] if others else (keys >> HOP_BITS) * solved.unit, np.inf)
+        out = np.where(keys < UNREACHABLE, self._along(solved, others)[pairs] if others is not None else (keys >> HOP_BITS) * solved.unit, np.inf)
         out[[i for i, r in enumerate(rows) if r < 0]] = np.inf
         out[:, [j for j, c in enumerate(cols) if c < 0]] = np.inf
         where = {t: j for j, t in enumerate(targets)}

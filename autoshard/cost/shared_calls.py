@@ -7,7 +7,7 @@ is paid once by a hundred biases, not a hundred times.
 """
 from __future__ import annotations
 
-from math import inf, prod
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -33,12 +33,12 @@ def shares(kind: str, nbytes: int) -> bool:
 class Together(NamedTuple):
     """Gradients that are thought to share a call: how many there are, and the call's bytes."""
 
-    count: float
+    count: int
     nbytes: int
 
 
-LEAST = Together(inf, SMALL)
-"""With so many others that a gradient costs no less with any."""
+UNKNOWN = Together(0, 0)
+"""Nobody knows which: a share may cost next to nothing, as where a curve is flat. For bounds."""
 
 
 def small_gradients(graph: Graph) -> Together | None:
@@ -54,6 +54,8 @@ def share_seconds(kind: str, nbytes: int, others: Together | None, link: AxisLin
     own = collectives.seconds(kind, nbytes, link)
     if link.size == 1 or others is None:
         return own
+    if others == UNKNOWN:
+        return 0.0
     fixed = collectives.seconds(kind, 1, link)
     call = collectives.seconds(kind, others.nbytes, link) + float(op_seconds(Family.COPY, 0, 2 * others.nbytes, torch.uint8, device))
     return min(own, fixed / others.count + nbytes / others.nbytes * (call - fixed))

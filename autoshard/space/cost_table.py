@@ -23,7 +23,7 @@ from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import Redistribution, Step
-from autoshard.cost.shared_calls import LEAST, SMALL, Together, small_gradients
+from autoshard.cost.shared_calls import SMALL, UNKNOWN, Together, small_gradients
 from autoshard.program import flow
 from autoshard.rules import registry
 from autoshard.rules.types import InnerCollective
@@ -114,7 +114,7 @@ class CostTable:
     def step_seconds(self, ref: Ref, step: Step) -> float:
         """Of one step of `ref`'s way; those of the way add up to `seconds`."""
         others = self.sharing(ref)
-        return self.redistribution.shared(step, others) if others else step.seconds
+        return step.seconds if others is None else self.redistribution.shared(step, others)
 
     def steps(self, meta: TensorMeta, src: Spec, dst: Spec) -> tuple[Step, ...]:
         """The redistribution that is priced, and that lowering executes."""
@@ -149,8 +149,8 @@ class CostTable:
 
     @cached_property
     def _small(self) -> Together | None:
-        """Of a part of a program, which is to cost no more than there: as many as can be."""
-        return small_gradients(self.graph) if self.training.floor is None else LEAST
+        """Of a part of a program, which is to cost no more than there, unknown: the other parts have some too."""
+        return small_gradients(self.graph) if self.training.floor is None else UNKNOWN
 
     def hideable(self, ref: Ref) -> bool:
         """Whether redistributing this value can overlap compute (design: parameter gathers, gradient reductions)."""
