@@ -63,13 +63,14 @@ def test_the_search_is_not_dearer_than_forced_megatron(llama):
     assert llama.objective_s <= forced.objective_s * (1 + 1e-9)
 
 
-def test_megatron_storage_of_gpt_unaided():
-    """Two sequences: of one the reductions take so little that what a call of NCCL costs decides, and the attention's output
-    projection is cheaper whole (2.15 against 2.17 ms)."""
-    found = search("gpt", "1.5B", "tp=4", layers=4, batch=2, seq=1024)
+def test_gpt_is_within_a_hundredth_of_megatron_and_never_dearer():
+    """Two sequences. Since small gradients share calls, parts of layers are cheaper split by the sequence: 3.148 ms as it runs, Megatron 3.167."""
+    seeds = {f"h.*.{w}.weight": ("tp", None) for w in GPT_COLUMN} | {f"h.*.{w}.weight": (None, "tp") for w in GPT_ROW}
+    found, forced = search("gpt", "1.5B", "tp=4", layers=4, batch=2, seq=1024), search("gpt", "1.5B", "tp=4", layers=4, batch=2, seq=1024, seeds=seeds)
     assert {found.placements[f"h.1.{w}.weight"] for w in GPT_COLUMN} == {(0,)}
-    assert {found.placements[f"h.1.{w}.weight"] for w in GPT_ROW} == {(1,)}
-    reductions = [c for c in found.collectives if c.kind == "all_reduce" and c.module.startswith("h.2") and not c.hideable]
+    for key in ("step_s", "bucketed_s"):
+        assert 0.98 * forced.predicted[key] < found.predicted[key] <= forced.predicted[key]
+    reductions = [c for c in forced.collectives if c.kind == "all_reduce" and c.module.startswith("h.2") and not c.hideable]
     assert len([c for c in reductions if c.phase == "backward"]) == 2
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.base.plan import Plan
 
-MLP = ["plan", "mlp:tiny", "--mesh", "dp=4", "--batch", "512"]
+MLP = ["plan", "mlp:tiny", "--mesh", "dp=4", "--batch", "2048"]
 WHAT_IF = ["--what-if", "device.peak=2x", "--what-if", "mesh.dp=2x,memory=40GiB"]
 
 

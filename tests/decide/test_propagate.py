@@ -169,7 +169,7 @@ def test_two_seeds_a_layer_become_megatron():
 def test_a_small_model_does_not_pay_for_what_would_follow():
     formulation = formulation_of(traced("gpt"), "dp=2,tp=2", MEGATRON)
     spread = propagate(formulation, formulation.table.seeds)
-    assert "over 10 % more" in spread.how and spread.seconds < 0.5 * looked_ahead(formulation)
+    assert "over 10 % more" in spread.how and spread.seconds < 0.6 * looked_ahead(formulation)
 
 
 def test_input_split_over_one_axis_follows_through_the_model():

@@ -44,7 +44,7 @@ def test_seconds_count_only_what_is_decided(wiring):
     first = wiring.reads[reader][0]
     placed.strategy[first.maker] = 0
     source, targets = wiring.sources(first).specs[wiring.sources(first).index[0]], wiring.targets(first)
-    wanted = [wiring.formulation.table.seconds(wiring.formulation.table.graph.meta(first.value), source, targets.specs[i])
+    wanted = [wiring.formulation.table.seconds(first.value, source, targets.specs[i])
               if wiring.possible(first, source, targets.specs[i]) else np.inf for i in targets.index]
     assert placed.moved(reader, zero) == pytest.approx(np.array(wanted))
 

@@ -39,9 +39,9 @@ def limits(monkeypatch):
         for at in range(4):
             if at == 1:
                 with pytest.raises(InfeasibleError):
-                    plan_shape(Mesh(("dp",), (2,)), Pipeline())
+                    plan_shape(Mesh(("dp",), (2,)), Pipeline(), 0.0)
             else:
-                found = plan_shape(Mesh(("dp",), (2,)), Pipeline())
+                found = plan_shape(Mesh(("dp",), (2,)), Pipeline(), 0.0)
         return found
 
     monkeypatch.setattr(open_mesh, "plan_traced", plan_traced)

@@ -70,7 +70,7 @@ def test_a_plan_that_recomputes_fits_round_trips_and_costs_what_it_says() -> Non
     traced, mesh, options = trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=2"), Options(cluster="h100-dgx", time_limit=120.0)
     table = prices(traced, mesh, options)
     free = decide(table, options, has_loss=True)
-    budget = 0.6 * free.memory["total"]
+    budget = 0.5 * free.memory["total"]
     plan = decide(table, replace(options, memory_budget=budget), has_loss=True, finer=False, enough=0.5)  # what follows holds for every plan that fits
     assert plan.recompute and plan.memory["total"] <= budget and plan.objective_s > free.objective_s
     assert plan.graph_hash == free.graph_hash and Plan.from_json(plan.to_json()) == plan

@@ -19,7 +19,7 @@ from autoshard.runtime.cache import planner_key, source_digest
 
 OTHER = {"optimizer": "sgd", "precision": Precision("bf16"), "seeds": {"0.weight": "dp,-"}, "passing": Passing("local"),
          "memory_budget": 1e9, "time_limit": 5.0, "search": "milp", "fallback": "replicate", "offload": "optimizer", "pipeline": Pipeline(2),
-         "expert_capacity": 1.5, "pad": "all", "thorough": True}
+         "expert_capacity": 1.5, "pad": "all", "thorough": True, "refine_axes": "auto"}
 PASSING = {"inputs": "local", "outputs": "dtensor", "batch_axes": ("dp",)}
 
 
