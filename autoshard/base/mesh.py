@@ -103,6 +103,13 @@ class Mesh:
             rank //= size
         return tuple(reversed(out))
 
+    def rank_at(self, coordinates: Sequence[int]) -> int:
+        """Inverse of `coordinates`."""
+        rank = 0
+        for size, c in zip(self.sizes, coordinates, strict=True):
+            rank = rank * size + c
+        return rank
+
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
 

@@ -42,7 +42,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.spec import REDUCE_OPS, R, Spec, format_spec, is_inner, is_partial, nested, nesting, nestings, shard_counts, split_by
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.compute import op_seconds
-from autoshard.cost.shared_calls import Together, share_seconds, shares
+from autoshard.cost.shared_calls import Together, share_seconds
 from autoshard.errors import LoweringError
 from autoshard.rules.family import Family
 
@@ -170,6 +170,7 @@ class Redistribution:
         self._solved: dict[tuple, _Solved] = {}
         self._steps: dict[tuple, tuple[Step, ...]] = {}
         self._ways: dict[tuple[int, Together], np.ndarray] = {}
+        self._savings: dict[tuple[str, tuple[int, ...], int, Together], float] = {}
 
     def table(self, shape: tuple[int, ...], dtype: torch.dtype, sources: Sequence[Spec],
               targets: Sequence[Spec], others: Together | None = None) -> np.ndarray:
@@ -228,17 +229,19 @@ class Redistribution:
 
     def shared(self, step: Step, others: Together) -> float:
         """Seconds of a step of a gradient's way."""
-        if not shares(step.kind, step.nbytes):
+        if step.kind == SLICE:
             return step.seconds
-        link = self.links[step.axes]
-        own = collectives.seconds(step.kind, step.nbytes, link)
-        return step.seconds - own + share_seconds(step.kind, step.nbytes, others, link, self.cluster.device)
+        key = (step.kind, step.axes, step.nbytes, others)
+        if key not in self._savings:
+            own, share = (share_seconds(step.kind, step.nbytes, who, self.links[step.axes], self.cluster.device) for who in (None, others))
+            self._savings[key] = own - share
+        return step.seconds - self._savings[key]
 
     def _along(self, solved: _Solved, others: Together) -> np.ndarray:
         """Seconds [state, state] of the ways of a gradient, which are those without shares: programs are made from specs alone."""
         if (id(solved), others) not in self._ways:
             rows = range(len(solved.layout.moves))
-            self._ways[id(solved), others] = _along(solved, np.array([self.shared(self._step(solved, row), others) for row in rows]))
+            self._ways[id(solved), others] = _summed(solved, np.array([self.shared(self._step(solved, row), others) for row in rows]))
         return self._ways[id(solved), others]
 
     @staticmethod
@@ -297,7 +300,7 @@ class Redistribution:
         return nbytes, rearranged, seconds
 
 
-def _along(solved: _Solved, seconds: np.ndarray) -> np.ndarray:
+def _summed(solved: _Solved, seconds: np.ndarray) -> np.ndarray:
     """Sums of `seconds` [move] over the moves that `steps` reads back, [state, state]; 0 where there is no way."""
     lay, n = solved.layout, len(solved.layout.states)
     first = np.zeros((n, n), np.int64)

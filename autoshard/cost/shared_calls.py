@@ -50,9 +50,10 @@ def small_gradients(graph: Graph) -> Together | None:
 
 
 def share_seconds(kind: str, nbytes: int, others: Together | None, link: AxisLink, device: Device) -> float:
-    """Seconds of the reduction of a gradient of `nbytes` in a call with `others`."""
+    """Seconds of a collective on a gradient of `nbytes`: its share of a call with `others` where there are such and it may be one, else of
+    a call of its own."""
     own = collectives.seconds(kind, nbytes, link)
-    if link.size == 1 or others is None:
+    if link.size == 1 or others is None or not shares(kind, nbytes):
         return own
     if others == UNKNOWN:
         return 0.0

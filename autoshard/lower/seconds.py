@@ -20,7 +20,7 @@ from autoshard.base.spec import Spec, local_shape
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, op_seconds
 from autoshard.cost.fusion import NOTHING, Fused, untouched
-from autoshard.cost.shared_calls import Together, share_seconds, shares, small_gradients
+from autoshard.cost.shared_calls import Together, share_seconds, small_gradients
 from autoshard.lower.schedule import CollectiveCall, Instruction, Schedule
 from autoshard.rules import registry
 from autoshard.rules.family import Family
@@ -51,7 +51,7 @@ class Prices:
 
     def planned(self, call: CollectiveCall, move: Instruction) -> float:
         """As the objective has it: reductions of small gradients are shares of calls."""
-        if not (move.hideable and shares(call.kind, call.nbytes)):
+        if not move.hideable:
             return self.of_call(call)
         link = self.cluster.link_of(self.mesh, self.mesh.axes(call.axis))
         return share_seconds(call.kind, call.nbytes, self.small, link, self.cluster.device)

@@ -66,32 +66,27 @@ def plan_finer(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTime
     meshes, spent = finer_meshes(traced.graph, mesh, options.refine_axes), clock.seconds.get("search", 0.0)
     made: list[Plan] = []
     failure: InfeasibleError | None = None
-    untried = list(meshes)
-
-    def plan_on(on: Mesh) -> None:
-        nonlocal failure
+    tried: list[Mesh] = []
+    for on in (mesh, *meshes):
         left = options.time_limit - (clock.seconds.get("search", 0.0) - spent)
         if made and (made[-1].interrupted or left <= 0):
-            return
+            break
+        tried.append(on)
         within = replace(options, time_limit=max(left, 0.01 * options.time_limit))
         try:
-            made.append(decide(prices(traced, on, within, clock=clock, fixed=fixed, profile=profile), within, clock=clock,
-                               coarser=(*coarser, *made), **how))
+            table = prices(traced, on, within, clock=clock, fixed=fixed, profile=profile)
+            made.append(decide(table, within, clock=clock, coarser=(*coarser, *made), **how))
         except InfeasibleError as e:
             failure = failure or e
-        if on in untried:
-            untried.remove(on)
-
-    for each in (mesh, *meshes):
-        plan_on(each)
     if not made:
         assert failure is not None, "every mesh has a plan, or a reason why not"
         raise failure
     best = min(made, key=lambda plan: plan.objective_s)
-    return replace(best, notes=(*best.notes, *_note(best, made, meshes, untried)), timings=dict(clock.seconds))
+    notes = (*best.notes, *_note(best, made, tried[1:], meshes[len(tried) - 1:]))
+    return replace(best, notes=notes, timings=dict(clock.seconds))
 
 
-def _note(best: Plan, made: Sequence[Plan], meshes: Sequence[Mesh], untried: Sequence[Mesh]) -> Iterator[str]:
+def _note(best: Plan, made: Sequence[Plan], tried: Sequence[Mesh], untried: Sequence[Mesh]) -> Iterator[str]:
     """What finer axes brought."""
     missing = f"; {' and '.join(map(str, untried))}: not tried, the search ended before" if untried else ""
     asis = next((plan for plan in made if not plan.finer), None)
@@ -99,9 +94,10 @@ def _note(best: Plan, made: Sequence[Plan], meshes: Sequence[Mesh], untried: Seq
         yield f"on mesh {best.mesh} as it is no plan was found that fits; this one takes its axes in parts ({best.spec_mesh}){missing}"
     elif best.finer and asis is not None:
         yield f"taking axes in parts ({best.spec_mesh}) makes the step {1 - best.objective_s / asis.objective_s:.2%} shorter{missing}"
-    elif meshes:
-        tried = " and ".join(str(m) for m in meshes if m not in untried)
-        yield f"axes in parts ({tried}) bring nothing here{missing}" if tried else f"axes are not taken in parts{missing}"
+    elif tried:
+        yield f"axes in parts ({' and '.join(map(str, tried))}) bring nothing here{missing}"
+    elif untried:
+        yield f"axes are not taken in parts{missing}"
 
 
 def plan_and_prices(traced: Traced, mesh: Mesh, options: Options, plan: Plan | None = None, *, clock: PhaseTimer,

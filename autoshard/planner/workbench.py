@@ -129,5 +129,3 @@ def _alike(ours: Formulation, theirs: Formulation) -> bool:
         for name, p, q in zip(u.members, u.picked, v.picked, strict=True):
             pairs[id(mine[name]), id(others[name]), id(p), id(q)] = mine[name], p, others[name], q
     return all(np.array_equal(a.inputs[p], b.inputs[q]) and np.array_equal(a.outputs[p], b.outputs[q]) for a, p, b, q in pairs.values())
-
-

@@ -101,7 +101,7 @@ def _last(played: Replay, call: int, rank: int) -> int:
         return rank
     first = np.unravel_index(int(np.argmax(ready[group])), ready[group].shape)
     found = dict(zip(event.axes, first, strict=True))
-    return int(np.ravel_multi_index([int(found.get(i, c)) for i, c in enumerate(own)], mesh.sizes))
+    return mesh.rank_at([int(found.get(i, c)) for i, c in enumerate(own)])
 
 
 def _at(array: np.ndarray, rank: int) -> float:

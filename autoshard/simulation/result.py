@@ -51,7 +51,7 @@ class Simulation:
     slowest      the rank that ends last, fastest_s: when the first one ends
     idle         by cause, the largest first; work_s and all mean_s add up to step_s
     critical     the critical path by what and module, the longest first; adds up to step_s. Empty for pipelines
-    links, sizes what a rank sends, by level of links, and by size of the transfers. In pipelines, of the first stage
+    links, sizes what a rank sends, by level of links, and by size of the transfers. In pipelines, the first rank
     traffic      what the first rank sends by level of links over time
     memory       over time, of the first rank (in pipelines: of the first stage, empty)
     mfu, hfu     model and hardware FLOP utilisation

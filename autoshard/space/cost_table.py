@@ -4,7 +4,7 @@ Arrays are interned: equal ops share node costs, equal (shape, dtype, spec set, 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -93,10 +93,9 @@ class CostTable:
     def table(self, ref: Ref, src: SpecIndex, dst: SpecIndex) -> np.ndarray:
         """Seconds [source specs, target specs] of redistributing `ref`, inf where impossible. Equal questions get the
         same object."""
-        meta = self.graph.meta(ref)
         key = (*self.kind(ref), src.specs, dst.specs)
         if key not in self._tables:
-            seconds = present(src, dst, lambda a, b: self.redistribution.table(meta.logical_shape, meta.dtype, a, b, self.sharing(ref)))
+            seconds = present(src, dst, lambda a, b: self.ways(ref, a, b))
             self._tables[key] = np.where(changes(src, dst), np.inf, seconds) if ref in self._still else seconds
         return self._tables[key]
 
@@ -106,13 +105,17 @@ class CostTable:
         meta = self.graph.meta(ref)
         return meta.logical_shape, meta.dtype, ref in self._still, self.sharing(ref)
 
-    def seconds(self, ref: Ref, src: Spec, dst: Spec) -> float:
-        """One entry of `table`, but for values that stay as they are made; inf where there is no way."""
+    def ways(self, ref: Ref, sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
+        """Seconds [sources, targets] of redistributing `ref`, inf where there is no way; no matter whether it stays as it is made."""
         meta = self.graph.meta(ref)
-        return float(self.redistribution.table(meta.logical_shape, meta.dtype, (src,), (dst,), self.sharing(ref))[0, 0])
+        return self.redistribution.table(meta.logical_shape, meta.dtype, sources, targets, self.sharing(ref))
+
+    def seconds(self, ref: Ref, src: Spec, dst: Spec) -> float:
+        """One entry of `ways`, by its steps. Raises LoweringError where there is no way."""
+        return sum(self.step_seconds(ref, step) for step in self.steps(self.graph.meta(ref), src, dst))
 
     def step_seconds(self, ref: Ref, step: Step) -> float:
-        """Of one step of `ref`'s way; those of the way add up to `seconds`."""
+        """Of one step of `ref`'s way."""
         others = self.sharing(ref)
         return step.seconds if others is None else self.redistribution.shared(step, others)
 

@@ -155,7 +155,7 @@ def _targets(table: CostTable, reader: str) -> dict[tuple[Spec, ...], float]:
 
 def _edge_row(table: CostTable, value: Ref, source: Spec, inputs: tuple[Spec, ...], index: int, op: Op,
               compute: float, chosen: bool) -> EdgeRow | None:
-    seconds, meta = table.seconds(value, source, inputs[index]), table.graph.meta(value)
+    seconds, meta = float(table.ways(value, (source,), (inputs[index],))[0, 0]), table.graph.meta(value)
     if not isfinite(seconds):
         return None
     steps = table.steps(meta, source, inputs[index])
@@ -199,8 +199,7 @@ def _moved(chosen: Chosen, op: Op) -> np.ndarray:
     total = np.zeros(len(chosen.table.strategies[op.name]))
     for i, ref in enumerate(op.refs):
         specs = chosen.table.strategies[op.name].input_specs[i]
-        seconds = np.array([chosen.table.seconds(ref, chosen.out_spec(ref), s) for s in specs.specs])
-        total += seconds[specs.index]
+        total += chosen.table.ways(ref, (chosen.out_spec(ref),), specs.specs)[0, specs.index]
     return total
 
 
@@ -220,7 +219,7 @@ def _op_row(chosen: Chosen, op: Op, s: int, moved: float, base: float) -> OpRow:
 
 def _regret(chosen: Chosen, op: Op, s: int, base: float) -> float | None:
     other = with_strategies(chosen, {**chosen.strategies, op.name: s, **_gradient_with(chosen, op, s)})
-    if any(not isfinite(other.table.seconds(ref, source, copy.spec)) for ref, source, copy in other.copies):
+    if any(not isfinite(other.table.ways(ref, (source,), (copy.spec,))[0, 0]) for ref, source, copy in other.copies):
         return None
     return price(other)["step_s"] - base
 

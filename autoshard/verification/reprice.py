@@ -19,7 +19,7 @@ from autoshard.base.graph import Call, Graph, TensorMeta
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.cost.fusion import NOTHING, Fused, untouched
-from autoshard.cost.shared_calls import Together, share_seconds, shares, small_gradients
+from autoshard.cost.shared_calls import Together, share_seconds, small_gradients
 from autoshard.errors import LoweringError
 from autoshard.experts.ops import EXPERTS, EXPERTS_BACKWARD
 from autoshard.lower.emit import VIEWS, Part
@@ -134,9 +134,8 @@ def _communication_seconds(local: LocalGraph, lowered: Lowered, cluster: Cluster
             continue
         seen = seen_at(node)
         calls = (seen,) if executed else seen.planned()
-        seconds = sum(share_seconds(call.kind, call.nbytes, small, link_of(call.axis), cluster.device)
-                      if not executed and seen.hideable and shares(call.kind, call.nbytes) else
-                      collectives.seconds(call.kind, call.nbytes, link_of(call.axis)) for call in calls)
+        others = small if seen.hideable and not executed else None
+        seconds = sum(share_seconds(call.kind, call.nbytes, others, link_of(call.axis), cluster.device) for call in calls)
         seconds *= loads[node.meta["part"].name] if seen.inner else 1.0
         seconds += sum(float(op_seconds(Family.COPY, 0, 2 * n, torch.uint8, cluster.device)) for n in _copied(node, seen, executed) if n)
         if overlaps and seen.hideable:

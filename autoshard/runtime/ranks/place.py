@@ -61,7 +61,7 @@ class Place:
 
     def on(self, mesh: Mesh) -> Place:
         """The same rank on a mesh that has axes of this one in parts: what programs run on, with the groups of both."""
-        return self if mesh == self.mesh else replace(self, mesh=mesh, coordinates=mesh.coordinates(_rank_at(self.mesh, self.coordinates)))
+        return self if mesh == self.mesh else replace(self, mesh=mesh, coordinates=mesh.coordinates(self.mesh.rank_at(self.coordinates)))
 
     @property
     def gloo_groups(self) -> dict[str, dist.ProcessGroup]:
@@ -103,14 +103,6 @@ class Place:
         """Global shape of a tensor whose piece is `local`."""
         return tuple(n * prod(s for s, p in zip(self.mesh.sizes, spec, strict=True) if p == d)
                      for d, n in enumerate(local))
-
-
-def _rank_at(mesh: Mesh, coordinates: Sequence[int]) -> int:
-    """Inverse of `Mesh.coordinates`."""
-    rank = 0
-    for size, c in zip(mesh.sizes, coordinates, strict=True):
-        rank = rank * size + c
-    return rank
 
 
 def joined_group(device_mesh: DeviceMesh, dims: Sequence[int], sizes: Sequence[int] | None = None) -> dist.ProcessGroup:
