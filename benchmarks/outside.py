@@ -83,6 +83,9 @@ VTRAIN = "github.com/VIA-Research/vTrain, data/ground_truth_multi.csv"
 H100S = "their boards run at 500 W; selective by op, here every second block"
 NVL = 835 / 989.4
 """Says the page: "the actual peak TFLOPs number is between SXM and NVL, and we don't know its exact value". NVIDIA H100 data sheet: NVL 835 (bf16, dense)."""
+DROPOUT = 0.1
+"""Of GPT, after softmax, projections and embeddings: arXiv 1909.08053, section 4.2, and the default of Megatron-LM's `--hidden-dropout` and
+`--attention-dropout`, with which the others ran."""
 VARIED, DRAWS = 0.016, 32
 """Relative standard deviation of what GPUs of one kind take for the same work: that of the medians of 386 V100 of TACC's Longhorn for one matrix product
 without 6 outliers (github.com/hal-uw/blox-pal, aggregated_data/sim/sgemm-longhorn-agg.csv; Sinha et al., arXiv 2208.11035, and Jain et al., arXiv 2408.11919).
@@ -105,7 +108,7 @@ def built(row: Row) -> tuple[nn.Module, tuple, object]:
     module = llama if row.model == "llama" else gpt
     with torch.device("meta"):
         made, inputs = module.build("8B" if row.model == "llama" else "tiny", batch=row.batch, seq=row.seq,
-                                    **{"context": row.seq, **dict(row.sizes)} if row.sizes else {})
+                                    **{"context": row.seq, "dropout": DROPOUT, **dict(row.sizes)} if row.sizes else {})
     if row.model == "gpt":
         for block in made.h:
             block.attn.__class__ = Unfused
@@ -121,8 +124,8 @@ class Unfused(gpt.Attention):
         q, k, v = self.c_attn(x).view(b, s, self.heads, 3 * d // self.heads).transpose(1, 2).chunk(3, dim=-1)
         scores = q @ k.transpose(-1, -2) * (d // self.heads) ** -0.5
         hidden = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
-        weights = F.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-        return self.c_proj((weights @ v).transpose(1, 2).reshape(b, s, d))
+        weights = F.dropout(F.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1), self.dropout, self.training)
+        return F.dropout(self.c_proj((weights @ v).transpose(1, 2).reshape(b, s, d)), self.dropout, self.training)
 
 
 @cache

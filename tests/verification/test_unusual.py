@@ -35,12 +35,28 @@ class Body(nn.Module):
         self.b = nn.BatchNorm1d(12).eval()
         self.drops = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.3))
         self.mixed = nn.Sequential(Sigmoid(), nn.Dropout(0.3), nn.Linear(12, 12))
+        self.residual = nn.Sequential(Residual(), Residual())
 
     def forward(self, x):
         return self.body(self, x)
 
     def nested(self, x):
         return self.l(checkpoint(self.drops, x, use_reentrant=False)).sin()
+
+
+class Residual(nn.Module):
+    """Checkpoints a method of its own: the sums between its modules run in no module when backward repeats them."""
+
+    def __init__(self):
+        super().__init__()
+        self.drops, self.mixed = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.3)), nn.Sequential(Sigmoid(), nn.Linear(12, 12), nn.Dropout(0.3))
+
+    def forward(self, x):
+        return again(self.inner, x)
+
+    def inner(self, x):
+        x = x + self.drops(x)
+        return x + self.mixed(x)
 
 
 class Sigmoid(nn.Module):
@@ -89,6 +105,9 @@ CHECKPOINTS = {
     "one input twice": (lambda m, x: sum(k * again(m.drops, x) for k in (1, 2, 3)) @ m.w, X),
     "beside the same without": (lambda m, x: m.drops(x) * again(m.drops, x), X),
     "nested": (lambda m, x: again(m.nested, x) * x, X),
+    "a module's own method": (lambda m, x: m.residual(x) @ m.w, X),
+    "one method twice": (lambda m, x: m.residual[0](x) * m.residual[0](x + 1), X),
+    "a module's own method, nested": (lambda m, x: again(m.residual, x) * x, X),
 }
 LINALG = {
     "inv": (lambda m, x: x @ torch.linalg.inv(m.w), X),

@@ -75,7 +75,7 @@ class Tape:
         self._traced_at: dict[int | None, int] = {}  # by the number of the autograd node
         self._checkpoint_of: dict[int, int] = {}
         self._checkpoints: dict[FrameType, int] = {}
-        self._twins: dict[Any, list[Op]] = {}
+        self._twins: dict[Any, dict[str, list[Op]]] = {}
         self._seen: dict[Any, int] = {}
         self._canonical: dict[Ref, Ref] = {}
 
@@ -168,9 +168,10 @@ class Tape:
         args = self._freeze(args)
         kwargs = tuple((k, self._freeze(v)) for k, v in kwargs.items())
         module, source, code, within = self._origin_of()
-        key = (target, self._canon(args), self._canon(kwargs), module, within and within.line)
+        key = (target, self._canon(args), self._canon(kwargs), within and within.line)
         recompute = within is not None and self.phase == "backward"
-        twin = self._twin(within.call, key) if recompute else None
+        twin = self._twin(within.call, key, module) if recompute else None
+        module = module if twin is None else twin.module
         if twin is not None and is_random(target):
             self._bind_all(results, twin.name)
             return recompute
@@ -181,7 +182,7 @@ class Tape:
         self.add(op)
         self._bind_all(results, name)
         if within is not None and self.phase == "forward":
-            self._twins.setdefault((within.call, key), []).append(op)
+            self._twins.setdefault((within.call, key), {}).setdefault(module, []).append(op)
         elif twin is not None:
             self._canonical.update((Ref(name, i), Ref(twin.name, i)) for i in range(len(outputs)))
         if target in SAME_VALUE:  # nested calls of checkpoint hand each other such copies
@@ -227,16 +228,20 @@ class Tape:
             return self._canonical.get(value, value)
         return tuple(self._canon(v) for v in value) if isinstance(value, tuple) else value
 
-    def _twin(self, call: int, key: Any) -> Op | None:
+    def _twin(self, call: int, key: Any, module: str) -> Op | None:
         """The forward op that an op recomputed by checkpoint repeats. Random numbers must not be drawn twice, so random ops are
-        matched by equal arguments, and by order among several with equal arguments."""
-        twins = self._twins.get((call, key))
+        matched by equal arguments, and by order among several with equal arguments in a module. What runs in no module in backward (the function
+        that was given to checkpoint is no module itself) ran in the one that called checkpoint: the one that has such an op."""
+        by_module = self._twins.get((call, key), {})
+        if not self.modules and len(by_module) == 1:
+            (module,) = by_module
+        twins = by_module.get(module)
         if not twins:
             if is_random(key[0]):
                 raise TraceError(f"a random op in a checkpointed region has no counterpart in the forward pass{self._at()}; "
                                  "leave the random op out of torch.utils.checkpoint")
             return None
-        n = self._seen[call, key] = self._seen.get((call, key), -1) + 1
+        n = self._seen[call, key, module] = self._seen.get((call, key, module), -1) + 1
         return twins[n % len(twins)]
 
     # --- where an op comes from ---
