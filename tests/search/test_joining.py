@@ -35,7 +35,7 @@ def test_the_bound_meets_the_optimum_with_and_without_a_choice_known(seed):
     best = solve(problem, backend="brute")
     assert len(core.alive) > 3
     for value in (np.inf, 1.5 * best.cost, best.cost):
-        found = joining.close_by_joining(core, Clock(20.0), 0.0, value)
+        found = joining.close_by_joining(core, Clock(120.0), 0.0, value)
         assert found.value == pytest.approx(best.cost, rel=1e-9)
         assert found.bound == pytest.approx(best.cost, rel=2e-9)
         if value > best.cost:
