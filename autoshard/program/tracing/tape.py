@@ -35,7 +35,8 @@ ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor, reduce_scatter_tens
               "with autoshard.annotate or seeds")
 STDLIB = os.path.dirname(os.__file__) + os.sep
 
-SAME_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+aten = torch.ops.aten
+SAME_VALUE = (aten.detach.default, aten.alias.default)
 
 # The device is the runtime's choice, so it is no part of the program: lowering adds `device` to factories.
 DEVICE_KWARGS = frozenset({"device", "pin_memory"})
@@ -174,6 +175,8 @@ class Tape:
         module = module if twin is None else twin.module
         if twin is not None and is_random(target):
             self._bind_all(results, twin.name)
+            if target is aten.native_dropout.default and args[2]:
+                self.bind(results[0], self._dropped(twin, args, meta_of(results[0]), (module, source, code)))
             return recompute
         name = self._name(base, "_recompute" if recompute else "")
         # a number among the outputs is fixed by the shapes; where it is used it is in the args already
@@ -188,6 +191,16 @@ class Tape:
         if target in SAME_VALUE:  # nested calls of checkpoint hand each other such copies
             self._canonical[Ref(name)] = self._canon(args[0])
         return recompute
+
+    def _dropped(self, twin: Op, args: Any, meta: TensorMeta, origin: tuple[str, str, str]) -> Ref:
+        """What a dropout of a checkpoint gives, again from its mask, which alone is kept."""
+        value, p = args[0], args[1]
+        for factor in (Ref(twin.name, 1), 0.0 if p == 1 else 1.0 / (1.0 - p)):
+            name = self._name("mul", "_recompute")
+            self.add(Op(name, "call", aten.mul.Tensor, (value, factor), (), (meta,), self.phase, *origin, self._number(True, twin)))
+            value = Ref(name)
+        self._canonical[value] = Ref(twin.name)
+        return value
 
     def _number(self, recompute: bool, twin: Op | None) -> int:
         """See `Op.traced_at`. A recomputed op has the number of the op that it repeats, and so have the gradients through it."""
