@@ -30,6 +30,10 @@ from autoshard.program.tracing.tape import is_random
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
+LAID_AS_PRODUCTS = frozenset({
+    aten.softplus_backward.default, aten.elu_backward.default, aten.hardtanh_backward.default, aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default, aten.native_dropout_backward.default, aten.logit_backward.default, aten.xlogy.Tensor, aten.copysign.Tensor})
+"""Of these a fake result is contiguous where the kernel's lies as the first of its tensors does: as their product."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,8 @@ class Emitter:
         if target in VIEWS and not _can_view(*args):
             target = aten.reshape.default
         with self.fake, torch.no_grad():
-            return target, target(*args, **kwargs)
+            made = target(*args, **kwargs)
+            return target, torch.empty_like(_product(args), dtype=made.dtype) if target in LAID_AS_PRODUCTS else made
 
     def finish(self, results: Sequence[Proxy]) -> torch.fx.Graph:
         """Close the graph with its outputs and drop what none of them needs, collectives included."""
@@ -335,6 +340,11 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node:
     while node.target in VIEWS and node.args[0].meta["val"].is_contiguous():
         node = node.args[0]
     return node
+
+
+def _product(args: Sequence[Any]) -> torch.Tensor:
+    first, second = (a for a in args if isinstance(a, torch.Tensor))
+    return first * second
 
 
 def _can_view(x: torch.Tensor, shape: Sequence[int]) -> bool:

@@ -160,8 +160,10 @@ class PlanRun:
 
     def _excused(self, checks: Sequence[Check]) -> list[Check]:
         """A tensor may be what is left where much larger ones cancel (the gradient of a bias before a batch norm). How far it moves
-        when every weight moves by a unit of its last place is rounding, in float64 too."""
-        forms: dict[Run, Form] = {"sharded": self.sharp, "trace": self.subject.own}
+        when every weight moves by a unit of its last place is rounding, in float64 too. In less than float32 that would excuse mistakes."""
+        forms: dict[Run, Form] = {"sharded": self.sharp}
+        if self.subject.epsilon <= torch.finfo(torch.float32).eps:
+            forms |= {"trace": self.subject.own, "rounded": self.subject.own}
         moved = {run: self._shaken(form) for run, form in forms.items() if any(c.run == run and not c.ok for c in checks)}
         return [c if c.ok or c.run not in moved else replace(c, limit=max(c.limit, ROUNDINGS * moved[c.run].get((c.step, c.kind, c.name), 0.0)))
                 for c in checks]

@@ -123,11 +123,16 @@ LINALG = {
     "det": (lambda m, x: m.l(x) * torch.linalg.det(m.w) + torch.linalg.slogdet(m.w).logabsdet, X),
     "batch of inv": (lambda m, x: torch.linalg.inv(m.l(x).view(8, 2, 6)[:, :, :2] + 3 * torch.eye(2)), X),
 }
+ORDERS = {  # gradients come transposed to an op whose other input is not
+    name: (lambda m, x, f=f: torch.cumsum(f(m.l(x)).transpose(1, 2), 2) @ m.w[:5], (8, 5, 12))
+    for name, f in {"softplus": F.softplus, "elu": F.elu, "relu6": F.relu6, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid,
+                    "dropout": lambda x: F.dropout(x, 0.3), "logsigmoid": F.logsigmoid, "copysign": lambda x: torch.copysign(x, x.detach())}.items()
+}
 RESULTS = {
     "dataclass": (lambda m, x: Pair(m.l(x), x @ m.w), X),
 }
 ALL = {f"{family}: {name}": case for family, table in (("empty", EMPTY), ("conj", CONJUGATES), ("checkpoint", CHECKPOINTS), ("linalg", LINALG),
-                                                        ("result", RESULTS)) for name, case in table.items()}
+                                                        ("order", ORDERS), ("result", RESULTS)) for name, case in table.items()}
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

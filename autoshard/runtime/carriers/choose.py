@@ -48,6 +48,7 @@ def _start(kind: Collective, shared: bool, in_place: bool, late: bool) -> Callab
     exchange: Callable[..., gloo_messages.Flight] = (over_shared_memory if shared else gloo_messages).exchange
 
     def begin(x: torch.Tensor, op: str, carrier: Carrier) -> gloo_messages.Flight:
+        x = x.contiguous()  # a kernel may lay a result otherwise than its fake value says
         return _begun(partial(gloo_messages.in_words, kind, x, _members(carrier)), exchange, kind, x, op, carrier, in_place, late)
 
     return begin
@@ -61,7 +62,7 @@ def start_rows(kind: Collective) -> Callable[..., gloo_messages.Flight]:
               carrier: Carrier) -> gloo_messages.Flight:
         group = _members(carrier)
         what = partial(gloo_messages.in_words, kind, x, group)
-        return _begun(what, gloo_messages.exchange_rows, kind, x, sends, gets, room, where, balanced, group)
+        return _begun(what, gloo_messages.exchange_rows, kind, x.contiguous(), sends, gets, room, where, balanced, group)
 
     return begin
 
