@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autoshard.search.dual.send import send, send_by_kind
+from autoshard.search.dual.messages import _send, _send_by_kind
 from autoshard.search.reductions.dominance import _changes
 
 
@@ -26,13 +26,13 @@ def test_a_message_is_the_least_of_what_the_sender_costs(k: int, width: int) -> 
     with np.errstate(invalid="ignore"):
         expected = np.fmin.reduce((0.5 * theta - back)[:, None] + table, axis=0)
     message, best, own = np.concatenate([back, np.full(width, 7.0)]), np.empty(64), np.empty(64)
-    least = send(table.ravel(), message, theta, best, 0, k, width, 0, 0, k, 0.5)
+    least = _send(table.ravel(), message, theta, best, 0, k, width, 0, 0, k, 0.5)
     assert least == expected.min()
     np.testing.assert_array_equal(message[k:], expected - least)
     np.testing.assert_array_equal(message[:k], back)
     message = np.concatenate([back, np.full(width, 7.0)])
     kinds = np.arange(max(k, width))
-    assert send_by_kind(kinds, 0, 0, k, width, table.ravel(), message, theta, own, best, 0, k, width, 0, 0, k, 0.5) == least
+    assert _send_by_kind(kinds, 0, 0, k, width, table.ravel(), message, theta, own, best, 0, k, width, 0, 0, k, 0.5) == least
     np.testing.assert_array_equal(message[k:], expected - least)
 
 

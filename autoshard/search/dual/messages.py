@@ -12,11 +12,13 @@ import numpy as np
 
 from autoshard.search.dual.jit import compiled
 from autoshard.search.dual.packed import Packed
-from autoshard.search.dual.send import Place, send, send_by_kind
 
 STEP, BOUND, IDLE, TARGET, FITTING = range(5)
 """Places in the state of an ascent: the step on the prices, the best bound, sweeps without progress, the cost aimed at, and the least
 cost of a decoded choice that fits. One array, since compiled loops write to it."""
+Place = np.uint64
+"""Of an entry of a flat array, in the inner loops. A signed number may count from the end, and to look at its sign at every entry keeps such a loop
+from making several sums at once."""
 
 
 @compiled
@@ -99,10 +101,10 @@ def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, b
                 back, width = adj_back[a], start[w + 1] - start[w]
                 m, t0, out = adj_message[a], adj_table[a], adj_message[back]
                 if adj_kinds[a] < k or adj_kinds[back] < width:
-                    bound += send_by_kind(kind, adj_kind[a], adj_kind[back], adj_kinds[a], adj_kinds[back], table, message, theta, own, best, base,
-                                          k, width, m, t0, out, share)
+                    bound += _send_by_kind(kind, adj_kind[a], adj_kind[back], adj_kinds[a], adj_kinds[back], table, message, theta, own, best, base,
+                                           k, width, m, t0, out, share)
                 else:
-                    bound += send(table, message, theta, best, base, k, width, m, t0, out, share)
+                    bound += _send(table, message, theta, best, base, k, width, m, t0, out, share)
     return bound
 
 
@@ -136,6 +138,77 @@ def _step_ahead(p: Packed, message: np.ndarray, before: np.ndarray, ahead: float
 
 
 @compiled
+def _send(table: np.ndarray, message: np.ndarray, theta: np.ndarray, best: np.ndarray, base: int, k: int, width: int, m: int, t0: int, out: int,
+         share: float) -> float:
+    """Replace the message from the node of `k` strategies at `base` along an edge to one of `width`; its minimum is made zero and returned. Four
+    strategies at a time, or `best` would be read and written for each. `best`, like `own` of `_send_by_kind`, is memory for the loops, as long as the
+    largest node: to make an array takes as long as a short message."""
+    wide, row, first, into = Place(width), Place(t0), Place(base), Place(m)
+    for t in range(width):
+        best[t] = np.inf
+    single = k % 4
+    for s in range(single):
+        own = _own(theta, message, first + Place(s), into + Place(s), share)
+        for t in range(width):
+            value = own + table[row + Place(t)]
+            best[t] = value if value < best[t] else best[t]
+        row += wide
+    for s in range(single, k, 4):
+        own0 = _own(theta, message, first + Place(s), into + Place(s), share)
+        own1 = _own(theta, message, first + Place(s + 1), into + Place(s + 1), share)
+        own2 = _own(theta, message, first + Place(s + 2), into + Place(s + 2), share)
+        own3 = _own(theta, message, first + Place(s + 3), into + Place(s + 3), share)
+        row1, row2, row3 = row + wide, row + wide + wide, row + wide + wide + wide
+        for t in range(width):
+            at0, at1 = own0 + table[row + Place(t)], own1 + table[row1 + Place(t)]
+            at2, at3 = own2 + table[row2 + Place(t)], own3 + table[row3 + Place(t)]
+            at0 = at1 if at1 < at0 else at0
+            at2 = at3 if at3 < at2 else at2
+            at0 = at2 if at2 < at0 else at0
+            best[t] = at0 if at0 < best[t] else best[t]
+        row = row3 + wide
+    least = best[0]
+    for t in range(1, width):
+        least = min(least, best[t])
+    for t in range(width):
+        message[Place(out) + Place(t)] = best[t] - least
+    return least
+
+
+@compiled
+def _send_by_kind(kind: np.ndarray, mine: int, other: int, rows: int, columns: int, table: np.ndarray, message: np.ndarray, theta: np.ndarray,
+                 own: np.ndarray, best: np.ndarray, base: int, k: int, width: int, m: int, t0: int, out: int, share: float) -> float:
+    """The same numbers, where strategies are alike: the best of each kind first, for sums are rounded up or down together."""
+    for r in range(rows):
+        own[r] = np.inf
+    for c in range(columns):
+        best[c] = np.inf
+    for s in range(k):
+        value = share * theta[Place(base) + Place(s)] - message[Place(m) + Place(s)]
+        at = kind[mine + s]
+        own[at] = value if value < own[at] else own[at]
+    row = Place(t0)
+    for r in range(rows):
+        for c in range(columns):
+            value = own[r] + table[row + Place(c)]
+            best[c] = value if value < best[c] else best[c]
+        row += Place(columns)
+    least = best[0]
+    for c in range(1, columns):
+        least = min(least, best[c])
+    for t in range(width):
+        message[Place(out) + Place(t)] = best[kind[other + t]] - least
+    return least
+
+
+@compiled
+def _own(theta: np.ndarray, message: np.ndarray, place: np.uint64, into: np.uint64, share: float) -> float:
+    """What a strategy sends of its own. One without a partner got an infinite message, so its cost is infinite too, and it is never the least."""
+    value = share * theta[place] - message[into]
+    return np.inf if np.isnan(value) else value
+
+
+@compiled
 def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> float:
     """After a forward sweep: a last backward pass that leaves every node's share on the edge that carries it on.
 
@@ -152,8 +225,8 @@ def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> f
             w = adj_node[a]
             if w < v:
                 back = adj_back[a]
-                send_by_kind(p.kind, p.adj_kind[a], p.adj_kind[back], p.adj_kinds[a], p.adj_kinds[back], p.table, message, theta, own, best, base,
-                             k, start[w + 1] - start[w], adj_message[a], p.adj_table[a], adj_message[back], share)
+                _send_by_kind(p.kind, p.adj_kind[a], p.adj_kind[back], p.adj_kinds[a], p.adj_kinds[back], p.table, message, theta, own, best,
+                              base, k, start[w + 1] - start[w], adj_message[a], p.adj_table[a], adj_message[back], share)
                 m = adj_message[a]
                 for s in range(k):
                     message[m + s] -= share * theta[base + s]
