@@ -13,10 +13,12 @@ import numpy as np
 from autoshard.search.dual.jit import compiled
 from autoshard.search.dual.packed import Packed
 
-NARROW = 20  # strategies of the node that a message goes to
 STEP, BOUND, IDLE, TARGET, FITTING = range(5)
 """Places in the state of an ascent: the step on the prices, the best bound, sweeps without progress, the cost aimed at, and the least
 cost of a decoded choice that fits. One array, since compiled loops write to it."""
+Place = np.uint64
+"""Of an entry of a flat array, in the inner loops. A signed number may count from the end, and to look at its sign at every entry keeps such a loop
+from making several sums at once."""
 
 
 @compiled
@@ -54,11 +56,11 @@ def _marginals(start: np.ndarray, adj_ptr: np.ndarray, adj_node: np.ndarray, adj
     base, k = start[v], start[v + 1] - start[v]
     before = after = 0
     for s in range(k):
-        theta[base + s] = cost[base + s]
+        theta[Place(base) + Place(s)] = cost[Place(base) + Place(s)]
     for a in range(adj_ptr[v], adj_ptr[v + 1]):
         m = adj_message[a]
         for s in range(k):
-            theta[base + s] += message[m + s]
+            theta[Place(base) + Place(s)] += message[Place(m) + Place(s)]
         if adj_node[a] < v:
             before += 1
         else:
@@ -67,11 +69,21 @@ def _marginals(start: np.ndarray, adj_ptr: np.ndarray, adj_node: np.ndarray, adj
 
 
 @compiled
+def _largest(start: np.ndarray) -> int:
+    """Strategies of the largest node."""
+    most = 0
+    for v in range(len(start) - 1):
+        most = max(most, start[v + 1] - start[v])
+    return most
+
+
+@compiled
 def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, backward: bool) -> float:
     """One pass over the nodes; `theta` gets each node's min-marginal on its chains. Returns the bound (backward only)."""
     start, adj_ptr, adj_node, adj_message, adj_back = p.start, p.adj_ptr, p.adj_node, p.adj_message, p.adj_back
     adj_table, adj_kind, adj_kinds, kind, table = p.adj_table, p.adj_kind, p.adj_kinds, p.kind, p.table
     n = len(start) - 1
+    own, best = np.empty(_largest(start)), np.empty(_largest(start))
     bound = 0.0
     for i in range(n):
         v = n - 1 - i if backward else i
@@ -89,12 +101,10 @@ def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, b
                 back, width = adj_back[a], start[w + 1] - start[w]
                 m, t0, out = adj_message[a], adj_table[a], adj_message[back]
                 if adj_kinds[a] < k or adj_kinds[back] < width:
-                    bound += _send_by_kind(kind, adj_kind[a], adj_kind[back], adj_kinds[a], adj_kinds[back], table, message, theta, base, k, width,
-                                           m, t0, out, share)
-                elif width <= NARROW:
-                    bound += _send_narrow(table, message, theta, base, k, width, m, t0, out, share)
+                    bound += _send_by_kind(kind, adj_kind[a], adj_kind[back], adj_kinds[a], adj_kinds[back], table, message, theta, own, best, base,
+                                           k, width, m, t0, out, share)
                 else:
-                    bound += _send_wide(table, message, theta, base, k, width, m, t0, out, share)
+                    bound += _send(table, message, theta, best, base, k, width, m, t0, out, share)
     return bound
 
 
@@ -102,14 +112,10 @@ def sweep(p: Packed, cost: np.ndarray, message: np.ndarray, theta: np.ndarray, b
 def sweep_ahead(p: Packed, message: np.ndarray, before: np.ndarray, pace: np.ndarray, theta: np.ndarray, sweeps: int) -> None:
     """`sweeps` passes forward and backward, each from messages a little ahead of where the last pass left them: Nesterov's momentum, started
     anew when the bound falls. Sweeps alone creep, for a value shares what it knows among its dozens of copies; llama 1B on (2, 4, 8) took ten
-    times as many. `before`: the messages one pass earlier. `pace`: passes since the start, and the last bound. `message` ends as a pass left it."""
+    times as many. `before`: the messages from later nodes one pass earlier; those from earlier ones a pass replaces before it reads them. `pace`:
+    passes since the start, and the last bound. `message` ends as a pass left it."""
     for _ in range(sweeps):
-        ahead = pace[0] / (pace[0] + 3.0)
-        for i in range(len(message)):
-            now = message[i]
-            step = now - before[i]
-            message[i] = now + ahead * step if abs(step) < np.inf else now  # infinite: a strategy without a partner
-            before[i] = now
+        _step_ahead(p, message, before, pace[0] / (pace[0] + 3.0))
         sweep(p, p.cost, message, theta, False)
         bound = sweep(p, p.cost, message, theta, True)
         pace[0] = pace[0] + 1.0 if bound >= pace[1] else 0.0
@@ -117,67 +123,89 @@ def sweep_ahead(p: Packed, message: np.ndarray, before: np.ndarray, pace: np.nda
 
 
 @compiled
-def _send_narrow(table: np.ndarray, message: np.ndarray, theta: np.ndarray, base: int, k: int, width: int, m: int, t0: int, out: int,
-                 share: float) -> float:
-    """Replace the message from the node at `base` along an edge; its minimum is made zero and returned. To few strategies: without slices, which
-    would take longer than the sums."""
-    for t in range(out, out + width):
-        message[t] = np.inf
-    for s in range(k):
-        own = share * theta[base + s] - message[m + s]
-        row = t0 + s * width - out
-        for t in range(out, out + width):
-            value = own + table[row + t]
-            message[t] = value if value < message[t] else message[t]
-    least = message[out]
-    for t in range(out + 1, out + width):
-        least = min(least, message[t])
-    for t in range(out, out + width):
-        message[t] -= least
-    return least
+def _step_ahead(p: Packed, message: np.ndarray, before: np.ndarray, ahead: float) -> None:
+    start, adj_ptr, adj_node, adj_message = p.start, p.adj_ptr, p.adj_node, p.adj_message
+    for v in range(len(start) - 1):
+        k = start[v + 1] - start[v]
+        for a in range(adj_ptr[v], adj_ptr[v + 1]):
+            if adj_node[a] > v:
+                m = Place(adj_message[a])
+                for s in range(k):
+                    now = message[m + Place(s)]
+                    step = now - before[m + Place(s)]
+                    message[m + Place(s)] = now + ahead * step if abs(step) < np.inf else now  # infinite: a strategy without a partner
+                    before[m + Place(s)] = now
 
 
 @compiled
-def _send_wide(table: np.ndarray, message: np.ndarray, theta: np.ndarray, base: int, k: int, width: int, m: int, t0: int, out: int,
-               share: float) -> float:
-    """The same to many strategies: with slices, several sums are made at once."""
-    target = message[out:out + width]
+def _send(table: np.ndarray, message: np.ndarray, theta: np.ndarray, best: np.ndarray, base: int, k: int, width: int, m: int, t0: int, out: int,
+         share: float) -> float:
+    """Replace the message from the node of `k` strategies at `base` along an edge to one of `width`; its minimum is made zero and returned. Four
+    strategies at a time, or `best` would be read and written for each. `best`, like `own` of `_send_by_kind`, is memory for the loops, as long as the
+    largest node: to make an array takes as long as a short message."""
+    wide, row, first, into = Place(width), Place(t0), Place(base), Place(m)
     for t in range(width):
-        target[t] = np.inf
-    for s in range(k):
-        own = share * theta[base + s] - message[m + s]
-        row = table[t0 + s * width:t0 + (s + 1) * width]
+        best[t] = np.inf
+    single = k % 4
+    for s in range(single):
+        own = _own(theta, message, first + Place(s), into + Place(s), share)
         for t in range(width):
-            value = own + row[t]
-            target[t] = value if value < target[t] else target[t]
-    least = target[0]
+            value = own + table[row + Place(t)]
+            best[t] = value if value < best[t] else best[t]
+        row += wide
+    for s in range(single, k, 4):
+        own0 = _own(theta, message, first + Place(s), into + Place(s), share)
+        own1 = _own(theta, message, first + Place(s + 1), into + Place(s + 1), share)
+        own2 = _own(theta, message, first + Place(s + 2), into + Place(s + 2), share)
+        own3 = _own(theta, message, first + Place(s + 3), into + Place(s + 3), share)
+        row1, row2, row3 = row + wide, row + wide + wide, row + wide + wide + wide
+        for t in range(width):
+            at0, at1 = own0 + table[row + Place(t)], own1 + table[row1 + Place(t)]
+            at2, at3 = own2 + table[row2 + Place(t)], own3 + table[row3 + Place(t)]
+            at0 = at1 if at1 < at0 else at0
+            at2 = at3 if at3 < at2 else at2
+            at0 = at2 if at2 < at0 else at0
+            best[t] = at0 if at0 < best[t] else best[t]
+        row = row3 + wide
+    least = best[0]
     for t in range(1, width):
-        least = min(least, target[t])
+        least = min(least, best[t])
     for t in range(width):
-        target[t] -= least
+        message[Place(out) + Place(t)] = best[t] - least
     return least
 
 
 @compiled
 def _send_by_kind(kind: np.ndarray, mine: int, other: int, rows: int, columns: int, table: np.ndarray, message: np.ndarray, theta: np.ndarray,
-                  base: int, k: int, width: int, m: int, t0: int, out: int, share: float) -> float:
+                 own: np.ndarray, best: np.ndarray, base: int, k: int, width: int, m: int, t0: int, out: int, share: float) -> float:
     """The same numbers, where strategies are alike: the best of each kind first, for sums are rounded up or down together."""
-    own, best = np.full(rows, np.inf), np.full(columns, np.inf)
+    for r in range(rows):
+        own[r] = np.inf
+    for c in range(columns):
+        best[c] = np.inf
     for s in range(k):
-        value = share * theta[base + s] - message[m + s]
+        value = share * theta[Place(base) + Place(s)] - message[Place(m) + Place(s)]
         at = kind[mine + s]
         own[at] = value if value < own[at] else own[at]
+    row = Place(t0)
     for r in range(rows):
-        row = table[t0 + r * columns:t0 + (r + 1) * columns]
         for c in range(columns):
-            value = own[r] + row[c]
+            value = own[r] + table[row + Place(c)]
             best[c] = value if value < best[c] else best[c]
+        row += Place(columns)
     least = best[0]
     for c in range(1, columns):
         least = min(least, best[c])
     for t in range(width):
-        message[out + t] = best[kind[other + t]] - least
+        message[Place(out) + Place(t)] = best[kind[other + t]] - least
     return least
+
+
+@compiled
+def _own(theta: np.ndarray, message: np.ndarray, place: np.uint64, into: np.uint64, share: float) -> float:
+    """What a strategy sends of its own. One without a partner got an infinite message, so its cost is infinite too, and it is never the least."""
+    value = share * theta[place] - message[into]
+    return np.inf if np.isnan(value) else value
 
 
 @compiled
@@ -188,7 +216,7 @@ def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> f
     returns the bound it proves, computed from the messages alone."""
     start, adj_ptr, adj_node, adj_message, adj_back = p.start, p.adj_ptr, p.adj_node, p.adj_message, p.adj_back
     n = len(start) - 1
-    theta = np.empty(start[n])
+    theta, own, best = np.empty(start[n]), np.empty(_largest(start)), np.empty(_largest(start))
     for i in range(n):
         v = n - 1 - i
         base, k = start[v], start[v + 1] - start[v]
@@ -197,8 +225,8 @@ def decouple(p: Packed, cost: np.ndarray, message: np.ndarray, grid: float) -> f
             w = adj_node[a]
             if w < v:
                 back = adj_back[a]
-                _send_by_kind(p.kind, p.adj_kind[a], p.adj_kind[back], p.adj_kinds[a], p.adj_kinds[back], p.table, message, theta, base, k,
-                              start[w + 1] - start[w], adj_message[a], p.adj_table[a], adj_message[back], share)
+                _send_by_kind(p.kind, p.adj_kind[a], p.adj_kind[back], p.adj_kinds[a], p.adj_kinds[back], p.table, message, theta, own, best,
+                              base, k, start[w + 1] - start[w], adj_message[a], p.adj_table[a], adj_message[back], share)
                 m = adj_message[a]
                 for s in range(k):
                     message[m + s] -= share * theta[base + s]

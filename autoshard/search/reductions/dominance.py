@@ -11,6 +11,7 @@ from autoshard.search.reductions.core import Core, Table
 
 LARGEST_WORK = 60_000_000
 REMEMBERED = 200  # strategies; what replaces what among more takes megabytes
+BLOCK = 100_000  # differences that are compared at once
 SMALL_WORK = 50_000  # below, looking for repetition takes longer than it saves
 
 
@@ -43,12 +44,14 @@ def distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _changes(table: np.ndarray) -> np.ndarray:
+    """Column by column of the table: numpy then compares whole stretches of rows with each other, a few of them at a time, which stay in cache."""
     k, m = table.shape
+    columns = np.ascontiguousarray(table.T)
     out = np.empty((k, k))
-    step = max(1, 2_000_000 // max(1, k * m))
+    step = max(1, BLOCK // max(1, k * m))
     for a in range(0, k, step):
-        difference = table[None, :, :] - table[a:a + step, None, :]  # inf - inf is nan here, and fmax skips it
-        out[a:a + step] = np.fmax.reduce(difference, axis=2)
+        difference = columns[:, None, :] - columns[:, a:a + step, None]  # inf - inf is nan here, and fmax skips it
+        np.fmax.reduce(difference, axis=0, out=out[a:a + step])
     return out
 
 

@@ -35,6 +35,8 @@ from autoshard.search.tie import Tied
 TRIALS = 16
 ROOMS = (3e-5, 3e-4, 3e-3, 3e-2)  # assumed gaps, widened while nothing is found
 LIKELY = 3e-4  # the widest of them before the best tied choice is known
+NEARBY = 1e-3  # the same of the least cost known: then the best tied choice is not needed, and a MIP may have more entries
+COPIES = 8  # times more, of layers that look the same: no more may be distinct
 UNLIKELY = 0.3  # of what a bound lacks at its own prices: the optimum is hardly nearer to it
 TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
@@ -91,9 +93,13 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     if likely:
         close(board, core, best, seed, widest=LIKELY)
         if not board.done:
+            mix(board, [*pool, *found], seed)
+            if best is not None and board.cost - best.bound <= NEARBY * abs(best.bound):
+                close(board, core, best, seed)
+        if not board.done:
             _close_tied(board, quotient, seed)
     close(board, core, best, seed)
-    if not board.done:
+    if not board.done and not likely:
         mix(board, [*pool, *found], seed)
     board.near = [*pool, *found]
 
@@ -246,7 +252,7 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
             upper = board.cost
         try:
             small = _narrowed(board, core, best, upper, seed)
-            if table_entries(small) > TABLES:
+            if not _fits_mip(small, upper - best.bound <= NEARBY * unit):
                 return
             answer = solve_left(board, small, seed, nodes)
         except Infeasible:
@@ -259,11 +265,18 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
             return
 
 
+def _fits_mip(core: Core, near: bool) -> bool:
+    """Whether a MIP is likely to solve it. `near`: whether the assumed cost is within `NEARBY` of the bound."""
+    entries = table_entries(core)
+    return entries <= TABLES or near and entries <= COPIES * TABLES and stored_entries(core) <= TABLES
+
+
 def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -> Core:
     """`core` with the strategies that a choice of cost at most `upper` may take. What is left reduces further when it is
     priced again, which tells more strategies to be too dear."""
+    large = stored_entries(core) > STORED
     while True:
-        small = core.copy()
+        small = core.copy(own_memo=large)
         _keep_possible(small, best.possible(upper))
         reduce_core(small, board.clock.expired)
         left = table_entries(small)
