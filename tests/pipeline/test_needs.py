@@ -98,3 +98,8 @@ def test_no_price_is_tried_where_all_of_the_model_fits():
 def test_sums_over_blocks():
     assert added(np.array([1.0, 2.0, 4.0]))[0, 3] == 7.0 and added(np.array([1.0, 2.0, 4.0]))[1, 2] == 2.0
     assert (np.tril(added(np.array([1.0, 2.0]))) == 0.0).all()
+
+
+def test_a_model_of_which_nothing_runs_again_has_no_prices_to_try():
+    needs = Needs(np.zeros(1, int), np.array([np.inf]), np.array([4.0]), np.zeros(1, bool), np.array([5.0]), np.zeros(1), limit=6.0)
+    assert len(needs.worth_trying(4, 4)) == 0

@@ -66,7 +66,7 @@ class Needs:
         """Seconds per byte at which a value is as dear to keep as to make again."""
         each = np.unique((self.seconds / self.nbytes)[np.isfinite(self.seconds) & (self.nbytes > 0) & (self.seconds > 0)])
         some = each[np.unique(np.linspace(0, len(each) - 1, PRICES).astype(int))] if len(each) else np.zeros(0)
-        return np.append(some, some[-1:] * np.array(BEYOND))
+        return np.append(some, some[-1:, None] * np.array(BEYOND))
 
     def worth_trying(self, microbatches: int, count: float) -> np.ndarray:
         """Prices of a byte for who holds `count` micro-batches; none where all blocks fit."""
