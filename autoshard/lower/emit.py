@@ -25,11 +25,11 @@ from autoshard.collectives import KIND_OF, RUN
 from autoshard.collectives.all_to_all_rows import ALL_TO_ALL_ROWS
 from autoshard.cost.redistribute import SLICE
 from autoshard.errors import LoweringError
+from autoshard.program.interpret import VIEWS
 from autoshard.program.opaque.opaque import Opaque, SeededOpaque
 from autoshard.program.tracing.tape import is_random
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default)
 LAID_AS_PRODUCTS = frozenset({
     aten.softplus_backward.default, aten.elu_backward.default, aten.hardtanh_backward.default, aten.hardsigmoid_backward.default,
     aten.hardswish_backward.default, aten.native_dropout_backward.default, aten.logit_backward.default, aten.xlogy.Tensor, aten.copysign.Tensor})

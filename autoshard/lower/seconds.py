@@ -12,7 +12,6 @@ from functools import cached_property
 
 import torch
 
-from autoshard import collectives
 from autoshard.base.graph import Call, Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
@@ -31,12 +30,14 @@ class Prices:
 
     def __init__(self, mesh: Mesh, cluster: Cluster, small: Together | None = None) -> None:
         self.mesh, self.cluster, self.small = mesh, cluster, small
-        self._known: dict[CollectiveCall, float] = {}
+        self._known: dict[tuple[CollectiveCall, Together | None], float] = {}
 
-    def of_call(self, call: CollectiveCall) -> float:
-        if call not in self._known:
-            self._known[call] = collectives.seconds(call.kind, call.nbytes, self.cluster.link_of(self.mesh, self.mesh.axes(call.axis)))
-        return self._known[call]
+    def of_call(self, call: CollectiveCall, others: Together | None = None) -> float:
+        """`others`: with whom it may share one."""
+        if (call, others) not in self._known:
+            link = self.cluster.link_of(self.mesh, self.mesh.axes(call.axis))
+            self._known[call, others] = share_seconds(call.kind, call.nbytes, others, link, self.cluster.device)
+        return self._known[call, others]
 
     def of_copy(self, nbytes: int) -> float:
         """Reading so many bytes and writing them elsewhere."""
@@ -51,10 +52,7 @@ class Prices:
 
     def planned(self, call: CollectiveCall, move: Instruction) -> float:
         """As the objective has it: reductions of small gradients are shares of calls."""
-        if not move.hideable:
-            return self.of_call(call)
-        link = self.cluster.link_of(self.mesh, self.mesh.axes(call.axis))
-        return share_seconds(call.kind, call.nbytes, self.small, link, self.cluster.device)
+        return self.of_call(call, self.small if move.hideable else None)
 
     def saved(self, move: Instruction) -> float:
         """What the calls of a redistribution take less than the objective has for them, a copy into a bucket's buffer included. Below 0 where a

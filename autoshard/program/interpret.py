@@ -13,6 +13,8 @@ from autoshard.base.roles import Role
 from autoshard.errors import UsageError
 from autoshard.program.calling import Traced, as_stored
 
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 Tangents = Mapping[int, torch.Tensor] | Callable[[Mapping[str, tuple[Any, ...]]], Mapping[int, torch.Tensor]]
 
 Instead = Callable[[Op, tuple[Any, ...], int], "tuple[Any, ...] | None"]
@@ -83,7 +85,7 @@ def call_op(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device)
     if isinstance(op.target, torch._ops.OpOverload) and not op.refs and any(a.name == "device" for a in op.target._schema.arguments):
         kwargs["device"] = device
     # a kernel may lay a result otherwise than the trace has it
-    target = torch.ops.aten.reshape.default if op.target is torch.ops.aten.view.default else op.target
+    target = aten.reshape.default if op.target in VIEWS else op.target
     result = target(*map_args(value, op.args), **kwargs)
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 

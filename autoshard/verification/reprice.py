@@ -22,9 +22,10 @@ from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.cost.shared_calls import Together, share_seconds, small_gradients
 from autoshard.errors import LoweringError
 from autoshard.experts.ops import EXPERTS, EXPERTS_BACKWARD
-from autoshard.lower.emit import VIEWS, Part
+from autoshard.lower.emit import Part
 from autoshard.lower.lower import Called, LocalGraph, Lowered, call_of
 from autoshard.lower.schedule import CollectiveCall
+from autoshard.program.interpret import VIEWS
 from autoshard.rules import registry
 from autoshard.rules.family import Family
 
