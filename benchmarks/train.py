@@ -140,6 +140,8 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=3, help="steps before timing, whose losses are compared")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: seconds of work, without waiting, for a busy machine")
     add_carrier(parser)
+    parser.add_argument("--float32-matmul", choices=("highest", "high", "medium"), default="highest",
+                        help="torch.set_float32_matmul_precision for every plan alike; calibrate the profile with the same")
     parser.add_argument("--cluster", help="profile to plan for (default: by the device)")
     parser.add_argument("--show-plan", action="store_true", help="print the chosen layouts")
     parser.add_argument("--markdown", action="store_true", help="the table as docs/performance.md has it")
@@ -157,6 +159,7 @@ def main() -> None:
         parser.error("start with `torchrun --nproc-per-node N benchmarks/train.py ...`")
     take_carrier(options.carrier)
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(options.float32_matmul)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -171,9 +174,10 @@ def main() -> None:
 
 
 def report(found: list[Row], skipped: list[str], options: argparse.Namespace) -> None:
-    facts = {"model": options.model, "size": options.size, "processes": dist.get_world_size(), "rounds": options.rounds, "carrier": options.carrier, **about()}
+    facts = {"model": options.model, "size": options.size, "processes": dist.get_world_size(), "rounds": options.rounds, "carrier": options.carrier,
+             "float32_matmul": options.float32_matmul, **about()}
     title = f"{options.model} {options.size}: " + line(facts, f"{facts['processes']} processes", f"{options.rounds} rounds of {options.clock} time",
-                                                               f"autoshard over {options.carrier}")
+                                                               f"autoshard over {options.carrier}", f"float32 products: {options.float32_matmul}")
     show(found, title, options.markdown)
     print("\n".join([*verdict(found), *skipped]))
     if options.json:

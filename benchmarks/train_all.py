@@ -69,6 +69,7 @@ def measured(model: str, size: str, carrier: str, options: argparse.Namespace) -
         out = Path(folder, "found.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes), ROOT / "benchmarks" / "train.py",
                    "--model", model, "--size", size, "--carrier", carrier, "--plans", options.plans, "--rounds", str(options.rounds), "--clock", options.clock,
+                   "--float32-matmul", options.float32_matmul,
                    "--json", out, *(("--cluster", cluster) if cluster else ())]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found: dict[str, Any] | None = json.loads(out.read_text()) if done.returncode == 0 else None
@@ -105,7 +106,7 @@ def page(lines: Iterable[Mapping[str, Any]], options: argparse.Namespace) -> lis
         held += [(where, layout)] if layout else []
         table.append((f"{found['model']} {found['size']}", found["carrier"], best, f"{1e3 * rows['auto'].seconds[0]:.1f}" if "auto" in rows else "", interval(over),
                       interval(layout, digits=3), str(found["rounds"])))
-    return [line(about(), f"{options.processes} processes", f"{options.clock} time"), "",
+    return [line(about(), f"{options.processes} processes", f"{options.clock} time", f"float32 products: {options.float32_matmul}"), "",
             markdown(("model", "carrier", "best by hand", "chosen, ms", "chosen / best", "held to DDP / DDP", "rounds"), table), "", *summary(chosen, held)]
 
 
@@ -134,6 +135,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--float32-matmul", choices=("highest", "high", "medium"), default="highest",
+                        help="torch.set_float32_matmul_precision for every plan alike; calibrate the profiles with the same")
     parser.add_argument("--cluster", help="profile to plan for (default: by the device)")
     parser.add_argument("--gloo-cluster", help="the same, of runs over gloo (default: --cluster)")
     parser.add_argument("--json", type=Path)

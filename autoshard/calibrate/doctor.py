@@ -26,6 +26,7 @@ from autoshard.calibrate.sample import Sample
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.errors import AutoshardError, ClusterError
 from autoshard.runtime.carriers.gloo_messages import Members
+from autoshard.runtime.ranks.conditions import conditions_of, float32_products, otherwise
 from autoshard.runtime.ranks.place import Place, cluster_here, locate
 from autoshard.verification.check import verify
 
@@ -34,6 +35,8 @@ OPTIONAL = ("transformers",)
 NBYTES = (2**14, 2**18, 2**20, 2**23)
 """Buffers of the collectives that are timed."""
 OPS = ("aten.mm.default", "aten.add.Tensor", "aten.native_layer_norm.default")
+PRODUCT, REPEATS = (1024, 1024), 7
+"""Of float32 matrices, in each of torch's settings."""
 CLOSE, FAR = 1.3, 2.0
 """Measured over predicted, or the inverse: up to the first a profile fits; above the second its plans may be wrong ones."""
 CALIBRATE = "torchrun --nproc-per-node {} -m autoshard calibrate -o my.toml, then plan with --cluster my.toml"
@@ -55,15 +58,16 @@ def doctor(cluster: str | None, *, self_test: bool, seconds: float, timeout: flo
     """Findings, and whether this rank reports. Every rank of a launcher calls it. `cluster`: the profile; default: that of the device.
 
     Raises ClusterError for a profile that cannot be read, and for peers that cannot be reached."""
-    profile = load_cluster(cluster or cluster_here(None))
+    cluster = cluster or cluster_here(None)
+    profile = load_cluster(cluster)
     mesh = launched_mesh(None)
     with peers(timeout):
         place = locate(mesh)
         found = [*versions(), *devices(place), *links(place), *fits(profile, place)]
         if self_test:
             progress("doctor", "parity")
-            found.append(_tested("parity", lambda: parity(profile, place)))
-            found += speed(profile, place, seconds, progress)
+            found.append(_tested("parity", lambda: parity(cluster, place)))
+            found += [*speed(profile, place, seconds, progress), *products(place)]
     return tuple(found), place.is_leader
 
 
@@ -117,6 +121,8 @@ def fits(profile: Cluster, place: Place) -> Iterator[Finding]:
     except ClusterError as e:
         yield Finding("profile", profile.name, profile.device.name, "failed", str(e))
         return
+    for what, advice in otherwise(profile.conditions, conditions_of(place)):
+        yield Finding("profile", "conditions", what, "warning", advice)
     name, memory = device_of(place.device, int(os.environ.get("LOCAL_WORLD_SIZE", str(place.mesh.size))))
     capacity = profile.device.memory_capacity
     yield Finding("profile", "memory", f"{quantities.size(capacity)} in the profile, {quantities.size(memory)} here", *(
@@ -129,16 +135,16 @@ def fits(profile: Cluster, place: Place) -> Iterator[Finding]:
 
 # --- the test ---
 
-def parity(profile: Cluster, place: Place) -> Finding:
+def parity(cluster: str, place: Place) -> Finding:
     """One step of a small model as planned here against the model itself: on these ranks, or where there is one, two in this process."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(251, 24), nn.Linear(24, 36), nn.GELU(), nn.LayerNorm(36), nn.Linear(36, 10)).double()
     ids, target = torch.randint(251, (12,)), torch.randint(10, (12,))
     if place.device_mesh is None:
-        report = verify(model, "d=2", (ids, target), loss_fn=F.cross_entropy, plans=("searched", "split"), cluster=profile.name)
+        report = verify(model, "d=2", (ids, target), loss_fn=F.cross_entropy, plans=("searched", "split"), cluster=cluster)
         return Finding("self-test", "parity", f"2 ranks in one process: {'as one device' if report.ok else 'other numbers than one device'}",
                        *(() if report.ok else ("failed", "please report it, with the output of autoshard doctor --json")))
-    compiled = api.compile(model, place.device_mesh, loss_fn=F.cross_entropy, cluster=profile.name, cache=False)
+    compiled = api.compile(model, place.device_mesh, loss_fn=F.cross_entropy, cluster=cluster, cache=False)
     loss = compiled(ids.to(place.device), target.to(place.device))
     loss.backward()
     expected = F.cross_entropy(model(ids), target)
@@ -175,6 +181,27 @@ def some_ops(place: Place) -> Iterator[Work]:
         for size in case.sizes[1:3] if str(case.target) in OPS else ():
             p = prepare(case, size, pool, False)
             yield Work(Sample("op", p.key, p.amount, 0.0, False, p.family, p.dtype, moved=p.moved), p.run, False)
+
+
+def products(place: Place) -> Iterator[Finding]:
+    """On a CPU: whether float32 products could be faster by a setting of torch, which is the user's to make."""
+    if place.device.type != "cpu" or float32_products(place.device) != "ieee":
+        return
+    a, b = torch.randn(PRODUCT), torch.randn(*PRODUCT).t()
+    matmul, exact, watch = torch.backends.mkldnn.matmul, a.double() @ b.double(), Stopwatch(place)
+    seconds, off, before = {}, {}, matmul.fp32_precision
+    try:
+        for name in ("ieee", "bf16"):  # what set_float32_matmul_precision sets for "highest" and "medium"
+            matmul.fp32_precision = name
+            off[name] = ((a @ b - exact).norm() / exact.norm()).item()
+            seconds[name] = median(watch.once(lambda: a @ b, 1) for _ in range(REPEATS))
+    finally:
+        matmul.fp32_precision = before
+    ordinary, other = (2e-9 * a.numel() * b.shape[1] / seconds[name] for name in ("ieee", "bf16"))
+    value = (f"{ordinary:.0f} GFLOP/s, off by {off['ieee']:.0e}; {other:.0f}, off by {off['bf16']:.0e}, "
+             "with torch.set_float32_matmul_precision('medium')")
+    advice = "if that is exact enough, set it before compiling, and calibrate with --float32-matmul medium"
+    yield Finding("self-test", "float32 products", value, *(("note", advice) if other > CLOSE * ordinary else ()))
 
 
 def _compared(name: str, found: Sequence[Error], mesh: Mesh) -> Finding:

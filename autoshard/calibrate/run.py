@@ -5,7 +5,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
 import torch
@@ -20,6 +20,7 @@ from autoshard.calibrate.sample import Machine, Sample
 from autoshard.calibrate.step import STEPS, Steps, steps_of
 from autoshard.cost.cluster import Cluster, Overlap
 from autoshard.errors import ClusterError, MeshError
+from autoshard.runtime.ranks.conditions import conditions_of
 from autoshard.runtime.ranks.place import Place, locate
 
 PEER_WORDS = ("gloo", "nccl", "connection", "peer", "timed out", "timeout")
@@ -64,6 +65,7 @@ class Measuring:
 
     def __init__(self, name: str, place: Place, progress: Progress) -> None:
         self.machine, link_of = _machine(name, place)
+        self.conditions = conditions_of(place)
         progress("calibrate", "preparing")
         self.rounds = Rounds(all_work(place, link_of, DTYPES), Stopwatch(place))
         self.steps: Steps | None = steps_of(place, progress)
@@ -80,7 +82,7 @@ class Measuring:
     def found(self) -> Calibration:
         """By all that was measured so far."""
         samples = [*self.rounds.samples(), *(self.steps.samples() if self.steps is not None else ())]
-        cluster = fit(self.machine, samples, fitted(*self.timings) if self.timings else Overlap(0.0, 1.0))
+        cluster = replace(fit(self.machine, samples, fitted(*self.timings) if self.timings else Overlap(0.0, 1.0)), conditions=self.conditions)
         return Calibration(cluster, tuple(samples), tuple(errors(cluster, samples)), self.timings)
 
 

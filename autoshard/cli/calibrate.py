@@ -3,13 +3,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from autoshard.cli.common import QuietOption
 from autoshard.cli.progress import progress_shown
 from autoshard.errors import UsageError
+
+FloatProducts = Literal["highest", "high", "medium"]
 
 if TYPE_CHECKING:
     from autoshard.calibrate.run import Calibration
@@ -32,6 +34,8 @@ def calibrate(
     mesh: Annotated[str | None, typer.Option(help="Mesh axes to measure: dp=2,tp=2. Default: nodes, and ranks in a node.")] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 45.0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a peer before giving up.")] = 60.0,
+    float32_matmul: Annotated[FloatProducts | None, typer.Option(
+        help="Measure under torch.set_float32_matmul_precision(this), for training that sets it too. Default: as torch has it.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Page with the plots. Default: beside the profile, .html.")] = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -40,8 +44,12 @@ def calibrate(
     first = int(os.environ.get("RANK", "0")) == 0
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what c10d logs on a timeout is in our message; read when torch loads
     with progress_shown(first and not quiet) as progress:
+        import torch
+
         from autoshard.calibrate.run import calibrate as measured
 
+        if float32_matmul is not None:
+            torch.set_float32_matmul_precision(float32_matmul)
         found, leads = measured(output.stem, mesh, seconds=seconds, timeout=timeout, progress=progress)
     if leads:
         _write(found, output, plot or output.with_suffix(".html"), quiet)

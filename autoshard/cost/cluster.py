@@ -215,7 +215,7 @@ class Overlap:
 @dataclass(frozen=True)
 class Cluster:
     """A profile: the device, its links innermost first, and how well communication overlaps compute. `variants`: names of what its file has
-    beside it, see variants.py."""
+    beside it, see variants.py. `conditions`: what else held when it was measured ("collectives": "shared memory"), see runtime/ranks."""
 
     name: str
     device: Device
@@ -224,6 +224,7 @@ class Cluster:
     description: str = field(default="", compare=False)
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     variants: tuple[str, ...] = field(default=(), compare=False)
+    conditions: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def limit(self) -> float:

@@ -29,6 +29,7 @@ from autoshard.runtime.microbatches import MicroStep
 from autoshard.runtime.params.host_state import keep_on_host
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
+from autoshard.runtime.ranks.conditions import warn_of_other_conditions
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 from autoshard.runtime.step import Step
@@ -128,6 +129,7 @@ class Variant:
         share(self.place, "lowered", lambda: "", running.timeout)  # from here on ranks may meet in collectives
         if not self.stored.specs:
             self.stored.settle(plan.placements, self.seed, running.checkpoint, graph=self.traced.graph)
+            warn_of_other_conditions(plan.cluster, self.place)
         if self.traced.graph.training:
             keep_on_host(self.stored.params, plan.offload, afresh=self.replan)
         kind = MicroStep if self.traced.graph.microbatches > 1 else Step

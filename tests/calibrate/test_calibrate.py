@@ -62,13 +62,14 @@ def test_a_peer_that_never_comes_is_a_message_within_the_limit(tmp_path, rank):
 def test_two_processes_make_a_profile_that_plans(tmp_path):
     path = tmp_path / "mine.toml"
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autoshard",
-                           "calibrate", "-o", str(path), "--seconds", "1"], env={**os.environ, "OMP_NUM_THREADS": "1"},
+                           "calibrate", "-o", str(path), "--seconds", "1", "--float32-matmul", "medium"], env={**os.environ, "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Held-out sizes" in done.stdout and "Overlap of a matmul" in done.stdout
     assert "<svg" in path.with_suffix(".html").read_text()
     cluster = load_cluster(path)
     assert set(cluster.links[0].measured) == set(KINDS) - {"all_to_all_rows"}, "that one has the curve of all_to_all"
+    assert cluster.conditions == {"collectives": "shared memory", "float32_products": "bf16"}
     assert 1e-7 < cluster.device.kernel_overhead < 1e-3 and cluster.device.memory_bandwidth > 1e8
     planned = subprocess.run([sys.executable, "-m", "autoshard", "plan", "gpt:tiny", "--mesh", "tp=2", "--cluster", str(path), "-q"],
                              capture_output=True, text=True, timeout=300)

@@ -13,6 +13,7 @@ import torch
 
 from autoshard.calibrate import doctor as module
 from autoshard.calibrate.doctor import Finding, doctor, fits, speed, versions
+from autoshard.calibrate.toml import profile_text
 from autoshard.cost.cluster import load_cluster
 from autoshard.report.doctor import show
 from autoshard.runtime.ranks.place import locate
@@ -35,6 +36,17 @@ def test_without_the_test_it_is_a_table(run):
     code, out, _ = run("doctor", "--no-self-test", "--cluster", "h100-dgx")
     assert code == 0 and "versions" in out and "self-test" not in out
     assert "plans are for another kind of device" in out and "calibrate -o my.toml" in out
+
+
+def test_a_profile_of_one_s_own_is_tested_too(run, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(profile_text(replace(load_cluster("cpu-gloo"), name="mine", conditions={"float32_products": "bf16"}), "a test"))
+    code, out, err = run("doctor", "--json", "--seconds", 0.1, "--cluster", path)
+    assert code == 0, err
+    states = {(f["topic"], f["name"]): f for f in json.loads(out)["findings"]}
+    assert states["self-test", "parity"]["state"] == "ok"
+    assert states["profile", "conditions"]["state"] == "warning" and "bf16 in the profile, ieee here" in states["profile", "conditions"]["value"]
+    assert "GFLOP/s" in states["self-test", "float32 products"]["value"]
 
 
 @pytest.mark.dist

@@ -23,6 +23,7 @@ from autoshard.runtime.pipeline.stage_program import StageProgram
 from autoshard.runtime.pipeline.step import PipelineStep
 from autoshard.runtime.pipeline.wires import ORDERED, STEP, Wires, directed_pairs
 from autoshard.runtime.ranks.agree import alone, share
+from autoshard.runtime.ranks.conditions import warn_of_other_conditions
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
 
@@ -69,6 +70,7 @@ class PipelineVariant(Variant):
             self.stored.keep_only(_names(made, mine))
             self.stored.settle({n: p for n, p in plan.placements.items() if n in self.stored.params or n in self.stored.buffers}, self.seed,
                                running.checkpoint, graph=self.traced.graph)
+            warn_of_other_conditions(plan.cluster, self.place)
             self.first.placements, self.first.options = dict(plan.placements), made.options
         elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers}):
             raise PlanError(f"{lost[0]} is in another stage than where this rank's parameters are; plan this variant again")
