@@ -25,6 +25,7 @@ from autoshard.calibrate.sample import Sample
 from autoshard.collectives import RUN, wire_bytes
 from autoshard.runtime.carriers import gloo_messages
 from autoshard.runtime.carriers.choose import start
+from autoshard.runtime.carriers.shared_memory import Shared
 from autoshard.runtime.ranks.place import Place
 
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 25))
@@ -37,8 +38,9 @@ REPEAT_BELOW = 2e-3
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 VIEWS = 4
 """In a row, as around attention."""
-BEFORE = 256
-"""Before a collective on a CPU: a product of two matrices of this width, half a millisecond of work."""
+BEFORE, BEFORE_MESSAGES = 256, 512
+"""Before a collective on a CPU: a product of two matrices of this width, half a millisecond of work; before one that messages carry, milliseconds, as in a
+step. The threads that send and receive sleep meanwhile, and wake the later the longer they slept; a rank that looks at memory does not."""
 TRIM = 0.1
 """Share of the rounds left out of a mean at either end: one long pause of the machine is not the cost of what it fell on."""
 
@@ -48,13 +50,14 @@ Progress = Callable[[str, str], None]
 @dataclass(frozen=True)
 class Work:
     """A sample without its time, and what to run for it: `together` on all ranks, after a barrier; `parts` of it at once. `fresh`: tensors that
-    the caches hold before, since whatever ran last has written them."""
+    the caches hold before, since whatever ran last has written them. `before`: width of the product that is computed before, of a collective."""
 
     sample: Sample
     run: Callable[[], Any]
     together: bool
     parts: int = 1
     fresh: tuple[torch.Tensor, ...] = ()
+    before: int = BEFORE
 
 
 class Stopwatch:
@@ -77,11 +80,11 @@ class Stopwatch:
         self._finish()
         return (self.clock() - start) / repeat
 
-    def between(self, run: Callable[[], Any], repeat: int) -> float:
-        """Mean seconds of a run, each after some compute that is not timed."""
+    def between(self, run: Callable[[], Any], repeat: int, width: int = BEFORE) -> float:
+        """Mean seconds of a run, each after some compute that is not timed: a product of matrices of this width."""
         if self.cuda:  # a stream of kernels does not sleep between them
             return self.once(run, repeat)
-        total, x = 0.0, torch.ones(BEFORE, BEFORE)
+        total, x = 0.0, torch.ones(width, width)
         for _ in range(repeat):
             torch.mm(x, x)
             total += self.once(run, 1)
@@ -172,7 +175,7 @@ def timed(work: Sequence[Work], repeats: Sequence[int], watch: Stopwatch) -> lis
     for w, repeat in zip(work, repeats, strict=True):
         if w.together:
             watch.barrier()
-        own.append((watch.between(w.run, repeat) if w.together else watch.after(w.fresh, w.run, repeat)) / w.parts)
+        own.append((watch.between(w.run, repeat, w.before) if w.together else watch.after(w.fresh, w.run, repeat)) / w.parts)
     return own
 
 
@@ -182,11 +185,12 @@ def collective_work(place: Place, link_of: Sequence[int]) -> Iterator[Work]:
     for axis, (name, n) in enumerate(zip(place.mesh.names, place.mesh.sizes, strict=True)):
         for size in (*SIZES, *HELD_SIZES) if n > 1 else ():
             numel = size // 4 // n * n
+            shared = isinstance(place.carriers().get(place.groups[name]), Shared)
             for kind, run in _collectives(place, axis, name, n, sent[:numel], received[:numel]):
                 nbytes = 4.0 * numel
                 sample = Sample("collective", kind, wire_bytes(kind, nbytes, n), 0.0, size in HELD_SIZES, link=link_of[axis],
                                 ranks=n, nbytes=nbytes)
-                yield Work(sample, run, True)
+                yield Work(sample, run, True, before=BEFORE if shared and kind in RUN else BEFORE_MESSAGES)
 
 
 def _collectives(place: Place, axis: int, name: str, n: int, buffer: torch.Tensor, received: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
