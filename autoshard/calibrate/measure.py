@@ -39,8 +39,8 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 50
 VIEWS = 4
 """In a row, as around attention."""
 BEFORE, BEFORE_MESSAGES = 256, 512
-"""Before a collective on a CPU: a product of two matrices of this width, half a millisecond of work; before one that messages carry, milliseconds, as in a
-step. The threads that send and receive sleep meanwhile, and wake the later the longer they slept; a rank that looks at memory does not."""
+"""Before a collective on a CPU: a product of two matrices of this width, half a millisecond of work; milliseconds before one that messages carry, as
+in a step: the threads that send and receive sleep meanwhile, and wake the later the longer they slept. A rank that looks at memory does not sleep."""
 TRIM = 0.1
 """Share of the rounds left out of a mean at either end: one long pause of the machine is not the cost of what it fell on."""
 
