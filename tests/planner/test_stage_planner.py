@@ -5,13 +5,16 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard import Pipeline
 from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.pipeline.microbatches.batch import traced
 from autoshard.planner import stage_planner
 from autoshard.planner.stage_planner import StagePlanner
 from autoshard.planner.stages import plan_traced
+from models import llama
 
 MESHES = {"1f1b": "pp=4,dp=2", "zb1p": "pp=4,dp=2", "interleaved": "pp=2,dp=2"}
 SCHEDULES = pytest.mark.parametrize("schedule", MESHES)
@@ -77,3 +80,20 @@ def test_at_a_rate_all_that_are_alike_are_one_search(schedule, searches, monkeyp
     plan = plan_traced(program, mesh, options, rate=rate)
     assert searches == 3 * ["searched_at_rate"]
     assert plain(plan) == plain(apart(monkeypatch, program, mesh, options, rate=rate))
+
+
+def test_seeds_for_one_of_them_make_stages_unlike(searches):
+    program, mesh, options = asked("1f1b")
+    plan = plan_traced(program, mesh, replace(options, seeds={"3.0.weight": "dp,-"}))
+    assert len(searches) == 4
+    assert plan.placements["3.0.weight"] == (0,)
+
+
+def test_a_plan_of_stages_that_are_alike_computes_what_the_model_does(searches):
+    torch.manual_seed(0)
+    model = llama.Llama(llama.Config(4, 16, 2, 2, 32, vocab=32, context=8)).double()
+    batch = torch.randint(32, (8, 8)), torch.randint(32, (8, 8))
+    given = {"loss_fn": llama.loss, "cluster": "cpu-gloo"}
+    plan = autoshard.plan(model, "pp=4,dp=2", batch, pipeline=Pipeline(4, "1f1b", ["layers.1", "layers.2", "layers.3"]), **given)
+    assert len(searches) == 3
+    assert autoshard.verify(model, "pp=4,dp=2", batch, plan=Plan.from_json(plan.to_json()), **given).ok
