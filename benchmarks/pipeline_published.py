@@ -53,7 +53,7 @@ from autoshard.pipeline.shapes.meshes import Room, Shape, Slot, shapes
 from autoshard.pipeline.shapes.price import StagePrice, chain_from, with_ends
 from autoshard.pipeline.shapes.stage_prices import price_of
 from autoshard.planner.one_stage import prices
-from autoshard.planner.short_searches import searches
+from autoshard.planner.open_mesh import searches
 from autoshard.program.calling import Traced
 from autoshard.runtime.route import route_of
 from autoshard.search.partition import Chain, partition

@@ -8,21 +8,36 @@ from typing import Any
 
 from autoshard.base import quantities
 from autoshard.base.fine_mesh import NEVER, parse_parts, refined
-from autoshard.base.graph import Graph
+from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_of, mesh_or_any
 from autoshard.base.plan import Plan
+from autoshard.base.spec import replicated
 from autoshard.cost.budget import Budget
-from autoshard.cost.cluster import Cluster, load_cluster
+from autoshard.cost.cluster import AxisLink, Cluster, load_cluster
+from autoshard.cost.memory import stored_parts
+from autoshard.decide.how import How
+from autoshard.decide.least_seconds import Prices, least_run, least_step
+from autoshard.decide.memory.at_a_rate import plan_at_rate
 from autoshard.decide.options import Options, default_cluster, default_pipeline
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
+from autoshard.decide.program import formulate_within, with_starts
+from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.pipeline.microbatches import batch
-from autoshard.pipeline.shapes.choose import Asked, choose
-from autoshard.planner.short_searches import searches, stored_alone
+from autoshard.pipeline.shapes.choose import AMPLE, Asked, choose
+from autoshard.pipeline.shapes.cut_search import SHORT_STAGES
+from autoshard.pipeline.shapes.mesh_prices import Searches
+from autoshard.planner.one_stage import decide, prices
 from autoshard.planner.stages import plan_traced
+from autoshard.program.calling import Traced
+from autoshard.search import Clock
+from autoshard.search.heap import settled_heap
 from autoshard.seeds.seeds import with_held
+from autoshard.space.cost_table import CostTable, Training, trained_params
 
+ENOUGH = 0.01
+"""The relative gap at which short searches end: prices of blocks leave out that neighbours agree on layouts, which is about as much."""
 SHARE = 0.5
 """Of the time that is left for plans of shapes, which the next one may take: the first promises most, and where memory is ample none needs it."""
 LEAST = 1.0
@@ -104,3 +119,47 @@ def check_stored(graph: Graph, devices: int, options: Options, limit: float, pro
     if each > limit:
         raise InfeasibleError(f"parameters, gradients and optimizer state take {quantities.size(each)} on each of {devices} devices, however they "
                               f"are divided, and a device may use {quantities.size(limit)}; give more devices, or move state to the host", True)
+
+
+def stored_alone(graph: Graph, op: Op, options: Options) -> dict[str, int]:
+    """Bytes of a parameter or buffer on one device that has all of it: parameters, gradients, optimizer state that is not on the host."""
+    one = Mesh(("device",), (1,))
+    parts = stored_parts(op.outputs[0], replicated(one), one, options.optimizer if op.name in trained_params(graph) else None)
+    return {**parts, "optimizer": 0} if options.offload == "optimizer" else parts
+
+
+def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluster) -> Searches:
+    """Short searches, of which block prices are made (pipeline/mesh_prices.py)."""
+    short, quiet = replace(options, time_limit=options.time_limit / SHORT_STAGES), clock.quiet()
+
+    def table(graph: Graph, on: Mesh, wire: AxisLink | None, flying: int = 1, floor: frozenset[str] | None = None) -> CostTable:
+        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=flying, floor=floor)
+        return prices(replace(whole, graph=graph), on, short, clock=quiet, profile=profile, step=step)
+
+    def plan_short(graph: Graph, on: Mesh, wire: AxisLink, flying: int, rate: float) -> Plan:
+        with settled_heap(tidy=True):
+            priced = table(graph, on, wire, flying)
+            if rate:
+                return plan_at_rate(priced, replace(short, memory_budget=AMPLE), rate, clock=quiet)
+            with quiet("formulate"):  # plans by hand are starts for where little fits; the first greedy plan is there if time is short
+                formulation = formulate_within(priced, AMPLE)
+                program = with_starts(formulation, short.settings(graph.training, False), (next(iter(greedy_plans(formulation)))[1],))
+            return decide(priced, replace(short, memory_budget=AMPLE), clock=quiet, interruptible=False, finer=False, program=program, enough=ENOUGH)
+
+    def run(graph: Graph, on: Mesh, shared: frozenset[str]) -> tuple[float, float]:
+        with settled_heap(tidy=True):
+            priced = table(graph, on, None, floor=shared)
+            with quiet("bounds"):
+                return least_run(priced, How(Clock(short.time_limit), options.search))
+
+    def step(graph: Graph, on: Mesh, at: Prices | None, shared: frozenset[str]) -> tuple[float, Prices]:
+        with settled_heap(tidy=True):
+            priced = table(graph, on, None, floor=shared)
+            with quiet("bounds"):
+                return least_step(priced, How(Clock(short.time_limit), options.search), at)
+
+    def stored(op: Op) -> float:
+        parts = stored_alone(whole.graph, op, options)
+        return float(parts["parameters"] + parts["optimizer"])
+
+    return Searches(plan_short, run, step, stored)

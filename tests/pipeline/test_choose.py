@@ -24,7 +24,7 @@ from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes, traced_count
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.partitions import course_of
-from autoshard.planner.short_searches import searches
+from autoshard.planner.open_mesh import searches
 from autoshard.search.partition.feasible import Stages
 from models import llama
 

@@ -8,8 +8,7 @@ from synthetic_pricer import Synthetic
 
 from autoshard.base.plan import NOT_FOUND
 from autoshard.errors import InfeasibleError
-from autoshard.pipeline.shapes.decide import LOOKS, TOLERANCE, chain_of, ranked, try_shapes
-from autoshard.pipeline.shapes.floors import least_in_memory
+from autoshard.pipeline.shapes.decide import LOOKS, TOLERANCE, ranked, try_shapes
 from autoshard.pipeline.shapes.meshes import Room, shapes
 from autoshard.pipeline.shapes.partitions import course_of, price_by_play
 from autoshard.pipeline.shapes.price import chain_from
@@ -71,18 +70,6 @@ def test_dear_looks_are_for_shapes_that_cheap_ones_leave():
     try_shapes(pricer, shapes(Room(devices=4, most_tp=2, batch=6, blocks=7)), 9.0)
     looked = [{slot for slot, look in pricer.looks if look == n} for n in range(1, LOOKS + 1)]
     assert all(more >= fewer for more, fewer in pairwise(looked)) and looked[0] > looked[-1] > set()
-
-
-@pytest.mark.parametrize("limit", [20.0, 9.0])
-def test_what_fits_takes_at_least_what_one_rate_says(limit):
-    pricer, above = Synthetic(5, limit=limit, batch=4), 0
-    for shape in shapes(Room(devices=4, most_tp=2, batch=4, blocks=7)):
-        table, (lean, rate) = shape.table(), pricer.slope(shape)
-        ample, at_rate = (chain_of(pricer, shape.slot, level, table.split_backward) for level in (0, lean))
-        least = least_in_memory(ample, at_rate, course_of(table), rate, limit)
-        assert least <= by_trying_all(pricer, shape, limit) * (1 + 1e-9)
-        above += least > least_in_memory(ample, at_rate, course_of(table), rate, 1e9) * (1 + 1e-9)
-    assert above
 
 
 def test_bounds_that_know_memory_leave_fewer_shapes_to_search():

@@ -15,7 +15,7 @@ from autoshard.pipeline.shapes.mesh_prices import PARTS, RATES, MeshPricer, Size
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.price import StagePrice, mixed
 from autoshard.pipeline.shapes.stage_prices import price_of
-from autoshard.planner.short_searches import searches
+from autoshard.planner.open_mesh import searches
 
 OPTIONS = Options(cluster="cpu-gloo", pipeline=Pipeline(microbatches="auto"))
 FLYING, SLOT = 4, Slot(2, 1, 64)

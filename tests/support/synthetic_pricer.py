@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.pipeline.shapes.floors import Floor
-from autoshard.pipeline.shapes.meshes import Shape, Slot
+from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.needs import Needs
 from autoshard.pipeline.shapes.price import StagePrice
 
@@ -55,11 +55,6 @@ class Synthetic:
             each, each * (1 + (LEAN_SECONDS - 1) * lean), each, once=0.05 * work / slot.tp * (slot.dp > 1), update=0.02 * work / slot.tp / slot.dp,
             stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
             wire_out=self.hop * rows, wire_in=self.hop * rows)
-
-    def slope(self, shape: Shape) -> tuple[int, float]:
-        """The rate at which of one block it is as dear to be lean, and of the others dearer: the fast way is then the cheapest for all."""
-        blocks = [(self.price(k, k + 1, shape.slot, lean, True) for lean in (0, 1)) for k in range(len(self.labels))]
-        return 0, min(shape.microbatches * (lean.microbatch - fast.microbatch) / (shape.pp * (fast.saved - lean.saved)) for fast, lean in blocks)
 
     def floor(self, slot: Slot, look: int) -> Floor:
         work = np.array([self.work(k) for k in range(len(self.labels))]) * slot.rows / (slot.dp * slot.tp)

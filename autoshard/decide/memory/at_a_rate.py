@@ -6,7 +6,7 @@ takes rounds of them; whether all parts fit together, whoever asked has to see. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Program, formulate_within
 from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.errors import InfeasibleError
-from autoshard.formulate.problem_of import Formulation
 from autoshard.recompute.undecided import open_table
 from autoshard.search import Clock
 from autoshard.search.problem import Solution
@@ -29,20 +28,6 @@ from autoshard.space.cost_table import CostTable
 
 ENOUGH = 0.05
 """The relative gap at which such a search ends: what is found hardly changes below that, and to prove it takes ten times as long."""
-
-
-@dataclass(eq=False)
-class Undecided:
-    """What there is to decide at any rate: a program with recomputation open, and choices to start from, to which each search adds its own."""
-
-    table: CostTable
-    formulation: Formulation
-    starts: list[np.ndarray]
-
-    @staticmethod
-    def of(table: CostTable, limit: float) -> Undecided:
-        formulation = formulate_within(open_table(table) if table.graph.training else table, limit)
-        return Undecided(table, formulation, [next(iter(greedy_plans(formulation)))[1]])
 
 
 def plan_at_rate(table: CostTable, options: Options, rate: float, *, clock: PhaseTimer, model_info: Mapping[str, Any] | None = None,
@@ -54,20 +39,20 @@ def plan_at_rate(table: CostTable, options: Options, rate: float, *, clock: Phas
 
 
 def searched_at_rate(table: CostTable, options: Options, rate: float, *, clock: PhaseTimer, known: dict[str, Solution] | None = None,
-                     has_loss: bool = False, undecided: Undecided | None = None) -> Found:
+                     has_loss: bool = False) -> Found:
     """The least seconds of a step plus `rate` seconds for every byte at the turn from forward to backward, with all micro-batches in
-    flight. The objective of its plan is the seconds alone; it need not fit in the memory that the options say. `known`: see `How`. `undecided`: of
-    `table`, where other rates were searched before. Raises InfeasibleError where no choice was found."""
+    flight. The objective of its plan is the seconds alone; it need not fit in the memory that the options say. `known`: see `How`. Raises
+    InfeasibleError where no choice was found."""
+    limit = options.memory_limit(table.cluster)
     with clock("formulate"):
-        undecided = undecided or Undecided.of(table, options.memory_limit(table.cluster))
-        formulation = undecided.formulation
+        formulation = formulate_within(open_table(table) if table.graph.training else table, limit)
         problem = memory_priced(formulation.problem, np.array([formulation.memory_rows["turn"]]), rate)
+        start = next(iter(greedy_plans(formulation)))[1]
     how = How(Clock(options.time_limit), options.search, enough=ENOUGH, known=known)
     with clock("search"):
-        found = how.solve(problem, undecided.starts)
+        found = how.solve(problem, (start,))
     if found.choice is None:
         raise InfeasibleError("a short search found no plan", proven=False)
-    undecided.starts.append(found.choice)
     settings = options.settings(table.graph.training, has_loss)
     return Found(Program(formulation, Timelines(formulation, settings), settings=settings), found, found.status.value)
 

@@ -22,7 +22,7 @@ from autoshard.pipeline.action_lists.actions import ActionTable
 from autoshard.pipeline.action_lists.network import Network, network_of
 from autoshard.pipeline.action_lists.step_end import with_step_end
 from autoshard.pipeline.schedules import SCHEDULES
-from autoshard.pipeline.shapes.floors import Floor, least_in_memory
+from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Shape, Slot
 from autoshard.pipeline.shapes.partitions import course_of, price_on
 from autoshard.pipeline.shapes.price import StagePrice, chain_from, with_ends
@@ -62,10 +62,6 @@ class Pricer(Protocol):
     def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         """The stage of blocks first..end-1, whatever it holds; `split`: with backward in two windows. Raises InfeasibleError where it
         cannot be that lean."""
-
-    def slope(self, shape: Shape) -> tuple[int, float]:
-        """A lean level, and the seconds of a step for a byte at which blocks cost least there, with as many micro-batches in flight as there are
-        ranks; a rate of 0 where none is known."""
 
 
 @dataclass(frozen=True)
@@ -210,18 +206,10 @@ class _Search:
                 self.best = min(self.best, found.seconds)
                 memory = float(rank_bytes(chain, run.course, np.array([found.cuts])).max())
                 return replace(tried, seconds=found.seconds, cuts=found.cuts, lean=lean, memory=memory)
-            if Stages(chain, run.course).bound(enough) >= enough or lean == 0 and self._fitting(tried.shape, run) >= enough:
+            if Stages(chain, run.course).bound(enough) >= enough:  # whatever the memory
                 return replace(tried, seconds=enough, lean=lean, why="it is not near the best")
             why = NOT_FOUND
         return replace(tried, why=why)
-
-    def _fitting(self, shape: Shape, run: Run) -> float:
-        """What a step takes at least in the memory that there is, by one search more than that in ample memory; 0 where that is not known."""
-        lean, rate = self.pricer.slope(shape)
-        if not (rate and np.isfinite(self.best) and np.isfinite(self.limit)):
-            return 0.0
-        ample, at_rate = (self.chain(shape.slot, level, run.table.split_backward) for level in (0, lean))
-        return least_in_memory(ample, at_rate, run.course, rate, self.limit)
 
 
 def _said(tried: Tried) -> str:

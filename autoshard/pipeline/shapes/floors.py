@@ -7,7 +7,6 @@ import numpy as np
 
 from autoshard.pipeline.shapes.needs import Needs, added
 from autoshard.search.partition import Chain, Course, Together, chain_of_blocks
-from autoshard.search.partition.feasible import Stages
 from autoshard.search.partition.whole_blocks import fullest_rank
 
 LEVELS = 6
@@ -65,7 +64,9 @@ class Floor:
         """What the ranks take in sum, where one has several stages: memory is theirs together, so that no stage by itself says much."""
         if self.needs is None or all(len(stages) == 1 for stages in course.of_rank):
             return []
-        held, ranks, needs = _held(course), len(course.of_rank), self.needs
+        held, ranks, needs = np.zeros(course.stages), len(course.of_rank), self.needs
+        for stages, loads in zip(course.of_rank, course.loads):
+            held[stages] = loads[loads[:, 0].sum(1).argmax(), 0]
         (levels, of), found = _levels(held), []
         for each, heavy in self._steps(course.microbatches):
             def even(price: float, heavy: float = heavy) -> float:
@@ -77,34 +78,6 @@ class Floor:
                 tables = np.stack([added(each + needs.kept(price, course.microbatches, float(count), heavy)) for count in levels])
                 found.append(Together(tables[of], ranks * price * needs.limit))
         return found
-
-
-SHARES = (1.0, 1.5, 2.0, 3.0)
-"""Prices of a byte that are tried, as parts of the rate at which blocks were searched."""
-
-
-def least_in_memory(ample: Chain, lean: Chain, course: Course, rate: float, limit: float) -> float:
-    """Seconds of a step that no partition of the blocks is below which fits in `limit` bytes of a rank, whatever its blocks compute again. `lean`:
-    where seconds plus `rate` for every byte, with as many micro-batches in flight as there are ranks, are least; `ample`: where seconds are.
-
-    At a price p of a byte, no less than `rate`, a part x = min(1, p n / (rate ranks)) of the first and the rest of the second are below seconds +
-    p (stored + n saved) of a stage that holds n micro-batches: neither kind of byte is dearer in them. The limit of all ranks pays the bytes back."""
-    held, ranks, found = _held(course), len(course.of_rank), []
-    fastest, least = (course.microbatches * (chain.both + chain.weight) + chain.once for chain in (ample, lean))
-    least = least + rate * (lean.stored + ranks * lean.saved)
-    for share in SHARES:
-        part = np.minimum(1.0, share * held / ranks)[:, None, None]
-        with np.errstate(invalid="ignore"):
-            found.append(Together(part * least + (1.0 - part) * fastest, ranks * share * rate * limit))
-    return Stages(ample, course, together=found).floor
-
-
-def _held(course: Course) -> np.ndarray:
-    """Micro-batches that each stage holds when its rank holds most."""
-    held = np.zeros(course.stages)
-    for stages, loads in zip(course.of_rank, course.loads):
-        held[stages] = loads[loads[:, 0].sum(1).argmax(), 0]
-    return held
 
 
 def _levels(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ from autoshard.pipeline.microbatches.resize import Between, Unlike
 from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.shapes.decide import Tried
 from autoshard.pipeline.shapes.floors import Floor
-from autoshard.pipeline.shapes.meshes import Shape, Slot
+from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.needs import Needs, needs_of
 from autoshard.pipeline.shapes.price import SUMS, StagePrice, mixed
 from autoshard.pipeline.shapes.stage_prices import price_of
@@ -241,10 +241,6 @@ class MeshPricer:
         """At which stages of a shape were priced that was searched: seconds for a byte, the higher one between two; 0 in ample memory."""
         split = SCHEDULES[tried.shape.schedule].split_backward
         return RATES[-(-tried.lean // PARTS)] * self._unit(tried.shape.slot, split) if tried.lean else 0.0
-
-    def slope(self, shape: Shape) -> tuple[int, float]:
-        """At the rate 1."""
-        return PARTS * RATES.index(1.0), self._unit(shape.slot, SCHEDULES[shape.schedule].split_backward)
 
     def _price(self, first: int, end: int, slot: Slot, split: bool) -> StagePrice:
         """In ample memory."""
