@@ -90,7 +90,7 @@ class StagePlanner:
         options = options if room.share == 1.0 else replace(options, memory_budget=room.share * options.memory_limit(self.profile))
         with self.clock("strategies"):
             seeds = seeds_of_stage(graph, self.mesh, options, fixed)
-            key = likeness(graph, seeds), options.memory_limit(self.profile), options.time_limit, room.rate
+            key = likeness(graph, seeds), options.memory_limit(self.profile), options.time_limit, room.rate, step.most
         made = self._alike(key, graph, seeds, step, room.rate) or self._searched(key, graph, fixed, step, options, room.rate)
         found = within(made.found, made.table, room.rate) if room.rate else made.found
         with self.clock("assemble"):
