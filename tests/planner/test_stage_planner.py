@@ -66,7 +66,7 @@ def test_where_memory_is_short_they_cost_what_searches_apart_find(schedule, monk
     ample = plan_traced(program, mesh, options)
     options = replace(options, memory_budget=0.7 * max(s.memory["total"] for s in ample.stages))
     plan, other = plan_traced(program, mesh, options), apart(monkeypatch, program, mesh, options)
-    assert plan.objective_s > ample.objective_s * (1 + 1e-9)
+    assert plan.ops != ample.ops
     assert (plan.objective_s, plan.bound_s) == pytest.approx((other.objective_s, other.bound_s), rel=1e-9)
     assert all(s.memory["total"] <= options.memory_budget for s in plan.stages)
 
