@@ -25,11 +25,12 @@ from autoshard.play.timeline import Timeline
 @dataclass(frozen=True)
 class Room:
     """The rank of a stage: what it does in a step, and the part of its memory that the stage may take; or, with a `rate`, the seconds that a byte
-    of it costs."""
+    of it costs, with as many micro-batches in flight as `most` says (see `Training`)."""
 
     duty: Duty | None = None
     share: float = 1.0
     rate: float = 0.0
+    most: tuple[int, int] | None = None
 
 
 ALL = Room()
@@ -78,11 +79,12 @@ def _each(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, sha
     """One after the other, from the last stage, which has the head and the loss. What a stage chose for values that it exchanges, and for
     parameters that others have too, is fixed for those that come after."""
     chosen, plans, flying, duty = dict(fixed), {}, in_flight(made), duties(made)
+    most = max(d.fullest for d in duty) if rate else None  # so that stages that are alike are one search
     for stage in reversed(made.cut.stages):
         s = stage.index
         tell(f"planning {_named(made, s)}" + ("" if shares[s] == 1.0 else f" again, in {shares[s]:.0%} of its rank's memory"))
         try:
-            plan = plans[s] = plan_stage(stage.graph, chosen, flying[s], Room(duty[s], shares[s], rate))
+            plan = plans[s] = plan_stage(stage.graph, chosen, flying[s], Room(duty[s], shares[s], rate, most))
         except InfeasibleError as e:
             rest = "" if shares[s] == 1.0 else f", which shares its rank's memory with {_others(made, s)}"
             raise InfeasibleError(f"{_named(made, s)}{rest}: {e}", e.proven and shares[s] == 1.0) from e

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster, load_cluster
-from autoshard.decide.backends import find
+from autoshard.decide.backends import Found, find
 from autoshard.decide.how import How
 from autoshard.decide.options import Options
 from autoshard.decide.passed_inputs import as_passed
@@ -22,7 +23,7 @@ from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
 from autoshard.search.problem import Solution
 from autoshard.seeds.held import holding
-from autoshard.seeds.seeds import resolve_seeds
+from autoshard.seeds.seeds import Seeds, resolve_seeds
 from autoshard.space.cost_table import CostTable, Training, build_cost_table
 from autoshard.space.reachable import reachable
 from autoshard.space.strategies import enumerate_strategies
@@ -42,13 +43,22 @@ def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | 
         with clock("costs"):
             return replace(build_cost_table(graph, mesh, profile, like.strategies, like.training), seeds=like.seeds)
     with clock("strategies"):
-        seeds = resolve_seeds(graph, mesh.whole, options.seeds, stage=step is not None)
-        passed = as_passed(graph, mesh.whole, options.passing, seeds.specs) if step is None else {}
-        seeds = holding(seeds, graph, {**passed, **(fixed or {})}).on(mesh)
+        seeds = _seeds(graph, mesh, options, fixed or {}) if step is None else seeds_of_stage(graph, mesh, options, fixed or {})
         strategies = reachable(graph, enumerate_strategies(graph, mesh, seeds, outputs=options.passing.outputs))
     with clock("costs"):
         step = step or Training(options.optimizer, graph.training, offload=options.offload == "optimizer")
         return replace(build_cost_table(graph, mesh, profile, strategies, step), seeds=seeds)
+
+
+def _seeds(graph: Graph, mesh: Mesh, options: Options, fixed: Mapping[str, Spec]) -> Seeds:
+    seeds = resolve_seeds(graph, mesh.whole, options.seeds)
+    passed = as_passed(graph, mesh.whole, options.passing, seeds.specs)
+    return holding(seeds, graph, {**passed, **fixed}).on(mesh)
+
+
+def seeds_of_stage(graph: Graph, mesh: Mesh, options: Options, fixed: Mapping[str, Spec]) -> Seeds:
+    """What the user's seeds, and placements that are `fixed`, say about the graph of a stage."""
+    return holding(resolve_seeds(graph, mesh.whole, options.seeds, stage=True), graph, fixed).on(mesh)
 
 
 def program_of(table: CostTable, options: Options, *, has_loss: bool = False) -> Program:
@@ -57,21 +67,27 @@ def program_of(table: CostTable, options: Options, *, has_loss: bool = False) ->
 
 
 def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
-           model_info: Mapping[str, Any] | None = None, interruptible: bool = True,
-           finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None,
-           program: Program | None = None, coarser: Sequence[Plan] = ()) -> Plan:
-    """Formulate, search, and read the plan from the solution. In training, where the best plan with ample memory does not
+           model_info: Mapping[str, Any] | None = None, **how: Any) -> Plan:
+    """`searched`, and the plan read from the solution. `how`: see there."""
+    clock = clock or PhaseTimer()
+    found = searched(table, options, clock=clock, has_loss=has_loss, **how)
+    with clock("assemble"):
+        plan = found.plan(table, model_info or {}, options.marks)
+    return replace(plan, timings=dict(clock.seconds))
+
+
+def searched(table: CostTable, options: Options, *, clock: PhaseTimer, has_loss: bool = False, interruptible: bool = True,
+             finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None,
+             program: Program | None = None, coarser: Sequence[Plan] = ()) -> Found:
+    """Formulate and search. In training, where the best plan with ample memory does not
     fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
     best plan so far, whose status says so. `finer`, `enough`, `known`: see `How`. `program`: that of `table` (`program_of`), within any
     budget, where it was made already. `coarser`: plans, of which those of the same program on meshes that this one refines are starts. Raises
     InfeasibleError, and Interrupted where there is no plan yet."""
-    clock, limit = clock or PhaseTimer(), options.memory_limit(table.cluster)
+    limit = options.memory_limit(table.cluster)
     with clock("formulate"):
         program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
         program = replace(program, starts=(*program.starts, *lifts(program.formulation, coarser)))
     how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, known)
     with stopping(how.clock, interruptible), clock("search"):
-        found = find(program, how)
-    with clock("assemble"):
-        plan = found.plan(table, model_info or {}, options.marks)
-    return replace(plan, timings=dict(clock.seconds))
+        return find(program, how)

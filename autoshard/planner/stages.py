@@ -7,26 +7,23 @@ from functools import partial
 from typing import Any
 
 from autoshard.base.fine_mesh import NEVER
-from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster, load_cluster
-from autoshard.decide.memory.at_a_rate import plan_at_rate
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.pipeline.cutting.layout import layout_of
 from autoshard.pipeline.merge import merged
 from autoshard.pipeline.pipelined import pipelined, submesh
-from autoshard.pipeline.plan_stages import ALL, Room, plan_stages
+from autoshard.pipeline.plan_stages import plan_stages
 from autoshard.pipeline.shapes.cut_search import SHORT_STAGES, choices, search_cuts
 from autoshard.planner.finer import plan_finer
 from autoshard.planner.one_stage import decide, prices
+from autoshard.planner.stage_planner import StagePlanner
 from autoshard.program.calling import Traced
-from autoshard.search.problem import Solution
 from autoshard.seeds.seeds import resolve_seeds
-from autoshard.space.cost_table import Training
 
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
@@ -50,17 +47,8 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
                   rate: float = 0.0, *, interruptible: bool = True, **how: Any) -> Plan:
     """Cut the graph, plan every stage on its submesh, and put the plans together."""
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
-    stages, wire = submesh(mesh, options.pipeline.axis), profile.links_for(mesh)[0]
-    known: dict[str, Solution] = {}
-    quiet, tell = clock.quiet(), partial(clock.say, "stages")
-
-    def plan_stage(graph: Graph, fixed: Mapping[str, Spec], in_flight: int, room: Room = ALL, within: Options = options) -> Plan:
-        step = Training(options.optimizer, graph.training, offload=options.offload == "optimizer", wire=wire, in_flight=in_flight, duty=room.duty)
-        within = within if room.share == 1.0 else replace(within, memory_budget=room.share * within.memory_limit(profile))
-        table = prices(replace(traced, graph=graph), stages, within, clock=quiet, fixed=fixed, profile=profile, step=step)
-        if room.rate:
-            return plan_at_rate(table, within, room.rate, clock=quiet, known=known, **how)
-        return decide(table, within, clock=quiet, known=known, interruptible=interruptible, **how)
+    wire, tell = profile.links_for(mesh)[0], partial(clock.say, "stages")
+    plan_stage = StagePlanner(traced, submesh(mesh, options.pipeline.axis), options, profile, wire, clock.quiet(), interruptible, **how)
 
     def plan_with(choice: Pipeline) -> Plan:
         with clock("cut"):
@@ -70,7 +58,7 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
         tell(f"{where} by {made.options.schedule}: {found.objective_s:.4g} s, at least {found.bound_s:.4g} s")
         return found
 
-    short = partial(plan_stage, within=replace(options, time_limit=options.time_limit / SHORT_STAGES))
+    short = partial(plan_stage, asked=replace(options, time_limit=options.time_limit / SHORT_STAGES))
     if options.pipeline.cuts == AUTO and not options.pipeline.layout:
         tell("prices of short stages, for the cuts")
     return search_cuts(choices(traced.graph, options.pipeline.stages(mesh), options.pipeline, short, profile, wire, options.memory_limit(profile)),

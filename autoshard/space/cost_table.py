@@ -36,8 +36,9 @@ class Training:
     """What one step does besides the graph: its optimizer, whether gradients stay unreduced until backward is through, and whether
     optimizer state may lie on the host. `wire`: the links between the stages of a pipeline, over which ports send and receive;
     `in_flight`: micro-batches of which a stage has saved values at once; `duty`: all that its rank does in a step, for the timeline.
-    `floor`: the graph is a part of a program, and prices are what it adds to the whole at least: ops of these names may be paid for by other
-    parts, what runs between micro-batches may not run, and what is beyond the ends may be in one kernel with what is here."""
+    `most`: how many are counted in flight, and how many of them have run a part of their backward, where stages are searched as the one of them that
+    has most. `floor`: the graph is a part of a program, and prices are what it adds to the whole at least: ops of these names may be paid for by
+    other parts, what runs between micro-batches may not run, and what is beyond the ends may be in one kernel with what is here."""
 
     optimizer: str = "adamw"
     training: bool = True
@@ -47,11 +48,22 @@ class Training:
     in_flight: int = 1
     duty: Duty | None = None
     floor: frozenset[str] | None = None
+    most: tuple[int, int] | None = None
 
     @property
     def fullest(self) -> tuple[int, int]:
         """Micro-batches in flight when most are, and how many of them have run a part of their backward."""
+        return self.most or self._own
+
+    @property
+    def _own(self) -> tuple[int, int]:
         return self.duty.fullest if self.duty is not None else (self.in_flight, 0)
+
+    @property
+    def counted(self) -> float:
+        """How many times what the stage itself keeps `fullest` counts, at most."""
+        (flying, late), (own, own_late) = self.fullest, self._own
+        return max(1.0, flying / own, (flying - late) / max(1, own - own_late))
 
 
 @dataclass(frozen=True, eq=False)

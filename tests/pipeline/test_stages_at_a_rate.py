@@ -8,7 +8,7 @@ from autoshard import Pipeline
 from autoshard.base.mesh import parse_mesh
 from autoshard.decide.options import Options
 from autoshard.pipeline.microbatches.batch import traced
-from autoshard.planner import stages
+from autoshard.planner import stage_planner
 from autoshard.planner.stages import plan_traced
 
 MESH = parse_mesh("pp=2,dp=2")
@@ -27,7 +27,7 @@ def asked():
 
 def test_stages_that_fit_are_not_searched_again(asked, monkeypatch):
     program, options, ample = asked
-    monkeypatch.setattr(stages, "decide", lambda *a, **k: pytest.fail("a search within a limit"))
+    monkeypatch.setattr(stage_planner, "searched", lambda *a, **k: pytest.fail("a search within a limit"))
     made = plan_traced(program, MESH, options, rate=ample.objective_s / ample.stages[0].memory["total"])
     assert all(s.memory["total"] <= options.memory_budget for s in made.stages)
     assert made.recompute and not ample.recompute

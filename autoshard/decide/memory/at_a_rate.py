@@ -30,11 +30,19 @@ ENOUGH = 0.05
 """The relative gap at which such a search ends: what is found hardly changes below that, and to prove it takes ten times as long."""
 
 
-def plan_at_rate(table: CostTable, options: Options, rate: float, *, clock: PhaseTimer, known: dict[str, Solution] | None = None,
-                 has_loss: bool = False, model_info: Mapping[str, Any] | None = None) -> Plan:
-    """The plan with the least seconds of a step plus `rate` seconds for every byte at the turn from forward to backward, with all micro-batches in
-    flight. Its objective is the seconds alone; it need not fit in the memory that the options say. `known`: see `How`. Raises InfeasibleError
-    where no choice was found."""
+def plan_at_rate(table: CostTable, options: Options, rate: float, *, clock: PhaseTimer, model_info: Mapping[str, Any] | None = None,
+                 **how: Any) -> Plan:
+    """`searched_at_rate`, and the plan read from the solution. `how`: see there."""
+    found = searched_at_rate(table, options, rate, clock=clock, **how)
+    with clock("assemble"):
+        return within(found, table, rate).plan(table, model_info or {}, options.marks)
+
+
+def searched_at_rate(table: CostTable, options: Options, rate: float, *, clock: PhaseTimer, known: dict[str, Solution] | None = None,
+                     has_loss: bool = False) -> Found:
+    """The least seconds of a step plus `rate` seconds for every byte at the turn from forward to backward, with all micro-batches in
+    flight. The objective of its plan is the seconds alone; it need not fit in the memory that the options say. `known`: see `How`. Raises
+    InfeasibleError where no choice was found."""
     limit = options.memory_limit(table.cluster)
     with clock("formulate"):
         formulation = formulate_within(open_table(table) if table.graph.training else table, limit)
@@ -46,7 +54,11 @@ def plan_at_rate(table: CostTable, options: Options, rate: float, *, clock: Phas
     if found.choice is None:
         raise InfeasibleError("a short search found no plan", proven=False)
     settings = options.settings(table.graph.training, has_loss)
-    program = Program(formulation, Timelines(formulation, settings), settings=settings)
-    within = replace(found, bound=found.bound - rate * limit)  # of all plans that take no more than the limit
-    with clock("assemble"):
-        return Found(program, within, found.status.value).plan(table, model_info or {}, options.marks)
+    return Found(Program(formulation, Timelines(formulation, settings), settings=settings), found, found.status.value)
+
+
+def within(found: Found, table: CostTable, rate: float) -> Found:
+    """`found` with a bound of all plans of the stage of `table` that take no more than the limit: their bytes cost no more than the limit's do.
+    Where the search counted more micro-batches in flight than the stage has, each byte may have been counted so many times more."""
+    limit = found.program.formulation.budget.limit
+    return replace(found, solution=replace(found.solution, bound=found.solution.bound - rate * limit * table.training.counted))
