@@ -71,9 +71,11 @@ class How:
         """What is known of the problem; else what `search` finds, which is kept where no limit ended the search."""
         if self.known is None:
             return search()
-        found = self.known.get(problem.key)
+        found, roughly = self.known.get(problem.key), f"{problem.key} within {self.enough}"
+        if found is None and self.enough:
+            found = self.known.get(roughly)
         if found is None:
             found = search()
             if found.status in ENDED:
-                self.known[problem.key] = found
+                self.known[roughly if self.enough and found.status is not Status.OPTIMAL else problem.key] = found
         return found

@@ -26,7 +26,9 @@ FEW = 100  # joint strategies of pairs (`reductions/pairs.py`) that are made bef
 FIRST, LARGEST = 64, 3000  # possible strategies of a joint node: at first, and at most
 GROWTH, SLOW = 1.5, 0.05  # they may be so many times more after a round that raised the bound by less than this part of the gap
 LARGE = 3_000_000  # table entries, above which joint nodes grow no more
+FREED = 300_000  # above, what a round computed is freed at once
 HUGE = 8_000_000  # above, it ends
+CLOSER = 0.9  # of the gap that is enough: a part of the cost, where whoever asked takes it as one of the bound, must not miss it by a hair
 ASSUMED = 5e-3  # of the bound: the first assumed gap
 
 
@@ -57,7 +59,7 @@ def close_by_joining(core: Core, clock: Clock, bound: float, value: float, enoug
 
 class _Search:
     def __init__(self, core: Core, clock: Clock, known: Joined, enough: float) -> None:
-        self.start, self.clock, self.known, self.enough = core, clock, known, max(enough, MARGIN)
+        self.start, self.clock, self.known, self.enough = core, clock, known, CLOSER * max(enough, MARGIN)
         self.problem, self.place = _as_problem(core)
 
     @property
@@ -93,7 +95,7 @@ class _Search:
             if bound >= upper or self.clock.expired():
                 return bound
             core, _ = dual.reduce(upper)
-            core.forget()
+            core.forget(collect=table_entries(core) > FREED)
             reduce_core(core, self.clock.expired)
             entries = table_entries(core)
             if self.clock.expired() or entries > HUGE:
