@@ -22,9 +22,7 @@ from autoshard.search.mip import worker
 
 log = logging.getLogger("autoshard")
 GLANCE = 0.1  # seconds between two looks at whether anybody still waits for the answer
-GRACE = 10.0  # seconds past twice its limit, at most, before a solver is taken to hang: it looks at its clock between LP solves only
-STARTED, PATIENCE = 2.0, 5.0  # seconds that a process may need to start; so many times its limit more, and it hangs as well: nobody waits 10 s for
-# an answer that was to take 0.1
+GRACE = 10.0  # seconds past its limit before a solver is taken to hang: it looks at its clock between LP solves only
 SHORTEST = 0.05
 
 
@@ -78,11 +76,10 @@ class Worker:
         """Kills the process when it does not answer; it is of no use after that."""
         try:
             worker.write(self.requests, request, program)
-            grace = min(GRACE, STARTED + PATIENCE * request["seconds"])
-            if not self._ready(2 * request["seconds"] + grace, overdue):
+            if not self._ready(2 * request["seconds"] + GRACE, overdue):
                 if overdue():
                     return self._give_up("")
-                return self._give_up(f"it did not answer {grace:.1f} s after twice its limit of {request['seconds']:.1f} s")
+                return self._give_up(f"it did not answer {GRACE:.0f} s after twice its limit of {request['seconds']:.1f} s")
             header, payload = worker.read(self.answers)
         except (EOFError, BrokenPipeError):
             return self._give_up("it crashed; what it said is above")
