@@ -71,11 +71,9 @@ class How:
         """What is known of the problem; else what `search` finds, which is kept where no limit ended the search."""
         if self.known is None:
             return search()
-        found, roughly = self.known.get(problem.key), f"{problem.key} within {self.enough}"
-        if found is None and self.enough:
-            found = self.known.get(roughly)
+        found = self.known.get(problem.key)
         if found is None:
             found = search()
             if found.status in ENDED:
-                self.known[roughly if self.enough and found.status is not Status.OPTIMAL else problem.key] = found
+                self.known[problem.key] = found
         return found

@@ -9,13 +9,13 @@ from steering import formulation_of, traced
 
 from autoshard.decide.how import How
 from autoshard.decide.make_plan import Timelines
-from autoshard.decide.memory.fit import _filled, search_further, search_within
+from autoshard.decide.memory.fit import _filled, search_within
 from autoshard.decide.program import NOTHING, Program, settled
 from autoshard.decide.walks.baselines import baselines
 from autoshard.formulate.memory_rows import limited
 from autoshard.formulate.problem_of import formulate
 from autoshard.search import Clock, solve
-from autoshard.search.problem import Status, evaluate, row_loads
+from autoshard.search.problem import evaluate, row_loads
 
 LIMIT, LEAN = 1e9, 18700.0
 
@@ -69,26 +69,3 @@ def test_memory_that_a_plan_leaves_free_makes_it_cheaper(name):
         assert found.cost == pytest.approx(evaluate(free.problem, found.choice)) and found.cost <= cost
         assert slack * played(found.choice).peak <= 1.0001 * limit
         assert found.cost < cost or evaluate(free.problem, other) >= cost, "a cheaper plan that fits is known"
-
-
-def test_searches_that_follow_never_end_at_a_dearer_plan_than_is_known():
-    """From the plan by hand of least memory, within what each of the others takes; nothing is found where none is known that fits."""
-    free = formulation_of(traced("mlp"), "d=2")
-    slack, played = 1.0 + free.table.cluster.device.allocator_slack, Timelines(free, {})
-    by_hand = sorted((slack * played(c).peak, i, c) for i, (_, c) in enumerate(baselines(free)))
-    for limit, _, _ in by_hand[1:]:
-        program = Program(formulate(free.table, memory_limit=1.0001 * limit), played)
-        assert search_further(program, How(Clock(60))).choice is None
-        program.learned.choices = [choice for _, _, choice in by_hand]
-        least = program.cheapest_fitting(program.learned.choices)[1]
-        found = search_further(program, How(Clock(60)))
-        assert found.cost == pytest.approx(evaluate(free.problem, found.choice)) and found.cost <= least * (1 + 1e-9)
-        assert program.fits(found.choice)
-
-
-def test_a_rough_answer_is_not_taken_for_an_exact_one():
-    formulation, known = formulation_of(traced("mlp"), "d=2", memory=LIMIT), {}
-    rough = How(Clock(60), enough=0.9, known=known).solve(formulation.problem)
-    exact = How(Clock(60), known=known).solve(formulation.problem)
-    assert exact.status is Status.OPTIMAL and exact.cost <= rough.cost
-    assert How(Clock(60), enough=0.9, known=known).solve(formulation.problem) is exact, "it is known already"

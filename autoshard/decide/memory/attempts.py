@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.decide.how import How
-from autoshard.decide.memory.fit import search_ample, search_further, search_within
+from autoshard.decide.memory.fit import search_ample, search_within
 from autoshard.decide.memory.memory_problems import rows_of, stored_is_too_much
 from autoshard.decide.memory.offload import move_to_fit, search_offloading
 from autoshard.decide.program import NOTHING, Program, settled
@@ -22,7 +22,6 @@ from autoshard.search.problem import Solution, Status, row_loads
 AMPLE = 0.5  # share of the time left for the search with ample memory, where memory may matter
 ROOMY = 0.7  # of the limit; below it there is room
 UNSURE = 0.5  # share of the time left for a search that may find nothing; the rest is for explaining why nothing fits
-FAR = 0.01  # relative gap of a plan in tight memory above which what is left of the time goes into others
 PLAIN = 0.5  # share of the time left for the search without recomputation, after the one that chooses it
 
 
@@ -149,14 +148,9 @@ def _missed(variants: Variants, so_far: Outcome) -> bool:
     return not so_far.found and _time_is_left(variants, so_far) and variants.leanest_fits
 
 
-def _is_far(variants: Variants, so_far: Outcome) -> bool:
-    """Whether a plan was found by searches with tight memory, and its bound says that there may be a much cheaper one."""
-    return so_far.found and so_far.solution.cost - so_far.bound > FAR * abs(so_far.solution.cost) and _time_is_left(variants, so_far)
-
-
 def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
     """After Ctrl-C the plan of least memory is not searched for."""
-    return not so_far.found and not variants.how.clock.stopped and not variants.plain.cheapest_fitting((*variants.plain.starts, *so_far.starts))
+    return not variants.how.clock.stopped and not variants.plain.cheapest_fitting((*variants.plain.starts, *so_far.starts))
 
 
 START = Attempt(lambda v: v.plain, _cheapest_start)
@@ -164,7 +158,6 @@ LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
 TRAINING = (
     Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True, ample=True),
     Attempt(lambda v: v.open, _search_tight, _sure_share, due=_time_is_left, covers=True),
-    Attempt(lambda v: v.open, search_further, due=_is_far),
     Attempt(lambda v: v.plain, _search_tight, lambda plain: PLAIN, due=_missed),
     Attempt(lambda v: v.lean, _search_tight, due=_missed),
     START,

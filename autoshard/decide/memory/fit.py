@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.decide.how import How
 from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, memory_priced, possible, rows_of
-from autoshard.decide.program import NOTHING, Program, settled
+from autoshard.decide.program import Program, settled
 from autoshard.formulate.floor_rows import Floors, with_floor
 from autoshard.formulate.memory_rows import limited, with_row, without_idle
 from autoshard.formulate.problem_of import Formulation
@@ -28,12 +28,10 @@ FIRST = 0.7  # of the time goes into the first search; what its plan's timeline 
 BEFORE, SEEN = 0.5, 0.4  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
 CLOSED = 1e-3  # a gap that needs no more
-ROUGH = 5e-3  # the same of all searches but the last, where floor rows are possible: only the last one's bound is what the plan is held against
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 FILLED, FILLING = 4, 0.5  # searches that use what the plan found leaves free, and their share of the time left
 FULL = 0.9  # of the limit; a moment as full may be too full in a plan that keeps more
-FURTHER, LEANER = 0.5, (0.9, 0.75)  # of the time left, for each of the searches that follow; of the budget, what these have
 LITTLE = 1e-4  # of the step: a search that gains less is the last one
 
 
@@ -42,38 +40,15 @@ def search_within(program: Program, how: How) -> Solution:
     problem, learned = program.formulation.problem, program.learned
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     floors = Floors(program.formulation, Footprints(program.formulation.table.mesh, program.formulation.table.cluster))
-    rough = replace(how, enough=max(how.enough, ROUGH)) if floors.possible else how
-    answer = rough.part(BEFORE if floors.possible else FIRST).solve(problem, program.starts, possible(problem, learned.near))
+    answer = how.part(BEFORE if floors.possible else FIRST).solve(problem, program.starts, possible(problem, learned.near))
     if answer.choice is not None and floors.possible:
-        program, answer = _floored(program, floors, answer, rough.part(SEEN))
+        program, answer = _floored(program, floors, answer, how.part(SEEN))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
-        answer = fit_memory(program.formulation, answer, rough.part(FIRST))
-    found = answer if answer.choice is None else _filled(program, _corrected(program, answer, rough), rough.part(FILLING))
+        answer = fit_memory(program.formulation, answer, how.part(FIRST))
+    found = answer if answer.choice is None else _filled(program, _corrected(program, answer, how), how.part(FILLING))
     if floors.possible:
         found = _bounded(program, answer, found, how)
     learned.keep(found)
-    return found
-
-
-def search_further(program: Program, how: How) -> Solution:
-    """The cheapest plan that fits, of those known: made cheaper with the memory it leaves, and searched for within less memory. What fits there
-    fits here, and searches that are cut short, or whose rows other plans correct, end at better ones there now and then."""
-    best = _refilled(program, how.part(FURTHER))
-    for share in LEANER:
-        if best.choice is None or how.clock.expired():
-            return best
-        search_within(program.within(share * program.formulation.budget.limit), how.part(FURTHER))
-    known = program.cheapest_fitting(program.learned.choices)
-    return best if known is None or known[1] >= best.cost else _refilled(program, how)
-
-
-def _refilled(program: Program, how: How) -> Solution:
-    """`_filled` of the cheapest plan known that fits."""
-    known = program.cheapest_fitting(program.learned.choices)
-    if known is None:
-        return NOTHING
-    found = _filled(program, replace(settled(NOTHING, *known), near=program.learned.near), how)
-    program.learned.keep(found)
     return found
 
 
@@ -135,17 +110,15 @@ def _corrected(program: Program, first: Solution, how: How) -> Solution:
     """`first` if its timeline fits; else the best of further rounds and of the starting plans. The bound stays that of `first`:
     later limits are corrected by one plan and prove nothing."""
     aim, timelines = program.formulation.budget.peak, program.timelines
-    last, met, near, by_rows = first, list(program.starts), first.near, program.formulation
-    before = lowered = program.formulation
+    last, met, near, lowered, by_rows = first, list(program.starts), first.near, program.formulation, program.formulation
     found, over = first, timelines(first.choice).peak - aim
     for n in range(ROUNDS):
         if over <= 0 or how.clock.expired():
             break
         if n < LOWERED and found.choice is None:
-            grown = lowered = _between(before, lowered)
-        elif n < LOWERED:
-            before, grown = lowered, _lowered(lowered, timelines(last.choice), last.choice, aim)
-            lowered = grown
+            continue
+        if n < LOWERED:
+            grown = lowered = _lowered(lowered, timelines(last.choice), last.choice, aim)
         else:
             grown = by_rows = _grown(by_rows, timelines(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
         share = min(1.0, 2 / (ROUNDS - n))  # a search that is cut short is worth little: most end long before, and few rounds are needed
@@ -195,11 +168,6 @@ def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, a
         if over > 0:
             formulation = limited(formulation, moment, loads[row] - over)
     return formulation
-
-
-def _between(roomy: Formulation, lowered: Formulation) -> Formulation:
-    """The same rows, with limits between those under which a plan was found and lower ones under which none was."""
-    return replace(lowered, problem=replace(lowered.problem, row_limit=(roomy.problem.row_limit + lowered.problem.row_limit) / 2))
 
 
 def _grown(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float, full: float | None = None) -> Formulation:

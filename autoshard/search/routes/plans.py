@@ -37,9 +37,7 @@ ROOMS = (3e-5, 3e-4, 3e-3, 3e-2)  # assumed gaps, widened while nothing is found
 LIKELY = 3e-4  # the widest of them before the best tied choice is known
 NEARBY = 1e-3  # the same of the least cost known: then the best tied choice is not needed, and a MIP may have more entries
 COPIES = 8  # times more, of layers that look the same: no more may be distinct
-POOR = 0.1  # relative gap of a choice that is worse than a rough answer may be
 UNLIKELY = 0.3  # of what a bound lacks at its own prices: the optimum is hardly nearer to it
-PRICED_SHARE = 0.7  # of the time left, for the prices of the untied problem
 TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
 TIED_NODES = 200  # of a MIP's tree: what is best among tied choices helps, but proves nothing
@@ -82,53 +80,28 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     if large:
         reduce_core(core, board.clock.expired)
     quotient, planes, pool = _search_tied(board, core, layers, seed)
-    tied_best, choice = (quotient.best, quotient.solved()) if quotient is not None else (None, None)
-    likely, tight = choice is not None, _prices_hard_rows(core, tied_best)
-    if choice is not None:
+    tied_best = quotient.best if quotient is not None else None
+    if quotient is not None and (choice := quotient.solved()) is not None:
+        likely, reduced = True, not (quotient.core.price == 0)[core.price > 0].any()
         board.offer(choice, "layers tied", tied=True)
-    elif not tight:
+    else:
+        likely, reduced = False, False
         _close_tied(board, quotient, seed)
-    if not large and not (likely and quotient is not None and (quotient.core.price != 0)[core.price > 0].all()):
+    if not large and not reduced:
         reduce_core(core, board.clock.expired)
-    best, found = _prices_in_time(board, core, planes, seed, tied_best)
-    tight |= _prices_hard_rows(core, best)
-    _close_gap(board, core, best, [*pool, *found], quotient, likely, tight, seed)
-    board.near = [*pool, *found]
-
-
-def _prices_hard_rows(core: Core, best: Priced | None) -> bool:
-    """Whether a hard row has a price. Then the best choice that treats layers alike, which a MIP takes long to find, is dearer than mixtures of
-    what was met at all prices."""
-    return best is not None and bool((np.isinf(core.price) & (best.prices > 0)).any())
-
-
-def _prices_in_time(board: Board, core: Core, planes: list[Plane], seed: int, like: Priced | None) -> tuple[Priced | None, list[np.ndarray]]:
-    """(the best prices' answer, choices found) by `search_prices` in a share of the time left: without the rest no choice may be found that fits."""
-    whole, board.clock = board.clock, board.clock.part(PRICED_SHARE, board.clock.work_limit)
-    best, _, found = search_prices(board, core, planes, seed, like)
-    whole.cut |= board.clock.cut or board.clock.expired()
-    board.clock = whole
-    return best, found
-
-
-def _close_gap(board: Board, core: Core, best: Priced | None, pool: list[np.ndarray], quotient: Quotient | None, likely: bool, tight: bool,
-               seed: int) -> None:
-    """Close what the best prices leave. `pool`: choices met at all prices. `likely`: the tied problem is solved at its best prices. `tight`: a hard
-    row has a price there."""
+    best, _, found = search_prices(board, core, planes, seed, tied_best)
     if likely:
         close(board, core, best, seed, widest=LIKELY)
-    if not board.done and (likely or tight):
-        mix(board, pool if board.choice is None else [*pool, board.choice], seed)
-    if not board.done and likely:
-        if best is not None and board.cost - best.bound <= NEARBY * abs(best.bound):
-            close(board, core, best, seed)
-        if not board.done and not tight:
+        if not board.done:
+            mix(board, [*pool, *found], seed)
+            if best is not None and board.cost - best.bound <= NEARBY * abs(best.bound):
+                close(board, core, best, seed)
+        if not board.done:
             _close_tied(board, quotient, seed)
     close(board, core, best, seed)
-    if not board.done and tight:
-        _close_tied(board, quotient, seed)
-    if not board.done and not likely and not tight:
-        mix(board, pool, seed)
+    if not board.done and not likely:
+        mix(board, [*pool, *found], seed)
+    board.near = [*pool, *found]
 
 
 def solve_at_ends(board: Board, core: Core, seed: int) -> bool:
@@ -220,7 +193,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         prices, promised = _next_prices(core, planes) if planes else (_first_prices(core), math.inf)
         if best is None:
             priced = solve_priced(board, core, like.prices if like else prices, seed, 0.0 if planes else FIRST, rough, largest)
-        elif _promises_more(best, promised, max(MARGIN, board.enough / 4)) and (new := _not_asked(prices, best, asked)) is not None:
+        elif _promises_more(best, promised) and (new := _not_asked(prices, best, asked)) is not None:
             worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
             priced = solve_priced(board, core, new, seed, worth, rough, largest)
         elif best.loose:  # other prices may promise more than they can show: first see what these can
@@ -246,8 +219,8 @@ def _first_prices(core: Core) -> np.ndarray:
     return np.where(np.isfinite(core.price) & (stored_entries(core) <= STORED), core.price / 2, 0.0)
 
 
-def _promises_more(best: Priced, promised: float, margin: float) -> bool:
-    return promised > max(best.bound, best.value if best.choice is not None else -math.inf) + margin * abs(best.bound)
+def _promises_more(best: Priced, promised: float) -> bool:
+    return promised > max(best.bound, best.value if best.choice is not None else -math.inf) + MARGIN * abs(best.bound)
 
 
 def _not_asked(prices: np.ndarray, best: Priced, asked: list[np.ndarray]) -> np.ndarray | None:
@@ -268,8 +241,8 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
         return
     unit = abs(best.bound)
     for room in ROOMS:
-        if board.done or room > widest or board.enough and room < board.gap < POOR and room == ROOMS[-1]:
-            return  # the MIP would only raise the bound a little, which is nothing to whoever wants a rough answer
+        if board.done or room > widest:
+            return
         if best.bound + room * unit <= board.bound:
             continue  # nothing is there
         if room * unit < UNLIKELY * (best.value - best.bound) and room != ROOMS[-1]:
