@@ -54,4 +54,5 @@ def test_recomputing_plans_train_alike_within_the_budget():
     assert lean.recompute != some.recompute
     assert lean.memory["total"] <= lean.memory["limit"] < some.memory["total"] <= some.memory["limit"] < free.memory["total"]
     for peaks in on_ranks(2, train_all, [some, lean]):
-        assert all(0.9 * p.memory["total"] <= peak <= p.memory["limit"] for p, peak in zip([some, lean], peaks, strict=True))
+        for found, peak in zip([some, lean], peaks, strict=True):  # less than planned where an op overwrites what dies with it
+            assert 0.8 * found.memory["total"] <= peak <= found.memory["total"] * (1 + 1e-9), (peak, found.memory)
