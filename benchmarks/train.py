@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies be
 
 from about import about, line  # noqa: E402
 from by_hand import PLANS  # noqa: E402
-from carrier import add_carrier, take_carrier  # noqa: E402
+from carrier import add_carrier, add_float32_matmul, take_carrier  # noqa: E402
 from contenders import AUTO, SIZES, contender, subject  # noqa: E402
 from results import Row, plot, rows, show, verdict  # noqa: E402
 from rounds import CLOCKS, interleaved  # noqa: E402
@@ -140,8 +140,7 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=3, help="steps before timing, whose losses are compared")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: seconds of work, without waiting, for a busy machine")
     add_carrier(parser)
-    parser.add_argument("--float32-matmul", choices=("highest", "high", "medium"), default="highest",
-                        help="torch.set_float32_matmul_precision for every plan alike; calibrate the profile with the same")
+    add_float32_matmul(parser)
     parser.add_argument("--cluster", help="profile to plan for (default: by the device)")
     parser.add_argument("--show-plan", action="store_true", help="print the chosen layouts")
     parser.add_argument("--markdown", action="store_true", help="the table as docs/performance.md has it")

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from about import about, line, markdown  # noqa: E402
-from carrier import CARRIERS, GLOO  # noqa: E402
+from carrier import CARRIERS, GLOO, add_float32_matmul  # noqa: E402
 from results import AUTO, BOUNDS, Row, interval  # noqa: E402
 from rounds import ratio  # noqa: E402
 
@@ -135,8 +135,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--float32-matmul", choices=("highest", "high", "medium"), default="highest",
-                        help="torch.set_float32_matmul_precision for every plan alike; calibrate the profiles with the same")
+    add_float32_matmul(parser)
     parser.add_argument("--cluster", help="profile to plan for (default: by the device)")
     parser.add_argument("--gloo-cluster", help="the same, of runs over gloo (default: --cluster)")
     parser.add_argument("--json", type=Path)

@@ -35,8 +35,8 @@ OPTIONAL = ("transformers",)
 NBYTES = (2**14, 2**18, 2**20, 2**23)
 """Buffers of the collectives that are timed."""
 OPS = ("aten.mm.default", "aten.add.Tensor", "aten.native_layer_norm.default")
-PRODUCT, REPEATS = (1024, 1024), 7
-"""Of float32 matrices, in each of torch's settings."""
+PRODUCT, REPEATS = 1024, 7
+"""Width of two float32 matrices, and how often they are multiplied in each of torch's settings."""
 CLOSE, FAR = 1.3, 2.0
 """Measured over predicted, or the inverse: up to the first a profile fits; above the second its plans may be wrong ones."""
 CALIBRATE = "torchrun --nproc-per-node {} -m autoshard calibrate -o my.toml, then plan with --cluster my.toml"
@@ -187,7 +187,7 @@ def products(place: Place) -> Iterator[Finding]:
     """On a CPU: whether float32 products could be faster by a setting of torch, which is the user's to make."""
     if place.device.type != "cpu" or float32_products(place.device) != "ieee":
         return
-    a, b = torch.randn(PRODUCT), torch.randn(*PRODUCT).t()
+    a, b = torch.randn(PRODUCT, PRODUCT), torch.randn(PRODUCT, PRODUCT).t()
     matmul, exact, watch = torch.backends.mkldnn.matmul, a.double() @ b.double(), Stopwatch(place)
     seconds, off, before = {}, {}, matmul.fp32_precision
     try:
@@ -197,7 +197,7 @@ def products(place: Place) -> Iterator[Finding]:
             seconds[name] = median(watch.once(lambda: a @ b, 1) for _ in range(REPEATS))
     finally:
         matmul.fp32_precision = before
-    ordinary, other = (2e-9 * a.numel() * b.shape[1] / seconds[name] for name in ("ieee", "bf16"))
+    ordinary, other = (2e-9 * PRODUCT**3 / seconds[name] for name in ("ieee", "bf16"))
     value = (f"{ordinary:.0f} GFLOP/s, off by {off['ieee']:.0e}; {other:.0f}, off by {off['bf16']:.0e}, "
              "with torch.set_float32_matmul_precision('medium')")
     advice = "if that is exact enough, set it before compiling, and calibrate with --float32-matmul medium"

@@ -48,7 +48,7 @@ def fit(machine: Machine, samples: Sequence[Sample], overlap: Overlap) -> Cluste
     used = [s for s in samples if not s.held_out]
     links = tuple(_link(machine, i, [s for s in used if s.kind == "collective" and s.link == i]) for i in range(len(machine.links)))
     return Cluster(machine.name, _device(machine, used), links, overlap,
-                   f"{machine.device}, {machine.backend}, {machine.ranks} ranks; calibrated {machine.made}")
+                   f"{machine.device}, {machine.backend}, {machine.ranks} ranks; calibrated {machine.made}", conditions=machine.conditions)
 
 
 def errors(cluster: Cluster, samples: Iterable[Sample]) -> list[Error]:

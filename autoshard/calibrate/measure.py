@@ -183,9 +183,9 @@ def collective_work(place: Place, link_of: Sequence[int]) -> Iterator[Work]:
     """Every collective over every mesh axis of more than one rank, called as lowered programs call it."""
     sent, received = (torch.ones(max(SIZES) // 4, device=place.device) for _ in range(2))
     for axis, (name, n) in enumerate(zip(place.mesh.names, place.mesh.sizes, strict=True)):
+        shared = n > 1 and isinstance(place.carriers().get(place.groups[name]), Shared)
         for size in (*SIZES, *HELD_SIZES) if n > 1 else ():
             numel = size // 4 // n * n
-            shared = isinstance(place.carriers().get(place.groups[name]), Shared)
             for kind, run in _collectives(place, axis, name, n, sent[:numel], received[:numel]):
                 nbytes = 4.0 * numel
                 sample = Sample("collective", kind, wire_bytes(kind, nbytes, n), 0.0, size in HELD_SIZES, link=link_of[axis],

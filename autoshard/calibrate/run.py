@@ -5,7 +5,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, timedelta
 
 import torch
@@ -65,7 +65,6 @@ class Measuring:
 
     def __init__(self, name: str, place: Place, progress: Progress) -> None:
         self.machine, link_of = _machine(name, place)
-        self.conditions = conditions_of(place)
         progress("calibrate", "preparing")
         self.rounds = Rounds(all_work(place, link_of, DTYPES), Stopwatch(place))
         self.steps: Steps | None = steps_of(place, progress)
@@ -82,7 +81,7 @@ class Measuring:
     def found(self) -> Calibration:
         """By all that was measured so far."""
         samples = [*self.rounds.samples(), *(self.steps.samples() if self.steps is not None else ())]
-        cluster = replace(fit(self.machine, samples, fitted(*self.timings) if self.timings else Overlap(0.0, 1.0)), conditions=self.conditions)
+        cluster = fit(self.machine, samples, fitted(*self.timings) if self.timings else Overlap(0.0, 1.0))
         return Calibration(cluster, tuple(samples), tuple(errors(cluster, samples)), self.timings)
 
 
@@ -148,7 +147,7 @@ def _machine(name: str, place: Place) -> tuple[Machine, tuple[int, ...]]:
     device, memory = device_of(place.device, local)
     backend = _torch.transport(dist.group.WORLD, place.device.type) if dist.is_initialized() else "one process"
     return Machine(name, device, backend, place.mesh.size, memory, tuple(links[i] for i in used),
-                   tuple((local, place.mesh.size)[i] for i in used), date.today().isoformat()), tuple(link_of)
+                   tuple((local, place.mesh.size)[i] for i in used), date.today().isoformat(), conditions_of(place)), tuple(link_of)
 
 
 def device_of(device: torch.device, local: int) -> tuple[str, float]:

@@ -1,7 +1,8 @@
 """One measurement as data. Fit, errors and plots use only this data, so they need no machine."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard.rules.family import Family
@@ -41,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known of the machine without measuring. `devices[i]`: ranks that link i joins (the last has no limit)."""
+    """What is known of the machine without measuring. `devices[i]`: ranks that link i joins (the last has no limit). `conditions`: see `Cluster`."""
 
     name: str
     device: str
@@ -51,3 +52,4 @@ class Machine:
     links: tuple[str, ...]
     devices: tuple[int, ...]
     made: str
+    conditions: Mapping[str, str] = field(default_factory=dict)
