@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case at one size: `run()` does it once."""
+    """A case at one size: `run()` does it once, `twin()` with other tensors."""
 
     key: str
     family: Family
@@ -62,6 +62,7 @@ class Prepared:
     moved: float
     held_out: bool
     run: Callable[[], Any]
+    twin: Callable[[], Any]
     fresh: tuple[torch.Tensor, ...]
 
 
@@ -95,14 +96,14 @@ class Pool:
 
 def prepare(case: Case, size: Any, pool: Pool, held_out: bool) -> Prepared:
     """Make the arguments and count what the op moves and computes, from the rules that price it."""
-    args = case.make(size, pool.new)
+    other, args = case.make(size, pool.new), case.make(size, pool.new)
     call = as_call(case.target, args, case.target(*args))
     rule = rule_of(case.target)
     ins, outs = [m.logical_shape for m in call.inputs], [None if m is None else m.logical_shape for m in call.outputs]
     moved = float(call_bytes(call, ins, outs))
     amount = float(rule.flops(call, ins, outs)) if rule.family.heavy else moved
     return Prepared(op_name(case.target), rule.family, str(compute_dtype(call)).removeprefix("torch."), amount, moved, held_out,
-                    lambda: case.target(*args), tuple(x for i in case.fresh for x in _tensors(args[i])))
+                    lambda: case.target(*args), lambda: case.target(*other), tuple(x for i in case.fresh for x in _tensors(args[i])))
 
 
 def _tensors(value: Any) -> tuple[torch.Tensor, ...]:

@@ -1,11 +1,12 @@
 """Runs things and times them: rounds over all cases, so that a slow minute of the machine touches all alike.
 
-All ranks do the same at the same time, as they do in a training step: they share memory bandwidth and caches. A round
-times each case once. A time is the mean over rounds of the slowest rank: a step adds up all its ops and calls, the slow ones too, and the lower
-quartile of each was 2 % less than they took together. On a CPU each collective comes after a barrier and some compute, as in a step; back to
-back, a call finds its peer awake and waiting. An op runs once in a round there, and
-finds in the caches what the op before it in a step would leave: its activation or gradient. Weights and saved activations were evicted by
-the other cases, as they are by the rest of a step. Back to back, the backward of a ReLU takes a fifth of what it takes in a step.
+All ranks do the same at the same time, as they do in a training step: they share memory bandwidth and caches. A round times each case once. The
+time of an op is the mean over rounds of the slowest rank: a step adds up all its ops, the slow ones too, and the lower quartile of each was 2 %
+less than they took together. On a CPU each collective comes after some compute, as in a step; back to back, a call finds its peer awake and
+waiting. Its time is a median, after one run that aligns the ranks, as they leave a barrier at different times. An op runs once in a round there,
+and finds in the caches what the op before it in a step would leave, its activation or gradient, and its code: an op of its kind ran not long ago.
+Weights and saved activations were evicted by the other cases, as they are by the rest of a step. Back to back, the backward of a ReLU takes a fifth
+of what it takes in a step; without its code, convolutions of small images took up to 1.4 times, and adding two small tensors three times as long.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -50,13 +52,15 @@ Progress = Callable[[str, str], None]
 @dataclass(frozen=True)
 class Work:
     """A sample without its time, and what to run for it: `together` on all ranks, after a barrier; `parts` of it at once. `fresh`: tensors that
-    the caches hold before, since whatever ran last has written them. `before`: width of the product that is computed before, of a collective."""
+    the caches hold before, since whatever ran last has written them. `twin`: the same op with other tensors, after which they hold its code.
+    `before`: width of the product that is computed before, of a collective."""
 
     sample: Sample
     run: Callable[[], Any]
     together: bool
     parts: int = 1
     fresh: tuple[torch.Tensor, ...] = ()
+    twin: Callable[[], Any] | None = None
     before: int = BEFORE
 
 
@@ -71,6 +75,12 @@ class Stopwatch:
         if self.group is not None:
             dist.barrier()
 
+    def aligned(self, run: Callable[[], Any]) -> None:
+        """All ranks run it once before any clock starts, so that they begin together: they leave a barrier of messages up to a millisecond apart,
+        a hundred times what a small collective over shared memory takes."""
+        self.barrier()
+        run()
+
     def once(self, run: Callable[[], Any], repeat: int) -> float:
         """Seconds of one run out of `repeat` in a row."""
         self._finish()
@@ -81,22 +91,25 @@ class Stopwatch:
         return (self.clock() - start) / repeat
 
     def between(self, run: Callable[[], Any], repeat: int, width: int = BEFORE) -> float:
-        """Mean seconds of a run, each after some compute that is not timed: a product of matrices of this width."""
+        """Median seconds of a run, each after some compute that is not timed: a product of matrices of this width. Not their mean: a pause of the
+        machine that falls on that product of one rank, which is most of the time, would be the other rank's wait in the collective."""
         if self.cuda:  # a stream of kernels does not sleep between them
             return self.once(run, repeat)
-        total, x = 0.0, torch.ones(width, width)
+        taken, x = [], torch.ones(width, width)
         for _ in range(repeat):
             torch.mm(x, x)
-            total += self.once(run, 1)
-        return total / repeat
+            taken.append(self.once(run, 1))
+        return median(taken)
 
-    def after(self, fresh: Sequence[torch.Tensor], run: Callable[[], Any], repeat: int) -> float:
-        """Seconds of one run that finds `fresh` in the caches, and little else that it reads."""
+    def after(self, work: Work, repeat: int) -> float:
+        """Seconds of one run that finds what is `fresh` in the caches, and little else that it reads."""
         if self.cuda:  # a kernel alone would be timed with its launch and with waiting for it
-            return self.once(run, repeat)
-        for x in fresh:
+            return self.once(work.run, repeat)
+        if work.twin is not None and repeat > 1:  # of long ones the code is nothing
+            work.twin()
+        for x in work.fresh:
             x.mul_(1)
-        return self.once(run, 1)
+        return self.once(work.run, 1)
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Per entry the time of the slowest rank."""
@@ -133,8 +146,8 @@ class Rounds:
         """By the rounds so far."""
         table = np.array(self.table)
         low, high = np.percentile(table, (25, 75), axis=0)
-        return [replace(w.sample, seconds=float(m), spread=float((h - q) / q))
-                for w, q, h, m in zip(self.work, low, high, trimmed_mean(table), strict=True)]
+        middle = np.where([w.together for w in self.work], np.median(table, axis=0), trimmed_mean(table))  # of collectives as in Stopwatch.between
+        return [replace(w.sample, seconds=float(m), spread=float((h - q) / q)) for w, q, h, m in zip(self.work, low, high, middle, strict=True)]
 
     def run(self, seconds: float, progress: Progress) -> None:
         """One round to see how long a round takes, then as many as fit into `seconds`, and no fewer than MIN_ROUNDS."""
@@ -166,7 +179,8 @@ def _warm_up(work: list[Work], watch: Stopwatch) -> list[int]:
     watch.barrier()
     for w in work:
         w.run()
-    return [max(1, min(200, int(REPEAT_BELOW / t))) for t in watch.slowest([watch.once(w.run, 1) for w in work])]
+    took = watch.slowest(timed(work, [1] * len(work), watch))
+    return [max(1, min(200, int(REPEAT_BELOW / (t * w.parts)))) for t, w in zip(took, work, strict=True)]
 
 
 def timed(work: Sequence[Work], repeats: Sequence[int], watch: Stopwatch) -> list[float]:
@@ -174,8 +188,8 @@ def timed(work: Sequence[Work], repeats: Sequence[int], watch: Stopwatch) -> lis
     own = []
     for w, repeat in zip(work, repeats, strict=True):
         if w.together:
-            watch.barrier()
-        own.append((watch.between(w.run, repeat, w.before) if w.together else watch.after(w.fresh, w.run, repeat)) / w.parts)
+            watch.aligned(w.run)
+        own.append((watch.between(w.run, repeat, w.before) if w.together else watch.after(w, repeat)) / w.parts)
     return own
 
 
@@ -233,7 +247,7 @@ def op_work(place: Place, dtypes: Sequence[torch.dtype]) -> Iterator[Work]:
                 continue
             for size in (*case.sizes, *case.held):
                 p = prepare(case, size, pool, size in case.held)
-                yield Work(Sample("op", p.key, p.amount, 0.0, p.held_out, p.family, p.dtype, moved=p.moved), p.run, False, fresh=p.fresh)
+                yield Work(Sample("op", p.key, p.amount, 0.0, p.held_out, p.family, p.dtype, moved=p.moved), p.run, False, fresh=p.fresh, twin=p.twin)
 
 
 def view_work(place: Place) -> Iterator[Work]:
