@@ -1,5 +1,6 @@
 """How much longer ops take while all processes of a machine compute than for one alone: a calibration's own cases, taken both ways in the same rounds. No
-plan and no step that is predicted has a part in it."""
+plan and no step that is predicted has a part in it. It is a function of the op and of how long it takes: what stays in a core's own caches shares nothing
+(an update of 34 us takes 1.06 times as long), what goes through memory does (one of 3 ms takes 1.7 times)."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -12,14 +13,20 @@ from autoshard import Plan
 from autoshard.base.graph import Graph
 from autoshard.calibrate.measure import Rounds, timed
 from autoshard.cost.cluster import Cluster
+from autoshard.cost.compute import op_name
 from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
 from autoshard.runtime.execute.watched import Doing
 from autoshard.simulation.program import UPDATE
 from autoshard.simulation.simulate import program_for
 
-Ratios = Mapping[str, float]
-"""Seconds together over seconds alone, by family of ops, of updates ("optimizer") and of views ("view"); "": of all that was timed."""
+Cases = Sequence[tuple[float, float]]
+"""(seconds alone, seconds together over seconds alone)."""
+Ratios = Mapping[str, Cases]
+"""By op, by family of ops, of updates ("optimizer") and of views ("view"); "": all that was timed."""
+NEAR = 1.0
+"""Of logarithms of seconds: a case so much shorter or longer weighs 0.6 of one of the same length. By itself a case differs from run to run by more than
+it does from its neighbours."""
 
 
 class OneByOne(Rounds):
@@ -42,42 +49,44 @@ class OneByOne(Rounds):
 
     def ratios(self) -> Ratios:
         together = np.array(self.others.table[-len(self.table):])[:, self.at]
-        return ratios([w.sample.family or w.sample.kind for w in self.work], together, np.array(self.table))
+        samples = [w.sample for w in self.work]
+        return ratios([(s.key, str(s.family or s.kind)) for s in samples], together, np.array(self.table))
 
 
-def ratios(kinds: Sequence[str], together: np.ndarray, single: np.ndarray) -> Ratios:
-    """Of cases of these kinds, timed in the same rounds [rounds, cases]: the median of a kind's cases, each of which is a median over rounds and counts by its
-    seconds, as steps consist of large ops. Sizes of one kind differ less than a case by itself does from run to run."""
+def ratios(names: Sequence[tuple[str, str]], together: np.ndarray, single: np.ndarray) -> Ratios:
+    """Of cases of these ops and families, timed in the same rounds [rounds, cases]: medians over rounds."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for kind, ratio, seconds in zip(kinds, np.median(together / single, axis=0).tolist(), np.median(single, axis=0).tolist(), strict=True):
-        found[str(kind)].append((ratio, seconds))
-        found[""].append((ratio, seconds))
-    return {kind: weighted_median(of) for kind, of in found.items()}
+    for (op, family), ratio, seconds in zip(names, np.median(together / single, axis=0).tolist(), np.median(single, axis=0).tolist(), strict=True):
+        for name in (op, family, ""):
+            found[name].append((seconds, ratio))
+    return found
 
 
-def weighted_median(values: Sequence[tuple[float, float]]) -> float:
-    """The least of (value, weight) up to which half of the weight lies."""
-    ordered = sorted(values)
-    upto = np.cumsum([weight for _, weight in ordered])
-    return ordered[int(np.searchsorted(upto, upto[-1] / 2))][0]
+def ratio_at(cases: Cases, seconds: float) -> float:
+    """Of an op that takes so long alone: the median over cases, where those of about that length weigh most. Nothing shorter than the shortest case or
+    longer than the longest is told from it."""
+    alone, more = np.array(sorted(cases, key=lambda case: case[1])).T
+    far = np.log(alone / np.clip(seconds, alone.min(), alone.max()))
+    upto = np.cumsum(np.exp(-0.5 * (far / NEAR) ** 2))
+    return float(more[np.searchsorted(upto, upto[-1] / 2)])
 
 
-def factors(doings: Sequence[Doing], graph: Graph, plan: Plan, profile: Cluster, found: Ratios) -> list[float]:
-    """Of each call of a step, and of the rest, which is the update and Python by their prices."""
-    rest = {"update": 0.0, "rest": 0.0}
+def factors(doings: Sequence[Doing], seconds: Sequence[float], graph: Graph, plan: Plan, profile: Cluster, found: Ratios) -> list[float]:
+    """Of each call of a step, which takes so many seconds alone, and of the rest, which is the update and Python by their prices."""
+    rest = more = 0.0
     for work in program_for(graph, plan, profile, executed=True).works:
         if work.window == UPDATE:
-            rest[work.kind] += work.seconds
-    total = sum(rest.values())
-    of_rest = (rest["update"] * found["optimizer"] + rest["rest"] * found["view"]) / total if total else found[""]
-    return [*(found.get(kind_of(doing, graph), found[""]) for doing in doings), of_rest]
+            rest += work.seconds
+            more += work.seconds * ratio_at(found["optimizer" if work.kind == "update" else "view"], work.seconds)
+    of_rest = more / rest if rest else ratio_at(found[""], seconds[-1])
+    return [*(ratio_at(cases_of(doing, graph, found), s) for doing, s in zip(doings, seconds, strict=False)), of_rest]
 
 
-def kind_of(doing: Doing, graph: Graph) -> str:
-    """The family whose ops were timed for it."""
-    if doing.kind == "copy":
-        return str(Family.COPY)
-    if doing.kind != "op" or doing.name not in graph.calls or getattr(graph.calls[doing.name].target, "inside", ()):
-        return ""
-    family = rule_of(graph.calls[doing.name].target).family
-    return "view" if family.free else str(family.priced_as)
+def cases_of(doing: Doing, graph: Graph, found: Ratios) -> Cases:
+    """Of the op itself if it was timed, else of its family, else of all."""
+    names = [str(Family.COPY)] if doing.kind == "copy" else []
+    if doing.kind == "op" and doing.name in graph.calls and not getattr(graph.calls[doing.name].target, "inside", ()):
+        target = graph.calls[doing.name].target
+        family = rule_of(target).family
+        names = ["view"] if family.free else [op_name(target), str(family.priced_as)]
+    return next((found[name] for name in names if name in found), found[""])

@@ -12,8 +12,8 @@ of the calibration too, so that a machine which changes its speed changes it for
     earlier   the same at the prices of the calibration before the first step: what a user has. The difference to "profile" is the machine's
     one       every op, the update and the rest of the step (Python, autograd) as they take on one process while the other rests: the rank's own
               lowered program, with its collectives left out. Collectives at the profile's prices, each rank with its own times, round by round
-    shared    the same times, each multiplied by how much longer the calibration's own cases of that family of ops take while all processes
-              compute than by one process alone (sharing.py): cores that share memory and caches are slower together
+    shared    the same times, each multiplied by how much longer the calibration's own cases of that op and of about that length take while all
+              processes compute than by one process alone (sharing.py): cores that share memory and caches are slower together
     beside    op times taken on all processes at once
 
 None of them sees a timing of the step that it predicts, and nothing is fitted to a row. Of a plan, a round takes a warm-up, both ranks alone, both beside,
@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,7 +46,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
 from about import about  # noqa: E402
 from forced import data_parallel, fully_sharded, tensor_parallel  # noqa: E402
 from op_times import Alone, Times, simulated_rounds  # noqa: E402
-from sharing import OneByOne, Ratios, factors  # noqa: E402
+from sharing import OneByOne, Ratios, factors, ratio_at  # noqa: E402
 from simulated_rows import CONVOLUTIONS, MODES, Row, figures, row, show  # noqa: E402
 from stage_clock import gathered  # noqa: E402
 
@@ -143,7 +144,7 @@ class Subject:
         (model, batch, loss), plan = self.source, self.plan
         graph = with_recompute(traced_for(plan, model, batch, {}, loss).graph, plan.recompute)
         alone, beside, steps = ([list(ranks) for ranks in zip(*gathered(own), strict=True)] for own in (self.alone, self.beside, self.steps))
-        more = factors(self.doings, graph, plan, prices.profile, prices.together)
+        more = factors(self.doings, np.median(self.alone, axis=0).tolist(), graph, plan, prices.profile, prices.together)
 
         def simulated(rounds: Sequence[Sequence[Times]], factors: Sequence[float] | None = None) -> list[float]:
             return list(simulated_rounds(self.doings, rounds, self.mesh, prices.profile, factors))
@@ -216,7 +217,8 @@ def rows_of(options: argparse.Namespace, begun: float, say: Callable[[str], None
                 subject.done()
             subjects += here
     prices = Prices(measuring.found().cluster, earlier, one_by_one.ratios())
-    say("together over alone: " + ", ".join(f"{kind or 'all'} {ratio:.2f}" for kind, ratio in prices.together.items()))
+    say("together over alone, of 10 us and of 1 ms: " + ", ".join(
+        f"{kind or 'all'} {ratio_at(cases, 1e-5):.2f} {ratio_at(cases, 1e-3):.2f}" for kind, cases in prices.together.items() if "::" not in kind))
     return [subject.row(prices) for subject in subjects]
 
 

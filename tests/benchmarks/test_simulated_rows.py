@@ -20,7 +20,7 @@ from autoshard.simulation.source import traced_for
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from sharing import factors, ratios  # noqa: E402
+from sharing import factors, ratio_at, ratios  # noqa: E402
 from simulated_rows import MODES, Row, figures, row, verdicts  # noqa: E402
 
 
@@ -49,16 +49,25 @@ def test_every_target_is_said_to_be_met_or_not() -> None:
     assert figures([*rows, made("vit", "chosen", 1.5, 0.9)], "one")["rank correlation"] < 0.98
 
 
-def test_ratios_are_of_the_same_round_and_one_wild_case_is_none() -> None:
+def test_ratios_are_of_the_same_round() -> None:
     """A machine that gets three times slower; products take 1.2 times as long together in each of its rounds, and one case was held up in most rounds."""
     single = np.outer([1.0, 1.0, 3.0, 3.0], [1e-3, 2e-3, 4e-3, 1e-3])
     together = single * np.array([1.2, 1.2, 1.2, 1.5])
     together[1:, 1] = 1.0
-    found = ratios(["matmul", "matmul", "matmul", "optimizer"], together, single)
-    assert found == pytest.approx({"matmul": 1.2, "optimizer": 1.5, "": 1.2}), "seconds weigh"
+    mm, update = ("aten::mm", "matmul"), ("adamw", "optimizer")
+    found = ratios([mm, mm, mm, update], together, single)
+    assert set(found) == {"aten::mm", "matmul", "adamw", "optimizer", ""} and found["aten::mm"] == found["matmul"]
+    assert ratio_at(found["matmul"], 2e-3) == pytest.approx(1.2), "one wild case is none"
+    assert ratio_at(found["optimizer"], 7.0) == pytest.approx(1.5)
 
 
-def test_calls_take_longer_by_the_ratio_of_their_family() -> None:
+def test_ratios_are_those_of_cases_as_long() -> None:
+    """Short ones share nothing, long ones memory."""
+    cases = [(1e-5 * 2**i, 1.0 if i < 5 else 1.8) for i in range(10)]
+    assert [ratio_at(cases, s) for s in (0.0, 1e-5, 4e-5, 2e-3, 1.0)] == [1.0, 1.0, 1.0, 1.8, 1.8]
+
+
+def test_calls_take_longer_by_the_ratio_of_their_op_or_family() -> None:
     module = importlib.import_module("models.mlp")
     model, inputs = module.build("tiny", batch=8)
     plan = autoshard.plan(model, "d=2", inputs, loss_fn=module.loss, cluster="cpu-gloo")
@@ -67,10 +76,12 @@ def test_calls_take_longer_by_the_ratio_of_their_family() -> None:
     works = [w for w in program_for(graph, plan, profile, executed=True).works if w.window != UPDATE]
     views = [name for name, call in graph.calls.items() if rule_of(call.target).family.free]
     doings = [Doing(kind, name, "forward", i) for i, (kind, name) in enumerate([*((w.kind, w.name) for w in works), ("op", views[0]), ("op", "of another")])]
-    found = factors(doings, graph, plan, profile, {"matmul": 1.3, "pointwise": 1.1, "copy": 1.4, "view": 1.01, "optimizer": 1.5, "": 1.2})
+    given = {"matmul": 1.3, "aten::addmm": 1.25, "pointwise": 1.1, "copy": 1.4, "view": 1.01, "optimizer": 1.5, "": 1.2}
+    of_all, seconds = {name: [(1e-3, ratio)] for name, ratio in given.items()}, [1e-3] * (len(doings) + 1)
+    found = factors(doings, seconds, graph, plan, profile, of_all)
     assert len(found) == len(doings) + 1 and found[-1] == pytest.approx(1.5), "this profile has no Python"
-    assert found[-3:-1] == [1.01, 1.2] and {1.3, 1.1} <= set(found[:-3]) <= {1.3, 1.1, 1.2, 1.4}
+    assert found[-3:-1] == [1.01, 1.2] and {1.25, 1.3, 1.1} <= set(found[:-3]) <= {1.25, 1.3, 1.1, 1.2, 1.4}
     products = [f for d, f in zip(doings, found) if d.kind == "op" and d.name in graph.calls and rule_of(graph.calls[d.name].target).family == "matmul"]
-    assert set(products) == {1.3} and len(products) > 3
+    assert set(products) == {1.25, 1.3} and len(products) > 3, "the op's own cases come before its family's"
     host = replace(profile, device=replace(profile.device, own_host=OwnHost(1e-6, 1e-3, 1e-9)))
-    assert 1.01 < factors(doings, graph, plan, host, {"optimizer": 1.5, "view": 1.01, "": 1.2})[-1] < 1.5
+    assert 1.01 < factors(doings, seconds, graph, plan, host, of_all)[-1] < 1.5
