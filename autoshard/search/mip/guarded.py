@@ -22,7 +22,9 @@ from autoshard.search.mip import worker
 
 log = logging.getLogger("autoshard")
 GLANCE = 0.1  # seconds between two looks at whether anybody still waits for the answer
-GRACE = 10.0  # seconds past its limit before a solver is taken to hang: it looks at its clock between LP solves only
+GRACE, PER_BYTE, MOST = 1.0, 2e-6, 10.0
+"""Past its limit, before a solver is taken to hang: seconds, seconds per byte of the program, and the most of both. It looks at its clock between LP
+solves only, whose length grows with the program; where it does hang, which its presolve does, it takes the time from what is searched after it."""
 SHORTEST = 0.05
 
 
@@ -76,10 +78,11 @@ class Worker:
         """Kills the process when it does not answer; it is of no use after that."""
         try:
             worker.write(self.requests, request, program)
-            if not self._ready(2 * request["seconds"] + GRACE, overdue):
+            grace = min(GRACE + PER_BYTE * len(program), MOST)
+            if not self._ready(2 * request["seconds"] + grace, overdue):
                 if overdue():
                     return self._give_up("")
-                return self._give_up(f"it did not answer {GRACE:.0f} s after twice its limit of {request['seconds']:.1f} s")
+                return self._give_up(f"it did not answer {grace:.1f} s after twice its limit of {request['seconds']:.2f} s")
             header, payload = worker.read(self.answers)
         except (EOFError, BrokenPipeError):
             return self._give_up("it crashed; what it said is above")
