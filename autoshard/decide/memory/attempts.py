@@ -149,8 +149,8 @@ def _missed(variants: Variants, so_far: Outcome) -> bool:
 
 
 def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
-    """After Ctrl-C the plan of least memory is not searched for."""
-    return not variants.how.clock.stopped and not variants.plain.cheapest_fitting((*variants.plain.starts, *so_far.starts))
+    """After Ctrl-C the plan of least memory is not searched for, nor where a plan was found: it may take half of the time left."""
+    return not so_far.found and not variants.how.clock.stopped and not variants.plain.cheapest_fitting((*variants.plain.starts, *so_far.starts))
 
 
 START = Attempt(lambda v: v.plain, _cheapest_start)
