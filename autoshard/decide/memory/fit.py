@@ -7,6 +7,7 @@ together keep its time limit, and Ctrl-C stops each.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from autoshard.formulate.memory_rows import limited, with_row, without_idle
 from autoshard.formulate.problem_of import Formulation
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline
+from autoshard.search import neighbourhoods_of
 from autoshard.search.board import Event
 from autoshard.search.problem import Problem, Solution, Status, evaluate, row_loads
 
@@ -30,7 +32,7 @@ NEAR = 6  # moments behind the fullest one that may have a floor row; the row co
 CLOSED = 1e-3  # a gap that needs no more
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
-FILLED, FILLING = 4, 0.5  # searches that use what the plan found leaves free, and their share of the time left
+FILLED, FILLING, AROUND = 8, 0.5, 0.5  # searches that use what a plan leaves free; shares of the time left
 FULL = 0.9  # of the limit; a moment as full may be too full in a plan that keeps more
 LITTLE = 1e-4  # of the step: a search that gains less is the last one
 
@@ -47,20 +49,22 @@ def search_within(program: Program, how: How) -> Solution:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
     found = answer if answer.choice is None else _filled(program, _corrected(program, answer, how), how.part(FILLING))
     if floors.possible:
-        found = _bounded(program, answer, found, how)
+        found = _bounded(program, answer, _filled(program, found, how.part(FILLING)), how)
     learned.keep(found)
     return found
 
 
 def _bounded(program: Program, seen: Solution, found: Solution, how: How) -> Solution:
-    """`found` with what the time that is left adds to its bound: `seen`, the search of the program's problem, may have been cut short. A
-    choice that it finds may fit, too."""
+    """`found` with what most of the time that is left adds to its bound: `seen`, the search of the program's problem, may have been cut short. A
+    cheaper choice that it finds is corrected as that of `seen` was."""
     if found.choice is None or found.gap == 0.0 or seen.gap <= CLOSED or how.clock.expired():
         return found
-    answer = how.solve(program.formulation.problem, (*program.starts, found.choice), possible(program.formulation.problem, seen.near))
+    answer = how.part(FIRST).solve(program.formulation.problem, (*program.starts, found.choice), possible(program.formulation.problem, seen.near))
     found = replace(found, bound=max(found.bound, answer.bound))
-    best = program.cheapest_fitting([c for c in (found.choice, answer.choice) if c is not None])
-    return settled(found, *best) if best else found
+    if answer.choice is None or answer.cost >= min(seen.cost, found.cost) * (1.0 - LITTLE):
+        return settled(found, found.choice, found.cost)
+    fits = _filled(program, _corrected(program, answer, how.part(FIRST)), how)
+    return settled(found, *min(((c.choice, c.cost) for c in (found, fits) if c.choice is not None), key=lambda plan: plan[1]))
 
 
 def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tuple[Program, Solution]:
@@ -136,25 +140,39 @@ def _corrected(program: Program, first: Solution, how: How) -> Solution:
 
 def _filled(program: Program, found: Solution, how: How) -> Solution:
     """`found` made cheaper with the memory that it leaves free. Rows of its fullest moments, each corrected by what it miscounts of the plan, are
-    right about plans near it. A cheaper one under them is played and corrects them, whether it fits or not."""
+    right about plans near it. A cheaper one under them, of its neighbourhoods or where these have none of a search, is played and corrects them,
+    whether it fits or not."""
     if found.choice is None:
         return found
     aim, timelines, near, best = program.formulation.budget.peak, program.timelines, found.near, found
-    rows = _grown(program.formulation, timelines(best.choice), best.choice, aim, FULL * aim)
+    rows, around = _grown(program.formulation, timelines(best.choice), best.choice, aim, FULL * aim), True
     for n in range(FILLED):
         if best.gap <= CLOSED or how.clock.expired():
             break
         starts = (best.choice, without_idle(program.formulation, best.choice))
-        answer = how.part(1 / (FILLED - n)).solve(rows.problem, starts, near)
+        if around:
+            answer = _around(rows.problem, best, starts, how.part(AROUND))
+        else:
+            answer = how.part(1 / (FILLED - n)).solve(rows.problem, starts, near)
+            near = answer.near or near
         if answer.choice is None or answer.cost >= best.cost * (1.0 - LITTLE):
-            break
-        near, timeline = answer.near or near, timelines(answer.choice)
+            if not around:
+                break
+            around = False
+            continue
+        timeline, around = timelines(answer.choice), True
         if timeline.peak <= aim:
             best = settled(best, answer.choice, answer.cost)
             rows = _grown(program.formulation, timeline, best.choice, aim, FULL * aim)
         else:
             rows = _grown(rows, timeline, answer.choice, aim)
     return best
+
+
+def _around(problem: Problem, best: Solution, starts: Sequence[np.ndarray], how: How) -> Solution:
+    """What neighbourhoods make of the last of `starts` that is feasible; without a choice where none is."""
+    better = next(filter(None, (how.improve(problem, start, False, neighbourhoods_of(problem)) for start in reversed(starts))), None)
+    return replace(best, choice=None) if better is None else settled(best, *better)
 
 
 def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
