@@ -121,6 +121,7 @@ LINALG = {
     "eigvalsh": (lambda m, x: m.l(x) * torch.linalg.eigvalsh(definite(m)), X),
     "qr": (lambda m, x: torch.linalg.qr(m.l(x).view(8, 4, 3)).R.abs(), X),
     "det": (lambda m, x: m.l(x) * torch.linalg.det(m.w) + torch.linalg.slogdet(m.w).logabsdet, X),
+    "det of transposed": (lambda m, x: torch.linalg.det(m.l(x).mT) + torch.linalg.slogdet(m.l(x + 1).mT).logabsdet, (8, 12, 12)),
     "batch of inv": (lambda m, x: torch.linalg.inv(m.l(x).view(8, 2, 6)[:, :, :2] + 3 * torch.eye(2)), X),
 }
 ORDERS = {  # gradients come transposed to an op whose other input is not
