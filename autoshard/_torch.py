@@ -28,7 +28,6 @@ from autoshard.errors import TraceError
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 CHECKS_RESULT = torch.ops.aten._linalg_check_errors.default
-READ_MEMORY = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default, torch.ops.aten.as_strided_scatter.default)
 AT_ONCE = {torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default, torch.ops.aten._neg_view.default: torch.ops.aten.neg.default}
 """Views that only note on the tensor what a later op has to do. Who looks at memory (`view_as_real`, an op that writes in place)
 depends on the note, and a graph of shapes and dtypes does not have it: so the work is done where the view is made."""
@@ -54,8 +53,8 @@ class Recorder(FakeTensorMode):
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READ_MEMORY and self.recording and self._depth == 0:
-            args = (self._as_in_memory(args[0]), *args[1:])
+        if (laid := MEMORY_MATTERS.get(func)) is not None and self.recording and self._depth == 0:
+            args = (laid(self, args[0]), *args[1:])
         if func in AT_ONCE and isinstance(args[0], torch.Tensor):
             func = AT_ONCE[func]
         if func is CHECKS_RESULT:
@@ -86,6 +85,11 @@ class Recorder(FakeTensorMode):
                                  "use indexing, unfold or expand, or call .contiguous() before")
             return turned.clone(memory_format=torch.contiguous_format)
 
+    def _as_factored(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A contiguous matrix of the same determinant and factors: of a contiguous real one torch factors the transposed, else the matrix itself."""
+        with self:
+            return (matrix if matrix.is_contiguous() or matrix.is_complex() else matrix.mT).clone(memory_format=torch.contiguous_format)
+
     def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous fake CPU tensor, not recorded. CPU, because autograd yields no gradients for real meta tensors."""
         recording, self.recording = self.recording, False
@@ -93,6 +97,12 @@ class Recorder(FakeTensorMode):
             return from_fun(torch.empty(tuple(shape), dtype=dtype, device="cpu"))
         finally:
             self.recording = recording
+
+
+MEMORY_MATTERS = {torch.ops.aten.as_strided.default: Recorder._as_in_memory, torch.ops.aten.as_strided_copy.default: Recorder._as_in_memory,
+                  torch.ops.aten.as_strided_scatter.default: Recorder._as_in_memory,
+                  torch.ops.aten._linalg_det.default: Recorder._as_factored, torch.ops.aten._linalg_slogdet.default: Recorder._as_factored}
+"""Ops whose results depend on the strides of their first argument, and what they get instead."""
 
 
 @contextlib.contextmanager
@@ -386,6 +396,4 @@ def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any]) ->
     with mode, torch.no_grad():
         decomposed = make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
         compiled = compile_fx_inner(decomposed, fakes, is_inference=True)
-    if getattr(compiled, "_boxed_call", False):
-        return compiled
-    return lambda boxed: compiled(boxed)
+    return compiled if getattr(compiled, "_boxed_call", False) else lambda boxed: compiled(boxed)

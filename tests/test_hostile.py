@@ -3,6 +3,7 @@ no hang, nothing run and nothing written outside."""
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.base.mesh import parse_mesh
-from autoshard.base.plan import Plan
+from autoshard.base.plan import OpPlan, Plan
 from autoshard.cli import app
 from autoshard.cli.read import parse_seeds
 from autoshard.cost.cluster import Cluster, load_cluster
@@ -26,6 +27,7 @@ from autoshard.runtime.cache import cached
 from autoshard.runtime.check_plan import check_fits
 from autoshard.search.contest.read import read_problem
 from autoshard.verification.models.subject import Call
+from tests.support import fused_models
 
 JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=8),
                  st.sampled_from(["../../etc/passwd", "S9", "S0,S0", "R", "__import__('os').system('touch hacked')", "d=2", "[1, 2"]),
@@ -102,6 +104,19 @@ def test_a_strategy_that_no_rule_has_is_refused_before_it_gives_wrong_numbers(pl
     whole["ops"][name] = {"inputs": ["R"] * len(whole["ops"][name]["inputs"]), "outputs": ["P"]}
     with pytest.raises(PlanError, match=rf"strategy for {name} .* none that the op's sharding rule has"):
         check_fits(Plan.from_json(json.dumps(whole)), graph, plan.mesh)
+
+
+@pytest.mark.parametrize("way", ["split", "view"])
+@pytest.mark.parametrize("name", ["qkv.weight", "qkv.bias"])
+def test_a_plan_that_hands_out_whole_parts_of_a_dim_is_refused(way, name):
+    """q for the first rank and v for the last divides evenly, and is not what the ranks would store."""
+    model, batch = fused_models.Attention(way), (torch.zeros(3, 6, fused_models.WIDTH),)
+    plan = autoshard.plan(model, "d=3", batch, cluster="cpu-gloo")
+    traced = Call(model, batch, {}, None, None).traced().graph
+    check_fits(plan, traced, plan.mesh)
+    stored = {f"param:{name}": OpPlan((), ((0,),)), f"grad:{name}": OpPlan(((0,),), ())}
+    with pytest.raises(PlanError, match=rf"strategy for param:{name} .* whole parts"):
+        check_fits(replace(plan, ops={**plan.ops, **stored}, placements={**plan.placements, name: (0,)}), traced, plan.mesh)
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", '{"format": 1}', "\x80\x81", "not fitting"])

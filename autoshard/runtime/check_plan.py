@@ -66,6 +66,8 @@ def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset
             return f"has the placement {format_spec(spec)}; inner shards are inside of another axis, and of parameters and their gradients alone"
         if meta is not None and not divides(meta.logical_shape, spec, mesh.sizes):
             return f"has the placement {format_spec(spec)}, which does not split a tensor of shape {meta.logical_shape} evenly"
+        if meta is not None and any(split_by(p) in meta.part_dims for p in spec):
+            return f"has the placement {format_spec(spec)}, which hands out whole parts (q, k and v) of a dim that is made of parts"
         if op.kind != "call" and mesh.as_whole(spec) is None:
             return f"has the placement {format_spec(spec)} on axes {', '.join(mesh.names)}, which no placement on mesh {mesh.whole} says"
         if meta is not None and op.kind == "param" and not may_be_stored(meta, spec, mesh):

@@ -70,7 +70,7 @@ def _choices(op: Op, graph: Graph, mesh: Mesh, ops: Mapping[str, OpPlan], stored
 def _shards(meta, mesh: Mesh) -> list[Spec]:
     specs: list[Spec] = [()]
     for _ in mesh.sizes:
-        specs = [(*s, p) for s in specs for p in (R, *range(meta.ndim))]
+        specs = [(*s, p) for s in specs for p in (R, *(d for d in range(meta.ndim) if d not in meta.part_dims))]
     return [s for s in specs if divides(meta.logical_shape, s, mesh.sizes)]
 
 

@@ -58,6 +58,20 @@ def differing_calls() -> None:
     assert short(x).shape == (4, 8), "ranks that agree again go on"
 
 
+def fewer_rows_while_others_compare() -> None:
+    """One rank's last batch is shorter, at a call where the rest, who have this variant, compare their inputs."""
+    mine, x = dist.get_rank(), torch.ones(4, 8)
+    for shorter in (0, 1):
+        model = compiled(net())
+        model(x)
+        start = time.monotonic()
+        sizes = [2 if rank == shorter else 4 for rank in (0, 1)]
+        with pytest.raises(LoweringError, match=rf"inputs \({sizes[0]}, 8\) float32 against .* inputs \({sizes[1]}, 8\) float32"):
+            model(x[:sizes[mine]])
+        assert time.monotonic() - start < SOON
+        assert model(x).shape == (4, 8), "ranks that agree again go on"
+
+
 def another_way() -> None:
     """Rank 1 runs a variant it has, and waits in its collective, while rank 0 prepares another: rank 0 finds out."""
     model = compiled(net())
@@ -76,6 +90,7 @@ def another_way() -> None:
 
 def disagreements() -> None:
     differing_calls()
+    fewer_rows_while_others_compare()
     another_way()
 
 

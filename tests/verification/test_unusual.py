@@ -99,6 +99,10 @@ CONJUGATES = {
     "written in place": (lambda m, x: torch.view_as_real((complexes(m, x) + 1).conj().mul_(2j).add_(1).resolve_conj()), X),
     "spectrum": (lambda m, x: torch.fft.irfft(torch.fft.rfft(m.l(x)).conj() * 2, n=12), X),
 }
+PAIRS = {
+    "after a transposition": (lambda m, x: torch.view_as_complex(m.l(x).view(8, 6, 2, 6).transpose(-1, -2).contiguous()).abs(), (8, 6, 12)),
+    "rotary": (lambda m, x: torch.view_as_real(torch.view_as_complex(m.l(x).view(8, 6, 3, 2, 2).transpose(1, 2)) * 1j).flatten(-2).cumsum(2), (8, 6, 12)),
+}
 CHECKPOINTS = {
     "dropout in torch's modules": (lambda m, x: x + again(m.drops, x), X),
     "own module before": (lambda m, x: x + again(m.mixed, x), X),
@@ -121,6 +125,7 @@ LINALG = {
     "eigvalsh": (lambda m, x: m.l(x) * torch.linalg.eigvalsh(definite(m)), X),
     "qr": (lambda m, x: torch.linalg.qr(m.l(x).view(8, 4, 3)).R.abs(), X),
     "det": (lambda m, x: m.l(x) * torch.linalg.det(m.w) + torch.linalg.slogdet(m.w).logabsdet, X),
+    "det of transposed": (lambda m, x: torch.linalg.det(m.l(x).mT) + torch.linalg.slogdet(m.l(x + 1).mT).logabsdet, (8, 12, 12)),
     "batch of inv": (lambda m, x: torch.linalg.inv(m.l(x).view(8, 2, 6)[:, :, :2] + 3 * torch.eye(2)), X),
 }
 ORDERS = {  # gradients come transposed to an op whose other input is not
@@ -131,7 +136,7 @@ ORDERS = {  # gradients come transposed to an op whose other input is not
 RESULTS = {
     "dataclass": (lambda m, x: Pair(m.l(x), x @ m.w), X),
 }
-ALL = {f"{family}: {name}": case for family, table in (("empty", EMPTY), ("conj", CONJUGATES), ("checkpoint", CHECKPOINTS), ("linalg", LINALG),
+ALL = {f"{family}: {name}": case for family, table in (("empty", EMPTY), ("conj", CONJUGATES), ("pairs", PAIRS), ("checkpoint", CHECKPOINTS), ("linalg", LINALG),
                                                         ("order", ORDERS), ("result", RESULTS)) for name, case in table.items()}
 
 

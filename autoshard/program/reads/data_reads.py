@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -33,6 +34,9 @@ from autoshard.program.tracing.tape import Tape, checkpoint_around, describe, is
 READS = (Tensor.__bool__, Tensor.item)
 NUMBERS = (0, 1, -1, 2, 10 ** 9, -10 ** 9)
 """What a read may answer inside of a comparison: one of them makes it hold, or fail, as wanted."""
+
+DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
+"""Code of torch that checks what it is given as users' code does."""
 
 FAILS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 """What the user's code may raise. (A checkpoint ends its recomputation with an exception of another kind.)"""
@@ -67,7 +71,8 @@ class DataReads(TorchFunctionMode):
         return func(*args) if answer is None else answer
 
     def _answer(self, frame: FrameType, value: Tensor, is_item: bool) -> Any:
-        found = condition_of(frame, is_item) if is_user_file(frame.f_code.co_filename) else None
+        file = frame.f_code.co_filename
+        found = condition_of(frame, is_item) if is_user_file(file) or file.startswith(DISTRIBUTIONS) else None
         try:
             return None if found is None else self._of_condition(frame, found, value, is_item)
         except FAILS:  # the code of a branch or condition does not run by itself: it is refused as a read of data
@@ -116,7 +121,7 @@ class DataReads(TorchFunctionMode):
         if truth is None or truth.numel() != 1:
             return None
         with torch.no_grad():
-            self.note(truth.bool() if wanted else truth.bool().logical_not(), f"{describe(frame.f_code, frame.f_lineno)} {found.error}".rstrip())
+            self.note(truth.bool() if wanted else truth.bool().logical_not(), _says(frame, found))
         return answer
 
     def _clamped(self, frame: FrameType, found: Condition, truth: Tensor) -> bool | None:
@@ -150,6 +155,16 @@ class DataReads(TorchFunctionMode):
     def _checked_value(self, value: Tensor) -> Tensor:
         with torch.no_grad():
             return CHECKED(value.detach(), [truth for truth, _ in self.checks], [text for _, text in self.checks])
+
+
+def _says(frame: FrameType, found: Condition) -> str:
+    """The user's line, and what it raises."""
+    if not frame.f_code.co_filename.startswith(DISTRIBUTIONS):
+        return f"{describe(frame.f_code, frame.f_lineno)} {found.error}".rstrip()
+    names = frame.f_locals
+    what, bound = names.get("param", "a value"), names.get("constraint", names.get("support", "as it has to"))
+    known = type(bound).__name__ if "Tensor" in str(bound) else bound  # a bound that is a tensor has no numbers here
+    return f"{user_line().removeprefix(' at ')}: {what} of {type(names.get('self')).__name__} is not {known}"
 
 
 def _of_item(frame: FrameType, found: Condition, value: Tensor, wanted: bool) -> tuple[Tensor | None, Any]:

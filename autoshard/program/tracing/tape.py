@@ -24,7 +24,8 @@ HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 RECORDING_FILES = frozenset(HERE + name for name in (
     "_torch.py", "program/tracing/tape.py", "program/tracing/survey.py", "program/opaque/opaque.py", "program/opaque/opaque_probe.py",
-    "program/tracing/known_values.py", "program/tracing/equal_heads.py", "program/tracing/user_collectives.py", "program/tracing/expert_layers.py",
+    "program/tracing/known_values.py", "program/tracing/equal_heads.py", "program/tracing/losses.py", "program/tracing/user_collectives.py",
+    "program/tracing/expert_layers.py",
     "program/tracing/ways_out.py", "program/reads/data_reads.py", "program/reads/masked_writes.py", "seeds/marks.py"))
 """Files of autoshard that run between the user's code and the tape."""
 TRACER = HERE + "program/tracing/one_trace.py"
@@ -124,7 +125,8 @@ class Tape:
             self.refuse(f"a trainable tensor of shape {tuple(t.shape)} that is not a parameter of the model is "
                         f"used{self._at()}; register it as an nn.Parameter, or detach it")
         name = f"_constant_{len(self.constants)}"
-        self.constants[name] = t.detach()
+        with _torch.no_modes():  # an op of this package is recorded where modes are on, which would make a fake tensor of it
+            self.constants[name] = t.detach()
         self.add(Op(f"buffer:{name}", "buffer", name, outputs=(meta_of(t),), phase=self.phase))
         self.bind(t, Ref(f"buffer:{name}"))
         return Ref(f"buffer:{name}")

@@ -25,6 +25,9 @@ REPEATS = ("torch.repeat_interleave by a tensor, whose result has a length that 
            "give the length: repeat_interleave(..., output_size=n)")
 COMPARES = ("torch.equal or torch.allclose gives a bool of Python",
             "compare by tensor ops, as in ((a - b).abs() <= tolerance).all(), and choose by torch.where")
+CTC = ("torch.nn.functional.ctc_loss, whose memory depends on the lengths of targets",
+       "return the log-probabilities and compute the loss of what the compiled model returns, or make it a submodule (nn.CTCLoss as self.ctc) and "
+       "pass fallback=\"replicate\"")
 OTHER = ("a result depends on the data of a tensor",
          "replace Python control flow, .item(), .tolist() or boolean indexing on tensors by tensor ops such as torch.where")
 
@@ -41,6 +44,8 @@ ON_DATA = {
     aten.bincount.default: COUNTS,
     aten.repeat_interleave.Tensor: REPEATS,
     aten.equal.default: COMPARES,
+    aten._ctc_loss.default: CTC,
+    aten._ctc_loss.Tensor: CTC,
 }
 """Op that fake tensors cannot run -> (what the user wrote, what to write instead)."""
 

@@ -302,6 +302,7 @@ LINALG = (
     *(sample(aten._linalg_eigh.default, _flat(_MATRICES, (2, 4), (6,), (6,)), "L", v) for v in (False, True)),
     *(sample(aten.linalg_qr.default, T(8, 6, 2), mode) for mode in ("reduced", "complete", "r")),
     sample(aten.linalg_qr.default, T(6, 2)),
+    *(sample(op, T((2, 4), 6, 6)) for op in (aten._linalg_det.default, aten._linalg_slogdet.default)),
     sample(aten.linalg_pinv.atol_rtol_tensor, T(8, 6, 2)),
     sample(aten.linalg_pinv.atol_rtol_tensor, T(8, 6, 2), atol=_positive(8), rtol=_positive(1)),
     sample(aten.linalg_solve_triangular.default, _ROOTS, T(8, 6, 2), upper=False),

@@ -11,6 +11,7 @@ import torch
 from autoshard.base.graph import Call
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
+from autoshard.rules.parts import contiguous_inputs
 from autoshard.rules.types import Rule
 
 aten = torch.ops.aten
@@ -35,8 +36,8 @@ def _columns(call: Call, matrices: str) -> str:
     return f"{matrices}, {b} -> {b}"
 
 
-def _of_matrices(line: Any) -> Rule:
-    return rule(line, family=Family.REDUCTION)
+def _of_matrices(line: Any, **more: Any) -> Rule:
+    return rule(line, family=Family.REDUCTION, **more)
 
 
 def _solves(line: Any, b: int, triangles: int) -> Rule:
@@ -52,6 +53,9 @@ RULES = {
     aten._linalg_svd.default: _of_matrices(_svd_line),
     aten._linalg_eigh.default: _of_matrices(_eigh_line),
     aten.linalg_qr.default: _of_matrices(_qr_line),
+    # what they factor, the matrix or the transposed one, depends on its strides: the trace gives them a contiguous one
+    aten._linalg_det.default: _of_matrices("... m! n! -> ..., ... m! n!, ... p!", local=contiguous_inputs),
+    aten._linalg_slogdet.default: _of_matrices("... m! n! -> ..., ..., ... m! n!, ... p!", local=contiguous_inputs),
     aten.linalg_pinv.atol_rtol_tensor: _of_matrices("... m! n!, ..., ... -> ... n! m!"),
     aten.linalg_solve_triangular.default: _solves(lambda call: _columns(call, "~... a! b!"), 1, 1),
     aten.linalg_lu_solve.default: _solves(lambda call: _columns(call, "~... a! b!, ~... p!"), 2, 2),

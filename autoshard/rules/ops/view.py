@@ -16,7 +16,7 @@ from autoshard.base.spec import PSUM, R
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 from autoshard.rules.ops.row_writes import write_rows
-from autoshard.rules.parts import addressed, output_axes
+from autoshard.rules.parts import addressed, contiguous_inputs, output_axes
 from autoshard.rules.types import LocalContext, Row, Rule
 
 aten = torch.ops.aten
@@ -350,7 +350,8 @@ RULES = {
     aten.diagonal.default: _view(_diagonal),
     aten.unfold.default: _view(_unfold),
     aten.view_as_real.default: _view(lambda call: "... -> ... pair!"),
-    aten.view_as_complex.default: _view(lambda call: "... pair! -> ..."),
+    # a gather may leave the numbers of a pair apart
+    aten.view_as_complex.default: _view(lambda call: "... pair! -> ...", local=contiguous_inputs),
     aten.cat.default: rule(_cat, partial="all", family=Family.COPY),
     aten.stack.default: rule(_stack, partial="all", family=Family.COPY),
     aten.select_backward.default: _copy(_select_backward, sizes=_inputs_like_out),

@@ -40,16 +40,16 @@ def share(place: Place, facts: str | Mapping[str, str], make: Callable[[], str],
     return gathered(place, facts, judge, timeout)
 
 
-def gathered(place: Place, text: str, judge: Callable[[Iterator[tuple[int, str]]], str], timeout: float = 3600.0) -> str:
+def gathered(place: Place, text: str, judge: Callable[[Iterator[tuple[int, str]]], str], timeout: float = 3600.0, about: str = "facts") -> str:
     """What the leader's `judge` makes of every rank's `text`, as (rank, text) beginning with its own; on every rank. Raises what
-    `judge` raises on all ranks, and as `share` does."""
+    `judge` raises on all ranks, and as `share` does; LoweringError where another rank's text is not `about` the same."""
     store, prefix = _round(place)
     if not place.is_leader:
-        store.set(f"{prefix}/facts/{dist.get_rank()}", f"value {text}")
+        store.set(f"{prefix}/facts/{dist.get_rank()}", f"value {json.dumps([about, place.pulse.told[2], text])}")
         leader = place.ranks[0]
         return _value(_wait(store, f"{prefix}/answer", timeout, f"rank {leader} to plan", place, leader), leader, True)
     try:
-        text = judge(_told(store, prefix, place, text, timeout))
+        text = judge(_told(store, prefix, place, text, timeout, about))
     except BaseException as e:
         store.set(f"{prefix}/answer", _described(e))
         raise
@@ -93,18 +93,26 @@ def _of(place: Place) -> str:
     return f"{place.ranks[0]}-{place.ranks[-1]}-{len(place.ranks)}-{place.mesh}"
 
 
-def _told(store: Any, prefix: str, place: Place, text: str, timeout: float) -> Iterator[tuple[int, str]]:
-    yield place.ranks[0], text
+def _told(store: Any, prefix: str, place: Place, text: str, timeout: float, about: str) -> Iterator[tuple[int, str]]:
+    leader = place.ranks[0]
+    yield leader, text
     for rank in place.ranks[1:]:
-        yield rank, _value(_wait(store, f"{prefix}/facts/{rank}", timeout, f"rank {rank} to come to the same call", place, rank), rank)
+        said = _value(_wait(store, f"{prefix}/facts/{rank}", timeout, f"rank {rank} to come to the same call", place, rank), rank)
+        subject, does, theirs = json.loads(said)
+        if subject != about:  # one of them goes on with a variant that it has, the other prepares one
+            raise _different(leader, rank, f"{place.pulse.told[2]} against {does}")
+        yield rank, theirs
+
+
+def _different(leader: int, rank: int, how: str) -> errors.LoweringError:
+    return errors.LoweringError(f"ranks {leader} and {rank} call different programs: {how}. "
+                                "Every rank must call the same model in the same mode, with the same options and inputs of the same shapes")
 
 
 def _compare(facts: str, leader: int, found: Iterator[tuple[int, str]]) -> None:
     for rank, theirs in found:
         if theirs != facts:
-            raise errors.LoweringError(
-                f"ranks {leader} and {rank} call different programs: {_difference(json.loads(facts), json.loads(theirs))}. "
-                "Every rank must call the same model in the same mode, with the same options and inputs of the same shapes")
+            raise _different(leader, rank, _difference(json.loads(facts), json.loads(theirs)))
 
 
 def _difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:

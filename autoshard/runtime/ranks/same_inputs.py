@@ -40,7 +40,7 @@ def compare_inputs(place: Place, tensors: Sequence[torch.Tensor], given: Sequenc
                                           "dtensor" if isinstance(t, DTensor) else inputs, place, spec))
         return ""
 
-    gathered(place, mine, judge, timeout)
+    gathered(place, mine, judge, timeout, about="numbers of inputs")
 
 
 def digest(t: torch.Tensor) -> str:
