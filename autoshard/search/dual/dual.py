@@ -11,7 +11,7 @@ from autoshard.search.dual import messages
 from autoshard.search.dual.packed import Packed, pack
 from autoshard.search.reductions import Infeasible, drop_forbidden
 from autoshard.search.reductions.core import Core, Table
-from autoshard.search.reductions.steps import Keep
+from autoshard.search.reductions.steps import strategies_left
 
 ROUND = 50  # sweeps between looks at the clock
 GUESS = 0.02  # of the bound: how far above it a step aims while no cost is known
@@ -178,10 +178,7 @@ class Dual:
             drop_forbidden(core)
         except Infeasible:
             return None
-        left = {v: np.arange(len(mask)) for v, mask in masks.items()}
-        for step in core.undo[len(self.core.undo):]:
-            if isinstance(step, Keep):
-                left[step.v] = left[step.v][step.kept]
+        left = strategies_left(core.undo[len(self.core.undo):], {v: len(mask) for v, mask in masks.items()})
         other = Dual(core, nodes=self.nodes.tolist(), alike=self.alike)
         first = [p.adj_message[a:b] for a, b in zip(p.adj_ptr[:-1], p.adj_ptr[1:], strict=True)]
         kept = np.concatenate([(at[:, None] + left[v]).ravel() for v, at in zip(self.nodes.tolist(), first, strict=True)])

@@ -45,7 +45,7 @@ ROUGH = 1e-3  # relative gap within which the tied problem is not solved closer 
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
 ROUGH_LARGE = 2e-2  # the same where tables are too large to keep, and larger pairs cost most of what an answer does
 NEAR = 4  # choices that a problem solved at once leaves for the next one
-ENOUGH = 0.8  # of the table entries left: another round is not worth it
+ENOUGH = 0.5  # of the table entries left: another round is not worth it
 
 Plane = tuple[np.ndarray, float, np.ndarray]
 """(prices, cost of some choice at these prices, its loads above the limits): the bound at other prices is at most
@@ -91,11 +91,13 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         reduce_core(core, board.clock.expired)
     best, _, found = search_prices(board, core, planes, seed, tied_best)
     if likely:
-        close(board, core, best, seed, widest=LIKELY)
+        far = not _near(board, best)  # then layers have to share a row in a way that no price tells, and smaller rooms are empty
+        if not far:
+            close(board, core, best, seed, widest=LIKELY)
         if not board.done:
             mix(board, [*pool, *found], seed)
-            if best is not None and board.cost - best.bound <= NEARBY * abs(best.bound):
-                close(board, core, best, seed)
+            if _near(board, best):
+                close(board, core, best, seed, narrowest=NEARBY if far else 0.0)
         if not board.done:
             _close_tied(board, quotient, seed)
     close(board, core, best, seed)
@@ -161,6 +163,10 @@ def _close_tied(board: Board, quotient: Quotient | None, seed: int) -> None:
         board.offer(quotient.tied.lift(own.choice), "layers tied", tied=True)
     board.tied_proven = own.proven and board.cost >= copies * own.cost - MARGIN * abs(board.cost)
     board.stats["tied"] = {"cost": copies * own.cost, "bound": copies * own.bound, "seconds": own.clock.seconds}
+
+
+def _near(board: Board, best: Priced | None) -> bool:
+    return best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
 
 
 def _share(board: Board) -> Clock:
@@ -234,7 +240,7 @@ def _not_asked(prices: np.ndarray, best: Priced, asked: list[np.ndarray]) -> np.
 
 
 def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int = MIP_NODES,
-          widest: float = ROOMS[-1]) -> None:
+          narrowest: float = 0.0, widest: float = ROOMS[-1]) -> None:
     """Assume that the optimum is little above the bound: then few strategies are possible. The best of them is optimal
     when it is as cheap as assumed; if there is none so cheap, the assumption is a bound. `nodes`: of a MIP's tree."""
     if best is None:
@@ -243,6 +249,8 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
     for room in ROOMS:
         if board.done or room > widest:
             return
+        if room < narrowest:
+            continue
         if best.bound + room * unit <= board.bound:
             continue  # nothing is there
         if room * unit < UNLIKELY * (best.value - best.bound) and room != ROOMS[-1]:
@@ -254,7 +262,7 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
             small = _narrowed(board, core, best, upper, seed)
             if not _fits_mip(small, upper - best.bound <= NEARBY * unit):
                 return
-            answer = solve_left(board, small, seed, nodes)
+            answer = solve_left(board, small, seed, nodes, best.prices, upper)
         except Infeasible:
             board.raise_bound(upper * (1 - math.copysign(MARGIN, upper)), "nothing cheaper")
             continue

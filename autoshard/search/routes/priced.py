@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from autoshard.search.dual.packed import along
 from autoshard.search.problem import priced_cost
 from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
-from autoshard.search.reductions.gather import gather
+from autoshard.search.reductions.gather import Assumed, gather
 from autoshard.search.reductions.pairs import merge_pairs
 from autoshard.search.routes.joining import close_by_joining
 from autoshard.search.routes.milp import MipAnswer, solve_mip
@@ -194,11 +196,17 @@ def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndar
     return bound, choice
 
 
-def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES) -> MipAnswer:
+def _bounded(board: Board, core: Core) -> tuple[float, Callable[[float], dict[int, np.ndarray]]]:
+    dual = Dual(core, nodes=along(core))
+    return dual.converge(Phase(board.clock, 0.5))[0], dual.possible
+
+
+def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES, prices: np.ndarray | None = None, upper: float = math.inf) -> MipAnswer:
     """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
-    time that is left is not enough for them."""
+    time that is left is not enough for them. `prices` of the rows at which the bound is close to `upper`: then only choices of at most this cost are
+    looked for. Raises Infeasible where there are none."""
     joined = core.copy()
-    gather(joined)
+    gather(joined, None if prices is None else Assumed(prices, upper, partial(_bounded, board)))
     answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes, overdue=board.clock.overdue)
     board.clock.cut |= answer.timed
     return answer if answer.choice is None else replace(answer, choice=joined.lift(answer.choice, len(core.undo)))
