@@ -32,8 +32,8 @@ MARGIN = 1e-9  # of a cost: what rounding may add to it
 
 @dataclass(frozen=True, eq=False)
 class Assumed:
-    """Only choices are asked for that cost at most `upper`. `prices` of the rows; `bounded(core)` of a core without rows: a bound, and masks of the strategies that a
-    choice of a given cost may take."""
+    """Only choices are asked for that cost at most `upper`. `prices` of the rows; `bounded(core)` of a core without rows: a bound, and masks of the
+    strategies that a choice of a given cost may take."""
 
     prices: np.ndarray
     upper: float
