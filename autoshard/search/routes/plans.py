@@ -93,12 +93,12 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         reduce_core(core, board.clock.expired)
     best, _, found = search_prices(board, core, planes, seed, tied_best, pool)
     if likely:
-        if not _near(board, best):  # layers share a row in a way that no price tells
+        if not large:  # cheap, and often the optimum is there
+            close(board, best, seed, widest=LIKELY)
+        if not board.done and not (large and _near(board, best)):
             mix(board, [*pool, *found], seed)
         if _near(board, best):
-            close(board, best, seed, narrowest=NEARBY)
-        else:
-            close(board, best, seed, widest=LIKELY)
+            close(board, best, seed, narrowest=NEARBY if large else 0.0)
         if not board.done:
             _close_tied(board, quotient, seed)
     close(board, best, seed)
