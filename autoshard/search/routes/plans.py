@@ -249,7 +249,7 @@ def _cheaper(board: Board, priced: Priced) -> Core | None:
         reduce_core(less, board.clock.expired)
     except Infeasible:  # a choice of just this cost is known
         return None
-    less.forget(collect=False)
+    less.forget()
     return less if stored_entries(less) <= ENOUGH * stored_entries(priced.core) else None
 
 
