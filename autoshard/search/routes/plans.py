@@ -321,6 +321,8 @@ def _narrowed(board: Board, best: Priced, upper: float, seed: int) -> Core:
         small = core.copy(own_memo=large)
         _keep_possible(small, best.possible(upper))
         reduce_core(small, board.clock.expired)
+        if large:
+            small.forget()
         left = table_entries(small)
         if not left or left > ENOUGH * table_entries(core) or board.clock.expired():
             return small
