@@ -14,6 +14,7 @@ import numpy as np
 from autoshard.base.graph import FORWARD, Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
+from autoshard.base.windows import is_accumulator
 from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.decide.least_seconds import Prices
@@ -184,20 +185,22 @@ class MeshPricer:
         return self.searches.step(graph, self.mesh_of(slot), prices, self._shared(graph)) if graph.of_kind("call") else (0.0, (0.0, 0.0))
 
     def _shared(self, graph: Graph) -> frozenset[str]:
-        """Ops of a block's program that another block may have too."""
-        return frozenset(op.name for op in graph.ops if op.name.split("@")[0] in self._several)
+        """Ops of a block's program that another block may have too; of one micro-batch also those that add up gradients, which it does not."""
+        alone = graph.microbatches == 1
+        return frozenset(op.name for op in graph.ops if op.name.split("@")[0] in self._several or alone and is_accumulator(op))
 
     @cached_property
     def _several(self) -> frozenset[str]:
-        """Ops that every stage repeats, and parameters that several blocks read."""
+        """Ops that every stage repeats, and parameters that several blocks read, with what adds up their gradients."""
         graph, of_op = self.sizes.first.graph, self.sizes.first.blocks.of_op
         repeated = repeated_ops(graph)
         blocks: dict[str, set[int]] = {}
-        for op in sorted((op for op in graph.of_kind("call") if op.name in of_op), key=lambda op: -graph.order[op.name]):
+        for op in reversed([op for op in graph.of_kind("call") if op.name in repeated or op.name in of_op]):
             own = blocks.get(op.name, set()) if op.name in repeated else {of_op[op.name]}
             for ref in op.refs:
                 blocks.setdefault(ref.op, set()).update(own)
-        return repeated | {op.name for op in graph.of_kind("param") if len(blocks.get(op.name, ())) > 1}
+        params = [op for op in graph.of_kind("param") if len(blocks.get(op.name, ())) > 1]
+        return repeated | {name for op in params for name in (op.name, f"sum:{op.target}")}
 
     def _stage(self, first: int, end: int, slot: Slot, split: bool = False) -> Stage:
         return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)
