@@ -5,7 +5,7 @@ A block, and two that stand together, are cut out of the programs of two sizes o
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -108,8 +108,6 @@ def _resized(stage: Stage, graph: Graph) -> Stage:
 
 class MeshPricer:
     """A `decide.Pricer`. `mesh_of`: the submesh of a slot; `devices`: of the whole mesh; `limit`: bytes a rank may use."""
-
-    leanest = PARTS * (len(RATES) - 1)
 
     def __init__(self, sizes: Sizes, devices: int, mesh_of: Callable[[Slot], Mesh], cluster: Cluster, limit: float, searches: Searches) -> None:
         self.sizes, self.devices, self.mesh_of, self.cluster, self.limit, self.searches = sizes, devices, mesh_of, cluster, limit, searches
@@ -239,6 +237,10 @@ class MeshPricer:
         at = self.kinds[self.main]
         main = self._ample(at, at + 1, slot, split)
         return self.sizes.rows / slot.rows * main.forward / (self._pp(slot) * main.saved) if main.saved else 0.0
+
+    def corners(self, split: bool) -> Sequence[int]:
+        """With backward in two windows what the first keeps for the second is as much as forward's values: the highest rate saves none of it."""
+        return range(0, PARTS * (len(RATES) - split), PARTS)
 
     def rate(self, tried: Tried) -> float:
         """At which stages of a shape were priced that was searched: seconds for a byte, the higher one between two; 0 in ample memory."""
