@@ -17,7 +17,6 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Role
 from autoshard.base.spec import NOWHERE, R, Spec, local_shape
 from autoshard.base.turns import Duty
-from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.cost import compute
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.fusion import NOTHING, Fused, untouched
@@ -38,7 +37,7 @@ class Training:
     `in_flight`: micro-batches of which a stage has saved values at once; `duty`: all that its rank does in a step, for the timeline.
     `most`: how many are counted in flight, and how many of them have run a part of their backward, where stages are searched as the one of them that
     has most. `floor`: the graph is a part of a program, and prices are what it adds to the whole at least: ops of these names may be paid for by
-    other parts, what runs between micro-batches may not run, and what is beyond the ends may be in one kernel with what is here."""
+    other parts or not run, and what is beyond the ends may be in one kernel with what is here."""
 
     optimizer: str = "adamw"
     training: bool = True
@@ -202,7 +201,7 @@ def build_cost_table(graph: Graph, mesh: Mesh, cluster: Cluster, strategies: Str
     if training.offload:
         strategies = with_host(strategies, [n for n in trained if graph.op(n).outputs[0].shape])
     kept = untouched(graph, cluster.device, open_ends=training.floor is not None)
-    free = set() if training.floor is None else {op.name for op in graph.ops if op.name in training.floor or is_hold(op) or is_accumulator(op)}
+    free = training.floor or frozenset()
     cache: dict[tuple[int, bool, Fused, int, bool, bool], OpCost] = {}
     ops: dict[str, OpCost] = {}
     for op in graph.ops:

@@ -12,6 +12,7 @@ import autoshard
 from autoshard import Pipeline
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_or_any, parse_mesh
 from autoshard.base.plan import Plan
+from autoshard.base.windows import is_accumulator
 from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
@@ -26,7 +27,7 @@ from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.partitions import course_of
 from autoshard.planner.open_mesh import searches
 from autoshard.search.partition.feasible import Stages
-from models import llama
+from models import gpt, llama
 
 OPTIONS = Options(cluster="cpu-gloo", pipeline=Pipeline(microbatches="auto"))
 
@@ -97,6 +98,23 @@ def test_bounds_hold_for_plans():
             assert all(step.sum() <= made.objective_s * (1 + 1e-6) for step in floor.steps)
             assert (floor.forward <= floor.whole).all()
         assert 0.3 * made.objective_s < max(step.sum() for step in floor.steps)
+
+
+def test_bounds_count_what_adds_up_gradients():
+    """Of several micro-batches; where blocks share a weight they may share that too."""
+    with torch.device("meta"):
+        model, inputs = gpt.build(batch=4, seq=8, layers=2, width=16, heads=2, vocab=251)
+    cluster = load_cluster("h100-dgx")
+    batch = Batch(model, inputs, {}, {"loss_fn": gpt.loss, "training": True})
+    pricer = MeshPricer(Sizes(batch, OPTIONS.pipeline, 4, 2), 2, Asked(2, None, OPTIONS.pipeline, cluster, 1e15).mesh_of, cluster, 1e15,
+                        searches(batch.whole, OPTIONS, PhaseTimer(), cluster))
+    several, one = (pricer.sizes.stage(0, len(pricer.labels), count, False).graph for count in (2, 1))
+    free = {op.name for op in filter(is_accumulator, several.ops)} & pricer._shared(several)
+    assert free == {"sum:wte.weight"}
+    assert {op.name for op in filter(is_accumulator, one.ops)} <= pricer._shared(one)
+    made = autoshard.plan(model, "dp=2", inputs, loss_fn=gpt.loss, cluster="h100-dgx", pipeline=Pipeline(microbatches=2))
+    step, = (step for step in pricer.floor(Slot(2, 1, 2), LOOKS).steps[1:])
+    assert 0.5 * made.objective_s < step.sum() <= made.objective_s * (1 + 1e-6)
 
 
 def test_bounds_hold_for_plans_in_little_memory():

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from autoshard.search.partition import rank_bytes
 def by_trying_all(pricer, shape, limit):
     """Every partition, at the first lean level at which one fits."""
     table = shape.table()
-    for lean in range(pricer.leanest + 1):
+    for lean in range(pricer.corners(True)[-1] + 1):
         chain = chain_from(pricer.labels, lambda a, b: pricer.price(a, b, shape.slot, lean, table.split_backward))
         chain = chain if table.split_backward else chain.undivided()
         cuts = all_cuts(len(pricer.labels), shape.stages)
@@ -70,6 +71,39 @@ def test_dear_looks_are_for_shapes_that_cheap_ones_leave():
     try_shapes(pricer, shapes(Room(devices=4, most_tp=2, batch=6, blocks=7)), 9.0)
     looked = [{slot for slot, look in pricer.looks if look == n} for n in range(1, LOOKS + 1)]
     assert all(more >= fewer for more, fewer in pairwise(looked)) and looked[0] > looked[-1] > set()
+
+
+def test_ends_are_priced_where_the_main_blocks_are_near_the_best():
+    """Of most slots one block is priced, and no slot is priced leaner where the blocks at the level before are too slow already."""
+    pricer = Synthetic(14, state=1.0, saved=2.0, batch=32)
+    tried = try_shapes(pricer, shapes(Room(devices=8, most_tp=4, batch=32, blocks=16)), 14.0)
+    alone, whole = ({slot for first, end, slot, _ in pricer.asked if (end == 16) == ends} for ends in (False, True))
+    assert whole < alone and {t.shape.slot for t in tried if t.cuts} <= whole
+    assert {slot for *_, slot, lean in pricer.asked if lean} < alone
+
+
+def test_what_a_byte_costs_leaves_lean_levels_unsearched():
+    class Dear(Synthetic):
+        """A third level, of fewer bytes, and seconds for those that the second saves."""
+
+        cost = 0.0
+
+        def corners(self, split):
+            return (0, 1, 2)
+
+        def price(self, first, end, slot, lean, split):
+            found = super().price(first, end, slot, min(lean, 1), split)
+            return replace(found, input=2 * found.input, saved=0.5 * found.saved, stored=0.5 * found.stored) if lean == 2 else found
+
+        def rate(self, tried):
+            return self.cost * (tried.lean > 0)
+
+    found = shapes(Room(devices=8, most_tp=2, batch=32, blocks=16))
+    free, dear = Dear(14, state=1.0, saved=2.0), Dear(14, state=1.0, saved=2.0)
+    dear.cost = 10.0
+    tried = [try_shapes(pricer, found, 5.0) for pricer in (free, dear)]
+    assert len(dear.asked) < len(free.asked)
+    assert ranked(tried[1])[0].seconds == ranked(tried[0])[0].seconds
 
 
 def test_bounds_that_know_memory_leave_fewer_shapes_to_search():

@@ -26,7 +26,6 @@ class Synthetic:
     hop: float = 0.01
     state: float = 4.0
     saved: float = 0.5
-    leanest: int = 1
     limit: float = np.inf
     batch: int = 0
     asked: list[tuple] = field(default_factory=list)
@@ -34,6 +33,10 @@ class Synthetic:
     @property
     def labels(self) -> Sequence[Hashable]:
         return ("embedding", *["layer"] * self.layers, "head")
+
+    @property
+    def main(self) -> Hashable:
+        return "layer"
 
     def work(self, block: int) -> float:
         return {"embedding": 0.1, "layer": 1.0, "head": self.head}[self.labels[block]]
@@ -55,6 +58,12 @@ class Synthetic:
             each, each * (1 + (LEAN_SECONDS - 1) * lean), each, once=0.05 * work / slot.tp * (slot.dp > 1), update=0.02 * work / slot.tp / slot.dp,
             stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
             wire_out=self.hop * rows, wire_in=self.hop * rows)
+
+    def corners(self, split: bool) -> Sequence[int]:
+        return (0, 1)
+
+    def rate(self, tried: object) -> float:
+        return 0.0
 
     def floor(self, slot: Slot, look: int) -> Floor:
         work = np.array([self.work(k) for k in range(len(self.labels))]) * slot.rows / (slot.dp * slot.tp)

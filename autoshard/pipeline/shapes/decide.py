@@ -26,7 +26,7 @@ from autoshard.pipeline.shapes.floors import Floor
 from autoshard.pipeline.shapes.meshes import Shape, Slot
 from autoshard.pipeline.shapes.partitions import course_of, price_on
 from autoshard.pipeline.shapes.price import StagePrice, chain_from, with_ends
-from autoshard.search.partition import Chain, Course, partition, rank_bytes
+from autoshard.search.partition import Chain, Course, chain_of_blocks, partition, rank_bytes
 from autoshard.search.partition.feasible import Stages
 
 MARGIN = 1.05
@@ -36,6 +36,7 @@ TOLERANCE = 0.02
 FAR = 1.1
 """Where the tolerance is larger than that, a shape is not searched either whose bound, times what its schedule waits, is this factor above the best
 price: bounds have a part of the waiting in them."""
+FAR_OFF = "it is not near the best"
 LOOKS = 4
 """Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before."""
 FIRST, LATER, LAST = range(3)
@@ -51,13 +52,21 @@ class Pricer(Protocol):
     """Of each block; those with equal labels cost the same."""
     weights: Sequence[float]
     """Of each block, about as its seconds."""
-    leanest: int
+    @property
+    def main(self) -> Hashable:
+        """The label of the blocks that take most of a step."""
 
     def ideal(self, slot: Slot) -> float:
         """Seconds of a micro-batch of the whole model, at least, on one stage's devices; 0 if that is not known."""
 
     def floor(self, slot: Slot, look: int) -> Floor:
         """The same by blocks; `look`: from 1 to `LOOKS`, the last is as high as can be shown."""
+
+    def corners(self, split: bool) -> Sequence[int]:
+        """Lean levels whose prices take searches; those between them are means. The first is 0, the last the leanest."""
+
+    def rate(self, tried: Tried) -> float:
+        """Seconds of a byte at the lean level of a shape."""
 
     def price(self, first: int, end: int, slot: Slot, lean: int, split: bool) -> StagePrice:
         """The stage of blocks first..end-1, whatever it holds; `split`: with backward in two windows. Raises InfeasibleError where it
@@ -111,27 +120,27 @@ def try_shapes(pricer: Pricer, shapes: Sequence[Shape], limit: float = np.inf, t
     `tell` hears of every shape that is searched. With `plan_whole`, shapes without stages are planned as they are instead: one search, where prices
     of blocks are four and say less. `tolerance`: a shape whose bound is at most this part below the best price is not searched; `fine`: the same of
     shapes of three axes, where that is more."""
-    search = _Search(pricer, limit, tell, plan_whole, tolerance, fine)
-    bounds, waits = [search.least(shape) for shape in shapes], [search.waits(shape) for shape in shapes]
-    waiting = [(_turn(shape), bounds[at] * waits[at], at, 0) for at, shape in enumerate(shapes)]
+    search = _Search(pricer, limit, plan_whole, tolerance, fine)
+    looked = [_Looked(search, shape) for shape in shapes]
+    waiting = [(_turn(shape), looked[at].promise, at) for at, shape in enumerate(shapes)]
     heapify(waiting)
     done: dict[int, Tried] = {}
     anchored = plan_whole is None
     while waiting:
-        turn, promise, at, looked = heappop(waiting)
-        bound = bounds[at]
+        turn, promise, at = heappop(waiting)
+        here = looked[at]
         if anchored and turn == FIRST:
-            heappush(waiting, (LATER, promise, at, looked))
-        elif bound >= search.enough(shapes[at]):
-            done[at] = Tried(shapes[at], bound, why="not searched: its bound says enough")
-        elif looked == LOOKS and tolerance > TOLERANCE and promise > FAR * search.best:
-            done[at] = Tried(shapes[at], bound, why="not searched: with the time that its ranks wait it is not near the best")
-        elif looked < LOOKS:
-            bounds[at] = max(bound, search.bound(shapes[at], looked + 1))
-            heappush(waiting, (turn, bounds[at] * waits[at], at, looked + 1))
-        else:
+            heappush(waiting, (LATER, promise, at))
+        elif here.bound >= search.enough(here.shape):
+            done[at] = Tried(here.shape, here.bound, why="not searched: its bound says enough")
+        elif here.looks >= LOOKS and tolerance > TOLERANCE and promise > FAR * search.best:
+            done[at] = Tried(here.shape, here.bound, why="not searched: with the time that its ranks wait it is not near the best")
+        elif found := here.closer():
             anchored = anchored or turn == FIRST
-            done[at] = search.searched(Tried(shapes[at], bound))
+            done[at] = found
+            tell(f"{found.shape}: {_said(found)}")
+        else:
+            heappush(waiting, (turn, here.promise, at))
     return tuple(done[at] for at in sorted(done, key=lambda at: done[at].bound))
 
 
@@ -145,17 +154,27 @@ def chain_of(pricer: Pricer, slot: Slot, lean: int, split: bool) -> Chain:
     return made if split else made.undivided()
 
 
+def outline_of(pricer: Pricer, floor: Floor, slot: Slot, lean: int, split: bool) -> Chain:
+    """About what stages take at least: blocks of the main kind at the price of one by itself, the others at their floors and without bytes. Raises
+    InfeasibleError."""
+    at, here = pricer.labels.index(pricer.main), np.array([label == pricer.main for label in pricer.labels])
+    own, rest, ends = pricer.price(at, at + 1, slot, lean, split), floor.whole - floor.forward, len(here) - 1
+    made = chain_of_blocks(
+        np.where(here, own.forward, floor.forward), np.where(here, own.input, 0.0), weight=np.where(here, own.weight, rest),
+        once=np.where(here, own.once + own.update, floor.once), stored=own.stored * here, peak=own.peak * here, saved=own.saved * here,
+        between=min(own.between, own.saved) * here, hop_forward=np.full(ends, own.wire_out), hop_backward=np.full(ends, own.wire_in))
+    return made if split else made.undivided()
+
+
 class _Search:
     """What is known while shapes are tried: chains per slot and lean level, runs per schedule, the best price so far."""
 
-    def __init__(self, pricer: Pricer, limit: float, tell: Callable[[str], None], plan_whole: PlanWhole | None,
-                 tolerance: float, fine: float) -> None:
+    def __init__(self, pricer: Pricer, limit: float, plan_whole: PlanWhole | None, tolerance: float, fine: float) -> None:
         self.pricer, self.limit, self.best, self.plan_whole = pricer, limit, np.inf, plan_whole
         self.tolerance = {FIRST: tolerance, LATER: tolerance, LAST: max(tolerance, fine)}
-        self.levels = range(1 + pricer.leanest if np.isfinite(limit) else 1)
         self.chain = cache(lambda slot, lean, split: chain_of(pricer, slot, lean, split))
         self.floor = cache(pricer.floor)
-        self.tell = tell
+        self.outline = cache(lambda slot, lean, split: outline_of(pricer, self.floor(slot, LOOKS), slot, lean, split))
         self._run = cache(make_run)
 
     def run(self, shape: Shape) -> Run:
@@ -180,11 +199,23 @@ class _Search:
         chain, course = floor.chain(run.table.split_backward), run.course
         return max(floor.whole_blocks(course), Stages(chain, course, work=floor.work(course), together=floor.together(course)).bound(self.best))
 
+    def corners(self, shape: Shape) -> Sequence[int]:
+        return self.pricer.corners(self.run(shape).table.split_backward) if np.isfinite(self.limit) else (0,)
+
+    def is_planned(self, shape: Shape) -> bool:
+        """Whether the shape is planned as it is, instead of priced by blocks."""
+        return self.plan_whole is not None and shape.pp == 1
+
     def searched(self, tried: Tried) -> Tried:
-        """The best partition at the first lean level where one fits."""
-        found = self._planned(tried, self.plan_whole) if self.plan_whole and tried.shape.pp == 1 else self._searched(tried)
-        self.tell(f"{tried.shape}: {_said(found)}")
-        return found
+        """The plan of the shape, or the best partition at the first lean level from `tried.lean` on where one fits."""
+        return self._planned(tried, self.plan_whole) if self.plan_whole and tried.shape.pp == 1 else self._searched(tried)
+
+    def outlined(self, tried: Tried) -> Tried:
+        """The best partition at a lean level, by the main blocks alone."""
+        try:
+            return self._at(tried, self.outline(tried.shape.slot, tried.lean, self.run(tried.shape).table.split_backward))
+        except InfeasibleError as e:
+            return replace(tried, why=f"{NOT_FOUND}: {e}")
 
     def _planned(self, tried: Tried, plan: PlanWhole) -> Tried:
         try:
@@ -195,21 +226,67 @@ class _Search:
         return replace(found, bound=max(tried.bound, found.bound))
 
     def _searched(self, tried: Tried) -> Tried:
-        run, enough, why = self.run(tried.shape), MARGIN * self.best, ""
-        for lean in self.levels:
+        for lean in range(tried.lean, 1 + self.corners(tried.shape)[-1]):
             try:
-                chain = self.chain(tried.shape.slot, lean, run.table.split_backward)
+                chain = self.chain(tried.shape.slot, lean, self.run(tried.shape).table.split_backward)
             except InfeasibleError as e:
                 return replace(tried, why=f"{NOT_FOUND}: {e}")
-            found = partition(chain, run.course, run.price(chain), self.limit, PARTITIONS, enough)
+            found = self._at(replace(tried, lean=lean), chain)
             if found.cuts:
-                self.best = min(self.best, found.seconds)
-                memory = float(rank_bytes(chain, run.course, np.array([found.cuts])).max())
-                return replace(tried, seconds=found.seconds, cuts=found.cuts, lean=lean, memory=memory)
-            if Stages(chain, run.course).bound(enough) >= enough:  # whatever the memory
-                return replace(tried, seconds=enough, lean=lean, why="it is not near the best")
-            why = NOT_FOUND
-        return replace(tried, why=why)
+                self.best = min(self.best, found.seconds or np.inf)
+            if found.why != NOT_FOUND:
+                return found
+        return replace(tried, why=NOT_FOUND)
+
+    def _at(self, tried: Tried, chain: Chain) -> Tried:
+        """The best partition at these prices. Where none fits, about what the shape takes at least in its memory: blocks at a rate per byte are the
+        best at that rate, so that with fewer bytes they take the rate for each of them more."""
+        run, enough = self.run(tried.shape), MARGIN * self.best
+        found = partition(chain, run.course, run.price(chain), self.limit, PARTITIONS, enough)
+        if found.cuts:
+            memory = float(rank_bytes(chain, run.course, np.array([found.cuts])).max())
+            return replace(tried, seconds=found.seconds, cuts=found.cuts, memory=memory)
+        stages = Stages(chain, run.course)  # whatever the memory
+        least = stages.bound(enough) + self.pricer.rate(tried) * max(0.0, stages.least_bytes - self.limit)
+        return replace(tried, seconds=min(least, enough), why=FAR_OFF if least >= enough else NOT_FOUND)
+
+
+class _Looked:
+    """A shape, and what is known of it so far: `bound`; `promise`, about the least that it may take, by which shapes are in order; the first lean
+    level at which a partition may fit, and whether some level was found where it does by the main blocks alone."""
+
+    def __init__(self, search: _Search, shape: Shape) -> None:
+        self.search, self.shape, self.bound = search, shape, search.least(shape)
+        self.looks, self.about, self.first, self.fits = 0, 0.0, 0, False
+
+    @property
+    def promise(self) -> float:
+        return max(self.about, self.bound * self.search.waits(self.shape))
+
+    def closer(self) -> Tried | None:
+        """Looks once more, the cheapest look first: bounds, then prices of the main blocks alone, in ample memory, and leaner as long as no
+        partition fits; what was found, where that was the last look."""
+        search, looks, tried = self.search, self.looks, Tried(self.shape, self.bound, lean=self.first)
+        self.looks += 1
+        if looks < LOOKS:
+            self.bound = max(self.bound, search.bound(self.shape, looks + 1))
+        elif self.about >= MARGIN * search.best:
+            return replace(tried, seconds=MARGIN * search.best, why=FAR_OFF)
+        elif self.fits or search.is_planned(self.shape):
+            return search.searched(tried)
+        elif looks - LOOKS == len(search.corners(self.shape)):
+            return replace(tried, why=NOT_FOUND)
+        else:
+            return self._outlined(search.corners(self.shape)[looks - LOOKS])
+        return None
+
+    def _outlined(self, lean: int) -> Tried | None:
+        found = self.search.outlined(Tried(self.shape, self.bound, lean=lean))
+        if found.why not in ("", NOT_FOUND):
+            return found
+        self.about, self.fits = found.seconds or 0.0, bool(found.cuts)
+        self.first = self.first if self.fits else lean + 1
+        return None
 
 
 def _said(tried: Tried) -> str:

@@ -5,7 +5,7 @@ A block, and two that stand together, are cut out of the programs of two sizes o
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -14,6 +14,7 @@ import numpy as np
 from autoshard.base.graph import FORWARD, Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
+from autoshard.base.windows import is_accumulator
 from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.decide.least_seconds import Prices
@@ -108,8 +109,6 @@ def _resized(stage: Stage, graph: Graph) -> Stage:
 class MeshPricer:
     """A `decide.Pricer`. `mesh_of`: the submesh of a slot; `devices`: of the whole mesh; `limit`: bytes a rank may use."""
 
-    leanest = PARTS * (len(RATES) - 1)
-
     def __init__(self, sizes: Sizes, devices: int, mesh_of: Callable[[Slot], Mesh], cluster: Cluster, limit: float, searches: Searches) -> None:
         self.sizes, self.devices, self.mesh_of, self.cluster, self.limit, self.searches = sizes, devices, mesh_of, cluster, limit, searches
         known: dict[Hashable, int] = {}
@@ -184,20 +183,22 @@ class MeshPricer:
         return self.searches.step(graph, self.mesh_of(slot), prices, self._shared(graph)) if graph.of_kind("call") else (0.0, (0.0, 0.0))
 
     def _shared(self, graph: Graph) -> frozenset[str]:
-        """Ops of a block's program that another block may have too."""
-        return frozenset(op.name for op in graph.ops if op.name.split("@")[0] in self._several)
+        """Ops of a block's program that another block may have too; of one micro-batch also those that add up gradients, which it does not."""
+        alone = graph.microbatches == 1
+        return frozenset(op.name for op in graph.ops if op.name.split("@")[0] in self._several or alone and is_accumulator(op))
 
     @cached_property
     def _several(self) -> frozenset[str]:
-        """Ops that every stage repeats, and parameters that several blocks read."""
+        """Ops that every stage repeats, and parameters that several blocks read, with what adds up their gradients."""
         graph, of_op = self.sizes.first.graph, self.sizes.first.blocks.of_op
         repeated = repeated_ops(graph)
         blocks: dict[str, set[int]] = {}
-        for op in sorted((op for op in graph.of_kind("call") if op.name in of_op), key=lambda op: -graph.order[op.name]):
+        for op in reversed([op for op in graph.of_kind("call") if op.name in repeated or op.name in of_op]):
             own = blocks.get(op.name, set()) if op.name in repeated else {of_op[op.name]}
             for ref in op.refs:
                 blocks.setdefault(ref.op, set()).update(own)
-        return repeated | {op.name for op in graph.of_kind("param") if len(blocks.get(op.name, ())) > 1}
+        params = [op for op in graph.of_kind("param") if len(blocks.get(op.name, ())) > 1]
+        return repeated | {name for op in params for name in (op.name, f"sum:{op.target}")}
 
     def _stage(self, first: int, end: int, slot: Slot, split: bool = False) -> Stage:
         return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)
@@ -236,6 +237,10 @@ class MeshPricer:
         at = self.kinds[self.main]
         main = self._ample(at, at + 1, slot, split)
         return self.sizes.rows / slot.rows * main.forward / (self._pp(slot) * main.saved) if main.saved else 0.0
+
+    def corners(self, split: bool) -> Sequence[int]:
+        """With backward in two windows what the first keeps for the second is as much as forward's values: the highest rate saves none of it."""
+        return range(0, PARTS * (len(RATES) - split), PARTS)
 
     def rate(self, tried: Tried) -> float:
         """At which stages of a shape were priced that was searched: seconds for a byte, the higher one between two; 0 in ample memory."""

@@ -59,14 +59,17 @@ class Stages:
     @cached_property
     def too_full(self) -> bool:
         """Whether the ranks together have less memory than any partition takes, when each of them holds most micro-batches."""
+        return bool(np.isfinite(self.memory_limit)) and self.least_bytes > self.memory_limit
+
+    @cached_property
+    def least_bytes(self) -> float:
+        """Bytes of the fullest rank at least, of any partition: what the ranks hold together, when each of them holds most micro-batches."""
         chain, course = self.chain, self.course
-        if not np.isfinite(self.memory_limit):
-            return False
         held = np.zeros((course.stages, 2))
         for stages, loads in zip(course.of_rank, course.loads):
             held[stages] = loads[loads.sum((1, 2)).argmax()].T
         nbytes = chain.stored + held[:, :1, None] * chain.saved + held[:, 1:, None] * chain.between
-        return self._least_sum(nbytes) > len(course.of_rank) * self.memory_limit
+        return self._least_sum(nbytes) / len(course.of_rank)
 
     @cached_property
     def hops(self) -> np.ndarray:
