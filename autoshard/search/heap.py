@@ -1,22 +1,11 @@
 """Settings of the garbage collector during a search, and during the other phases of planning."""
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 OBJECTS = 100_000  # made between two looks of the collector
-
-
-def give_back() -> None:
-    """Collect what is dropped, and give pages of memory on which nothing is left back to the system. The allocator of glibc keeps them: tables come
-    and go by the thousand, and what is free between those that stay is a third of the memory that a search on three axes would take."""
-    gc.collect()  # a table and its transpose know each other
-    trim = None if os.name == "nt" else getattr(ctypes.CDLL(None), "malloc_trim", None)  # other allocators have none
-    if trim is not None:
-        trim(0)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Nothing here needs a compiler: the Python work is a few microseconds a step and 
 """
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autoshard.errors import ProblemError
-from autoshard.search.heap import give_back
 from autoshard.search.problem import Edge, Problem
 from autoshard.search.reductions.steps import Fixed, Keep, Masks, Step
 
@@ -97,7 +97,7 @@ class Core:
         """Drop what was kept to run each distinct operation once. Undoing needs none of it. `collect`: also free it at once, which takes 0.1 s."""
         self._memo, self._settled, self.intern = {}, {}, Interner()
         if collect:
-            give_back()
+            gc.collect()  # a table and its transpose know each other
 
     def settle(self, v: int, rules: Key) -> None:
         """Note that `rules` find nothing to do at a node that looks like v. Copies in other layers look the same."""

@@ -4,7 +4,7 @@ here are made by `Core` itself.
 Masks of strategies are interned (`Masks`), so that equal layers are widened once."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,15 +69,6 @@ class Keep:
             masks.put(self.v, mask)
         else:
             masks.run(self.v, _undominated_within, self.change, self.kept, masks.of[self.v])
-
-
-def strategies_left(steps: Sequence[Step], sizes: dict[int, int]) -> dict[int, np.ndarray]:
-    """Of nodes that had `sizes` strategies, those that are left after `steps`, in which strategies only went."""
-    left = {v: np.arange(size) for v, size in sizes.items()}
-    for step in steps:
-        if isinstance(step, Keep):
-            left[step.v] = left[step.v][step.kept]
-    return left
 
 
 def _undominated_within(shape: tuple[float], change: np.ndarray, kept: np.ndarray, alive: np.ndarray) -> np.ndarray:

@@ -7,8 +7,7 @@ if that is within the gap it is the optimum. Equal layers are first tied: the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt.python import mathopt
@@ -46,8 +45,7 @@ ROUGH = 1e-3  # relative gap within which the tied problem is not solved closer 
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
 ROUGH_LARGE = 2e-2  # the same where tables are too large to keep, and larger pairs cost most of what an answer does
 NEAR = 4  # choices that a problem solved at once leaves for the next one
-CLOSE = 0.01  # relative gap of the least cost known, from which on it leaves few strategies for other prices
-ENOUGH = 0.5  # of the table entries left: another round is not worth it
+ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 Plane = tuple[np.ndarray, float, np.ndarray]
 """(prices, cost of some choice at these prices, its loads above the limits): the bound at other prices is at most
@@ -91,17 +89,16 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         _close_tied(board, quotient, seed)
     if not large and not reduced:
         reduce_core(core, board.clock.expired)
-    best, _, found = search_prices(board, core, planes, seed, tied_best, pool)
+    best, _, found = search_prices(board, core, planes, seed, tied_best)
     if likely:
-        if not large:  # cheap, and often the optimum is there
-            close(board, best, seed, widest=LIKELY)
-        if not board.done and not (large and _near(board, best)):
+        close(board, core, best, seed, widest=LIKELY)
+        if not board.done:
             mix(board, [*pool, *found], seed)
-        if _near(board, best):
-            close(board, best, seed, narrowest=NEARBY if large else 0.0)
+            if best is not None and board.cost - best.bound <= NEARBY * abs(best.bound):
+                close(board, core, best, seed)
         if not board.done:
             _close_tied(board, quotient, seed)
-    close(board, best, seed)
+    close(board, core, best, seed)
     if not board.done and not likely:
         mix(board, [*pool, *found], seed)
     board.near = [*pool, *found]
@@ -144,7 +141,7 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
         rough = ROUGH_LARGE if stored_entries(quotient) > STORED else ROUGH
         _spare(core, quotient)
         known = _scaled(_planes(board, quotient), 1 / tied.copies)
-        best, planes, found = search_prices(own, quotient, known, seed, rough=rough, only_cheaper=True)
+        best, planes, found = search_prices(own, quotient, known, seed, rough=rough)
     except Infeasible:
         board.report("no choice treats the layers alike")  # says nothing about untied ones
         return None, _planes(board, core), []
@@ -158,16 +155,12 @@ def _close_tied(board: Board, quotient: Quotient | None, seed: int) -> None:
         return
     own, copies = quotient.board, quotient.tied.copies
     own.clock = _share(board)
-    close(own, quotient.best, seed, TIED_NODES)
+    close(own, quotient.core, quotient.best, seed, TIED_NODES)
     board.clock.cut |= own.clock.cut or own.clock.expired()
     if own.choice is not None:
         board.offer(quotient.tied.lift(own.choice), "layers tied", tied=True)
     board.tied_proven = own.proven and board.cost >= copies * own.cost - MARGIN * abs(board.cost)
     board.stats["tied"] = {"cost": copies * own.cost, "bound": copies * own.bound, "seconds": own.clock.seconds}
-
-
-def _near(board: Board, best: Priced | None) -> bool:
-    return best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
 
 
 def _share(board: Board) -> Clock:
@@ -185,16 +178,13 @@ def _spare(core: Core, *others: Core) -> None:
             each.forget()
 
 
-def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like: Priced | None = None, pool: Sequence[np.ndarray] = (),
-                  rough: float = 0.0, only_cheaper: bool = False) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
+def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like: Priced | None = None,
+                  rough: float = 0.0) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
-    its choices, and at the prices of `like`. `pool`: the choices of the last of these planes. What costs
-    most of an answer is left out where it is within `rough` without.
-    Returns the best prices' answer, all planes and the choices found. `only_cheaper`: bounds need hold only for choices of at most the least
-    cost known, so that the others may go where tables are large."""
+    its choices, and at the prices of `like`. What costs most of an answer is left out where it is within `rough` without.
+    Returns the best prices' answer, all planes and the choices found."""
     best: Priced | None = None
     found: list[np.ndarray] = []
-    left, known = core, math.inf  # what a choice of cost at most `known` may take
     planes, largest, rough = list(planes), like.largest if like else LARGEST_PAIR, max(rough, board.enough / 4)
     asked = [at for at, *_ in planes]
     for _ in range(TRIALS):
@@ -202,18 +192,15 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
             break
         prices, promised = _next_prices(core, planes) if planes else (_first_prices(core), math.inf)
         if best is None:
-            at = like.prices if like else prices
-            priced = solve_priced(board, left, at, seed, 0.0 if planes else FIRST, rough, largest, _cheapest(pool, planes, at))
+            priced = solve_priced(board, core, like.prices if like else prices, seed, 0.0 if planes else FIRST, rough, largest)
         elif _promises_more(best, promised) and (new := _not_asked(prices, best, asked)) is not None:
-            at, worth = new, LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
-            priced = solve_priced(board, left, at, seed, worth, rough, largest)
+            worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
+            priced = solve_priced(board, core, new, seed, worth, rough, largest)
         elif best.loose:  # other prices may promise more than they can show: first see what these can
-            at, priced = best.prices, tighten(board, best, seed)
-            best = None
+            priced = best = tighten(board, core, best, seed)
         else:
             break
         largest = priced.largest
-        priced = replace(priced, prices=np.minimum(at, core.price), bound=min(priced.bound, known))  # rows of what is left may be part of its costs
         board.raise_bound(priced.bound, "row prices")
         if best is None or priced.bound > best.bound:
             best = priced
@@ -223,34 +210,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         found.append(priced.choice)
         asked.append(priced.prices)
         planes.append(_plane(board, core, priced.prices, priced.choice))
-        if only_cheaper and stored_entries(left) > STORED:
-            if len(found) > 2 and board.cost - best.bound > CLOSE * abs(best.bound):
-                mix(board, found, seed)
-            if priced.core is left and (less := _cheaper(board, priced)) is not None:
-                left, known = less, board.cost
     return best, planes, found
-
-
-def _cheapest(pool: Sequence[np.ndarray], planes: list[Plane], prices: np.ndarray) -> np.ndarray | None:
-    """Of `pool`, whose planes are the last ones, the choice that costs least at `prices`."""
-    if not pool:
-        return None
-    return pool[int(np.argmin([value + np.dot(excess, prices - at) for at, value, excess in planes[-len(pool):]]))]
-
-
-def _cheaper(board: Board, priced: Priced) -> Core | None:
-    """What was priced without the strategies that no choice of at most the least cost known takes, or None where they are few, as where the bound is
-    far from this cost."""
-    if board.cost - priced.bound > CLOSE * abs(priced.bound):
-        return None
-    less = priced.core.copy(own_memo=True)
-    try:
-        _keep_possible(less, priced.possible(board.cost))
-        reduce_core(less, board.clock.expired)
-    except Infeasible:  # a choice of just this cost is known
-        return None
-    less.forget()
-    return less if stored_entries(less) <= ENOUGH * stored_entries(priced.core) else None
 
 
 def _first_prices(core: Core) -> np.ndarray:
@@ -273,7 +233,8 @@ def _not_asked(prices: np.ndarray, best: Priced, asked: list[np.ndarray]) -> np.
     return None
 
 
-def close(board: Board, best: Priced | None, seed: int, nodes: int = MIP_NODES, narrowest: float = 0.0, widest: float = ROOMS[-1]) -> None:
+def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int = MIP_NODES,
+          widest: float = ROOMS[-1]) -> None:
     """Assume that the optimum is little above the bound: then few strategies are possible. The best of them is optimal
     when it is as cheap as assumed; if there is none so cheap, the assumption is a bound. `nodes`: of a MIP's tree."""
     if best is None:
@@ -282,8 +243,6 @@ def close(board: Board, best: Priced | None, seed: int, nodes: int = MIP_NODES, 
     for room in ROOMS:
         if board.done or room > widest:
             return
-        if room < narrowest:
-            continue
         if best.bound + room * unit <= board.bound:
             continue  # nothing is there
         if room * unit < UNLIKELY * (best.value - best.bound) and room != ROOMS[-1]:
@@ -292,10 +251,10 @@ def close(board: Board, best: Priced | None, seed: int, nodes: int = MIP_NODES, 
         if board.cost < upper + room * unit:
             upper = board.cost
         try:
-            small = _narrowed(board, best, upper, seed)
+            small = _narrowed(board, core, best, upper, seed)
             if not _fits_mip(small, upper - best.bound <= NEARBY * unit):
                 return
-            answer = solve_left(board, small, seed, nodes, best.prices, upper)
+            answer = solve_left(board, small, seed, nodes)
         except Infeasible:
             board.raise_bound(upper * (1 - math.copysign(MARGIN, upper)), "nothing cheaper")
             continue
@@ -312,17 +271,14 @@ def _fits_mip(core: Core, near: bool) -> bool:
     return entries <= TABLES or near and entries <= COPIES * TABLES and stored_entries(core) <= TABLES
 
 
-def _narrowed(board: Board, best: Priced, upper: float, seed: int) -> Core:
-    """What `best` is the price of, with the strategies that a choice of cost at most `upper` may take. What is left reduces further when it is
+def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int) -> Core:
+    """`core` with the strategies that a choice of cost at most `upper` may take. What is left reduces further when it is
     priced again, which tells more strategies to be too dear."""
-    core = best.core
     large = stored_entries(core) > STORED
     while True:
         small = core.copy(own_memo=large)
         _keep_possible(small, best.possible(upper))
         reduce_core(small, board.clock.expired)
-        if large:
-            small.forget()
         left = table_entries(small)
         if not left or left > ENOUGH * table_entries(core) or board.clock.expired():
             return small

@@ -2,20 +2,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Phase
-from autoshard.search.dual.dual import ROUNDS, TIGHT, Dual
+from autoshard.search.dual.dual import ROUNDS, Dual
 from autoshard.search.dual.packed import along
 from autoshard.search.problem import priced_cost
 from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
-from autoshard.search.reductions.gather import Assumed, gather
+from autoshard.search.reductions.gather import gather
 from autoshard.search.reductions.pairs import merge_pairs
 from autoshard.search.routes.joining import close_by_joining
 from autoshard.search.routes.milp import MipAnswer, solve_mip
@@ -40,11 +38,10 @@ BETWEEN = 3  # rounds of sweeps between looks
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """What `core` at `prices` gave: a `bound` that holds for the problem with rows, and the best choice found, or
+    """What the problem at `prices` gave: a `bound` that holds for the problem with rows, and the best choice found, or
     None. `value` is what that choice costs at these prices: the bound, where it is tight. `loose`: more could be had at
     these prices, see `tighten`. `largest`: pairs that the bound needed; near these prices it will need them again."""
 
-    core: Core
     prices: np.ndarray
     bound: float
     value: float
@@ -65,10 +62,9 @@ class Priced:
 
 
 def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
-                 largest: int = LARGEST_PAIR, start: np.ndarray | None = None) -> Priced:
+                 largest: int = LARGEST_PAIR) -> Priced:
     """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
-    up to `largest` joint strategies are made at once. `start`: a choice that may be the best at these prices; a bound
-    that says so is enough. Raises Infeasible when no choice is possible whatever the rows."""
+    up to `largest` joint strategies are made at once. Raises Infeasible when no choice is possible whatever the rows."""
     prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
     large = stored_entries(core) > STORED
     free = core.copy(own_memo=large)
@@ -86,23 +82,21 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     if large:
         free.forget()
     dual = Dual(free, nodes=None if large else along(free), alike=True)
-    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, start)
+    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain)
 
 
-def tighten(board: Board, priced: Priced, seed: int) -> Priced:
+def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
     """Go on where `solve_priced(..., enough)` stopped."""
-    return _answer(board, priced.core, priced.prices, priced.dual, priced.since, seed, priced.largest, 0.0)
+    return _answer(board, core, priced.prices, priced.dual, priced.since, seed, priced.largest, 0.0)
 
 
 def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, largest: int,
-            enough: float, rough: float = 0.0, plain: Core | None = None, start: np.ndarray | None = None) -> Priced:
+            enough: float, rough: float = 0.0, plain: Core | None = None) -> Priced:
     """Where layouts compete, larger pairs are worth their size: those of activations that both windows read, of 16 layouts each
     (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27. `plain`: the core before pairs
     were made."""
     known = board.cost if plain is None else math.inf
-    reached = math.inf if start is None else choice_value(board, core, prices, start)
-    dual, bound, picked, decoded = _converged(board, dual, enough, known, reached)
-    value = min(decoded, reached)
+    dual, bound, picked, value = _converged(board, dual, enough, known)
     for larger in LARGER_PAIRS:
         most = math.inf if plain is None else LOOSE_TO_JOIN
         worth = max(LOOSE, enough, rough) * abs(bound) < value - bound <= most * abs(bound)
@@ -113,10 +107,10 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
                 drop_forbidden(joined)
             if len(joined.undo) > len(dual.core.undo):  # some were made
                 largest, dual = larger, Dual(joined, nodes=along(joined), alike=True)
-                proven, picked, decoded = dual.converge(Phase(board.clock, 0.5), enough)
-                bound, value = max(bound, min(proven, known)), min(decoded, reached)
-    choice = start
-    if decoded < reached:
+                proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
+                bound = max(bound, min(proven, known))
+    choice = None
+    if math.isfinite(value):
         full = np.zeros(len(core.cost), dtype=np.int64)
         full[dual.nodes] = picked
         choice = dual.core.lift(full)
@@ -129,21 +123,20 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         loose = False
     if choice is not None:
         value = choice_value(board, core, prices, choice)
-    return Priced(core, prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
+    return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
 
 
-def _converged(board: Board, dual: Dual, enough: float, known: float, reached: float = math.inf) -> tuple[Dual, float, np.ndarray, float]:
+def _converged(board: Board, dual: Dual, enough: float, known: float) -> tuple[Dual, float, np.ndarray, float]:
     """`dual.converge`, without the strategies that no choice of cost at most `known` takes, as soon as the bound tells them: of the last sweeps most
-    would be about these. The bound is at most `known`. `reached`: what some choice costs, which ends it too. Returns what is left, too."""
-    reached -= TIGHT * abs(reached) if math.isfinite(reached) else 0.0
+    would be about these. The bound is at most `known`. Returns what is left, too."""
     phase = Phase(board.clock, 0.5)
-    bound, picked, value = dual.converge(phase, enough, reached, BETWEEN if math.isfinite(known) else ROUNDS)
+    bound, picked, value = dual.converge(phase, enough, rounds=BETWEEN if math.isfinite(known) else ROUNDS)
     bound = min(bound, known)  # `dual` may be what was left before
     while not dual.ended:
         left = dual.without_dearer(known) if known - bound <= WITHIN * abs(bound) else None
         if left is not None:
             dual, value = left, math.inf
-        proven, now, least = dual.converge(phase, enough, reached, BETWEEN)
+        proven, now, least = dual.converge(phase, enough, rounds=BETWEEN)
         bound = max(bound, min(proven, known))
         if least < value:
             picked, value = now, least
@@ -201,17 +194,11 @@ def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndar
     return bound, choice
 
 
-def _bounded(board: Board, core: Core) -> tuple[float, Callable[[float], dict[int, np.ndarray]]]:
-    dual = Dual(core, nodes=along(core))
-    return dual.converge(Phase(board.clock, 0.5))[0], dual.possible
-
-
-def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES, prices: np.ndarray | None = None, upper: float = math.inf) -> MipAnswer:
+def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES) -> MipAnswer:
     """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
-    time that is left is not enough for them. `prices` of the rows at which the bound is close to `upper`: then only choices of at most this cost are
-    looked for. Raises Infeasible where there are none."""
+    time that is left is not enough for them."""
     joined = core.copy()
-    gather(joined, None if prices is None else Assumed(prices, upper, partial(_bounded, board)))
+    gather(joined)
     answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes, overdue=board.clock.overdue)
     board.clock.cut |= answer.timed
     return answer if answer.choice is None else replace(answer, choice=joined.lift(answer.choice, len(core.undo)))
