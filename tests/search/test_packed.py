@@ -91,3 +91,21 @@ def test_a_known_cost_changes_no_proof(seed, known):
     bound, value = _converged(board, Dual(build(problem)[0], alike=True), 0.0, best + known)[1::2]
     whole = Dual(build(problem)[0]).converge(Phase(Clock(20.0), 1.0))[0]
     assert whole - 1e-6 * best <= bound <= best + 1e-9 and value >= best - 1e-9
+
+
+def test_a_strategy_whose_partners_are_too_dear_goes_with_them():
+    """It would get an infinite message, and infinite less infinite is nothing: not a cost, and not a bound."""
+    every, free = np.arange(4), np.zeros((4, 4))
+    only = np.where(np.eye(4) > 0, 0.0, np.inf)  # the strategies of 0 and 1 are partners one by one
+    problem = Problem((np.zeros(4), np.array([0.0, 5.0, 6.0, 7.0]), np.array([0.0, 0.1, 8.0, 9.0])),
+                      (Edge(0, 1, only, every, every), Edge(1, 2, free, every, every), Edge(0, 2, np.arange(16.0).reshape(4, 4) % 3, every, every)))
+    dual = Dual(build(problem)[0])
+    dual.converge(Phase(Clock(20.0), 1.0), rounds=1)
+    dual.possible = lambda upper: {0: np.ones(4, dtype=bool), 1: every < 1, 2: every < 2}  # as rounding may leave them
+    left = dual.without_dearer(1.0)
+    assert left is not None and [len(left.core.cost[v]) for v in (0, 1, 2)] == [1, 1, 2]
+    with np.errstate(invalid="raise"):
+        bound, _, value = left.converge(Phase(Clock(20.0), 1.0))
+        assert np.isfinite(left.message).all() and bound == pytest.approx(value) == pytest.approx(0.0)
+        small, proven = left.reduce(1.0)
+    assert proven == pytest.approx(0.0) and small.lift(np.zeros(3, dtype=np.int64)).tolist() == [0, 0, 0]

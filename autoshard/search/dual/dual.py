@@ -9,8 +9,9 @@ import numpy as np
 from autoshard.search.clock import Pace
 from autoshard.search.dual import messages
 from autoshard.search.dual.packed import Packed, pack
-from autoshard.search.reductions import Infeasible
+from autoshard.search.reductions import Infeasible, drop_forbidden
 from autoshard.search.reductions.core import Core, Table
+from autoshard.search.reductions.steps import Keep
 
 ROUND = 50  # sweeps between looks at the clock
 GUESS = 0.02  # of the bound: how far above it a step aims while no cost is known
@@ -163,8 +164,8 @@ class Dual:
         return bound, choice, value
 
     def without_dearer(self, upper: float) -> Dual | None:
-        """Without rows: the same with its messages and without the strategies that no choice of cost at most `upper` takes. None where these are
-        few, or all."""
+        """Without rows: the same with its messages and without the strategies that no choice of cost at most `upper` takes, nor those that are left
+        without a partner: nothing would be left of the infinite messages into them but inf - inf. None where these are few, or all."""
         p, masks = self.packed, self.possible(upper)
         alive = np.concatenate([masks[v] for v in self.nodes.tolist()])
         if alive.sum() > FEWER * len(alive) or not all(mask.any() for mask in masks.values()):
@@ -173,9 +174,17 @@ class Dual:
         for v, mask in masks.items():
             if not mask.all():
                 core.keep(v, np.flatnonzero(mask))
+        try:
+            drop_forbidden(core)
+        except Infeasible:
+            return None
+        left = {v: np.arange(len(mask)) for v, mask in masks.items()}
+        for step in core.undo[len(self.core.undo):]:
+            if isinstance(step, Keep):
+                left[step.v] = left[step.v][step.kept]
         other = Dual(core, nodes=self.nodes.tolist(), alike=self.alike)
-        degree = np.diff(p.adj_ptr).tolist()
-        kept = np.concatenate([np.tile(masks[v], n) for v, n in zip(self.nodes.tolist(), degree, strict=True)])
+        first = [p.adj_message[a:b] for a, b in zip(p.adj_ptr[:-1], p.adj_ptr[1:], strict=True)]
+        kept = np.concatenate([(at[:, None] + left[v]).ravel() for v, at in zip(self.nodes.tolist(), first, strict=True)])
         other.message, other.before, other.pace, other.reached = self.message[kept], self.before[kept], self.pace, (self.reached[0], 0)
         return other
 
