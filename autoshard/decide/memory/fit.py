@@ -171,7 +171,8 @@ def _filled(program: Program, found: Solution, how: How) -> Solution:
 
 def _around(problem: Problem, best: Solution, starts: Sequence[np.ndarray], how: How) -> Solution:
     """What neighbourhoods make of the last of `starts` that is feasible; without a choice where none is."""
-    better = next(filter(None, (how.improve(problem, start, False, neighbourhoods_of(problem)) for start in reversed(starts))), None)
+    known = neighbourhoods_of(problem)
+    better = next(filter(None, (how.improve(problem, start, False, known) for start in reversed(starts))), None)
     return replace(best, choice=None) if better is None else settled(best, *better)
 
 
