@@ -16,6 +16,9 @@ from transformers.cache_utils import Cache
 from autoshard.errors import ModelError
 from autoshard.serve.layers import kept_by, layer_over, probed
 
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
+"""How models name the argument for their caches: the first two until transformers 5.23, by kind of model, the last one from 5.24 on."""
+
 Masks = torch.Tensor | Mapping[str, torch.Tensor | None] | None
 """One for all layers, or one per kind of layer. None: a layer of states sees no padding."""
 
@@ -42,7 +45,10 @@ class CachedModel(nn.Module):
         super().__init__()
         self.model = model
         self.takes = frozenset(inspect.signature(model.forward).parameters)
-        argument = "past_key_values" if "past_key_values" in self.takes else "cache_params"
+        argument = next((name for name in CACHE_ARGUMENTS if name in self.takes), "")
+        if not argument:
+            raise ModelError(f"{type(model).__name__}.forward takes no cache (none of {', '.join(CACHE_ARGUMENTS)}); generation works with decoders "
+                             "of transformers that take one, and other state can be in buffers of your own model (docs/inference.md)")
         layers = [kept_by(model, i, layer) for i, layer in enumerate(probed(model, argument).layers)]
         self.kept = [tuple(kept) for kept in layers]
         names = {name for kept in self.kept for name in kept}

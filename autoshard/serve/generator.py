@@ -21,7 +21,7 @@ from autoshard.base.plan import Plan
 from autoshard.errors import UsageError
 from autoshard.runtime.module import CompiledModule
 from autoshard.serve.agreement import Turns
-from autoshard.serve.cached_model import CachedModel, Caches, Masks
+from autoshard.serve.cached_model import CACHE_ARGUMENTS, CachedModel, Caches, Masks
 from autoshard.serve.layers import Rows
 from autoshard.serve.phases import Phases
 
@@ -34,11 +34,9 @@ RECURRENT = ("linear_attention", "conv")
 
 @dataclass
 class Output(ModelOutput):
-    """Logits of the last token, and what counts the tokens, under the name that the model has for caches."""
+    """Logits of the last token. What counts the tokens is put beside them, under the name that the model has for caches."""
 
     logits: torch.Tensor | None = None
-    past_key_values: Cache | None = None
-    cache_params: Cache | None = None
 
 
 class Generator:
@@ -111,7 +109,7 @@ class Generator:
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
         return not this_peer_finished if self._turns is None else self._turns.go_on(not this_peer_finished)
 
-    def _run(self, input_ids: torch.Tensor, attention_mask: Masks, position_ids: torch.Tensor | None, seen: Cache) -> Any:
+    def _run(self, input_ids: torch.Tensor, attention_mask: Masks, position_ids: torch.Tensor | None, seen: Counted) -> Any:
         """One call of the compiled model, after which `new` more tokens are in the caches."""
         batch, new = input_ids.shape
         start = seen.get_seq_length()
@@ -124,7 +122,9 @@ class Generator:
         with torch.no_grad():
             logits = self.compiled(*inputs) if self._turns is None else self._turns.in_model(lambda: self.compiled(*inputs), self._settings)
         seen.add(new)
-        return Output(logits=logits, **{self.caches.argument: seen})
+        made = Output(logits=logits)
+        made[self.caches.argument] = seen
+        return made
 
 
 class Counted(Cache):
@@ -154,7 +154,7 @@ def step_inputs(caches: Caches, ids: torch.Tensor, position_ids: torch.Tensor | 
     if caches.has_rows:
         mask = whole_mask(mask, rows, batch, caches.length)
     else:
-        mask = padding_mask(mask, ids)
+        mask = padding_mask(one_of(mask), ids)
     return ids, position_ids.expand(batch, new).contiguous(), rows, mask, *((start == 0,) if caches.has_states else ())
 
 
@@ -167,6 +167,11 @@ def whole_mask(mask: Masks, rows: torch.Tensor, batch: int, length: int, kind: s
     if mask is None:
         mask = torch.arange(length, device=rows.device) <= rows[:, None]
     return mask.expand(batch, 1, rows.shape[0], length).contiguous()
+
+
+def one_of(mask: Masks) -> torch.Tensor | None:
+    """Layers of states alone: the masks of all kinds say the same, what is padding."""
+    return next((m for m in mask.values() if m is not None), None) if isinstance(mask, Mapping) else mask
 
 
 def padding_mask(mask: Masks, ids: torch.Tensor) -> torch.Tensor | None:
@@ -193,8 +198,13 @@ def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel
 
     @wraps(kind.forward)  # the library looks at its arguments
     def forward(self: Any, input_ids: torch.Tensor | None = None, attention_mask: Any = None, position_ids: Any = None,
-                past_key_values: Any = None, cache_params: Any = None, **others: Any) -> Any:
-        return self._run(input_ids, attention_mask, position_ids, cache_params if past_key_values is None else past_key_values)
+                **others: Any) -> Any:
+        seen = next((others[name] for name in CACHE_ARGUMENTS if others.get(name) is not None), None)
+        if not isinstance(seen, Counted):
+            what = "missing" if seen is None else f"a {type(seen).__name__}"
+            raise UsageError(f"{cached.caches.argument} is {what}: this model runs over its split caches; call generate(), or pass the cache that "
+                             "generate(return_dict_in_generate=True) returned")
+        return self._run(input_ids, attention_mask, position_ids, seen)
 
     made = object.__new__(type(f"Sharded{kind.__name__}", (Generator, kind), {"forward": forward, "__doc__": kind.__doc__}))
     nn.Module.__init__(made)

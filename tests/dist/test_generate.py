@@ -86,7 +86,7 @@ def test_tokens_of_three_families_and_ranks_that_do_not_agree():
         assert last in ("mine", "rank 1 failed: ValueError: mine")
         assert "rank 1 generates with max_length=10 and rank 0 with 9" in asking
         assert "rank 1 would end after this token, and rank 0 would go on" in leaving
-        assert "past_key_values is a Counted that does not count what is in the caches now" in old
+        assert "is a Counted that does not count what is in the caches now" in old
         assert "the plan is for another program" in other
 
 
@@ -117,13 +117,15 @@ class Streamer:
 
 def own_loop(asks: bool, leaves: bool = False):
     """A loop as users write it for `custom_generate`. `asks`: whether it goes on, and that before the prompt; `leaves`: early on rank 1."""
-    def loop(model, ids, generation_config, past_key_values, **given):
+    def loop(model, ids, generation_config, **given):
+        seen = given[model.caches.argument]
+
         def goes_on() -> bool:
             full = ids.shape[1] >= generation_config.max_length
             return model._has_unfinished_sequences(full, synced_gpus=False, device=ids.device) if asks else not full
 
         while goes_on() and not (leaves and dist.get_rank() and ids.shape[1] == 7):
-            logits = model(ids[:, past_key_values.get_seq_length():], past_key_values=past_key_values).logits
+            logits = model(ids[:, seen.get_seq_length():], **{model.caches.argument: seen}).logits
             ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], 1)
         return ids
 

@@ -1,6 +1,7 @@
 """transformers' `generate` over a compiled model on one process: its tokens and logits, and calls that are refused."""
 from __future__ import annotations
 
+import inspect
 from functools import cache
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.serve.cached_model import CachedModel
 from tests.support.call_peaks import call_peaks
 from tests.support.tiny_decoders import SINGLE, kept_logits, prompt, tiny
 
@@ -119,8 +121,36 @@ def test_an_old_cache_is_refused():
     served = pair()[1]
     first = served.generate(prompt(), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     served.generate(prompt(), max_new_tokens=3, do_sample=False)
-    with pytest.raises(autoshard.AutoshardError, match="past_key_values"):
+    with pytest.raises(autoshard.AutoshardError, match="is a Counted that does not count what is in the caches now"):
         served.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_a_call_without_the_cache_is_refused(family):
+    from transformers import StaticCache
+
+    model, served = pair(family)
+    with pytest.raises(autoshard.AutoshardError, match="is missing.*call generate"):
+        served(prompt())
+    with pytest.raises(autoshard.AutoshardError, match="is a StaticCache.*call generate"):
+        served(prompt(), None, **{served.caches.argument: StaticCache(config=model.config, max_cache_len=8)})
+
+
+def test_the_models_of_every_release_name_their_caches(monkeypatch):
+    """transformers 5.24 renamed `past_key_values` and `cache_params` to `cache`; the installed release has one of the forms."""
+    model = tiny("llama")
+    kind, forward = type(model), type(model).forward
+    other = "cache" if "past_key_values" in inspect.signature(forward).parameters else "past_key_values"
+
+    def renamed(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, logits_to_keep=0, **given):
+        return forward(self, input_ids, attention_mask, position_ids, given.get(other), use_cache=use_cache, logits_to_keep=logits_to_keep)
+
+    own = list(inspect.signature(renamed).parameters.values())
+    renamed.__signature__ = inspect.Signature([*own[:-1], inspect.Parameter(other, inspect.Parameter.KEYWORD_ONLY, default=None), own[-1]])
+    monkeypatch.setattr(kind, "forward", renamed)
+    cached = CachedModel(model, 2, LENGTH)
+    assert cached.caches.argument == other
+    assert cached(prompt(), torch.arange(5)[None].expand(2, 5), torch.arange(5), None).shape[:2] == (2, 1)
 
 
 def test_prompt_and_token_planned_together():
