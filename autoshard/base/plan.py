@@ -351,8 +351,10 @@ class Plan:
         """Raises PlanError when the file is missing or not a plan."""
         try:
             text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as e:
-            raise PlanError(f"cannot read plan {path}: {e}") from None
+        except OSError as e:
+            raise PlanError(f"cannot read plan {path}: {e.strerror}; autoshard plan MODEL --mesh ... -o {path} makes one") from None
+        except UnicodeDecodeError as e:
+            raise PlanError(f"cannot read plan {path}: it is not text ({e})") from None
         return Plan.from_json(text, str(path))
 
 

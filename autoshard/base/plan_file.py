@@ -45,6 +45,10 @@ def read_plan(text: str) -> Plan:
         plan.spec_mesh  # noqa: B018
     except MeshError as e:
         raise ValueError(f"finer: {e}") from None
+    axes = {*plan.mesh.names, *plan.spec_mesh.names}
+    for i, call in enumerate(plan.collectives):
+        if not axes.issuperset(call.axis.split("+")):
+            raise ValueError(f"collectives[{i}] runs over {call.axis!r}, and the axes are {', '.join(plan.mesh.names)}")
     if plan.finer and plan.pipeline is not None:
         raise ValueError("finer: axes of a plan with pipeline stages have no parts")
     device = plan.cluster.get("device", {})

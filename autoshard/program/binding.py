@@ -54,7 +54,7 @@ class Binding:
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The call as it is traced: the model's arguments, and last by position the target of the loss."""
         args, kwargs, target = self.split(args, kwargs)
-        args, kwargs = self._bound(args, kwargs) if self.own else (args, self._in_order(kwargs))
+        args, kwargs = self._bound(args, kwargs, target) if self.own else (args, self._in_order(kwargs))
         return (*args, *target), kwargs
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
@@ -74,20 +74,29 @@ class Binding:
         bound = pytree.tree_unflatten(range(tree.num_leaves), tree)
         return tuple(self._name(path, len(bound[0])) for path, _ in pytree.tree_flatten_with_path(bound)[0])
 
-    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: tuple[Any, ...]) -> Arguments:
         """By position as far as Python allows, the rest in the order of the signature; without what equals its default."""
         signature = inspect.Signature(list(self.forward.values()))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as e:
-            last = (f"; with loss_fn the last positional argument is {self.target!r}, in evaluation too. What you want of the predictions comes from "
-                    "loss_fn then, as a dict: {'loss': loss, 'correct': ...}") if self.target else ""
-            raise UsageError(f"{self.model}.forward{_shown(signature)} does not take this call: {e}{last}") from None
+            raise UsageError(self._refusal(signature, e, _takes(signature, (*args, *target), kwargs))) from None
         dense = any(p.kind is inspect.Parameter.VAR_POSITIONAL and bound.arguments.get(n) for n, p in self.forward.items())
         for name, parameter in self.forward.items():
             if name in bound.arguments and parameter.kind in BY_NAME[dense:] and _is_default(bound.arguments[name], parameter):
                 del bound.arguments[name]
         return bound.args, bound.kwargs
+
+    def _refusal(self, signature: inspect.Signature, error: TypeError, without_target: bool) -> str:
+        """`without_target`: the call would do, were there no loss."""
+        forward = f"{self.model}.forward{_shown(signature)}"
+        if not self.target:
+            return f"{forward} does not take this call: {error}"
+        rule = (f"with loss_fn the last positional argument is {self.target!r}, in evaluation too. What you want of the predictions comes from "
+                "loss_fn then, as a dict: {'loss': loss, 'logits': logits}")
+        if without_target:
+            return f"the target is missing: this call has only what {forward} takes, and {rule}"
+        return f"{forward} does not take this call: {error}; {rule}"
 
     def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Those that `forward` names first; the others in the order of the call, which code that takes **kwargs may look at."""
@@ -161,6 +170,14 @@ def _target_of(loss_fn: Callable[..., Any]) -> str:
                          f"take them: {e}; give it two parameters, and defaults to any others{at}") from None
     names = [n for n in bound.arguments if signature.parameters[n].kind in BY_POSITION]
     return names[1] if len(names) > 1 else "target"
+
+
+def _takes(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _shown(signature: inspect.Signature) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -133,6 +134,8 @@ def _find(reference: str | None, hf: str | Path | None) -> _Source:
     path = _models().get(name.lower())
     if path is not None:
         return _named(name.lower(), path, rest)
+    if name.endswith(".py") or name.startswith(".") or "/" in name or os.sep in name:
+        raise _path_given(name, rest)
     if rest:
         return _imported(name, rest)
     raise _unknown_model(name)
@@ -152,9 +155,24 @@ def sizes_of(name: str) -> tuple[str, ...]:
     return () if path is None else tuple(getattr(_load_file(path), "SIZES", ()))
 
 
+def _path_given(name: str, factory: str) -> ModelError:
+    """Nothing is imported: `lm.py` is also the module `py` of a package `lm`, and to look for it would run the script lm.py."""
+    path = Path(name)
+    if not path.is_file():
+        return ModelError(f"there is no file {name} here ({Path.cwd()}), and models go by module and function: package.module:factory")
+    inside = path.resolve().is_relative_to(Path.cwd())
+    parts = (path.resolve().relative_to(Path.cwd()) if inside else Path(path.name)).with_suffix("").parts
+    where = "" if inside else f", from the folder {path.resolve().parent}"
+    return ModelError(f"{name} is a file, and models go by module and function: write {'.'.join(parts)}:{factory or 'factory'}{where}. "
+                      "The module is imported, so a script needs `if __name__ == \"__main__\":` around what it runs")
+
+
 def _unknown_model(name: str) -> ModelError:
     known = sorted(_models())
     near = get_close_matches(name.lower(), known, n=1)
+    module, _, factory = name.rpartition(".")
+    if module and (Path.cwd() / f"{module.replace('.', os.sep)}.py").is_file():
+        near = [f"{module}:{factory}"]
     hint = f"did you mean {near[0]}? " if near else ""
     listed = f"the models are {', '.join(known)}" if known else "there is no models/ folder here"
     return ModelError(f"unknown model {name!r}: {hint}{listed}; your own go as package.module:factory")

@@ -59,7 +59,7 @@ def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = (), s
         "facts": [*what.header(plan), ("status", text.status(plan)), *(("memory", line) for line in what.memory_worth(plan))],
         "axes": [list(pair) for pair in zip(mesh.names, mesh.sizes, strict=True)],
         "objective": plan.objective_s, "bound": plan.bound_s, "gap": plan.gap, "bound_name": text.bound_name(plan),
-        "step": [{"label": a.label, "seconds": a.value, "counts": a.counts} for a in what.step_time(plan)],
+        "step": [{"label": a.label, "seconds": a.value, "counts": a.counts, "beside": a.beside} for a in what.step_time(plan)],
         "memory": _memory(plan),
         "schedule": None if played is None else stages.drawing(plan, played),
         "comparison": _comparison(comparison), "serving": serving, "simulation": simulated and simulation.drawing(simulated),

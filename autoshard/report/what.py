@@ -31,11 +31,13 @@ MEMORY_LABELS = {
 
 @dataclass(frozen=True)
 class Amount:
-    """One line of a sum: `value` in seconds or bytes; `counts` is False for lines outside the sum."""
+    """One line of a sum: `value` in seconds or bytes; `counts` is False for lines outside the sum, of which those
+    with `beside` run beside what is in it."""
 
     label: str
     value: float
     counts: bool = True
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def step_time(plan: Plan) -> tuple[Amount, ...]:
         parts.insert(3, Amount("slowdown by hidden", slowdown))
     bucketed = p.get("bucketed_s", plan.objective_s)
     as_run = (Amount("step with gradients in buckets", bucketed, counts=False),) if abs(bucketed - plan.objective_s) > 1e-9 * plan.objective_s else ()
-    return (*parts, Amount("hidden communication", p.get("hidden_s", 0.0), counts=False), *as_run)
+    return (*parts, Amount("hidden communication", p.get("hidden_s", 0.0), counts=False, beside=True), *as_run)
 
 
 def synchronisation(plan: Plan) -> tuple[float, float]:
@@ -170,7 +172,7 @@ def peak(plan: Plan) -> tuple[str, ...]:
     if moment is None:
         return ()
     place = ", ".join(x for x in (moment.module, moment.source) if x)
-    lines = [f"in {moment.window}, at {moment.op}" + (f" ({place})" if place else "")]
+    lines = [f"in {moment.window}, at {moment.op}" + (f" ({place})" if place else ""), f"of the {len(plan.fullest.largest)} largest tensors then:"]
     groups: dict[tuple[str, str], list[int]] = {}
     for tensor in plan.fullest.largest:
         groups.setdefault((tensor.module.rpartition(".")[2] or tensor.name, tensor.category), []).append(tensor.nbytes)
@@ -271,7 +273,7 @@ def header(plan: Plan) -> Iterator[tuple[str, str]]:
     model = dict(plan.model)
     reference = str(model.pop("reference", "") or "model")
     yield "model", ", ".join([reference, *_facts(model)])
-    settings = {k: v for k, v in plan.settings.items() if k != "training"}
+    settings = {k: v for k, v in sorted(plan.settings.items()) if k != "training"}  # as a plan that was saved has them
     yield "mode", ", ".join(["training" if plan.settings.get("training") else "inference", *_facts(settings)])
     if plan.kind:
         yield "kind", plan.kind

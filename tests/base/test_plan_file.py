@@ -147,3 +147,18 @@ def test_what_does_not_fit_is_named_with_its_place(path, value, message, tmp_pat
 def test_a_damaged_plan_of_format_1_is_refused(path, value, message):
     with pytest.raises(PlanError, match=message):
         Plan.from_json(json.dumps(changed(json.loads(FORMAT_1.read_text()), path, value)))
+
+
+def test_a_collective_over_an_axis_that_is_not_there_is_named():
+    data = json.loads(sample_plan().to_json())
+    data["collectives"][0]["axis"] = "dp+dq"
+    with pytest.raises(PlanError, match=r"mine.json is not a valid plan: collectives\[0\] runs over 'dp\+dq', and the axes are dp, tp"):
+        Plan.from_json(json.dumps(data), "mine.json")
+
+
+def test_a_plan_that_is_not_there_says_how_to_make_one(tmp_path):
+    with pytest.raises(PlanError, match=r"cannot read plan .*plan.json: No such file or directory; autoshard plan MODEL --mesh ... -o .*plan.json makes one"):
+        Plan.load(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match="it is not text"):
+        Plan.load(tmp_path / "plan.json")

@@ -43,6 +43,7 @@ def test_defaults_are_those_of_the_public_functions() -> None:
 @pytest.mark.parametrize(("given", "part", "name", "value"), [
     ({"optimizer": torch.optim.SGD}, "", "optimizer", "sgd"), ({"optimizer": None}, "", "optimizer", "none"),
     ({"memory_budget": "1GiB"}, "", "memory_budget", 2.0**30), ({"batch_axes": ["dp"]}, "passing", "batch_axes", ("dp",)),
+    ({"batch_axes": "dp"}, "passing", "batch_axes", ("dp",)), ({"batch_axes": "dp, tp"}, "passing", "batch_axes", ("dp", "tp")),
     ({"inputs": "local"}, "passing", "inputs", "local"), ({"check_inputs": "never"}, "running", "check_inputs", "never"),
     ({"time_limit": 1, "search": "milp"}, "", "time_limit", 60.0),
 ])

@@ -177,6 +177,24 @@ def test_bad_factories(user, reference, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("reference, message", [
+    ("script.py:linear", "script.py is a file, and models go by module and function: write script:linear."),
+    ("./script.py", "./script.py is a file, and models go by module and function: write script:factory."),
+    ("sub/script.py:linear", "write sub.script:linear."),
+    ("../beside.py:linear", "write beside:linear, from the folder "),
+    ("./nosuch.py:linear", "there is no file ./nosuch.py here"),
+    ("script.linear", "did you mean script:linear?"),
+])
+def test_a_script_is_not_run_to_find_a_model_in_it(user, reference, message):
+    """`script.py:linear` is also the module `py` of a package `script`, and to import that package would train, and write a checkpoint."""
+    (user / "sub").mkdir()
+    for place in (user / "script.py", user / "sub" / "script.py", user.parent / "beside.py"):
+        place.write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(ModelError) as error:
+        load_model(reference)
+    assert message in str(error.value)
+
+
 def test_the_message_names_the_line_of_the_user(user):
     line = 1 + FACTORY.splitlines().index('    raise RuntimeError("out of cheese")')
     with pytest.raises(ModelError, match=f"own_factories.py:{line}"):

@@ -143,7 +143,8 @@ def test_calls_that_python_would_not_take() -> None:
     x, t, k = tensors(3)
     compiled = CompiledModule(nn.Linear(8, 8).double(), locate("one=1"), by_planner(whole_planner, loss_fn=F.mse_loss))
     for args, kwargs, message in (((x, k, t), {}, r"Linear.forward\(input\) does not take this call: too many positional arguments; with loss_fn the last"),
-                                  ((x, t), dict(mask=k), "unexpected keyword argument 'mask'"), ((t,), {}, "missing a required argument: 'input'"),
+                                  ((x, t), dict(mask=k), "unexpected keyword argument 'mask'"), ((t,), {}, r"the target is missing: this call has only what Linear.forward\(input\) takes.*'logits': logits"),
+                                  ((t,), dict(mask=k), "missing a required argument: 'input'"),
                                   ((), dict(input=x), "last positional argument is the target"), ((x, t), dict(input=x), "multiple values for argument 'input'"),
                                   ((x.numpy(), t), {}, "an argument is a numpy.ndarray, which is neither a tensor nor a plain value")):
         with pytest.raises(UsageError, match=message):

@@ -11,7 +11,7 @@ function bar(parts, whole, label, thin = false) { // parts: [label, value]
 }
 
 function summary() {
-  const counted = data.step.filter((part) => part.counts), hidden = data.step.filter((part) => !part.counts && part.seconds > 0);
+  const counted = data.step.filter((part) => part.counts), hidden = data.step.filter((part) => part.beside && part.seconds > 0);
   const total = counted.reduce((sum, part) => sum + part.seconds, 0);
   const words = data.step.map((part) => `${part.label} ${seconds(part.seconds)}`).join(", ");
   section("summary", "Summary",
@@ -21,10 +21,10 @@ function summary() {
          ["of its limit", data.memory.limit ? share(data.memory.total, data.memory.limit) : "no limit"]]),
     bar(counted.map((p) => [p.label, p.seconds]), total, `Step time: ${words}`),
     hidden.length ? bar(hidden.map((p) => [p.label, p.seconds]), total, `Beside compute: ${words}`, true) : null,
-    key(data.step.filter((p) => p.seconds > 0).map((p) =>
+    key([...counted, ...hidden].filter((p) => p.seconds > 0).map((p) =>
       [p.label, p.counts ? `${seconds(p.seconds)} (${share(p.seconds, total)})` : `${seconds(p.seconds)} (not added)`,
        STEP_COLORS[p.label] || color(7), !p.counts])),
-    facts(data.facts));
+    facts([...data.facts, ...data.step.filter((p) => !p.counts && !p.beside).map((p) => [p.label, seconds(p.seconds)])]));
 }
 
 function serving() {
