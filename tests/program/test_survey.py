@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops import while_loop
 
+import autoshard
 from autoshard.errors import TraceError
 from autoshard.program.trace import trace
 
@@ -81,7 +82,7 @@ def test_one_place_keeps_its_message():
 
 def test_what_could_not_be_looked_at_is_said():
     text = errors_of(branch, only_raises, to_numpy)
-    assert "2 places" in text and "what comes after 1 was not looked at" in text and "numpy" not in text
+    assert "2 places" in text and "what comes after '1' was not looked at" in text and "numpy" not in text
 
 
 def test_refused_ops_do_not_hide_each_other():
@@ -186,3 +187,12 @@ def test_data_read_below_python_is_told_as_such():
         return out
 
     assert "depends on the data of a tensor" in errors_of(body)
+
+
+def test_a_wrong_shape_names_the_module_and_its_input():
+    for model in (nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU())):
+        with pytest.raises(autoshard.AutoshardError) as error:
+            autoshard.plan(model, "d=2", (torch.zeros(8, 15),), cluster="cpu-gloo")
+        text = str(error.value)
+        assert "in Linear(in_features=16, out_features=16, bias=True), with input (8, 15) float32" in text
+        assert "fallback" not in text, "the module does not run whole either"

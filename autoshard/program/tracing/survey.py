@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -78,10 +80,11 @@ class Stopped(TraceError):
 class Survey:
     """What the second trace finds. `problems`: what keeps the model from being one graph, in words that name the user's line
     and what to do, with the paths of the submodules that ran ("": the model itself, or the loss); `stopped`: what it could not
-    look beyond."""
+    look beyond; `broken`: submodules that do not run whole either."""
 
     problems: dict[str, list[str]] = field(default_factory=dict)
     stopped: str = ""
+    broken: set[str] = field(default_factory=set)
     is_backward: bool = False
 
     @property
@@ -101,6 +104,7 @@ class Survey:
             try:
                 return whole(*args, **kwargs)
             except TraceError:
+                self.broken.add(path)
                 raise stopped from None
 
         return run
@@ -108,7 +112,7 @@ class Survey:
     def end(self, last: TraceError) -> None:
         """Note what ended the trace. After trouble in forward, that of backward may come of what was made up."""
         if isinstance(last, Stopped):
-            self.stopped = last.path
+            self.stopped = repr(last.path)
         elif self.is_backward and self.problems:
             self.stopped = "the forward pass"
         elif str(last) not in self.problems:
@@ -121,7 +125,7 @@ class Survey:
 
     def message(self, first: TraceError) -> str:
         """All places as a list; the first error as it is where there is no other."""
-        submodules, hint = sorted(self.modules), ""
+        submodules, hint = sorted(self.modules - self.broken), ""
         if submodules and "" not in submodules:
             hint = (f'\n  or let {_listed(submodules)} run whole on every rank: fallback="replicate" (--fallback replicate)')
         lines = [str(first)]
@@ -169,7 +173,20 @@ def explain(e: BaseException, phase: str) -> str:
         return f"the model calls a collective in place{at}\n  {ONLY_TAKEN}"
     if "use_reentrant=True" in str(e):
         return f"torch.utils.checkpoint is used with use_reentrant=True{at}\n  pass use_reentrant=False"
-    return f"the model's {phase} pass raised {short(e)}{at}"
+    return f"the model's {phase} pass raised {short(e)}{at}{in_module(e.__traceback__)}"
+
+
+def in_module(tb: TracebackType | None) -> str:
+    """Which module raised, with which tensors as its arguments: of a model made of torch's modules no line is the user's."""
+    found = ""
+    for frame, _ in walk_tb(tb):
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(module, torch.nn.Module):
+            names = frame.f_code.co_varnames[1:frame.f_code.co_argcount]
+            given = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name in names
+                     if isinstance(t := frame.f_locals.get(name), torch.Tensor)]
+            found = f"\n  in {type(module).__name__}({module.extra_repr()[:80]})" + (f", with {', '.join(given)}" if given else "")
+    return found
 
 
 def _reads_data(e: BaseException) -> bool:

@@ -181,7 +181,8 @@ def _located(mesh: Any, device: Any, join_timeout: float) -> Place:
         return Place(mesh, None, (0,) * mesh.ndim, {}, numbered(torch.device(device or kind)))
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if world != mesh.size:
-        raise MeshError(f"mesh {mesh} has {mesh.size} ranks, but {world} processes run; start {mesh.size} (--nproc-per-node), or give a mesh of {world}")
+        raise MeshError(f"mesh {mesh} has {mesh.size} ranks, but {world} processes run; start {mesh.size} (--nproc-per-node), "
+                        f"or give a mesh of {world}")
     if dist.is_initialized() and mesh.ndim > 1:  # one axis takes the group that is there
         store, rank = PatientStore(_torch.default_store()), dist.get_rank()
         meet(store, f"autoshard/meet/{mesh}/{store.add(f'autoshard/meets/{mesh}/{rank}', 1)}", rank, range(world), join_timeout)
