@@ -56,6 +56,7 @@ def document(plan: Plan, comparison: Any = None, prices: tuple[Any, ...] = (), s
     mesh, played = plan.spec_mesh, stages.playback(plan)
     return {
         "title": f"{plan.model.get('reference') or 'model'} on {plan.mesh}",
+        "reading": what.reading(plan),
         "facts": [*what.header(plan), ("status", text.status(plan)), *(("memory", line) for line in what.memory_worth(plan))],
         "axes": [list(pair) for pair in zip(mesh.names, mesh.sizes, strict=True)],
         "objective": plan.objective_s, "bound": plan.bound_s, "gap": plan.gap, "bound_name": text.bound_name(plan),

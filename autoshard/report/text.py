@@ -149,8 +149,8 @@ def _layers(plan: Plan) -> RenderableType:
         for row in group.rows:
             grid.add_row(escape(indent + row.name), KIND_WORDS[row.kind], quantities.shape(row.shape), quantities.dtype(row.dtype),
                           Text(row.placement, style="cyan"), quantities.times(row.copies))
-    whole, axis = what.whole_buffers(plan), plan.spec_mesh.names[-1]
-    lines = [Text(f"[{axis}, -] reads: dim 0 is split over mesh axis {axis}, dim 1 is whole.", style="dim")]
+    whole = what.whole_buffers(plan)
+    lines = [Text(what.reading(plan), style="dim")]
     if whole:
         lines.append(Text(f"{whole} buffer{'s' if whole > 1 else ''} held whole by every rank.", style="dim"))
     return section("What was chosen", Group(grid, *lines))

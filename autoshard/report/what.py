@@ -110,7 +110,8 @@ def step_time(plan: Plan) -> tuple[Amount, ...]:
     if slowdown > 1e-9 * plan.objective_s:
         parts.insert(3, Amount("slowdown by hidden", slowdown))
     bucketed = p.get("bucketed_s", plan.objective_s)
-    as_run = (Amount("step with gradients in buckets", bucketed, counts=False),) if abs(bucketed - plan.objective_s) > 1e-9 * plan.objective_s else ()
+    differs = quantities.seconds(bucketed) != quantities.seconds(plan.objective_s)
+    as_run = (Amount("step with gradients in buckets", bucketed, counts=False),) if differs else ()
     return (*parts, Amount("hidden communication", p.get("hidden_s", 0.0), counts=False, beside=True), *as_run)
 
 
@@ -180,6 +181,13 @@ def peak(plan: Plan) -> tuple[str, ...]:
         times = f"{len(sizes)} x " if len(sizes) > 1 else ""
         lines.append(f"{name}, {category}: {times}{quantities.size(max(sizes))}")
     return tuple(lines)
+
+
+def reading(plan: Plan) -> str:
+    """How placements are read, by the axes of this plan."""
+    names = plan.spec_mesh.names
+    one = f"[{names[-1]}, -] reads: dim 0 is split over mesh axis {names[-1]}, dim 1 is whole."
+    return one if len(names) == 1 else f"{one} [({names[-2]}*{names[-1]}), -]: dim 0 is split over both, {names[-2]} major."
 
 
 def layer_groups(plan: Plan) -> tuple[LayerGroup, ...]:

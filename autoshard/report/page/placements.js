@@ -69,13 +69,12 @@ function tree() {
   const root = h("ul", { class: "tree" }, ...data.tree.map((node) => module(node, 0)));
   const all = (open) => () => root.querySelectorAll("details").forEach((node) => { node.open = open; });
   addEventListener("beforeprint", all(true)); // paper has nothing to click
-  const example = data.axes[data.axes.length - 1][0];
   section("layers", "What was chosen",
     h("div", { class: "tools" }, h("button", { type: "button", onclick: all(true) }, "Expand all"), h("button", { type: "button", onclick: all(false) }, "Collapse all")),
     key(data.axes.map(([name, n], axis) => [`mesh axis ${name}`, `${n} ranks`, axisColor(axis)])),
     quiet(`Beside a module is what it returns; inside are its weights. A drawing has a strip per dim, a matrix is a grid (rows are dim 0): `
           + `lines are cuts in the colour of their mesh axis, the dark part is what the first rank holds, a dashed frame is a partial sum. `
-          + `[${example}, -]: dim 0 is split over ${example}, dim 1 is whole.`),
+          + data.reading),
     root,
     data.whole_buffers ? quiet(`${data.whole_buffers} buffer${data.whole_buffers > 1 ? "s" : ""} held whole by every rank.`) : null);
 }
