@@ -106,7 +106,8 @@ def _told(store: Any, prefix: str, place: Place, text: str, timeout: float, abou
 
 def _different(leader: int, rank: int, how: str) -> errors.LoweringError:
     return errors.LoweringError(f"ranks {leader} and {rank} call different programs: {how}. "
-                                "Every rank must call the same model in the same mode, with the same options and inputs of the same shapes")
+                                "Every rank must call the same model in the same mode, with the same options and inputs of the same shapes "
+                                "(where the last batches of ranks differ: drop_last=True in the DataLoader)")
 
 
 def _compare(facts: str, leader: int, found: Iterator[tuple[int, str]]) -> None:
