@@ -121,7 +121,7 @@ class Options(_Checked):
         if "optimizer" in named:
             named["optimizer"] = optimizer_name(named["optimizer"])
         axes = named.get("batch_axes", ())
-        named["batch_axes"] = tuple(a.strip() for a in axes.split(",")) if isinstance(axes, str) else tuple(axes)
+        named["batch_axes"] = tuple(a.strip() for a in axes.split(",") if a.strip()) if isinstance(axes, str) else tuple(axes)
         if isinstance(named.get("outputs", ""), (list, tuple)):
             named["outputs"] = ",".join(map(str, named["outputs"]))
         named["seeds"], named["pipeline"] = _stages_apart(named.get("seeds") or {}, named.get("pipeline") or Pipeline())

@@ -185,7 +185,9 @@ def in_module(tb: TracebackType | None) -> str:
             names = frame.f_code.co_varnames[1:frame.f_code.co_argcount]
             given = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name in names
                      if isinstance(t := frame.f_locals.get(name), torch.Tensor)]
-            found = f"\n  in {type(module).__name__}({module.extra_repr()[:80]})" + (f", with {', '.join(given)}" if given else "")
+            own = type(module).__module__.startswith("torch.nn.")  # a user's extra_repr may read data, which is not there
+            said = f"({module.extra_repr()[:80]})" if own else ""
+            found = f"\n  in {type(module).__name__}{said}" + (f", with {', '.join(given)}" if given else "")
     return found
 
 
