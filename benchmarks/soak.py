@@ -15,6 +15,7 @@ import argparse
 import faulthandler
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -115,10 +116,8 @@ def _step(model, optimizer, batch, dies: bool = False) -> float:
 
 def watched(way: str, ranks: int, seconds: float, stall: float) -> tuple[int, list[list[str]]]:
     """(rounds, losses of the first round by rank). Raises RuntimeError with what went wrong."""
-    with tempfile.TemporaryDirectory(prefix="soak-") as name, socket.socket() as s:
-        s.bind(("localhost", 0))
-        folder, port = Path(name), s.getsockname()[1]
-        s.close()
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder, port = Path(name), free_port()
         started = [start(way, ranks, seconds, folder, rank, port) for rank in range(ranks)]
         try:
             _watch(started, folder, stall)
@@ -131,6 +130,16 @@ def watched(way: str, ranks: int, seconds: float, stall: float) -> tuple[int, li
         if bad:
             raise RuntimeError("\n".join(bad))
         return int(Path(folder, "rounds0").read_text()), [json.loads(Path(folder, f"losses{r}").read_text()) for r in range(ranks)]
+
+
+def free_port() -> int:
+    """Below the ports that Linux gives to outgoing connections, one of which would take it before it is used."""
+    while True:
+        try:
+            with socket.create_server(("", random.randrange(20000, 32768))) as held:
+                return held.getsockname()[1]
+        except OSError:
+            continue  # in use
 
 
 def start(way: str, ranks: int, seconds: float, folder: Path, rank: int, port: int, given: tuple[str, ...] = (),

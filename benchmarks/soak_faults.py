@@ -18,7 +18,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from soak import LOOK, said, start, watched
+from soak import LOOK, free_port, said, start, watched
 
 RANKS, WAYS = 2, ("shared", "messages")
 TIMEOUT, COMPILING = 20, 300.0
@@ -93,10 +92,8 @@ FAULTS = {
 def run(way: str, name: str, rng: random.Random, usual: list[str]) -> str:
     """What happened, for the line. Raises RuntimeError."""
     fault, victim = FAULTS[name], rng.randrange(RANKS)
-    with tempfile.TemporaryDirectory(prefix="soak-") as made, socket.socket() as s:
-        s.bind(("localhost", 0))
-        folder, port = Path(made), s.getsockname()[1]
-        s.close()
+    with tempfile.TemporaryDirectory(prefix="soak-") as made:
+        folder, port = Path(made), free_port()
         (folder / "cache").mkdir()
         ranks = [_started(way, fault, folder, rank, port, victim) for rank in range(RANKS)]
         try:

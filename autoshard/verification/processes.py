@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ class Processes:
         """Raises AutoshardError with the first rank's error, or when time is up."""
         with tempfile.TemporaryDirectory(prefix="autoshard-verify-") as folder:
             plan.save(Path(folder, "plan.json"))
-            task = _Task(self, folder, str(dtype).removeprefix("torch."), steps, training, _free_port())
+            task = _Task(self, folder, str(dtype).removeprefix("torch."), steps, training)
             context = multiprocessing.get_context("spawn")
             ranks = [context.Process(target=_rank, args=(task, r), daemon=True) for r in range(self.mesh.size)]
             for p in ranks:
@@ -85,13 +84,6 @@ class _Task:
     dtype: str
     steps: int
     training: bool
-    port: int
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 def _rank(task: _Task, rank: int) -> None:
@@ -99,7 +91,7 @@ def _rank(task: _Task, rank: int) -> None:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # gathering results is not meant to be fast
     os.environ.pop("RANK", None)
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://localhost:{task.port}", rank=rank, world_size=task.on.mesh.size)
+        dist.init_process_group("gloo", init_method=f"file://{task.folder}/store", rank=rank, world_size=task.on.mesh.size)
         results = _train(task)
         if rank == 0:
             torch.save(results, Path(task.folder, "results.pt"))

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from ports import free_ports
 
 from autoshard import cli
 from autoshard.calibrate.run import launched_mesh
@@ -48,9 +48,7 @@ def test_axes_follow_the_launcher(monkeypatch, world, local, mesh):
 @pytest.mark.dist
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_peer_that_never_comes_is_a_message_within_the_limit(tmp_path, rank):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, = free_ports(1)
     done = subprocess.run([sys.executable, "-m", "autoshard", "calibrate", "-o", str(tmp_path / "x.toml"), "--timeout", "1"],
                           env={**os.environ, **ALONE, "RANK": rank, "MASTER_PORT": str(port)}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr

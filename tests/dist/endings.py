@@ -11,15 +11,15 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+from ports import free_ports
 
 import autoshard
 
@@ -95,9 +95,7 @@ def burn(parent: int) -> int:
 
 def folders_for(count: int, within: Path) -> list[Path]:
     """New folders, each named by a free port of its own."""
-    with ExitStack() as held:
-        servers = [held.enter_context(socket.create_server(("localhost", 0))) for _ in range(count)]
-        folders = [within / f"{s.getsockname()[1]}-{i}" for i, s in enumerate(servers)]
+    folders = [within / f"{port}-{i}" for i, port in enumerate(free_ports(count))]
     for folder in folders:
         folder.mkdir(parents=True)
     return folders

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import on_ranks, started  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
+from ports import free_ports  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.errors import AutoshardError, LoweringError  # noqa: E402
@@ -120,9 +120,7 @@ def waits_for_the_dead(rank: int, folder: str, port: int) -> None:
 
 def start_ranks(target, n: int, folder: Path) -> None:
     """Until all have ended, killed ones too."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port, = free_ports(1)
     ranks = [started(r, target, r, str(folder), port) for r in range(n)]
     for p in ranks:
         p.join(200)

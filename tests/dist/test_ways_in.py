@@ -3,7 +3,6 @@ functional collective, several of which at once corrupt memory over gloo (docs/r
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import assert_same_training, on_ranks, twins  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
+from ports import free_ports  # noqa: E402
 
 from autoshard.collectives import KIND_OF  # noqa: E402
 import autoshard  # noqa: E402
@@ -117,9 +117,5 @@ def no_memory(really: bool) -> Any:
 
 
 def test_every_way_in_runs_the_same_program() -> None:
-    sockets = [socket.create_server(("localhost", 0)) for _ in WAYS]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    on_ranks(4, every_way, ports, timeout=600)
+    on_ranks(4, every_way, free_ports(len(WAYS)), timeout=600)
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 from test_examples import ROOT, TORCHRUN, python
 
 TRAINER = ROOT / "examples" / "torchtitan_like.py"
@@ -38,9 +38,7 @@ def test_it_resumes_on_another_mesh(tmp_path, never_stopped):
 @pytest.mark.slow
 def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path, never_stopped):
     """Two agents of torchrun, each a node with one rank. One node is lost after step 3; the other agent starts its rank anew, which is alone now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{s.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
     kept = agent(endpoint, tmp_path, "kept", is_host="true")
     lost = agent(endpoint, tmp_path, "lost", is_host="false", DOOMED="1")
     try:

@@ -232,7 +232,7 @@ class Cancels(nn.Module):
 
     def forward(self, x):
         up = self.up(x)
-        return self.down(self.norm(up) * self.scale).mean() + 0 * up.sum()
+        return self.down(self.norm(up) * self.scale).square().mean() + 0 * up.sum()
 
 
 def test_the_rest_of_what_cancels_is_not_taken_for_an_error(monkeypatch):
