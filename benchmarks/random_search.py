@@ -17,7 +17,7 @@ from random_problems import EXACT, answer, disagreement, random_problem  # noqa:
 
 from autoshard.search import Status, solve  # noqa: E402
 
-ROUTES = (*EXACT, "local", "few rows", "by prices")
+ROUTES = (*EXACT, "local", "few rows", "large tables", "by prices")
 
 
 def main() -> int:

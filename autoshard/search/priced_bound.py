@@ -9,8 +9,8 @@ from autoshard.search.heap import settled_heap
 from autoshard.search.problem import Problem
 from autoshard.search.reductions import reduce_core, settle_rows
 from autoshard.search.reductions.core import build
-from autoshard.search.routes.plans import search_prices
 from autoshard.search.routes.priced import solve_priced
+from autoshard.search.routes.prices import search_prices
 
 
 def priced_bound(problem: Problem, clock: Clock, prices: np.ndarray | None = None, enough: float = 0.0) -> tuple[float, np.ndarray]:

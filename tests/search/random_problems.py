@@ -2,11 +2,15 @@
 and what a backend's answer to one must keep."""
 from __future__ import annotations
 
+from contextlib import ExitStack
+from unittest.mock import patch
+
 import numpy as np
 
 from autoshard.search import Board, Clock, Edge, Intervals, Items, Problem, Solution, Status, evaluate, solve
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import build
+from autoshard.search.routes import plans, priced, prices
 from autoshard.search.routes.plans import search_few_rows
 from autoshard.search.routes.small import search_small
 from autoshard.search.tie import tied_core
@@ -95,8 +99,34 @@ def _intervals(rng, n, sizes) -> Intervals:
     return Intervals(float(rng.integers(2 * n, 7 * n + 1)), *arrays, np.array(amount))
 
 
+def layered_problem(seed: int, layers: int = 4, width: int = 5, most: int = 4) -> Problem:
+    """Equal layers of nodes that all see each other, between an input and an output, a node that all layers read, and rows that they share: nothing of
+    it is reduced away."""
+    rng, every = np.random.default_rng(seed), np.arange(most)
+    costs, loads = [rng.random(most) for _ in range(width)], rng.integers(0, 6, (width, most, 2))
+    inside = {(a, b): rng.random((most, most)) for a in range(width) for b in range(a)}
+    ahead, read = rng.random((2, most, most)), rng.random((most, most))
+    first, last, all_read = (layers * width + i for i in range(3))
+    edges = [Edge(first, 0, ahead[0], every, every), Edge(last, layers * width - 1, ahead[1], every, every)]
+    for at in range(0, layers * width, width):
+        edges += [Edge(at + a, at + b, table, every, every) for (a, b), table in inside.items()]
+        edges += [Edge(all_read, at + 1, read, every, every)]
+        edges += [Edge(at + width - 1 - i, at + width + i, ahead[i], every, every) for i in range(2) if at + width < layers * width]
+    items = [(layer * width + a, s, r, float(loads[a, s, r])) for layer in range(layers) for a in range(width) for s in range(most) for r in range(2)]
+    node, strategy, row, amount = (np.array(x) for x in zip(*items, strict=True))
+    limit = loads.mean((0, 1)) * width * layers * 0.9
+    groups = np.array([*(list(range(width)) * layers), -1, -1, -1])
+    return Problem((*costs * layers, *(rng.random(most) for _ in range(3))), tuple(edges), limit,
+                   np.array([0.2, np.inf if rng.random() < 0.3 else 0.3]), Items(node, strategy, row, amount), groups=groups)
+
+
 def answer(problem: Problem, route: str) -> Solution:
     """What a backend, or one of the routes that small problems do not reach by themselves, says about `problem`."""
+    if route == "large tables":
+        with ExitStack() as patched:
+            for module in (plans, priced, prices):
+                patched.enter_context(patch.object(module, "STORED", -1))
+            return _forced(problem, "few rows")
     if route in ("few rows", "by prices"):
         return _forced(problem, route)
     return solve(problem, backend=route, time_limit=20.0, work_limit=WORK if route == "local" else None, threads=1)

@@ -133,8 +133,8 @@ class Dual:
 
     def converge(self, phase: Pace, enough: float = TIGHT, upper: float = math.inf, rounds: int = ROUNDS) -> tuple[float, np.ndarray, float]:
         """Without rows: sweep until the decoded choice costs what the messages prove, within `enough` of it, or too little
-        is gained; for so many `rounds` at most, and `ended` says whether they were enough. Called again it goes on. `upper`: a bound so high is
-        enough too.
+        is gained; for so many `rounds` at most, and `ended` says whether they were enough. Called again it goes on. `upper`: what some choice
+        is known to cost, or a bound so high is enough.
 
         Ends by work, not by the clock, unless the phase is over. Returns (bound, choice per packed node, its cost)."""
         p, value = self.packed, np.inf
@@ -156,7 +156,7 @@ class Dual:
             flat = flat + 1 if now <= bound + _too_little(bound, value, upper) else 0
             bound = max(bound, now)
             phase.tick(sweeps)
-            if value - bound <= max(TIGHT, enough) * abs(bound) or bound > upper or flat >= STALL or phase.over():
+            if min(value, upper) - bound <= max(TIGHT, enough) * abs(bound) or flat >= STALL or phase.over():
                 break
         else:
             self.ended = rounds == ROUNDS

@@ -6,10 +6,10 @@ Nothing here needs a compiler: the Python work is a few microseconds a step and 
 """
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import ref
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from autoshard.errors import ProblemError
 from autoshard.search.problem import Edge, Problem
 from autoshard.search.reductions.steps import Fixed, Keep, Masks, Step
 
-T = TypeVar("T")
+V = TypeVar("V")
 Key = tuple[object, ...]
 GONE = np.zeros(0)
 """The costs of a node that is gone: it has no strategies. Told by identity: `cost[v] is GONE`."""
@@ -27,18 +27,30 @@ GONE.flags.writeable = False
 class Table:
     """An immutable matrix of pair costs (rows: this node's strategies) with its transpose `T`.
 
-    Facts about it are computed once and kept: see `fact`."""
+    Facts about it are computed once and kept: see `fact`. A table holds its transpose, which only knows of it, so that both are gone as soon as
+    nobody holds them: to wait for the garbage collector took half of the memory of a large search."""
 
-    __slots__ = ("T", "a", "facts")
+    __slots__ = ("__weakref__", "_other", "a", "facts")
 
     def __init__(self, a: np.ndarray, transpose: "Table | None" = None) -> None:
         self.a = a
         self.facts: dict[Callable[[np.ndarray], object], Any] = {}
-        self.T: Table = transpose if transpose is not None else Table(np.ascontiguousarray(a.T), self)
+        self._other: Table | ref[Table] = ref(transpose) if transpose is not None else Table(np.ascontiguousarray(a.T), self)
 
-    def fact(self, compute: Callable[[np.ndarray], T]) -> T:
+    @property
+    def T(self) -> "Table":  # noqa: N802 (as numpy's)
+        if isinstance(self._other, Table):
+            return self._other
+        known = self._other()
+        if known is None:
+            known = Table.__new__(Table)
+            known.a, known.facts, known._other = np.ascontiguousarray(self.a.T), {}, self
+            self._other = ref(known)
+        return known
+
+    def fact(self, compute: Callable[[np.ndarray], V]) -> V:
         try:
-            known: T = self.facts[compute]
+            known: V = self.facts[compute]
             return known
         except KeyError:
             found = self.facts[compute] = compute(self.a)
@@ -71,33 +83,31 @@ class Core:
         self._memo: dict[Key, tuple[Any, Key]] = {}
         self._settled: dict[Key, Key] = {}
 
-    def memo(self, compute: Callable[..., T], *args: object) -> T:
+    def memo(self, compute: Callable[..., V], *args: object) -> V:
         """`compute(*args)`, run once for each distinct identity of the arguments (kept alive by the memo)."""
         key = (compute, *map(id, args))
         try:
-            known: T = self._memo[key][0]
+            known: V = self._memo[key][0]
             return known
         except KeyError:
             found = compute(*args)
             self._memo[key] = found, args
             return found
 
-    def memo_shaped(self, compute: Callable[..., T], shape: Key, *args: object) -> T:
+    def memo_shaped(self, compute: Callable[..., V], shape: Key, *args: object) -> V:
         """`memo` for `compute(shape, *args)`, where `shape` is compared by value."""
         key = (compute, shape, *map(id, args))
         try:
-            known: T = self._memo[key][0]
+            known: V = self._memo[key][0]
             return known
         except KeyError:
             found = compute(shape, *args)
             self._memo[key] = found, args
             return found
 
-    def forget(self, collect: bool = True) -> None:
-        """Drop what was kept to run each distinct operation once. Undoing needs none of it. `collect`: also free it at once, which takes 0.1 s."""
+    def forget(self) -> None:
+        """Drop what was kept to run each distinct operation once. Undoing needs none of it."""
         self._memo, self._settled, self.intern = {}, {}, Interner()
-        if collect:
-            gc.collect()  # a table and its transpose know each other
 
     def settle(self, v: int, rules: Key) -> None:
         """Note that `rules` find nothing to do at a node that looks like v. Copies in other layers look the same."""

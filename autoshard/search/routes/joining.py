@@ -26,7 +26,6 @@ FEW = 100  # joint strategies of pairs (`reductions/pairs.py`) that are made bef
 FIRST, LARGEST = 64, 3000  # possible strategies of a joint node: at first, and at most
 GROWTH, SLOW = 1.5, 0.05  # they may be so many times more after a round that raised the bound by less than this part of the gap
 LARGE = 3_000_000  # table entries, above which joint nodes grow no more
-FREED = 300_000  # above, what a round computed is freed at once
 HUGE = 8_000_000  # above, it ends
 CLOSER = 0.9  # of the gap that is enough: a part of the cost, where whoever asked takes it as one of the bound, must not miss it by a hair
 ASSUMED = 5e-3  # of the bound: the first assumed gap
@@ -95,7 +94,7 @@ class _Search:
             if bound >= upper or self.clock.expired():
                 return bound
             core, _ = dual.reduce(upper)
-            core.forget(collect=table_entries(core) > FREED)
+            core.forget()
             reduce_core(core, self.clock.expired)
             entries = table_entries(core)
             if self.clock.expired() or entries > HUGE:

@@ -8,11 +8,12 @@ import numpy as np
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Phase
+from autoshard.search.dual.copies import Alike
 from autoshard.search.dual.dual import ROUNDS, Dual
 from autoshard.search.dual.packed import along
 from autoshard.search.problem import priced_cost
 from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
-from autoshard.search.reductions.core import Core, stored_entries, table_entries
+from autoshard.search.reductions.core import GONE, Core, stored_entries, table_entries
 from autoshard.search.reductions.gather import gather
 from autoshard.search.reductions.pairs import merge_pairs
 from autoshard.search.routes.joining import close_by_joining
@@ -34,6 +35,7 @@ JOIN_SHARE, ROUGH_SHARE = 0.9, 0.3  # of the time left, a net
 JOINABLE = 1_500_000  # table entries up to which they are
 WITHIN = 0.02  # relative gap of the best choice known, from which on its cost tells strategies to be too dear
 BETWEEN = 3  # rounds of sweeps between looks
+COARSE = 5e-3  # relative gap; who asks for no more wants to know which strategies are cheap, and sweeps end where the bound hardly rises
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,28 +53,55 @@ class Priced:
     loose: bool
     largest: int
 
-    @property
-    def exact(self) -> bool:
-        """Whether nothing could be cheaper at these prices than `choice`."""
-        return self.value - self.bound <= MARGIN * abs(self.bound)
+    def possible(self, upper: float, place: np.ndarray | None = None) -> dict[int, np.ndarray]:
+        """Masks of the strategies of the core before pricing that a choice of cost at most `upper` may take. `place`: as `Tied.place`; copies then
+        keep what one of them may take, so that what follows is computed once for all."""
+        masks = self.dual.possible(upper)
+        if place is not None:
+            masks = _shared(masks, place)
+        return self.dual.core.widen(masks, upper - self.bound + MARGIN * abs(upper), self.since)
 
-    def possible(self, upper: float) -> dict[int, np.ndarray]:
-        """Masks of the strategies of the core before pricing that a choice of cost at most `upper` may take."""
-        return self.dual.core.widen(self.dual.possible(upper), upper - self.bound + MARGIN * abs(upper), self.since)
+
+def _shared(masks: dict[int, np.ndarray], place: np.ndarray) -> dict[int, np.ndarray]:
+    """One mask for all copies of a node with as many strategies."""
+    joined: dict[tuple[int, int], np.ndarray] = {}
+    for v, mask in masks.items():
+        key = int(place[v]), len(mask)
+        joined[key] = mask | joined[key] if key in joined else mask
+    return {v: joined[int(place[v]), len(mask)] for v, mask in masks.items()}
+
+
+def keep_possible(core: Core, masks: dict[int, np.ndarray]) -> None:
+    """Keep the strategies of `masks` (`Priced.possible`). Raises Infeasible where a node has none."""
+    left = {v: kept for v, mask in masks.items() if core.cost[v] is not GONE and (kept := core.memo(_kept, mask)) is not None}
+    for v, kept in left.items():
+        if not len(kept):
+            raise Infeasible(v)
+        if len(kept) == 1 and np.isfinite(core.cost[v][kept[0]]):
+            core.fix(v, int(kept[0]))
+    for v, kept in left.items():
+        if core.cost[v] is not GONE:
+            core.keep(v, kept)
+
+
+def _kept(mask: np.ndarray) -> np.ndarray | None:
+    """None where all strategies are."""
+    return None if mask.all() else np.flatnonzero(mask)
 
 
 def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
-                 largest: int = LARGEST_PAIR) -> Priced:
+                 largest: int = LARGEST_PAIR, alike: Alike | None = None, joins: bool = True) -> Priced:
     """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
-    up to `largest` joint strategies are made at once. Raises Infeasible when no choice is possible whatever the rows."""
+    up to `largest` joint strategies are made at once. `alike`: what is known of a large problem at these prices; `joins`: whether nodes
+    may be joined for a bound. Raises Infeasible when no choice is possible whatever the rows."""
     prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
     large = stored_entries(core) > STORED
     free = core.copy(own_memo=large)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
-    plain = free.copy() if not large and table_entries(free) <= JOINABLE and not board.clock.expired() else None
-    if large:
-        largest = 0  # sweeps are usually exact without, and pairs cost more than they do; `_answer` makes them where not
+    plain = free.copy() if joins and not large and table_entries(free) <= JOINABLE and not board.clock.expired() else None
+    if large:  # sweeps are usually exact without pairs, which cost more than they do; `_answer` makes them where not
+        largest = 0 if alike is None else alike.largest
     else:
         many = max((len(free.cost[v]) for v in free.alive), default=0) >= MANY
         largest = LARGER_PAIRS[-1] if many else max(largest, LARGEST_PAIR)
@@ -82,7 +111,9 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     if large:
         free.forget()
     dual = Dual(free, nodes=None if large else along(free), alike=True)
-    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain)
+    if alike is not None and large:
+        alike.begin(dual)
+    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike if large else None)
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
@@ -91,15 +122,16 @@ def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
 
 
 def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, largest: int,
-            enough: float, rough: float = 0.0, plain: Core | None = None) -> Priced:
+            enough: float, rough: float = 0.0, plain: Core | None = None, alike: Alike | None = None) -> Priced:
     """Where layouts compete, larger pairs are worth their size: those of activations that both windows read, of 16 layouts each
     (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27. `plain`: the core before pairs
     were made."""
     known = board.cost if plain is None else math.inf
-    dual, bound, picked, value = _converged(board, dual, enough, known)
+    reached = math.inf if alike is None else choice_value(board, core, prices, alike.choice)
+    dual, bound, picked, value = _converged(board, dual, enough, known, reached)
     for larger in LARGER_PAIRS:
         most = math.inf if plain is None else LOOSE_TO_JOIN
-        worth = max(LOOSE, enough, rough) * abs(bound) < value - bound <= most * abs(bound)
+        worth = max(LOOSE, enough, rough) * abs(bound) < min(value, reached) - bound <= most * abs(bound)
         if larger > largest and worth and stored_entries(dual.core) <= LARGE:
             joined = dual.core.copy()
             merge_pairs(joined, larger, board.clock.expired)
@@ -114,6 +146,8 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         full = np.zeros(len(core.cost), dtype=np.int64)
         full[dual.nodes] = picked
         choice = dual.core.lift(full)
+    if alike is not None and reached <= value:
+        value, choice = reached, alike.choice
     if plain is not None and value - bound > max(FAR, enough, rough) * abs(bound):
         rows = bool((np.isfinite(core.price) & (core.price > 0)).any())  # without, these prices are the last
         bound, value, choice = _joined(board, core, prices, plain, bound, value, choice, enough if rows else board.enough, rough)
@@ -126,20 +160,24 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
 
 
-def _converged(board: Board, dual: Dual, enough: float, known: float) -> tuple[Dual, float, np.ndarray, float]:
+def _converged(board: Board, dual: Dual, enough: float, known: float, reached: float = math.inf) -> tuple[Dual, float, np.ndarray, float]:
     """`dual.converge`, without the strategies that no choice of cost at most `known` takes, as soon as the bound tells them: of the last sweeps most
-    would be about these. The bound is at most `known`. Returns what is left, too."""
+    would be about these. The bound is at most `known`. `reached`: what some choice costs at these prices. Where that is the optimum the sweeps end
+    there, and all strategies stay. Returns what is left, too."""
     phase = Phase(board.clock, 0.5)
-    bound, picked, value = dual.converge(phase, enough, rounds=BETWEEN if math.isfinite(known) else ROUNDS)
+    rounds = BETWEEN if math.isfinite(known) and not math.isfinite(reached) else ROUNDS
+    bound, picked, value = dual.converge(phase, enough, reached, rounds)
     bound = min(bound, known)  # `dual` may be what was left before
     while not dual.ended:
         left = dual.without_dearer(known) if known - bound <= WITHIN * abs(bound) else None
         if left is not None:
             dual, value = left, math.inf
         proven, now, least = dual.converge(phase, enough, rounds=BETWEEN)
-        bound = max(bound, min(proven, known))
+        gained, bound = min(proven, known) - bound, max(bound, min(proven, known))
         if least < value:
             picked, value = now, least
+        if enough >= COARSE and gained <= enough / 4 * abs(bound):
+            break
     return dual, bound, picked, value
 
 
