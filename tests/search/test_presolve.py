@@ -13,7 +13,7 @@ from random_problems import random_problem
 from autoshard.search import Edge, Items, Problem, evaluate, solve
 from autoshard.search.reductions import Infeasible, _sweep, reduce_core
 from autoshard.search.reductions.contraction import contract
-from autoshard.search.reductions.core import GONE, Core, Table, build
+from autoshard.search.reductions.core import GONE, Core, build
 from autoshard.search.reductions.dead import drop_dead
 from autoshard.search.reductions.dominance import _undominated, distinct, dominate
 from autoshard.search.reductions.elimination import eliminate
@@ -21,6 +21,7 @@ from autoshard.search.reductions.pairs import merge
 from autoshard.search.reductions.rows import drop_slack_rows, price_certain_rows
 from autoshard.search.reductions.separable import separate
 from autoshard.search.reductions.states import _told_apart_by_one, alike, merge_states
+from autoshard.search.reductions.table import Table
 
 inf = np.inf
 

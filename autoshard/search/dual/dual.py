@@ -10,8 +10,9 @@ from autoshard.search.clock import Pace
 from autoshard.search.dual import messages
 from autoshard.search.dual.packed import Packed, pack
 from autoshard.search.reductions import Infeasible, drop_forbidden
-from autoshard.search.reductions.core import Core, Table
+from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.steps import Keep
+from autoshard.search.reductions.table import Table
 
 ROUND = 50  # sweeps between looks at the clock
 GUESS = 0.02  # of the bound: how far above it a step aims while no cost is known

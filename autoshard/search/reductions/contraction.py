@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, Table
+from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.elimination import GivenOne
+from autoshard.search.reductions.table import Table
 
 LARGEST_GROWTH = 2_000_000
 

@@ -9,52 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import ref
 
 import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.search.problem import Edge, Problem
 from autoshard.search.reductions.steps import Fixed, Keep, Masks, Step
+from autoshard.search.reductions.table import Table
 
 V = TypeVar("V")
 Key = tuple[object, ...]
 GONE = np.zeros(0)
 """The costs of a node that is gone: it has no strategies. Told by identity: `cost[v] is GONE`."""
 GONE.flags.writeable = False
-
-
-class Table:
-    """An immutable matrix of pair costs (rows: this node's strategies) with its transpose `T`.
-
-    Facts about it are computed once and kept: see `fact`. A table holds its transpose, which only knows of it, so that both are gone as soon as
-    nobody holds them: to wait for the garbage collector took half of the memory of a large search."""
-
-    __slots__ = ("__weakref__", "_other", "a", "facts")
-
-    def __init__(self, a: np.ndarray, transpose: "Table | None" = None) -> None:
-        self.a = a
-        self.facts: dict[Callable[[np.ndarray], object], Any] = {}
-        self._other: Table | ref[Table] = ref(transpose) if transpose is not None else Table(np.ascontiguousarray(a.T), self)
-
-    @property
-    def T(self) -> "Table":  # noqa: N802 (as numpy's)
-        if isinstance(self._other, Table):
-            return self._other
-        known = self._other()
-        if known is None:
-            known = Table.__new__(Table)
-            known.a, known.facts, known._other = np.ascontiguousarray(self.a.T), {}, self
-            self._other = ref(known)
-        return known
-
-    def fact(self, compute: Callable[[np.ndarray], V]) -> V:
-        try:
-            known: V = self.facts[compute]
-            return known
-        except KeyError:
-            found = self.facts[compute] = compute(self.a)
-            return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, Table
+from autoshard.search.reductions.core import Core
+from autoshard.search.reductions.table import Table
 
 LARGEST_WORK = 60_000_000
 REMEMBERED = 200  # strategies; what replaces what among more takes megabytes

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, Table
+from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.steps import Fixed, Masks
+from autoshard.search.reductions.table import Table
 
 LARGEST_PRODUCT = 30_000_000  # strategies of the three nodes multiplied; above this degree two is left alone
 LARGEST_TABLE = 250_000

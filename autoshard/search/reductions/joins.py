@@ -14,9 +14,10 @@ from itertools import combinations
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, Table
+from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.dead import Infeasible
 from autoshard.search.reductions.pairs import merge
+from autoshard.search.reductions.table import Table
 
 HUB = 8  # neighbours of a node; two around a larger one are not tried for its sake
 LARGEST_CUBE = 2_000_000  # strategies of three nodes multiplied; above, a third node is left out of the gain

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.search.reductions import reduce_core
-from autoshard.search.reductions.core import Core, Table
+from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.steps import Masks
+from autoshard.search.reductions.table import Table
 
 FEWEST = 2  # small nodes that a pair must make go
 

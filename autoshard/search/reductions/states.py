@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.search.reductions.core import Core, Table
+from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.dominance import distinct, load_profile
 from autoshard.search.reductions.steps import Masks
+from autoshard.search.reductions.table import Table
 
 MIX = 0x9E3779B97F4A7C15  # an odd number: multiples of it spread over 64 bits
 

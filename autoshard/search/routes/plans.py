@@ -87,14 +87,16 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     place = quotient.tied.place if quotient is not None else None
     alike = quotient.alike() if quotient is not None and stored_entries(core) > STORED else None
     best, _, found = search_prices(board, core, planes, seed, tied_best, alike=alike)
+    near = False
     if likely:
         if not board.done:
             mix(board, [*pool, *found], seed)
         near = best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
         close(board, core, best, seed, widest=math.inf if near else LIKELY, place=place)
-        if not board.done:
+        if not (board.done or near and large):  # what would take as long again proves hardly more
             _close_tied(board, quotient, seed)
-    close(board, core, best, seed, place=place)
+    if not (near and large):
+        close(board, core, best, seed, place=place)
     if not board.done and not likely:
         mix(board, [*pool, *found], seed)
     board.near = [*pool, *found]
