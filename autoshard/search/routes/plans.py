@@ -136,13 +136,12 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
         settle_rows(quotient)
         if stored_entries(quotient) > STORED:
             reduce_core(quotient, own.clock.expired)
-        rough = ROUGH_LARGE if stored_entries(quotient) > STORED else ROUGH
         _spare(core, quotient)
         known = scaled(planes_of(board, quotient), 1 / tied.copies)
         if stored_entries(quotient) > STORED:
-            best, planes, found = search_large_prices(own, quotient, known, seed, rough)
+            best, planes, found = search_large_prices(own, quotient, known, seed, ROUGH_LARGE)
         else:
-            best, planes, found = search_prices(own, quotient, known, seed, rough=rough)
+            best, planes, found = search_prices(own, quotient, known, seed, rough=ROUGH)
     except Infeasible:
         board.report("no choice treats the layers alike")  # says nothing about untied ones
         return None, planes_of(board, core), []
