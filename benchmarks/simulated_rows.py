@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import mean, median
+from typing import Any
 
 import numpy as np
 from about import about, line, markdown
@@ -74,6 +75,11 @@ def verdicts(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str, str]]:
 
 def shown(said: str, value: float) -> str:
     return f"{value:.3f}" if said == RANKS else f"{value:+.1%}" if said == SIGNED else f"{value:.1%}"
+
+
+def saved(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [{**asdict(r), "floor": r.floor} for r in rows]
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from about import about  # noqa: E402
 from forced import data_parallel, fully_sharded, tensor_parallel  # noqa: E402
 from op_times import Alone, Times, simulated_rounds  # noqa: E402
 from sharing import OneByOne, Ratios, factors, ratio_at  # noqa: E402
-from simulated_rows import CONVOLUTIONS, MODES, Row, figures, row, show  # noqa: E402
+from simulated_rows import CONVOLUTIONS, MODES, Row, figures, row, saved, show  # noqa: E402
 from stage_clock import gathered  # noqa: E402
 
 import autoshard  # noqa: E402
@@ -271,7 +271,7 @@ def main() -> None:
         show(rows)
         print(f"{time.perf_counter() - begun:.0f} s")
         if options.json:
-            found = {"about": about(), "rows": [{**asdict(r), "floor": r.floor} for r in rows], **{mode: figures(rows, mode) for mode in MODES}}
+            found = {"about": about(), "rows": saved(rows), **{mode: figures(rows, mode) for mode in MODES}}
             options.json.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
