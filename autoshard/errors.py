@@ -41,6 +41,10 @@ class ProblemError(UsageError):
     """A search problem file or object that is malformed."""
 
 
+class SearchSizeError(UsageError):
+    """A search that needs more memory than this machine has free."""
+
+
 class InfeasibleError(AutoshardError):
     """No plan fits the memory limit or satisfies all seeds. `proven`: there is none; else none was found."""
 

@@ -185,13 +185,13 @@ class Intervals:
 
 class Status(Enum):
     """The value is what a user reads. `TIME_LIMIT` and `WORK_LIMIT` say that a limit decided; with `GAP` the engine had
-    tried all it knows. `OPTIMAL_TIED` keeps the bound of the untied problem, so that its gap may be above zero."""
+    tried all it knows, or the gap was small enough. `OPTIMAL_TIED` keeps the bound of the untied problem, so that its gap may be above zero."""
 
     OPTIMAL = "optimal"
     OPTIMAL_TIED = "optimal among tied plans"
     TIME_LIMIT = "best found within the time limit"
     WORK_LIMIT = "best found within the work limit"
-    GAP = "best found; the gap could not be closed"
+    GAP = "best found; a gap is left"
     INTERRUPTED = "best found before it was interrupted"
     INFEASIBLE = "no feasible choice exists"
     UNKNOWN = "no feasible choice found, nor proven impossible"

@@ -12,11 +12,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from autoshard.errors import ProblemError
+from autoshard.base.memory import free_memory
+from autoshard.errors import ProblemError, SearchSizeError
 from autoshard.search.problem import Edge, Problem
 from autoshard.search.reductions.steps import Fixed, Keep, Masks, Step
-from autoshard.search.reductions.table import Table
+from autoshard.search.reductions.table import Kinds, Table
 
+ENTRY_BYTES, LITTLE = 40, 1e9
+"""Memory that an entry of a table takes while a problem is reduced: with its transpose, and what is made of it; bytes below which nobody asks whether
+they are there."""
 V = TypeVar("V")
 Key = tuple[object, ...]
 GONE = np.zeros(0)
@@ -220,7 +224,7 @@ def _add_tables(a: Table, b: Table) -> Table:
 
 
 def _take_rows(table: Table, kept: np.ndarray) -> Table:
-    return Table(table.a[kept])
+    return table.take(kept)
 
 
 def _split_constant(amount: np.ndarray) -> tuple[float, np.ndarray, bool]:
@@ -233,7 +237,8 @@ def build(problem: Problem, like: Core | None = None) -> tuple[Core, np.ndarray]
     """A Core of `problem` (an exact copy, nothing reduced), and the row of each of the problem's own rows. `like`: a core
     of much the same arrays, whose memo it shares.
 
-    Raises ProblemError for an edge to an unknown node or index vectors of the wrong length."""
+    Raises ProblemError for an edge to an unknown node or index vectors of the wrong length, SearchSizeError where its tables would not fit into
+    the memory that is free."""
     starts = _row_starts(problem)
     limit = np.concatenate([np.full(len(starts), problem.intervals.limit if problem.intervals else 0.0), problem.row_limit])
     price = np.concatenate([np.full(len(starts), np.inf), problem.row_price])
@@ -309,12 +314,22 @@ def _add_edges(core: Core, problem: Problem, intern: Interner) -> None:
             index[v] = kept
             core.keep(v, kept)
     made: dict[Key, Table] = {}
-    for edge in problem.edges:
-        u_kept, v_kept = index.get(edge.u), index.get(edge.v)
-        key = (id(edge.table), id(edge.rows), id(edge.cols), id(u_kept), id(v_kept))
+    keys = [(id(e.table), id(e.rows), id(e.cols), id(index.get(e.u)), id(index.get(e.v))) for e in problem.edges]
+    for edge, key in zip(problem.edges, keys, strict=True):
         if key not in made:
-            made[key] = _restricted(core, edge, u_kept, v_kept)
+            made[key] = _restricted(core, edge, index.get(edge.u), index.get(edge.v))
+    _check_memory(core, {id(t): t.size for t in made.values()})
+    for edge, key in zip(problem.edges, keys, strict=True):
         core.add_edge(edge.u, edge.v, made[key])
+
+
+def _check_memory(core: Core, entries: dict[int, int]) -> None:
+    """Before tables become dense; `entries` of each."""
+    needed = ENTRY_BYTES * sum(entries.values())
+    if needed > LITTLE and needed > (free := free_memory()):
+        raise SearchSizeError(f"the search needs about {needed / 1e9:.0f} GB for what pairs of strategies cost ({len(core.cost):,} nodes of up to "
+                              f"{max(map(len, core.cost)):,} strategies), and {free / 1e9:.0f} GB are free; strategies multiply with mesh axes: "
+                              f"give a mesh of fewer axes (a=2,b=4 as ab=8), or seeds, which leave fewer strategies")
 
 
 def _restricted(core: Core, edge: Edge, u_kept: np.ndarray | None, v_kept: np.ndarray | None) -> Table:
@@ -327,12 +342,12 @@ def _restricted(core: Core, edge: Edge, u_kept: np.ndarray | None, v_kept: np.nd
 
 def table_entries(core: Core) -> int:
     """Entries of all tables."""
-    return sum(t.a.size for tables in core.adj for t in tables.values()) // 2
+    return sum(t.size for tables in core.adj for t in tables.values()) // 2
 
 
 def stored_entries(core: Core) -> int:
     """Entries of all tables, those that many edges share once."""
-    return sum({id(t): t.a.size for tables in core.adj for t in tables.values()}.values()) // 2  # and once as transposed
+    return sum({id(t): t.size for tables in core.adj for t in tables.values()}.values()) // 2  # and once as transposed
 
 
 def connected(core: Core, start: int) -> list[int]:
@@ -369,4 +384,4 @@ def _distinct(cost: np.ndarray, *vectors: np.ndarray) -> np.ndarray | None:
 
 
 def _dense(table: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> Table:
-    return Table(np.asarray(table, dtype=np.float64)[rows[:, None], cols[None, :]])
+    return Table(None, kinds=Kinds(np.asarray(table, dtype=np.float64), rows, cols))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.base.memory import give_back_memory
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Clock
 from autoshard.search.dual.copies import Alike
@@ -33,6 +34,8 @@ TIED_NODES = 200  # of a MIP's tree: what is best among tied choices helps, but 
 ROUGH = 1e-3  # relative gap within which the tied problem is not solved closer at prices that are not the best
 ROUGH_LARGE = 2e-2  # the same where tables are too large to keep, and larger pairs cost most of what an answer does
 NEAR = 4  # choices that a problem solved at once leaves for the next one
+CLOSE = 1e-3  # relative gap at which a search on large tables ends: prices of a profile are not known better, and proving the rest takes half as long
+# again
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 
@@ -73,8 +76,11 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     settle_rows(core)
     large = stored_entries(core) > STORED  # and what reducing finds out about it, for both problems, is forgotten
     if large:
+        board.enough = max(board.enough, CLOSE)
         reduce_core(core, board.clock.expired)
     quotient, planes, pool = _search_tied(board, core, layers, seed)
+    if large:
+        give_back_memory()
     tied_best = quotient.best if quotient is not None else None
     if quotient is not None and (choice := quotient.solved()) is not None:
         likely, reduced = True, not (quotient.core.price == 0)[core.price > 0].any()
@@ -171,6 +177,7 @@ def _spare(core: Core, *others: Core) -> None:
     if stored_entries(core) > STORED:  # what reducing left in memory is worth less than the memory
         for each in (core, *others):
             each.forget()
+        give_back_memory()
 
 
 def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int = MIP_NODES,

@@ -5,14 +5,13 @@ the big model, whose shapes divide in other ways."""
 from __future__ import annotations
 
 import json
-import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from autoshard._torch import pytree
+from autoshard.base.memory import free_memory
 from autoshard.base.quantities import size
 from autoshard.errors import ModelError, UsageError
 from autoshard.program.load import ModelSpec, load_model, sizes_of
@@ -69,15 +68,6 @@ def memory_needed(source: Source) -> float:
     weights = sum(t.numel() for t in (*spec.model.parameters(), *spec.model.buffers()))
     inputs = sum(t.numel() for t in pytree.tree_leaves((spec.example_inputs, spec.example_kwargs)) if isinstance(t, torch.Tensor))
     return 8.0 * COPIES * (weights + inputs)
-
-
-def free_memory() -> float:
-    """Bytes this machine could give to this process now; where Linux says it, with what it would free for that."""
-    facts = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", facts.read_text(), re.MULTILINE) if facts.exists() else None
-    if found:
-        return 1024.0 * int(found[1])
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _short(source: Source, ranks: int) -> tuple[Source, tuple[str, ...]]:
