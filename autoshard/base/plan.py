@@ -25,6 +25,8 @@ REFINED = ", refined op by op"
 """The end of the status of a plan whose layouts change inside decision units, so that its bound, one of plans over units, is not one of all."""
 OPTIMAL_REFINED = f"optimal over decision units{REFINED}"
 """The status where no plan over decision units is cheaper: proven."""
+NEARBY = ", near a plan for mesh "
+"""Before a mesh, at the end of the status of a plan that was searched near one for fewer axes (planner/many_axes.py). Its bound is one of all."""
 RECOMPUTE_SUFFIX = "_again"
 """Suffix of the name of a recomputed op, in backward."""
 Window = str

@@ -24,7 +24,7 @@ def progress_shown(on: bool) -> Iterator[Any]:
         yield _PhaseLog()
 
 
-NEWS = frozenset({"shapes", "stages", "sweep"})
+NEWS = frozenset({"shapes", "stages", "sweep", "axes"})
 """Phases whose every detail is a line of its own."""
 
 

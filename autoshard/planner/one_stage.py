@@ -12,21 +12,27 @@ from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.backends import Found, find
 from autoshard.decide.how import How
-from autoshard.decide.options import Options
+from autoshard.decide.options import PROPAGATE, Options
 from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Program, formulate_within, with_starts
 from autoshard.decide.walks.lift import lifts
-from autoshard.errors import UsageError
+from autoshard.errors import InfeasibleError, UsageError
+from autoshard.planner.many_axes import as_near, coarse_of, has_many, least, near, on_fewer_axes
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
-from autoshard.search.problem import Solution
+from autoshard.search.problem import Solution, Status
 from autoshard.seeds.held import holding
 from autoshard.seeds.seeds import Seeds, resolve_seeds
 from autoshard.space.cost_table import CostTable, Training, build_cost_table
 from autoshard.space.reachable import reachable
 from autoshard.space.strategies import enumerate_strategies
+
+COARSE = 0.5
+"""Share of the time limit for a plan for fewer axes, where there are many."""
+LEAST = 1.0
+"""Seconds at least for the search near it."""
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
@@ -83,7 +89,17 @@ def searched(table: CostTable, options: Options, *, clock: PhaseTimer, has_loss:
     fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
     best plan so far, whose status says so. `finer`, `enough`, `known`: see `How`. `program`: that of `table` (`program_of`), within any
     budget, where it was made already. `coarser`: plans, of which those of the same program on meshes that this one refines are starts. Raises
-    InfeasibleError, and Interrupted where there is no plan yet."""
+    InfeasibleError, and Interrupted where there is no plan yet.
+
+    On many mesh axes strategies near a plan for fewer axes are searched: see many_axes.py."""
+    how = {"clock": clock, "has_loss": has_loss, "interruptible": interruptible, "enough": enough, "known": known}
+    if options.search != PROPAGATE and has_many(table):
+        return _searched_near(table, options, program, finer=finer, coarser=coarser, **how)
+    return _searched_whole(table, options, program, finer=finer, coarser=coarser, **how)
+
+
+def _searched_whole(table: CostTable, options: Options, program: Program | None = None, *, clock: PhaseTimer, has_loss: bool, interruptible: bool,
+                    finer: bool, coarser: Sequence[Plan], enough: float, known: dict[str, Solution] | None) -> Found:
     limit = options.memory_limit(table.cluster)
     with clock("formulate"):
         program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
@@ -91,3 +107,23 @@ def searched(table: CostTable, options: Options, *, clock: PhaseTimer, has_loss:
     how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, known)
     with stopping(how.clock, interruptible), clock("search"):
         return find(program, how)
+
+
+def _searched_near(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan],
+                   **how: Any) -> Found:
+    """`searched`, of strategies near a plan for fewer axes, which is planned first within a share of the time. `program`: what is known of it by hand
+    may be cheaper."""
+    coarse, before = coarse_of(table), clock.seconds.get("search", 0.0)
+    clock.say("axes", f"a plan for mesh {coarse.mesh} first: on {table.mesh} there are too many strategies to search all of them")
+    try:
+        there = on_fewer_axes(table, coarse, options.passing.outputs)
+        first = searched(there, replace(options, time_limit=COARSE * options.time_limit), clock=clock, finer=False, **how)
+        stopped = first.solution.status is Status.INTERRUPTED
+        left = 0.0 if stopped else options.time_limit - (clock.seconds.get("search", 0.0) - before)
+        plan = first.plan(there, {}, {})
+        clock.say("axes", f"{plan.objective_s:.6g} s on mesh {coarse.mesh}; now strategies near it on {table.mesh}")
+        found = _searched_whole(near(table, coarse, plan), replace(options, time_limit=max(left, LEAST)), clock=clock, finer=finer and not stopped,
+                                coarser=(*coarser, plan), **how)
+    except InfeasibleError as e:
+        raise InfeasibleError(f"{e}\n(on mesh {table.mesh} only strategies near a plan for {coarse.mesh} were searched: others may fit)") from None
+    return as_near(found, coarse, least(table), program and program.within(options.memory_limit(table.cluster)), stopped)

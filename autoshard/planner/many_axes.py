@@ -1,0 +1,131 @@
+"""Programs on so many mesh axes that not all of their strategies can be searched together: those near a plan for fewer axes are.
+
+Strategies multiply with axes: an op of a small model has up to ten thousand on four, and a search looks at pairs of them. But axes are nearly
+independent. So the program is planned with two axes taken as one first, which is a plan here too (decide/walks/lift.py). Then every op keeps the
+strategies that differ from that plan on at most two axes, each op on its own two. The best of these is found and proven like any plan; that no other
+plan is cheaper is not. The bound of all plans is what the ops take at least, one by one: no plan moves less than nothing."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.base.mesh import Mesh
+from autoshard.base.plan import NEARBY, OpPlan, Plan
+from autoshard.base.spec import Spec
+from autoshard.decide.backends import Found
+from autoshard.decide.program import Program
+from autoshard.search.problem import Status
+from autoshard.seeds.marks import is_user_collective, marks
+from autoshard.seeds.seeds import Seeds
+from autoshard.space.cost_table import CostTable, build_cost_table
+from autoshard.space.strategies import StrategySet, enumerate_strategies
+
+FEW_AXES = 3
+MANY_PAIRS = 2e6
+"""Pairs of strategies, of distinct ops, from which programs on more than `FEW_AXES` axes are not searched whole."""
+NEAR = 2
+"""Axes on which a strategy may differ from the plan's."""
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """A mesh with fewer axes over the same ranks, and of every axis of the mesh with more the one that it is a part of."""
+
+    mesh: Mesh
+    parts: tuple[int, ...]
+
+    def merged(self, spec: Spec) -> Spec | None:
+        """A placement on the mesh with more axes as one here; None where parts of an axis lie otherwise than each other."""
+        found = tuple(spec[self.parts.index(a)] for a in range(self.mesh.ndim))
+        return found if self.parted(found) == tuple(spec) else None
+
+    def parted(self, spec: Spec) -> Spec:
+        """Inverse of `merged`."""
+        return tuple(spec[a] for a in self.parts)
+
+
+def has_many(table: CostTable) -> bool:
+    """Whether only a part of the strategies is searched. A collective that the model calls itself is about the axes as they are."""
+    axes = sum(size > 1 for size in table.mesh.sizes)
+    if axes <= FEW_AXES or any(map(is_user_collective, marks(table.graph))):
+        return False
+    return sum(len(s) ** 2 for s in {id(s): s for s in table.strategies.values()}.values()) > MANY_PAIRS
+
+
+def coarse_of(table: CostTable) -> Coarse:
+    """The mesh on which two neighbouring axes are one: those that fewest seeds tell apart, and of these the smallest. For axes in parts it is the
+    user's mesh."""
+    mesh = table.mesh
+    if mesh.whole is not mesh:
+        return Coarse(mesh.whole, mesh.owners)
+    pairs = range(mesh.ndim - 1)
+    at = min(pairs, key=lambda i: (-_said(_merged(table.seeds, _with_one(mesh, i))), mesh.sizes[i] * mesh.sizes[i + 1]))
+    return _with_one(mesh, at)
+
+
+def on_fewer_axes(table: CostTable, coarse: Coarse, outputs: str) -> CostTable:
+    """Prices of the same program there. `outputs`: compile's mode, as of `enumerate_strategies`."""
+    seeds = _merged(table.seeds, coarse)
+    strategies = enumerate_strategies(table.graph, coarse.mesh, seeds, outputs=outputs)
+    return replace(build_cost_table(table.graph, coarse.mesh, table.cluster, strategies, table.training), seeds=seeds)
+
+
+def near(table: CostTable, coarse: Coarse, plan: Plan) -> CostTable:
+    """The same prices of strategies near those of `plan`, one for fewer axes; where seeds leave none near, of those that are nearest."""
+    made: dict[tuple[int, OpPlan], StrategySet] = {}
+    kept: dict[str, StrategySet] = {}
+    for name, found in table.strategies.items():
+        key = id(found), plan.ops[name]
+        if key not in made:
+            made[key] = _near(found, coarse, plan.ops[name])
+        kept[name] = made[key]
+    return replace(build_cost_table(table.graph, table.mesh, table.cluster, kept, table.training), seeds=table.seeds)
+
+
+def least(table: CostTable) -> float:
+    """Seconds of a step that no plan is below: every op as fast as it can be."""
+    return float(sum(table.ops[op.name].total.min() for op in table.graph.ops))
+
+
+def as_near(found: Found, coarse: Coarse, bound: float, known: Program | None, stopped: bool) -> Found:
+    """`found` as the best of strategies near a plan for fewer axes, with the bound of all plans; or a plan of `known`, where one by hand is cheaper.
+    `stopped`: the user ended the search."""
+    status = Status.INTERRUPTED.value if stopped else f"{found.status}{NEARBY}{coarse.mesh}"
+    solution = replace(found.solution, bound=min(bound, found.solution.cost), status=Status.INTERRUPTED if stopped else Status.GAP)
+    by_hand = known and known.cheapest_fitting(known.starts)
+    if known and by_hand and by_hand[1] < solution.cost:
+        return Found(known, replace(solution, choice=by_hand[0], cost=by_hand[1]), status)
+    return replace(found, solution=solution, status=status, ample=0.0)
+
+
+def _near(found: StrategySet, coarse: Coarse, chosen: OpPlan) -> StrategySet:
+    placements = np.concatenate([found.inputs, found.outputs], axis=1)
+    there = np.array([coarse.parted(spec) for spec in (*chosen.inputs, *chosen.outputs)], dtype=np.int64).reshape(placements.shape[1:])
+    away = (placements != there).any(axis=1).sum(axis=1)
+    return found.keep(away <= max(NEAR, away.min()))
+
+
+def _with_one(mesh: Mesh, at: int) -> Coarse:
+    """Axes `at` and the next one taken as one."""
+    name = f"{mesh.names[at]}_{mesh.names[at + 1]}"
+    while name in mesh.names:
+        name += "_"
+    joined = mesh.sizes[at] * mesh.sizes[at + 1]
+    coarse = Mesh((*mesh.names[:at], name, *mesh.names[at + 2:]), (*mesh.sizes[:at], joined, *mesh.sizes[at + 2:]))
+    return Coarse(coarse, tuple(a - (a > at) for a in range(mesh.ndim)))
+
+
+def _merged(seeds: Seeds, coarse: Coarse) -> Seeds:
+    """What seeds say there; nothing where they tell two axes apart that are one."""
+    specs, reads = ({key: allowed for key, given in of.items() if (allowed := frozenset(_there(given, coarse)))} for of in (seeds.specs, seeds.reads))
+    return replace(seeds, specs=specs, reads=reads)
+
+
+def _there(given: Iterable[Spec], coarse: Coarse) -> Iterable[Spec]:
+    return (spec for spec in map(coarse.merged, given) if spec is not None)
+
+
+def _said(seeds: Seeds) -> int:
+    return len(seeds.specs) + len(seeds.reads)
