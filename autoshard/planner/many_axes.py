@@ -6,11 +6,13 @@ strategies that differ from that plan on at most two axes, each op on its own tw
 plan is cheaper is not. The bound of all plans is what the ops take at least, one by one: no plan moves less than nothing."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.base.graph import Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import NEARBY, OpPlan, Plan
 from autoshard.base.spec import Spec
@@ -20,7 +22,7 @@ from autoshard.search.problem import Status
 from autoshard.seeds.marks import is_user_collective, marks
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import CostTable, build_cost_table
-from autoshard.space.strategies import StrategySet, enumerate_strategies
+from autoshard.space.strategies import SpecIndex, StrategySet, enumerate_strategies
 
 FEW_AXES = 3
 MANY_PAIRS = 2e6
@@ -39,11 +41,7 @@ class Coarse:
     def merged(self, spec: Spec) -> Spec | None:
         """A placement on the mesh with more axes as one here; None where parts of an axis lie otherwise than each other."""
         found = tuple(spec[self.parts.index(a)] for a in range(self.mesh.ndim))
-        return found if self.parted(found) == tuple(spec) else None
-
-    def parted(self, spec: Spec) -> Spec:
-        """Inverse of `merged`."""
-        return tuple(spec[a] for a in self.parts)
+        return found if all(found[a] == p for a, p in zip(self.parts, spec, strict=True)) else None
 
 
 def has_many(table: CostTable) -> bool:
@@ -72,16 +70,25 @@ def on_fewer_axes(table: CostTable, coarse: Coarse, outputs: str) -> CostTable:
     return replace(build_cost_table(table.graph, coarse.mesh, table.cluster, strategies, table.training), seeds=seeds)
 
 
-def near(table: CostTable, coarse: Coarse, plan: Plan) -> CostTable:
-    """The same prices of strategies near those of `plan`, one for fewer axes; where seeds leave none near, of those that are nearest."""
-    made: dict[tuple[int, OpPlan], StrategySet] = {}
-    kept: dict[str, StrategySet] = {}
+def near(table: CostTable, parts: Sequence[int], plan: Plan) -> CostTable:
+    """The same prices of strategies near those of `plan`; where seeds leave none near, of those that are nearest, and of what goes with them.
+    `parts`: of every axis the one of the plan's mesh that it is, or is a part of."""
+    known: dict[tuple[int, OpPlan], np.ndarray] = {}
+    away: dict[str, np.ndarray] = {}
     for name, found in table.strategies.items():
         key = id(found), plan.ops[name]
-        if key not in made:
-            made[key] = _near(found, coarse, plan.ops[name])
-        kept[name] = made[key]
-    return replace(build_cost_table(table.graph, table.mesh, table.cluster, kept, table.training), seeds=table.seeds)
+        if key not in known:
+            known[key] = _away(found, parts, plan.ops[name])
+        away[name] = known[key]
+    kept = _meeting(table, away, {name: a <= max(NEAR, a.min()) for name, a in away.items()})
+    made: dict[tuple[int, bytes], StrategySet] = {}
+    strategies: dict[str, StrategySet] = {}
+    for name, found in table.strategies.items():
+        same = id(found), kept[name].tobytes()
+        if same not in made:
+            made[same] = found.keep(kept[name])
+        strategies[name] = made[same]
+    return replace(build_cost_table(table.graph, table.mesh, table.cluster, strategies, table.training), seeds=table.seeds)
 
 
 def least(table: CostTable) -> float:
@@ -100,11 +107,53 @@ def as_near(found: Found, coarse: Coarse, bound: float, known: Program | None, s
     return replace(found, solution=solution, status=status, ample=0.0)
 
 
-def _near(found: StrategySet, coarse: Coarse, chosen: OpPlan) -> StrategySet:
+def _away(found: StrategySet, parts: Sequence[int], chosen: OpPlan) -> np.ndarray:
+    """Per strategy, on how many axes it differs from the chosen one."""
     placements = np.concatenate([found.inputs, found.outputs], axis=1)
-    there = np.array([coarse.parted(spec) for spec in (*chosen.inputs, *chosen.outputs)], dtype=np.int64).reshape(placements.shape[1:])
-    away = (placements != there).any(axis=1).sum(axis=1)
-    return found.keep(away <= max(NEAR, away.min()))
+    there = np.array([[spec[a] for a in parts] for spec in (*chosen.inputs, *chosen.outputs)], dtype=np.int64).reshape(placements.shape[1:])
+    return np.asarray((placements != there).any(axis=1).sum(axis=1))
+
+
+def _meeting(table: CostTable, away: Mapping[str, np.ndarray], kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What is kept, and for every op next to one that seeds hold away from the plan what meets it: a gradient lies as its parameter does."""
+    todo = deque((name, a == a.min()) for name, a in away.items() if a.min() > 0)
+    while todo:
+        name, held = todo.popleft()
+        for other, meets in _neighbours(table, name, held):
+            if meets.any() and not (meets & kept[other]).any():
+                more = meets & (away[other] == away[other][meets].min())
+                kept[other] = kept[other] | more
+                todo.append((other, more))
+    return kept
+
+
+def _neighbours(table: CostTable, name: str, held: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """(op, per strategy of it whether it goes with one of those `held`): of what the op reads, who reads it, and what lies as it does."""
+    graph, mine = table.graph, table.strategies[name]
+    for i, ref in enumerate(graph.op(name).refs):
+        src = table.strategies[ref.op].output_specs[ref.index]
+        ways = table.table(ref, src, _of(mine.input_specs[i], held))
+        yield ref.op, np.isfinite(ways).any(axis=1)[src.index]
+    for index, made in enumerate(mine.output_specs):
+        for reader, i in graph.users.get(Ref(name, index), ()):
+            dst = table.strategies[reader].input_specs[i]
+            yield reader, np.isfinite(table.table(Ref(name, index), _of(made, held), dst)).any(axis=0)[dst.index]
+    for pair in (*graph.ties.items(), *table.seeds.ties):
+        if name in pair:
+            other = pair[0] if pair[1] == name else pair[1]
+            specs, alike = _lies(table, other), set(_of(_lies(table, name), held).specs)
+            yield other, np.array([spec in alike for spec in specs.specs])[specs.index]
+
+
+def _lies(table: CostTable, name: str) -> SpecIndex:
+    """How the tensor of an op lies that another one is tied to."""
+    found = table.strategies[name]
+    return (found.output_specs or found.input_specs)[0]
+
+
+def _of(index: SpecIndex, held: np.ndarray) -> SpecIndex:
+    """Specs of the strategies that are held."""
+    return SpecIndex(tuple(index.specs[i] for i in np.unique(index.index[held])), np.zeros(0, dtype=np.int64))
 
 
 def _with_one(mesh: Mesh, at: int) -> Coarse:

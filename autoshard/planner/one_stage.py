@@ -22,7 +22,7 @@ from autoshard.planner.many_axes import as_near, coarse_of, has_many, least, nea
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
-from autoshard.search.problem import Solution, Status
+from autoshard.search.problem import Solution
 from autoshard.seeds.held import holding
 from autoshard.seeds.seeds import Seeds, resolve_seeds
 from autoshard.space.cost_table import CostTable, Training, build_cost_table
@@ -32,7 +32,9 @@ from autoshard.space.strategies import enumerate_strategies
 COARSE = 0.5
 """Share of the time limit for a plan for fewer axes, where there are many."""
 LEAST = 1.0
-"""Seconds at least for the search near it."""
+"""Seconds at least for a search near it."""
+WORTH = 5e-3
+"""Share of a step by which it has to be shorter for another search to be worth its time."""
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
@@ -111,19 +113,32 @@ def _searched_whole(table: CostTable, options: Options, program: Program | None 
 
 def _searched_near(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan],
                    **how: Any) -> Found:
-    """`searched`, of strategies near a plan for fewer axes, which is planned first within a share of the time. `program`: what is known of it by hand
-    may be cheaper."""
-    coarse, before = coarse_of(table), clock.seconds.get("search", 0.0)
+    """`searched`, of strategies near a plan for fewer axes, which is planned first within a share of the time, then of those near what was found,
+    while that makes steps shorter. `program`: what is known of it by hand may be cheaper."""
+    coarse, left = coarse_of(table), _Left(clock, options.time_limit)
     clock.say("axes", f"a plan for mesh {coarse.mesh} first: on {table.mesh} there are too many strategies to search all of them")
     try:
         there = on_fewer_axes(table, coarse, options.passing.outputs)
-        first = searched(there, replace(options, time_limit=COARSE * options.time_limit), clock=clock, finer=False, **how)
-        stopped = first.solution.status is Status.INTERRUPTED
-        left = 0.0 if stopped else options.time_limit - (clock.seconds.get("search", 0.0) - before)
-        plan = first.plan(there, {}, {})
-        clock.say("axes", f"{plan.objective_s:.6g} s on mesh {coarse.mesh}; now strategies near it on {table.mesh}")
-        found = _searched_whole(near(table, coarse, plan), replace(options, time_limit=max(left, LEAST)), clock=clock, finer=finer and not stopped,
-                                coarser=(*coarser, plan), **how)
+        found = searched(there, replace(options, time_limit=COARSE * options.time_limit), clock=clock, finer=False, **how)
+        plan, parts, again = found.plan(there, {}, {}), coarse.parts, True
+        while again:
+            clock.say("axes", f"{plan.objective_s:.6g} s on mesh {plan.spec_mesh}; now strategies near that plan on {table.mesh}")
+            stopped, before = plan.interrupted, plan.objective_s
+            within = replace(options, time_limit=LEAST if stopped else left.seconds)
+            found = _searched_whole(near(table, parts, plan), within, clock=clock, finer=finer, coarser=(*coarser, plan), **how)
+            plan, parts = found.plan(table, {}, {}), tuple(range(table.mesh.ndim))
+            again = plan.objective_s < (1.0 - WORTH) * before and left.seconds > LEAST and not (stopped or plan.interrupted)
     except InfeasibleError as e:
         raise InfeasibleError(f"{e}\n(on mesh {table.mesh} only strategies near a plan for {coarse.mesh} were searched: others may fit)") from None
     return as_near(found, coarse, least(table), program and program.within(options.memory_limit(table.cluster)), stopped)
+
+
+class _Left:
+    """Seconds that searches may still take, at least `LEAST`."""
+
+    def __init__(self, clock: PhaseTimer, limit: float) -> None:
+        self._clock, self._end = clock, clock.seconds.get("search", 0.0) + limit
+
+    @property
+    def seconds(self) -> float:
+        return max(LEAST, self._end - self._clock.seconds.get("search", 0.0))

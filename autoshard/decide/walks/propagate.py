@@ -114,7 +114,7 @@ def _taken_of(formulation: Formulation, sure: list[np.ndarray], start: np.ndarra
     if not free or free[0].seconds > lowest.bound * (1 + NO_GAIN):
         added = minimise(nothing_hides(formulation), [start, *(f.choice for f in free)])
         free += [_found(formulation, added.choice, _said(OPEN, added))] if added.choice is not None else []
-    least = min(walked, *free, key=lambda f: f.seconds)
+    least = min((walked, *free), key=lambda f: f.seconds)
     close = (f for f in followed if f.seconds <= min(walked.seconds, least.seconds * (1 + FOLLOW)) * (1 + NO_GAIN))
     return next(close, least)
 

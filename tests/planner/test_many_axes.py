@@ -1,0 +1,158 @@
+"""Plans on many mesh axes: of strategies near a plan for fewer axes, never dearer than that one, with a bound of all plans."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+import autoshard
+from autoshard.base.fine_mesh import refined
+from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.base.plan import NEARBY, Plan
+from autoshard.decide.options import PROPAGATE, Options
+from autoshard.decide.phase_timer import PhaseTimer
+from autoshard.decide.program import NOTHING
+from autoshard.errors import InfeasibleError
+from autoshard.pipeline.microbatches.batch import Batch
+from autoshard.planner import many_axes, one_stage
+from autoshard.planner.many_axes import coarse_of, has_many, least, near, on_fewer_axes
+from autoshard.planner.one_stage import decide, prices, program_of, searched
+from autoshard.program.calling import Traced
+from autoshard.search.problem import Status
+from models import gpt, mlp
+
+SLOW = str(Path(__file__).parents[1] / "dist/slow-device.toml")
+OPTIONS = Options(cluster=SLOW, time_limit=60.0)
+BUILT: dict[str, Callable] = {
+    "mlp": lambda: mlp.build(batch=8, widths=(8, 16, 4)),
+    "gpt": lambda: gpt.build(layers=1, width=24, heads=6, batch=5, seq=8, vocab=50),
+}
+LOSS = {"mlp": mlp.loss, "gpt": gpt.loss}
+
+
+@cache
+def traced(model: str, mesh: str = "a=2,b=2,c=2") -> Traced:
+    with torch.device("meta"):
+        built, inputs = BUILT[model]()
+    return Batch(built, inputs, {}, {"loss_fn": LOSS[model], "training": True}).on(parse_mesh(mesh), Options().pipeline)
+
+
+def planned(model: str, mesh: str, options: Options = OPTIONS, few: int = 3) -> Plan:
+    with patch.object(many_axes, "FEW_AXES", few), patch.object(many_axes, "MANY_PAIRS", 0):
+        return decide(prices(traced(model, mesh), parse_mesh(mesh), options), options, has_loss=True, finer=False)
+
+
+def test_on_two_axes_every_strategy_is_near_a_plan_for_one():
+    whole, found = planned("mlp", "a=2,b=2"), planned("mlp", "a=2,b=2", few=1)
+    assert found.objective_s == pytest.approx(whole.objective_s, rel=1e-9) and NEARBY not in whole.status
+    assert found.status.endswith(f"{NEARBY}a_b=4") and 0 < found.bound_s <= whole.bound_s
+
+
+@pytest.mark.parametrize("model", sorted(BUILT))
+def test_a_plan_near_one_for_fewer_axes_is_no_dearer_and_its_bound_is_of_all(model):
+    """Six heads and a batch of five divide on some axes alone, where the plan for fewer axes could not split them."""
+    mesh = "a=2,b=2,c=2"
+    whole, found, coarse = planned(model, mesh), planned(model, mesh, few=2), planned(model, "a_b=4,c=2")
+    assert whole.bound_s * (1 - 1e-9) <= found.objective_s <= coarse.objective_s * (1 + 1e-9)
+    assert found.bound_s <= whole.objective_s * (1 + 1e-9)
+
+
+def test_strategies_kept_differ_on_two_axes_at_most():
+    mesh = parse_mesh("a=2,b=2,c=2,d=2")
+    table = prices(traced("mlp", str(mesh)), mesh, OPTIONS)
+    coarse = coarse_of(table)
+    there = on_fewer_axes(table, coarse, "replicate")
+    plan = searched(there, OPTIONS, clock=PhaseTimer()).plan(there, {}, {})
+    kept = near(table, coarse.parts, plan)
+    fewer = 0
+    for name, found in kept.strategies.items():
+        chosen = [[spec[a] for a in coarse.parts] for spec in (*plan.ops[name].inputs, *plan.ops[name].outputs)]
+        away = [sum(any(t[a] != c[a] for t, c in zip(np.concatenate([i, o]), chosen, strict=True)) for a in range(4))
+                for i, o in zip(found.inputs, found.outputs, strict=True)]
+        assert min(away) == 0 and max(away) <= 2, f"{name}: the plan itself is among its strategies, and nothing far from it"
+        fewer += len(found) < len(table.strategies[name])
+    assert fewer > 10 and least(kept) >= least(table)
+
+
+def test_axes_are_taken_as_one_where_seeds_do_not_tell_them_apart():
+    def merged(mesh: str, **seeds: str) -> Mesh:
+        return coarse_of(prices(traced("mlp", mesh), parse_mesh(mesh), replace(OPTIONS, seeds={k.replace("_", "."): v for k, v in seeds.items()}))).mesh
+
+    assert str(merged("a=2,b=2,c=2,d=4")) == "a_b=4,c=2,d=4"
+    assert str(merged("a=2,b=2,c=2,d=4", layers_0_weight="a,-")) == "a=2,b_c=4,d=4"
+    assert str(merged("a=2,b=2,c=2,d=4", layers_0_weight="a*b,-")) == "a_b=4,c=2,d=4"
+    assert str(merged("a=2,a_b=2,b=2,c=4", layers_0_weight="-,a")) == "a=2,a_b_b=4,c=4"
+
+
+def test_an_axis_in_parts_is_whole_on_fewer_axes():
+    mesh = refined(parse_mesh("a=2,b=2,c=4"), {"c": (2, 2)})
+    coarse = coarse_of(prices(traced("mlp", "a=2,b=2,c=4"), mesh, OPTIONS))
+    assert str(coarse.mesh) == "a=2,b=2,c=4" and coarse.parts == (0, 1, 2, 2)
+
+
+def test_seeds_hold_also_where_no_strategy_near_the_plan_obeys():
+    mesh = "a=2,b=2,c=2,d=2"
+    options = replace(OPTIONS, seeds={"layers.0.weight": "a*c,b*d"})
+    found = planned("mlp", mesh, options)
+    assert found.ops["param:layers.0.weight"].outputs[0] == found.ops["grad:layers.0.weight"].inputs[0] == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("precision", [None, autoshard.Precision("bf16")])
+def test_what_cannot_move_goes_with_a_seed(precision):
+    """Under a policy a parameter lies as what casts it does, and its gradient likewise."""
+    mesh, few = "a=2,b=2,c=2", patch.object(many_axes, "FEW_AXES", 2)
+    model, inputs = mlp.build(batch=8, widths=(8, 16, 4))
+    with few, patch.object(many_axes, "MANY_PAIRS", 0), patch.object(many_axes, "NEAR", 0):
+        found = autoshard.plan(model, mesh, inputs, loss_fn=mlp.loss, cluster=SLOW, precision=precision, seeds={"layers.0.weight": "b,a*c"})
+    assert found.ops["param:layers.0.weight"].outputs[0] == (1, 0, 1) and NEARBY in found.status
+
+
+def test_a_budget_below_what_is_near_is_not_proven_too_small():
+    with pytest.raises(InfeasibleError, match=r"only strategies near a plan for a_b=4,c=2,d=2") as caught:
+        planned("mlp", "a=2,b=2,c=2,d=2", replace(OPTIONS, memory_budget=600.0, time_limit=20.0))
+    assert "2, d=2" not in str(caught.value)
+
+
+def test_a_plan_by_hand_that_is_cheaper_is_taken():
+    mesh = parse_mesh("a=2,b=2")
+    table = prices(traced("mlp", str(mesh)), mesh, OPTIONS)
+    program = program_of(table, OPTIONS, has_loss=True)
+    best = planned("mlp", str(mesh))
+    found = searched(table, OPTIONS, clock=PhaseTimer(), finer=False)
+    dear = replace(found, solution=replace(NOTHING, choice=found.solution.choice, cost=2 * found.solution.cost, status=Status.OPTIMAL))
+    known = replace(program, starts=(found.solution.choice,))
+    taken = many_axes.as_near(dear, coarse_of(table), least(table), known, False)
+    assert taken.solution.cost == pytest.approx(best.objective_s) and taken.solution.status is Status.GAP and taken.program is known
+
+
+def test_an_interrupted_search_near_says_so():
+    mesh = parse_mesh("a=2,b=2,c=2")
+    table = prices(traced("mlp"), mesh, OPTIONS)
+    found = searched(table, OPTIONS, clock=PhaseTimer())
+    stopped = many_axes.as_near(found, coarse_of(table), least(table), None, True)
+    assert stopped.plan(table, {}, {}).interrupted
+
+
+def test_seeds_alone_are_spread_over_all_axes():
+    table = prices(traced("mlp"), parse_mesh("a=2,b=2,c=2"), OPTIONS)
+    with patch.object(many_axes, "FEW_AXES", 1), patch.object(many_axes, "MANY_PAIRS", 0), patch.object(one_stage, "_searched_near") as near_too:
+        assert has_many(table) and not has_many(prices(traced("mlp", "a=2,b=1,c=1"), parse_mesh("a=2,b=1,c=1"), OPTIONS))
+        options = replace(OPTIONS, search=PROPAGATE, seeds={"input:0": "a,-"})
+        decide(prices(traced("mlp"), parse_mesh("a=2,b=2,c=2"), options), options)
+    assert not near_too.called
+
+
+def test_four_axes_compute_what_one_device_does():
+    """All 16 ranks in one process."""
+    torch.manual_seed(0)
+    model, inputs = mlp.build(batch=16, widths=(8, 16, 4))
+    report = autoshard.verify(model, "a=2,b=2,c=2,d=2", inputs, loss_fn=mlp.loss, plans=("searched",), cluster=SLOW,
+                              seeds={"input:0": "a*c,-", "layers.0.weight": "b,d"})
+    assert report.ok, report
+    assert NEARBY in report.plans[0].plan.status and len({c.axis for c in report.plans[0].plan.collectives}) > 1
