@@ -22,6 +22,7 @@ CASES = {
     "llama-1b 8x8": ("llama:1b", "dp=8,tp=8", 16, 8192, {"trace": 10.0, "build": 50.7, "solve": 76.4, "rss": 2.84}),
     "llama-8b 8x8": ("llama:8b", "dp=8,tp=8", 16, 8192, {"trace": 17.8, "build": 58.3, "solve": 54.0, "rss": 4.20}),
     "llama-1b 2x4x8": ("llama:1b", "a=2,dp=4,tp=8", 16, 8192, {"note": "no plan after 900 s"}),
+    "llama-8b 2x2x4x8": ("llama:8b", "a=2,b=2,dp=4,tp=8", 64, 2048, {"note": "not run"}),
     "hf-gpt2 8": ("hf-gpt2", "dp=8", 16, 1024, {"total": 26.5, "rss": 0.62}),
 }
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768,
