@@ -103,10 +103,12 @@ def axis_sets(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...], inner: bool = False) -> StateGraph:
+def layout(ndim: int, sizes: tuple[int, ...], partials: tuple[int, ...], inner: bool = False, idle: tuple[int, ...] = ()) -> StateGraph:
     """States over Replicate, Shard(0..ndim-1) and at most one kind of Partial out of `partials` (sum and max on
-    two axes of one tensor do not commute, so such a state has no moves and is left out); with `inner` in all nestings."""
-    states = tuple(s for s in product((R, *range(ndim), *partials), repeat=len(sizes))
+    two axes of one tensor do not commute, so such a state has no moves and is left out); with `inner` in all nestings. `idle`: axes on which all is
+    Replicate."""
+    choices = (R, *range(ndim), *partials)
+    states = tuple(s for s in product(*((R,) if a in idle else choices for a in range(len(sizes))))
                    if len({p for p in s if is_partial(p)}) <= 1)
     if inner:
         states += tuple(n for s in states for n in nestings(s, (2,) * len(sizes)))  # a plan may be priced for another mesh, with axes of one rank
@@ -185,7 +187,7 @@ class Redistribution:
 
     def _prices(self, shape: tuple[int, ...], dtype: torch.dtype, sources: Sequence[Spec], targets: Sequence[Spec], inner: bool,
                 others: Together | None) -> np.ndarray:
-        solved = self._solve(shape, dtype, _partials(sources), inner)
+        solved = self._solve(shape, dtype, _partials(sources), inner, self._idle((*sources, *targets)))
         rows = [solved.layout.index.get(s, -1) for s in sources]
         cols = [solved.layout.index.get(t, -1) for t in targets]
         pairs = np.ix_(rows, cols)
@@ -212,7 +214,7 @@ class Redistribution:
         return self._steps[key]
 
     def _read_path(self, shape: tuple[int, ...], dtype: torch.dtype, src: Spec, dst: Spec) -> tuple[Step, ...]:
-        solved = self._solve(shape, dtype, _partials((src,)), any(map(is_inner, (*src, *dst))))
+        solved = self._solve(shape, dtype, _partials((src,)), any(map(is_inner, (*src, *dst))), self._idle((src, dst)))
         lay = solved.layout
         at, end = lay.index.get(src, -1), lay.index.get(dst, -1)
         if min(at, end) < 0 or solved.keys[at, end] >= UNREACHABLE:
@@ -252,12 +254,16 @@ class Redistribution:
                     int(solved.nbytes[row]), int(solved.rearranged[row]), float(solved.seconds[row]),
                     solved.layout.states[move.dst])
 
-    def _solve(self, shape: tuple[int, ...], dtype: torch.dtype, partials: tuple[int, ...], inner: bool) -> _Solved:
+    def _idle(self, specs: Sequence[Spec]) -> tuple[int, ...]:
+        """Axes of one rank on which all of these are Replicate: no cheapest sequence moves there."""
+        return tuple(a for a, size in enumerate(self.mesh.sizes) if size == 1 and all(s[a] == R for s in specs))
+
+    def _solve(self, shape: tuple[int, ...], dtype: torch.dtype, partials: tuple[int, ...], inner: bool, idle: tuple[int, ...]) -> _Solved:
         if not dtype.is_floating_point and not dtype.is_complex:
             partials = ()
-        key = (shape, dtype, partials, inner)
+        key = (shape, dtype, partials, inner, idle)
         if key not in self._solved:
-            self._solved[key] = self._all_pairs(layout(len(shape), self.mesh.sizes, partials, inner), shape, dtype)
+            self._solved[key] = self._all_pairs(layout(len(shape), self.mesh.sizes, partials, inner, idle), shape, dtype)
         return self._solved[key]
 
     def _all_pairs(self, lay: StateGraph, shape: tuple[int, ...], dtype: torch.dtype) -> _Solved:

@@ -21,6 +21,7 @@ from autoshard.program.output_modes import REPLICATE, modes_of
 from autoshard.rules import registry
 from autoshard.rules.states import free
 from autoshard.rules.types import Row
+from autoshard.seeds.marks import is_user_collective, marks
 from autoshard.seeds.seeds import Seeds
 
 
@@ -90,7 +91,7 @@ def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str
     Raises SeedError when a seed leaves an op without a strategy, UsageError for another number of modes than of outputs."""
     cache: dict[object, StrategySet] = {}
     result: dict[str, StrategySet] = {}
-    of_parts, chosen, modes = casts_of_parts(graph), free(graph), modes_of(graph, outputs)
+    of_parts, chosen, modes, idle = casts_of_parts(graph), free(graph), modes_of(graph, outputs), _idle_axes(graph, mesh, seeds)
     stored = laid_as_stored(graph) if graph.training or _are_nested(graph, seeds) else frozenset()
     for op in graph.ops:
         seed = seeds.specs.get(op.name)
@@ -99,9 +100,22 @@ def enumerate_strategies(graph: Graph, mesh: Mesh, seeds: Seeds, *, outputs: str
         key = (graph.calls[op.name] if op.kind == "call" else (op.kind, _is_result(op), fixed, _placed(op, graph)), seed, reads, op.name in of_parts,
                op.name in stored)
         if key not in cache:
-            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, fixed, of_parts, stored), reads, seeds)
+            cache[key] = _reading(op, _strategies_of(op, graph, mesh, seeds, fixed, of_parts, stored, idle), reads, seeds)
         result[op.name] = cache[key]
     return result
+
+
+def _idle_axes(graph: Graph, mesh: Mesh, seeds: Seeds) -> frozenset[int]:
+    """Axes of one rank on which everything may be Replicate: any other placement there is the same layout, and would only multiply strategies. Not
+    where something is held as Shard, as a DTensor may be, and not where the model calls collectives itself."""
+    idle: set[int] = set()
+    if any(map(is_user_collective, marks(graph))):
+        return frozenset()
+    for axis in (a for a, size in enumerate(mesh.sizes) if size == 1):
+        also = idle | {axis}
+        if all(any(all(spec[a] == R for a in also) for spec in allowed) for allowed in (*seeds.specs.values(), *seeds.reads.values())):
+            idle = also
+    return frozenset(idle)
 
 
 def _are_nested(graph: Graph, seeds: Seeds) -> bool:
@@ -143,10 +157,10 @@ def _is_fixed(op: Op, modes: Mapping[int, str]) -> bool:
 
 
 def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, of_parts: frozenset[str],
-                   stored: frozenset[str]) -> StrategySet:
+                   stored: frozenset[str], idle: frozenset[int]) -> StrategySet:
     seed = seeds.specs.get(op.name)
     if op.kind == "call":
-        found = call_strategies(graph.calls[op.name], mesh, rows_of(graph, op, of_parts))
+        found = call_strategies(graph.calls[op.name], mesh, rows_of(graph, op, of_parts), idle)
         found = with_nestings(found, mesh) if op.name in stored else found
         if seed is not None:
             found = found.keep(np.array([tuple(row) in seed for row in found.outputs[:, 0].tolist()], dtype=bool))
@@ -155,7 +169,7 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
         if seed is not None:
             specs: Sequence[Spec] = sorted(s for s in seed if may_be_stored(meta, s, mesh))
         else:
-            specs = [(R,) * mesh.ndim] if fixed else storage_specs(meta, mesh)
+            specs = [(R,) * mesh.ndim] if fixed else storage_specs(meta, mesh, idle)
             specs += [mesh.as_parts(n) for s in specs for n in nestings(mesh.as_whole(s), mesh.whole.sizes)] if op.name in stored else []
         if _is_result(op) and not op.is_port:  # the user counts dims of the tensor
             specs = [s for s in specs if meta.on_tensor_dims(s) is not None]
@@ -167,10 +181,13 @@ def _strategies_of(op: Op, graph: Graph, mesh: Mesh, seeds: Seeds, fixed: bool, 
     return found
 
 
-def storage_specs(meta: TensorMeta, mesh: Mesh) -> list[Spec]:
-    """Every way to store a tensor without Partial, evenly divided, as DTensor would lay it on the user's mesh. All-Replicate first."""
+def storage_specs(meta: TensorMeta, mesh: Mesh, idle: frozenset[int] = frozenset()) -> list[Spec]:
+    """Every way to store a tensor without Partial, evenly divided, as DTensor would lay it on the user's mesh; Replicate on `idle` axes.
+    All-Replicate first."""
     choices, whole = (R, *(d for d in range(meta.ndim) if d not in meta.part_dims)), mesh.whole
-    return [mesh.as_parts(s) for s in product(choices, repeat=whole.ndim) if stores(meta, s, whole.sizes)]
+    alone = {mesh.owners[a] for a in idle}
+    ways = product(*((R,) if a in alone else choices for a in range(whole.ndim)))
+    return [mesh.as_parts(s) for s in ways if stores(meta, s, whole.sizes)]
 
 
 def _placeholder_set(op: Op, meta: TensorMeta, specs: Sequence[Spec], mesh: Mesh) -> StrategySet:
@@ -194,12 +211,14 @@ def with_host(strategies: Strategies, names: Iterable[str]) -> Strategies:
     return out
 
 
-def call_strategies(call: Call, mesh: Mesh, rows: tuple[Row, ...] | None = None) -> StrategySet:
-    """Product of the call's rows (by default its rule's) over the mesh axes, without those that do not divide evenly."""
+def call_strategies(call: Call, mesh: Mesh, rows: tuple[Row, ...] | None = None, idle: frozenset[int] = frozenset()) -> StrategySet:
+    """Product of the call's rows (by default its rule's) over the mesh axes, without those that do not divide evenly. On `idle` axes only the row
+    that is all Replicate, where there is one."""
     rows = registry.rows(call) if rows is None else rows
     n_in, n_out = len(call.inputs), len(call.outputs)
     one = np.array([[*r.inputs, *r.outputs] for r in rows], dtype=np.int8).reshape(len(rows), n_in + n_out)
-    usable = [[i for i in range(len(rows)) if _row_divides(rows[i], call, size)] for size in mesh.sizes]
+    whole = np.flatnonzero((one == R).all(axis=1)).tolist()[:1]
+    usable = [whole if whole and a in idle else [i for i, row in enumerate(rows) if _row_divides(row, call, n)] for a, n in enumerate(mesh.sizes)]
     picked = np.array(list(product(*usable)), dtype=np.int64).reshape(-1, mesh.ndim)
     placements = np.stack([one[picked[:, a]] for a in range(mesh.ndim)], axis=2)
     ok = np.ones(len(picked), dtype=bool)
