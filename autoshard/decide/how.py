@@ -50,8 +50,9 @@ class How:
         return mix(problem, choices, self.clock.part(), self.progress)
 
     def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool],
-                         near: Sequence[np.ndarray] = ()) -> Solution:
-        """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`."""
+                         near: Sequence[np.ndarray] = (), worth_all: Callable[[np.ndarray], bool] = lambda choice: False) -> Solution:
+        """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`. While the best choice is
+        `worth_all`, all the time is for this search that is left of the clock which this one is a part of."""
         ended = None if self.known is None else self.known.get(f"{problem.key} tied")
         if ended is not None and ended.choice is not None and enough(ended.choice):
             return ended
@@ -60,8 +61,11 @@ class How:
                 self.progress(event)
             if event.tied and enough(board.choice):
                 board.clock.stop = True
+            if board.choice is not None and all_left is not None:
+                board.clock.time_limit = board.clock.seconds + all_left.left if worth_all(board.choice) else limit
 
         board = Board(problem, self.clock.part(), watch, near, self.enough)
+        all_left, limit = self.clock.whole, board.clock.time_limit
         found = self._remembered(problem, lambda: solve(problem, backend=self.backend, board=board, starts=starts))
         if self.known is not None and board.clock.stop:
             self.known[f"{problem.key} tied"] = found

@@ -49,12 +49,15 @@ class Board:
         self.integral = _is_integral(problem)
 
     def offer(self, choice: np.ndarray, message: str = "", tied: bool = False) -> float:
-        """Keep `choice` (for every node of the problem) if it is the best feasible one; returns its cost. `tied`: see `Event`."""
+        """Keep `choice` (for every node of the problem) if it is the best feasible one; returns its cost. `tied`: see `Event`; it is told also of a
+        choice that is known."""
         cost = evaluate(self.problem, choice)
         with self.lock:
             if cost < self.cost:
                 self.tied_proven &= cost >= self.cost - MARGIN * abs(self.cost)  # cheaper than all tied ones: not tied itself
                 self.choice, self.cost = np.array(choice, dtype=np.int64), cost
+                self.report(message, tied)
+            elif tied and cost == self.cost < math.inf:
                 self.report(message, tied)
         return cost
 

@@ -13,14 +13,13 @@ import numpy as np
 
 from autoshard.decide.how import How
 from autoshard.decide.memory.fit import search_ample, search_within
-from autoshard.decide.memory.memory_problems import rows_of, stored_is_too_much
+from autoshard.decide.memory.memory_problems import leaves_room, stored_is_too_much
 from autoshard.decide.memory.offload import move_to_fit, search_offloading
 from autoshard.decide.program import NOTHING, Program, settled
 from autoshard.decide.variants import Variants
-from autoshard.search.problem import Solution, Status, row_loads
+from autoshard.search.problem import Solution, Status
 
 AMPLE = 0.5  # share of the time left for the search with ample memory, where memory may matter
-ROOMY = 0.7  # of the limit; below it there is room
 UNSURE = 0.5  # share of the time left for a search that may find nothing; the rest is for explaining why nothing fits
 PLAIN = 0.5  # share of the time left for the search without recomputation, after the one that chooses it
 
@@ -127,9 +126,7 @@ def _cheapest_start(program: Program, how: How) -> Solution:
 
 def _ample_share(plain: Program) -> float:
     """All of it where every starting plan, fully replicated ones included, leaves room on every memory row: memory hardly matters."""
-    problem, rows = plain.formulation.problem, rows_of(plain.formulation)
-    roomy = all(bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows])) for choice in plain.starts)
-    return 1.0 if roomy else AMPLE
+    return 1.0 if all(leaves_room(plain.formulation, choice) for choice in plain.starts) else AMPLE
 
 
 def _sure_share(plain: Program) -> float:

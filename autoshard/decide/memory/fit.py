@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.decide.how import How
-from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, memory_priced, possible, rows_of
+from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, leaves_room, memory_priced, possible, rows_of
 from autoshard.decide.program import Program, settled
 from autoshard.formulate.floor_rows import Floors, with_floor
 from autoshard.formulate.memory_rows import limited, with_row, without_idle
@@ -103,9 +103,11 @@ def _overfull(floors: Floors, timeline: Timeline, choice: np.ndarray) -> list[st
 
 def search_ample(program: Program, how: How) -> Solution:
     """The cheapest plan with ample memory. Where layers repeat and the cheapest tied plan certainly does not fit, that one is
-    returned. The bound holds for any memory limit, and for programs with recomputation."""
+    returned; while the cheapest plan known leaves room, no time is kept for other searches. The bound holds for any memory limit, and for
+    programs with recomputation."""
     formulation, learned = program.formulation, program.learned
-    found = how.solve_until_tied(ample(formulation.problem), program.starts, lambda choice: not fits_rows(formulation, choice), learned.near)
+    found = how.solve_until_tied(ample(formulation.problem), program.starts, lambda choice: not fits_rows(formulation, choice), learned.near,
+                                 lambda choice: leaves_room(formulation, choice))
     learned.keep(found)
     return found
 

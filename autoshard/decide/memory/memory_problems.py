@@ -9,6 +9,8 @@ import numpy as np
 from autoshard.formulate.problem_of import Formulation, unreachable
 from autoshard.search.problem import Edge, Problem, evaluate, row_loads
 
+ROOMY = 0.7  # of the limit; below it there is room
+
 
 def rows_of(formulation: Formulation) -> np.ndarray:
     """Its memory rows."""
@@ -19,6 +21,12 @@ def fits_rows(formulation: Formulation, choice: np.ndarray) -> bool:
     """Whether a choice keeps the memory rows. Where it does not, no timeline of it fits."""
     problem, rows = formulation.problem, rows_of(formulation)
     return bool(np.all(row_loads(problem, choice)[rows] <= problem.row_limit[rows]))
+
+
+def leaves_room(formulation: Formulation, choice: np.ndarray) -> bool:
+    """Whether a choice leaves so much of every memory row that its timeline surely fits."""
+    problem, rows = formulation.problem, rows_of(formulation)
+    return bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows]))
 
 
 def stored_is_too_much(formulation: Formulation) -> bool:

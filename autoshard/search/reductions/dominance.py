@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoshard.search.reductions.better import joined, never_dearer
 from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.table import Table
 
@@ -86,25 +87,32 @@ def _loads(shape: tuple[tuple[int, int], ...], *amounts: np.ndarray) -> np.ndarr
 def _undominated(cost: np.ndarray, *parts: Table | np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """(indices of the strategies that stay, [a, b]: the most that the b-th of them adds instead of the a-th that goes);
     None when all stay. Equal ones leave the first."""
-    k = len(cost)
-    worst = cost[None, :] - cost[:, None]
-    fits = np.ones((k, k), dtype=bool)
+    k, changes = len(cost), []
+    better = ~np.eye(k, dtype=bool)
     for part in parts:
         if isinstance(part, np.ndarray):
-            load = part.reshape(k, -1)
-            for column in load.T:
-                fits &= column[None, :] <= column[:, None]
+            for column in part.reshape(k, -1).T:
+                better &= column[None, :] <= column[:, None]
         else:
             change = part.fact(replacement) if len(part.a) <= REMEMBERED else replacement(part.a)
             if change is None:
                 return None
-            most, kind = change
-            worst += most if kind is None else most[kind[:, None], kind[None, :]]
-    better = fits & (worst <= 0)
-    np.fill_diagonal(better, False)
+            changes.append(change)
+    if k <= REMEMBERED:
+        better &= _worst(cost, changes, np.arange(k), np.arange(k)) <= 0
+    else:
+        never_dearer(cost, *joined(changes, k), better)
     if not better.any():
         return None
     kept = np.ones(k, dtype=bool)
     for a in np.lexsort((-np.arange(k), -cost)):  # dearest and last first; only a strategy still kept may replace
         kept[a] = not (better[a] & kept).any()
-    return np.flatnonzero(kept), worst[np.ix_(~kept, kept)]
+    return np.flatnonzero(kept), _worst(cost, changes, np.flatnonzero(~kept), np.flatnonzero(kept))
+
+
+def _worst(cost: np.ndarray, changes: list[tuple[np.ndarray, np.ndarray | None]], of: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """[a, b]: the most that strategy `by[b]` adds instead of `of[a]`."""
+    worst: np.ndarray = cost[by][None, :] - cost[of][:, None]
+    for most, kind in changes:
+        worst += most[np.ix_(of, by)] if kind is None else most[kind[of][:, None], kind[by][None, :]]
+    return worst

@@ -20,10 +20,12 @@ from autoshard.search.reductions.steps import Masks
 from autoshard.search.reductions.table import Table
 
 FEWEST = 2  # small nodes that a pair must make go
+REMEMBERED = 1000  # joint strategies; tables of larger pairs take megabytes each
 
 
 def merge_pairs(core: Core, largest: int, expired: Callable[[], bool] = lambda: False) -> None:
-    """Merge pairs of at most `largest` joint strategies, and reduce, while there are any."""
+    """Merge pairs of at most `largest` joint strategies, and reduce, while there are any. What rounds with large ones computed is forgotten after
+    each: copies are merged in the same round."""
     while not expired():
         pairs = _disjoint(core, _candidates(core, largest))
         if not pairs:
@@ -31,6 +33,8 @@ def merge_pairs(core: Core, largest: int, expired: Callable[[], bool] = lambda: 
         for u, v in pairs:
             merge(core, u, v)
         reduce_core(core, expired, [u for u, _ in pairs])
+        if largest > REMEMBERED:
+            core.forget()
 
 
 def _candidates(core: Core, largest: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.base.memory import give_back_memory
-from autoshard.search.board import MARGIN, Board
+from autoshard.search.board import MARGIN, Board, Event
 from autoshard.search.clock import Clock
 from autoshard.search.dual.copies import Alike
 from autoshard.search.mip import guarded
@@ -136,6 +136,8 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
         return None, planes_of(board, core), []
     tied, quotient = layers
     own = Board(tied.problem, _share(board), enough=board.enough)
+    if stored_entries(core) > STORED:  # its best choice comes late, and until then there would be none
+        own.progress = lambda event: _tell(board, tied, own, event)
     if board.choice is not None:
         own.offer(board.choice[tied.first])  # what its first layer does, all may
     try:
@@ -153,6 +155,13 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
         return None, planes_of(board, core), []
     board.clock.cut |= own.clock.cut or own.clock.expired()
     return Quotient(tied, own, quotient, best), scaled(planes, tied.copies), [tied.lift(choice) for choice in found]
+
+
+def _tell(board: Board, tied: Tied, own: Board, event: Event) -> None:
+    """What is found with layers tied is a choice; whoever asked may give the search more time for it (`How.solve_until_tied`)."""
+    if own.choice is not None and tied.copies * event.cost < board.cost:
+        board.offer(tied.lift(own.choice), event.message)
+        own.clock.time_limit = max(own.clock.time_limit, own.clock.seconds + TIED_SHARE * board.clock.left)
 
 
 def _close_tied(board: Board, quotient: Quotient | None, seed: int) -> None:

@@ -92,7 +92,9 @@ def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int
         board.report("no cheap choice fits")  # says nothing about others
     for choice in found[len(first):]:
         board.offer(choice, "row prices")
-    alike = Alike(like.choice, largest=max(each.largest for each in first)) if like is not None and like.choice is not None else None
+    alike = None
+    if like is not None and like.choice is not None:  # what is cheap begins with some pairs; if it needed larger ones, all does
+        alike = Alike(like.choice, largest=max(each.largest for each in (*first, *([like] if like.largest > LARGEST_PAIR else []))))
     best, planes, more = search_prices(board, core, planes, seed, like, rough, alike, SETTLED)
     return best, planes, [*found, *more]
 
