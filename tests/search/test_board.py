@@ -1,10 +1,14 @@
 """What a solution says about itself: only a clock that decided may be blamed."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from autoshard.search import Board, Clock, Problem, Status, solve
+from autoshard.decide.how import How
+from autoshard.search import BACKENDS, Board, Clock, Problem, Status, solve
+from autoshard.search.board import Event
 from autoshard.search.clock import Phase
 
 PROBLEM = Problem((np.array([1.5, 3.0]), np.array([2.0, 5.0])))
@@ -67,3 +71,30 @@ def test_an_event_says_what_came_and_whether_it_is_tied():
     assert [(e.cost, e.tied, e.message) for e in events] == [(5.0, True, "a tied one"), (3.5, False, "a cheaper one"), (3.5, False, "")]
     assert events[-1].bound == 3.0 and events[-1].gap == pytest.approx(0.5 / 3.5)
     assert [c.tolist() for c in board.solution().near] == [[1, 1]]
+
+
+def test_a_choice_that_is_known_is_told_of_again_when_it_is_the_best_tied_one():
+    events: list[Event] = []
+    board = Board(PROBLEM, Clock(60.0), events.append)
+    board.offer(np.array([1, 0]), "met on the way")
+    board.offer(np.array([1, 0]), "met on the way")
+    board.offer(np.array([1, 0]), "layers tied", tied=True)
+    assert [(e.message, e.tied) for e in events] == [("met on the way", False), ("layers tied", True)]
+
+
+@pytest.mark.parametrize(("roomy", "limit"), [(lambda choice: True, 60.0), (lambda choice: False, 30.0), (lambda choice: choice[0] == 1, 60.0),
+                                              (lambda choice: choice[0] != 1, 30.0)])
+def test_a_search_whose_best_choice_leaves_room_gets_all_the_time(roomy, limit, monkeypatch):
+    """The last choice counts: [0, 0], and then [1, 0], which is cheaper here."""
+    given: list[float] = []
+
+    def search(board: Board, **_: object) -> None:
+        for choice in ([0, 0], [1, 0]):
+            board.offer(np.array(choice))
+            given.append(board.clock.time_limit)
+
+    monkeypatch.setitem(BACKENDS, "auto", search)
+    problem = replace(PROBLEM, node_costs=(np.array([9.0, 1.0]), *PROBLEM.node_costs[1:]))
+    How(Clock(60.0)).part(0.5).solve_until_tied(problem, (), lambda choice: False, worth_all=roomy)
+    assert given[-1] == pytest.approx(limit, abs=1.0)
+    assert given[0] == pytest.approx(60.0 if roomy(np.array([0, 0])) else 30.0, abs=1.0)

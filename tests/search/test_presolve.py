@@ -12,10 +12,11 @@ from random_problems import random_problem
 
 from autoshard.search import Edge, Items, Problem, evaluate, solve
 from autoshard.search.reductions import Infeasible, _sweep, reduce_core
+from autoshard.search.reductions.better import joined, never_dearer
 from autoshard.search.reductions.contraction import contract
 from autoshard.search.reductions.core import GONE, Core, build
 from autoshard.search.reductions.dead import drop_dead
-from autoshard.search.reductions.dominance import _undominated, distinct, dominate
+from autoshard.search.reductions.dominance import _undominated, _worst, distinct, dominate, replacement
 from autoshard.search.reductions.elimination import eliminate
 from autoshard.search.reductions.pairs import merge
 from autoshard.search.reductions.rows import drop_slack_rows, price_certain_rows
@@ -266,6 +267,21 @@ def test_dominance_among_many_strategies_is_that_among_few():
     left = worst[np.ix_(kept, kept)] + np.diag(np.full(len(kept), inf))
     assert (left > 0).all() and 0 < len(kept) < 300
     assert not any(t.facts for t in tables)
+
+
+def test_dominance_among_many_is_the_same_where_pairs_are_forbidden():
+    """The compiled comparison ends at the first neighbour that forbids; both say the same of infinite costs, too."""
+    rng = np.random.default_rng(1)
+    few = np.where(rng.random((3, 14, 6)) < 0.3, inf, rng.integers(0, 3, (3, 14, 6)).astype(float))
+    kinds = rng.integers(0, 14, (3, 260))
+    cost = np.where(rng.random(260) < 0.02, inf, rng.integers(0, 3, 260).astype(float))
+    with np.errstate(invalid="ignore"):
+        changes = [replacement(np.ascontiguousarray(few[i][kinds[i]])) for i in range(3)]
+        expected = _worst(cost, changes, np.arange(260), np.arange(260)) <= 0
+    found = np.ones((260, 260), dtype=bool)
+    never_dearer(cost, *joined(changes, 260), found)
+    np.testing.assert_array_equal(found, expected)
+    assert 0 < found.sum() < found.size
 
 
 def test_kinds_of_rows_are_numbered_in_order():
