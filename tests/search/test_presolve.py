@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_problems import random_problem
 
 from autoshard.search import Edge, Items, Problem, evaluate, solve
-from autoshard.search.reductions import Infeasible, _sweep, reduce_core
+from autoshard.search.reductions import Infeasible, _sweep, pairs, reduce_core
 from autoshard.search.reductions.better import joined, never_dearer
 from autoshard.search.reductions.contraction import contract
 from autoshard.search.reductions.core import GONE, Core, build
@@ -282,6 +282,17 @@ def test_dominance_among_many_is_the_same_where_pairs_are_forbidden():
     never_dearer(cost, *joined(changes, 260), found)
     np.testing.assert_array_equal(found, expected)
     assert 0 < found.sum() < found.size
+
+
+@pytest.mark.parametrize(("limits", "kept"), [({}, [(0, 1), (2, 3)]), ({"PAIR": 20}, [(0, 1)]), ({"ROUND": 20}, [(0, 1)]), ({"ROUND": 5}, []),
+                                              ({"STORED": 1}, [])])
+def test_pairs_whose_tables_would_be_too_large_are_left_alone(limits, kept, monkeypatch):
+    """(0, 1) has 2 x 3 strategies beside the 2 of node 4, 12 entries; (2, 3) 4 x 3 beside them, 24."""
+    sizes = (2, 3, 4, 3, 2)
+    core = core_of([[0.0] * n for n in sizes], {(v, 4): np.arange(2.0 * n).reshape(n, 2).tolist() for v, n in enumerate(sizes[:4])})
+    for name, limit in limits.items():
+        monkeypatch.setattr(pairs, name, limit)
+    assert pairs._affordable(core, [(0, 1), (2, 3)]) == kept
 
 
 def test_kinds_of_rows_are_numbered_in_order():

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.search.reductions import reduce_core
-from autoshard.search.reductions.core import Core
+from autoshard.search.reductions.core import Core, stored_entries
 from autoshard.search.reductions.steps import Masks
 from autoshard.search.reductions.table import Table
 
 FEWEST = 2  # small nodes that a pair must make go
 REMEMBERED = 1000  # joint strategies; tables of larger pairs take megabytes each
+PAIR, ROUND, STORED = 4_000_000, 40_000_000, 20_000_000  # where pairs may be larger: table entries of one, of a round, and of what is there before
 
 
 def merge_pairs(core: Core, largest: int, expired: Callable[[], bool] = lambda: False) -> None:
@@ -28,6 +29,8 @@ def merge_pairs(core: Core, largest: int, expired: Callable[[], bool] = lambda: 
     each: copies are merged in the same round."""
     while not expired():
         pairs = _disjoint(core, _candidates(core, largest))
+        if largest > REMEMBERED:
+            pairs = _affordable(core, pairs)
         if not pairs:
             return
         for u, v in pairs:
@@ -57,6 +60,24 @@ def _disjoint(core: Core, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]
         if u not in taken and v not in taken:
             taken.update((u, v), core.adj[u], core.adj[v])
             out.append((u, v))
+    return out
+
+
+def _affordable(core: Core, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those whose tables are not too large, as many as a round may make; copies share their tables and count once."""
+    room = ROUND if stored_entries(core) <= STORED else 0
+    seen: set[tuple[int, ...]] = set()
+    out = []
+    for u, v in pairs:
+        around = (core.adj[u].keys() | core.adj[v].keys()) - {u, v}
+        entries = len(core.cost[u]) * len(core.cost[v]) * sum(len(core.cost[w]) for w in around)
+        key = (id(core.cost[u]), id(core.cost[v]), *map(id, core.adj[u].values()), *map(id, core.adj[v].values()))
+        if entries > PAIR or key not in seen and entries > room:
+            continue
+        if key not in seen:
+            seen.add(key)
+            room -= entries
+        out.append((u, v))
     return out
 
 
