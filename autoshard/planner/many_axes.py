@@ -19,7 +19,7 @@ from autoshard.base.spec import Spec
 from autoshard.decide.backends import Found
 from autoshard.decide.program import Program
 from autoshard.search.problem import Status
-from autoshard.seeds.marks import is_user_collective, marks
+from autoshard.seeds.marks import calls_collectives
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import CostTable, build_cost_table
 from autoshard.space.strategies import SpecIndex, StrategySet, enumerate_strategies
@@ -47,7 +47,7 @@ class Coarse:
 def has_many(table: CostTable) -> bool:
     """Whether only a part of the strategies is searched. A collective that the model calls itself is about the axes as they are."""
     axes = sum(size > 1 for size in table.mesh.sizes)
-    if axes <= FEW_AXES or any(map(is_user_collective, marks(table.graph))):
+    if axes <= FEW_AXES or calls_collectives(table.graph):
         return False
     return sum(len(s) ** 2 for s in {id(s): s for s in table.strategies.values()}.values()) > MANY_PAIRS
 

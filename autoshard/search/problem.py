@@ -100,7 +100,7 @@ class Problem:
     def flat_nodes(self) -> "FlatNodes":
         if id(self.node_costs) not in self._flat:
             sizes = np.fromiter(map(len, self.node_costs), dtype=np.int64, count=self.n)
-            self._flat[id(self.node_costs)] = self.node_costs, FlatNodes(*_joined(self.node_costs), sizes)
+            self._flat[id(self.node_costs)] = self.node_costs, FlatNodes(*one_after_other(self.node_costs), sizes)
         return self._flat[id(self.node_costs)][1]
 
     @property
@@ -110,9 +110,9 @@ class Problem:
         return self._flat[id(self.edges)][1]
 
     def _flattened(self) -> "FlatEdges":
-        tables, values = _joined([e.table.ravel() for e in self.edges], [id(e.table) for e in self.edges])
-        rows, index_u = _joined([e.rows for e in self.edges])
-        cols, index_v = _joined([e.cols for e in self.edges])
+        tables, values = one_after_other([e.table.ravel() for e in self.edges], [id(e.table) for e in self.edges])
+        rows, index_u = one_after_other([e.rows for e in self.edges])
+        cols, index_v = one_after_other([e.cols for e in self.edges])
         u, v, width = np.array([(e.u, e.v, e.table.shape[1]) for e in self.edges], dtype=np.int64).reshape(-1, 3).T
         return FlatEdges(u, v, width, tables, rows, cols, values, index_u, index_v)
 
@@ -158,7 +158,7 @@ def _said(arrays: Sequence[np.ndarray]) -> bytes:
     return np.frombuffer(b"".join(said), dtype="V16")[which].tobytes() if said else b""
 
 
-def _joined(arrays: Sequence[np.ndarray], keys: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def one_after_other(arrays: Sequence[np.ndarray], keys: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(where each array starts, all of them one after the other); an object that comes again is there once."""
     seen: dict[int, int] = {}
     parts, starts, size = [], [], 0

@@ -70,3 +70,8 @@ def given_group(op: Op) -> str:
 def is_user_collective(op: Op) -> bool:
     """Whether the op is such a mark."""
     return op.kind == "call" and str(op.target) == MARKER and bool(given_group(op))
+
+
+def calls_collectives(graph: Graph) -> bool:
+    """Whether the model calls collectives itself."""
+    return any(map(is_user_collective, marks(graph)))

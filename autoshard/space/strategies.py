@@ -21,7 +21,7 @@ from autoshard.program.output_modes import REPLICATE, modes_of
 from autoshard.rules import registry
 from autoshard.rules.states import free
 from autoshard.rules.types import Row
-from autoshard.seeds.marks import is_user_collective, marks
+from autoshard.seeds.marks import calls_collectives
 from autoshard.seeds.seeds import Seeds
 
 
@@ -109,7 +109,7 @@ def _idle_axes(graph: Graph, mesh: Mesh, seeds: Seeds) -> frozenset[int]:
     """Axes of one rank on which everything may be Replicate: any other placement there is the same layout, and would only multiply strategies. Not
     where something is held as Shard, as a DTensor may be, and not where the model calls collectives itself."""
     idle: set[int] = set()
-    if any(map(is_user_collective, marks(graph))):
+    if calls_collectives(graph):
         return frozenset()
     for axis in (a for a, size in enumerate(mesh.sizes) if size == 1):
         also = idle | {axis}

@@ -17,16 +17,15 @@ def rows_of(formulation: Formulation) -> np.ndarray:
     return np.array(list(formulation.memory_rows.values()))
 
 
-def fits_rows(formulation: Formulation, choice: np.ndarray) -> bool:
-    """Whether a choice keeps the memory rows. Where it does not, no timeline of it fits."""
+def fits_rows(formulation: Formulation, choice: np.ndarray, share: float = 1.0) -> bool:
+    """Whether a choice keeps the memory rows, or a share of each limit. Where it does not keep the rows, no timeline of it fits."""
     problem, rows = formulation.problem, rows_of(formulation)
-    return bool(np.all(row_loads(problem, choice)[rows] <= problem.row_limit[rows]))
+    return bool(np.all(row_loads(problem, choice)[rows] <= share * problem.row_limit[rows]))
 
 
 def leaves_room(formulation: Formulation, choice: np.ndarray) -> bool:
     """Whether a choice leaves so much of every memory row that its timeline surely fits."""
-    problem, rows = formulation.problem, rows_of(formulation)
-    return bool(np.all(row_loads(problem, choice)[rows] <= ROOMY * problem.row_limit[rows]))
+    return fits_rows(formulation, choice, ROOMY)
 
 
 def stored_is_too_much(formulation: Formulation) -> bool:

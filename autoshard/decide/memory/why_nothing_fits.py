@@ -17,7 +17,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.formulate.problem_of import formulate
 from autoshard.play.timeline import Timeline
 from autoshard.search.problem import Problem, Solution, Status
-from autoshard.seeds.marks import is_user_collective
+from autoshard.seeds.marks import calls_collectives
 from autoshard.space.cost_table import CostTable
 
 NAMED = 3  # seeds in a message
@@ -31,7 +31,7 @@ def explain_infeasible(program: Program, solution: Solution, lean: Lean | None, 
     problem, rows = formulation.problem, formulation.memory_rows.values()
     leasts = _leasts(problem, tuple(rows), how.part(0.5 if table.seeds.matches else 1.0))
     if any(least.status is Status.INFEASIBLE for least in leasts):
-        given = " and the collectives that the model calls itself" if any(map(is_user_collective, table.graph.ops)) else ""
+        given = " and the collectives that the model calls itself" if calls_collectives(table.graph) else ""
         return InfeasibleError(f"no choice of strategies satisfies all seeds{given}, whatever the memory; "
                                "take seeds away until a plan exists, or leave dims open with ...", proven=True)
     counted = max(max(least.bound, least_possible(problem, row)) for least, row in zip(leasts, rows, strict=True))

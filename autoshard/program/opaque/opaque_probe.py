@@ -21,7 +21,7 @@ from autoshard.program.calling import TensorLeaf, Traced
 from autoshard.program.opaque.opaque import Frame, Opaque, Outcome, Shared, plain, shape_text
 from autoshard.program.tracing.tape import Tape, is_random, meta_of
 from autoshard.rules import registry
-from autoshard.seeds.marks import is_user_collective
+from autoshard.seeds.marks import calls_collectives
 
 VARIANTS = 2
 MOST_BYTES = 1 << 30
@@ -147,7 +147,7 @@ def _on_meta(t: torch.Tensor) -> torch.Tensor:
 
 def _of_trace(traced: Traced, frame: Frame) -> Outcome:
     graph = traced.graph
-    if any(is_user_collective(op) for op in graph.of_kind("call")):
+    if calls_collectives(graph):
         raise UsageError("it calls collectives, which would run on whole tensors; take them out of it")
     users, written = [graph.meta(op.refs[0]) for op in graph.outputs(Role.USER).values()], graph.outputs(Role.MUTATION)
     calls = graph.of_kind("call")

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from autoshard.search.dual.jit import compiled
+from autoshard.search.problem import one_after_other
 
 
 @compiled
@@ -28,8 +29,7 @@ def never_dearer(cost: np.ndarray, most: np.ndarray, first: np.ndarray, width: n
 def joined(changes: list[tuple[np.ndarray, np.ndarray | None]], k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(most, first, width, kind) of `never_dearer` for `k` strategies. `changes`: per neighbour (the most by kinds, kind of every strategy; None
     where each is its own)."""
+    first, most = one_after_other([most.ravel() for most, _ in changes], [id(most) for most, _ in changes])
     width = np.array([most.shape[1] for most, _ in changes], dtype=np.int64)
-    sizes = np.array([most.size for most, _ in changes], dtype=np.int64)
     kind = np.array([np.arange(k) if of is None else of for _, of in changes], dtype=np.int64).reshape(len(changes), k)
-    most = np.concatenate([most.ravel() for most, _ in changes]) if changes else np.zeros(0)
-    return most, np.cumsum(sizes) - sizes, width, kind
+    return most, first, width, kind

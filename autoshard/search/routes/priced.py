@@ -25,7 +25,7 @@ GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened
 TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 200  # joint strategies; larger pairs cost more to reduce than their bound is worth
 LOOSE, LARGER_PAIRS = 1e-4, (400, 729)  # relative gap of the bound above which they are tried; see `_answer`
-LARGEST_PAIRS = 2100  # of large problems, where nodes are not joined: two weights of 45 layouts, on three axes with inner shards
+HUGE_PAIR = 2100  # of large problems, where nodes are not joined: two weights of 45 layouts, on three axes with inner shards
 MANY = 100  # strategies of the largest node, from which on the largest pairs are made at once: on three axes a weight has 27 layouts
 LARGE = 4_000_000  # table entries; above, no MIP follows
 STORED = 2_000_000  # of distinct tables; above, what one price computed is not kept for the next
@@ -130,8 +130,8 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     known = board.cost if plain is None else math.inf
     reached = math.inf if alike is None else choice_value(board, core, prices, alike.choice)
     dual, bound, picked, value = _converged(board, dual, enough, known, reached)
-    for larger in LARGER_PAIRS if plain is not None else (*LARGER_PAIRS, LARGEST_PAIRS):
-        if plain is None and larger < LARGEST_PAIRS and not rough and min(value, reached) - bound > FAR * abs(bound):
+    for larger in LARGER_PAIRS if plain is not None else (*LARGER_PAIRS, HUGE_PAIR):
+        if plain is None and larger < HUGE_PAIR and not rough and min(value, reached) - bound > FAR * abs(bound):
             continue  # the smaller ones would likely be made for nothing
         most = math.inf if plain is None else LOOSE_TO_JOIN
         worth = max(LOOSE, enough, rough) * abs(bound) < min(value, reached) - bound <= most * abs(bound)

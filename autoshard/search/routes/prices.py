@@ -93,8 +93,9 @@ def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int
     for choice in found[len(first):]:
         board.offer(choice, "row prices")
     alike = None
-    if like is not None and like.choice is not None:  # what is cheap begins with some pairs; if it needed larger ones, all does
-        alike = Alike(like.choice, largest=max(each.largest for each in (*first, *([like] if like.largest > LARGEST_PAIR else []))))
+    if like is not None and like.choice is not None:
+        needed = (each.largest for each in (*first, like) if each.largest > LARGEST_PAIR)  # smaller ones are made of what is cheap anyway
+        alike = Alike(like.choice, largest=max(needed, default=0))
     best, planes, more = search_prices(board, core, planes, seed, like, rough, alike, SETTLED)
     return best, planes, [*found, *more]
 
