@@ -6,7 +6,7 @@ price the op, so a fitted curve means what the cost model reads from it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -14,10 +14,13 @@ import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.cost.compute import call_bytes, compute_dtype, op_name
+from autoshard.rules.attention_kernels import on_device
 from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
 
 aten = torch.ops.aten
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+"""As graphs have it; another device runs what stands for it there."""
 COLUMNS = 512
 """Width of the tensors of ops that work on rows."""
 LINE = 64
@@ -34,6 +37,21 @@ IMAGES = ((1, 16, 16, 16), (4, 16, 32, 32), (16, 64, 8, 64), (4, 64, 28, 28), (8
 HELD_IMAGES = ((4, 32, 16, 32), (16, 128, 4, 128), (4, 128, 14, 128), (16, 64, 28, 64))
 DEEP, HELD_DEEP = ((2, 128, 4, 128), (2, 256, 4, 256), (4, 512, 4, 512), (4, 384, 2, 384)), ((4, 256, 2, 256), (4, 256, 4, 256))
 """Small images with many channels, whose weights are most of what is moved: the last stages of residual networks."""
+
+ON_GPUS = {
+    ELEMENTS: tuple(2**k for k in (14, 18, 20, 22, 23, 24, 25, 26)),
+    HELD_ELEMENTS: (2**19, 3 * 2**21, 3 * 2**23),
+    PRODUCTS: ((256, 256, 256), (1024, 1024, 1024), (4096, 768, 768), (4096, 768, 3072), (4096, 2048, 2048), (8192, 768, 2304), (8192, 1024, 4096),
+               (8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (4096, 4096, 32768), (16384, 768, 50304)),
+    HELD_PRODUCTS: ((512, 512, 512), (2048, 1024, 1024), (8192, 768, 3072), (4096, 4096, 4096), (8192, 2048, 2048), (8192, 1024, 32768)),
+    HEADS: ((1, 8, 256, 64), (2, 12, 512, 64), (8, 12, 1024, 64), (4, 32, 2048, 64), (2, 32, 2048, 128), (1, 32, 4096, 128), (1, 32, 8192, 128)),
+    HELD_HEADS: ((4, 12, 512, 64), (8, 16, 1024, 64), (2, 16, 4096, 128)),
+    (*IMAGES, *DEEP): ((16, 64, 56, 64), (64, 64, 56, 64), (64, 128, 28, 128), (64, 256, 14, 256), (64, 512, 7, 512), (64, 64, 112, 64)),
+    (*HELD_IMAGES, *HELD_DEEP): ((32, 64, 56, 64), (32, 128, 28, 256), (32, 512, 7, 512)),
+    IMAGES: ((16, 64, 56, 64), (64, 64, 56, 64), (64, 128, 28, 128), (64, 64, 112, 64)),
+    HELD_IMAGES: ((32, 64, 56, 64), (32, 128, 28, 128)),
+}
+"""Sizes that keep a GPU busy, in place of those of a CPU: the smallest are what a launch costs, the largest do not fit into its caches."""
 
 Make = Callable[[Any, Callable[..., torch.Tensor]], tuple[Any, ...]]
 
@@ -67,8 +85,10 @@ class Prepared:
 
 
 def cases(device: torch.device) -> tuple[Case, ...]:
-    """The catalogue; attention is the kernel that this kind of device has."""
-    return (*MATMUL, *POINTWISE, *ROWS, *LOOKUPS, *CONVOLUTIONS, *_attention(device))
+    """The catalogue. A GPU computes in half precision what a CPU computes in float32: all is measured in both there, at larger sizes."""
+    if device.type == "cpu":
+        return ALL
+    return tuple(replace(case, sizes=ON_GPUS[case.sizes], held=ON_GPUS[case.held], low_precision=True) for case in ALL)
 
 
 def rows(n: int) -> tuple[int, int]:
@@ -81,9 +101,10 @@ class Pool:
     one case do not overlap, as long as it asks for no more than there is; those of different cases seldom do, so that one does not find in the
     caches what another one has read."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, most: int = 4 * max(ELEMENTS)) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, most: int | None = None) -> None:
         self.device = device
-        self._buffer = torch.randn(most, device=device).to(dtype)
+        largest = max(ELEMENTS if device.type == "cpu" else ON_GPUS[ELEMENTS])
+        self._buffer = torch.randn(most or 4 * largest, device=device).to(dtype)
         self._next = 0
 
     def new(self, *shape: int) -> torch.Tensor:
@@ -96,14 +117,14 @@ class Pool:
 
 def prepare(case: Case, size: Any, pool: Pool, held_out: bool) -> Prepared:
     """Make the arguments and count what the op moves and computes, from the rules that price it."""
-    other, args = case.make(size, pool.new), case.make(size, pool.new)
-    call = as_call(case.target, args, case.target(*args))
+    other, args, run = case.make(size, pool.new), case.make(size, pool.new), on_device(case.target, pool.device)
+    call = as_call(case.target, args, run(*args))
     rule = rule_of(case.target)
     ins, outs = [m.logical_shape for m in call.inputs], [None if m is None else m.logical_shape for m in call.outputs]
     moved = float(call_bytes(call, ins, outs))
     amount = float(rule.flops(call, ins, outs)) if rule.family.heavy else moved
     return Prepared(op_name(case.target), rule.family, str(compute_dtype(call)).removeprefix("torch."), amount, moved, held_out,
-                    lambda: case.target(*args), lambda: case.target(*other), tuple(x for i in case.fresh for x in _tensors(args[i])))
+                    lambda: run(*args), lambda: run(*other), tuple(x for i in case.fresh for x in _tensors(args[i])))
 
 
 def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
@@ -160,11 +181,11 @@ ROWS = (
     Case(aten.mean.dim, lambda n, new: (new(*rows(n)), [1], True)),
     Case(aten._softmax.default, lambda n, new: (new(*rows(n)), 1, False)),
     Case(aten._log_softmax.default, lambda n, new: (new(*rows(n)), 1, False)),
-    Case(aten._softmax_backward_data.default, lambda n, new: (new(*rows(n)), new(*rows(n)).softmax(1), 1, torch.float32)),
-    Case(aten._log_softmax_backward_data.default, lambda n, new: (new(*rows(n)), new(*rows(n)), 1, torch.float32)),
+    Case(aten._softmax_backward_data.default, lambda n, new: (new(*rows(n)), new(*rows(n)).softmax(1), 1, new(1).dtype)),
+    Case(aten._log_softmax_backward_data.default, lambda n, new: (new(*rows(n)), new(*rows(n)), 1, new(1).dtype)),
     Case(aten.native_layer_norm.default, lambda n, new: (new(*rows(n)), [rows(n)[1]], new(rows(n)[1]), new(rows(n)[1]), 1e-5)),
     Case(aten.native_layer_norm_backward.default, lambda n, new: (
-        new(*rows(n)), new(*rows(n)), [rows(n)[1]], new(rows(n)[0], 1), new(rows(n)[0], 1), new(rows(n)[1]), new(rows(n)[1]),
+        new(*rows(n)), new(*rows(n)), [rows(n)[1]], *(_statistics(new, rows(n)[0], 1) for _ in range(2)), new(rows(n)[1]), new(rows(n)[1]),
         [True, True, True])),
 )
 LOOKUPS = (
@@ -179,33 +200,36 @@ CONVOLUTIONS = (
         1, [True, True, False]), (*IMAGES, *DEEP), (*HELD_IMAGES, *HELD_DEEP)),
     Case(aten.max_pool2d_with_indices.default, lambda s, new: (new(s[0], s[1], s[2], s[2]), [3, 3], [2, 2], [1, 1]), IMAGES, HELD_IMAGES),
     Case(aten._native_batch_norm_legit_functional.default, lambda n, new: (
-        new(8, 32, n // 256), new(32), new(32), new(32), new(32).abs(), True, 0.1, 1e-5)),
+        new(8, 32, n // 256), *(_statistics(new, 32) for _ in range(4)), True, 0.1, 1e-5)),
     Case(aten.native_batch_norm_backward.default, lambda n, new: (
-        new(8, 32, n // 256), new(8, 32, n // 256), new(32), new(32), new(32).abs(), new(32), new(32).abs(), True, 1e-5,
+        new(8, 32, n // 256), new(8, 32, n // 256), *(_statistics(new, 32) for _ in range(5)), True, 1e-5,
         [True, True, True])),
 )
+
+
+def _statistics(new: Callable[..., torch.Tensor], *shape: int) -> torch.Tensor:
+    """Positive, and in float32 where their tensor is in half precision: so kernels of norms want them."""
+    return new(*shape).float().abs()
 
 
 def _numbers(n: int, below: int, new: Callable[..., torch.Tensor]) -> torch.Tensor:
     return torch.randint(below, (n,), device=new(1).device)
 
 
-def _attention(device: torch.device) -> tuple[Case, ...]:
-    if device.type != "cpu":
-        return (Case(aten._scaled_dot_product_flash_attention.default, lambda s, new: (*_heads(s, new), 0.0, True),
-                     HEADS, HELD_HEADS, True),)
-    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
-
-    def backward(s: Any, new: Any) -> tuple[Any, ...]:
-        q, k, v = _heads(s, new)
-        out, lse = forward(q, k, v, 0.0, True)
-        return (new(*s), q, k, v, out, lse, 0.0, True)
-
-    return (Case(forward, lambda s, new: (*_heads(s, new), 0.0, True), HEADS, HELD_HEADS, fresh=(0, 1, 2)),
-            Case(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, backward, HEADS, HELD_HEADS))
+def _heads_backward(s: Any, new: Callable[..., torch.Tensor]) -> tuple[Any, ...]:
+    q, k, v = _heads(s, new)
+    out, lse = on_device(ATTENTION, q.device)(q, k, v, 0.0, True)
+    return (new(*s), q, k, v, out, lse, 0.0, True)
 
 
 def _heads(s: Any, new: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values as models make them: [batch, seq, heads, dim] with the middle dims swapped."""
     b, h, n, d = s
     return tuple(new(b, n, h, d).transpose(1, 2) for _ in range(3))
+
+
+ATTEND = (
+    Case(ATTENTION, lambda s, new: (*_heads(s, new), 0.0, True), HEADS, HELD_HEADS, fresh=(0, 1, 2)),
+    Case(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, _heads_backward, HEADS, HELD_HEADS),
+)
+ALL = (*MATMUL, *POINTWISE, *ROWS, *LOOKUPS, *CONVOLUTIONS, *ATTEND)

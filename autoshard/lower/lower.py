@@ -23,7 +23,6 @@ from autoshard.base.spec import is_shard, local_tensor_shape, shard_counts
 from autoshard.base.windows import is_accumulator
 from autoshard.collectives import KIND_OF
 from autoshard.errors import LoweringError
-from autoshard.lower.attention_kernels import on_device
 from autoshard.lower.context import Context
 from autoshard.lower.emit import Emitter, Part, Pending, is_dense
 from autoshard.lower.schedule import (
@@ -40,6 +39,7 @@ from autoshard.lower.schedule import (
     schedule,
 )
 from autoshard.rules import registry
+from autoshard.rules.attention_kernels import on_device
 from autoshard.rules.states import states
 
 

@@ -12,6 +12,7 @@ from autoshard.base.pads import with_pad, without_pad
 from autoshard.base.roles import Role
 from autoshard.errors import UsageError
 from autoshard.program.calling import Traced, as_stored
+from autoshard.rules.attention_kernels import on_device
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -85,7 +86,7 @@ def call_op(op: Op, values: Mapping[str, tuple[Any, ...]], device: torch.device)
     if isinstance(op.target, torch._ops.OpOverload) and not op.refs and any(a.name == "device" for a in op.target._schema.arguments):
         kwargs["device"] = device
     # a kernel may lay a result otherwise than the trace has it
-    target = aten.reshape.default if op.target in VIEWS else op.target
+    target = aten.reshape.default if op.target in VIEWS else on_device(op.target, device)
     result = target(*map_args(value, op.args), **kwargs)
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 

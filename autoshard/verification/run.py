@@ -173,8 +173,8 @@ class PlanRun:
         moved: dict[tuple[int, str, str], float] = {}
         rng = torch.Generator().manual_seed(SEED)
         for _ in range(SHAKES):
-            state = {n: t + t.abs() * torch.finfo(t.dtype).eps * torch.randn(t.shape, generator=rng, dtype=t.dtype) if t.is_floating_point() else t
-                     for n, t in form.state.items()}
+            state = {n: t + t.abs() * torch.finfo(t.dtype).eps * torch.randn(t.shape, generator=rng, dtype=t.dtype).to(t.device)
+                     if t.is_floating_point() else t for n, t in form.state.items()}
             for key, off in self._apart(form, state).items():
                 moved[key] = max(moved.get(key, 0.0), off)
         return moved

@@ -61,6 +61,28 @@ def test_memory_is_as_planned(dtype):
     assert 0.9 * planned - SLACK <= measured <= 1.1 * planned + SLACK
 
 
+def all_ranks(name, dtype, plans):
+    """The programs of four ranks by the kernels of the GPU, with collectives as they are defined: loss, gradients, buffers, weights."""
+    module = importlib.import_module(f"models.{name}")
+    torch.manual_seed(0)
+    model, batch = module.build()
+    batch = tuple(t.to("cuda", dtype if t.is_floating_point() else None) for t in batch)
+    report = autoshard.verify(model.to("cuda", dtype), "dp=2,tp=2", batch, loss_fn=module.loss, plans=plans, dtype=dtype, steps=2)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(("dtype", "plans"), [(torch.float64, ("split", "random:3")), (torch.float32, ("data_parallel", "random:4"))])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_ranks_on_one_gpu(name, dtype, plans):
+    all_ranks(name, dtype, plans)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "vit", "t5"])
+def test_all_ranks_in_half_precision(name):
+    """Of models in which rounding does not grow as in batch norms of 8 rows, or choose another expert."""
+    all_ranks(name, torch.bfloat16, ("fully_sharded", "tensor_parallel", "random:5"))
+
+
 def test_calibrate_and_doctor(run, tmp_path):
     profile = tmp_path / "mine.toml"
     code, _, err = run("calibrate", "-o", profile, "--seconds", 30)

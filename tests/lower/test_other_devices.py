@@ -14,11 +14,11 @@ from autoshard.base.mesh import Mesh
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
 from autoshard.errors import UsageError
-from autoshard.lower import attention_kernels
 from autoshard.lower.lower import LocalGraph, bind, lower
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.lower.schedule import schedule
 from autoshard.program.trace import trace
+from autoshard.rules import attention_kernels
 from autoshard.runtime.compile import Settings
 from autoshard.runtime.execute.eager import straight
 from autoshard.runtime.module import CompiledModule

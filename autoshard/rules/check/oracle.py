@@ -64,10 +64,10 @@ def _cut(x: torch.Tensor, placement: Placement, n: int, rng: torch.Generator) ->
         return list(x.chunk(n, placement))
     if placement == R:
         return [x] * n
-    noise = torch.rand((n, *x.shape), generator=rng, dtype=torch.float64).to(x.dtype)
+    noise = torch.rand((n, *x.shape), generator=rng, dtype=torch.float64).to(x)
     if placement == PSUM:
         return [*noise[1:], x - noise[1:].sum(0)]
-    holder = torch.randint(n, x.shape, generator=rng)
+    holder = torch.randint(n, x.shape, generator=rng).to(x.device)
     sign = -1 if placement == PMAX else 1
     return [torch.where(holder == i, x, x + sign * noise[i]) for i in range(n)]
 

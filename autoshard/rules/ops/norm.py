@@ -216,7 +216,8 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
     acc, count = accumulate_dtype(meta.dtype), prod(meta.shape) // max(meta.shape[1], 1)
     grad, x = cast(grad, call.inputs[0].dtype, acc), cast(x, meta.dtype, acc)
     mean, invstd = cast(mean, kept, acc), cast(invstd, kept, acc)
-    here = aten.native_batch_norm_backward.default(grad, x, None, None, None, mean, invstd, True, eps, [False, True, True])
+    # Neither sum depends on the weight, but without one the kernel of a GPU makes none.
+    here = aten.native_batch_norm_backward.default(grad, x, invstd, None, None, mean, invstd, True, eps, [False, True, True])
     sums = ctx.all_reduce(aten.stack.default([here[1], here[2]]), "sum", axes)
     along, total = aten.select.int(sums, 0, 0), aten.select.int(sums, 0, 1)
     scale = invstd if weight is None else aten.mul.Tensor(invstd, weight)

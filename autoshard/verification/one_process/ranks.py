@@ -15,6 +15,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.collectives import KIND_OF
 from autoshard.lower.lifetimes import Lifetimes
 from autoshard.lower.lower import LocalGraph, Port, makes_tensor_from_nothing
+from autoshard.rules.attention_kernels import on_device
 from autoshard.verification.one_process.collectives import Ranked, run_collective
 
 
@@ -65,12 +66,12 @@ def _call(node: torch.fx.Node, values: Mapping[torch.fx.Node, Ranked], mesh: Mes
     if node.target is _torch.WAIT or node.target in KIND_OF:
         rest = [torch.fx.node.map_arg(node.args[1:], lambda n: values[n][rank]) for rank in range(mesh.size)]  # noqa: B023
         return run_collective(node.target, values[node.args[0]], rest, mesh)
-    extra = {"device": device} if makes_tensor_from_nothing(node) else {}
+    target, extra = on_device(node.target, device), {"device": device} if makes_tensor_from_nothing(node) else {}
     ranks = {tuple(_identity(values[n][rank]) for n in node.all_input_nodes): rank for rank in reversed(range(mesh.size))}
     found = {key: torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][rank]) for key, rank in ranks.items()}  # noqa: B023
     if _writes(node.target):
         found = _apart(found)
-    done = {key: node.target(*args, **kwargs, **extra) for key, (args, kwargs) in found.items()}
+    done = {key: target(*args, **kwargs, **extra) for key, (args, kwargs) in found.items()}
     return [done[tuple(_identity(values[n][rank]) for n in node.all_input_nodes)] for rank in range(mesh.size)]
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autoshard.errors import LoweringError
-from autoshard.lower import attention_kernels
-from autoshard.lower.attention_kernels import ELSEWHERE, attention, attention_backward, kernel_of
+from autoshard.rules import attention_kernels
+from autoshard.rules.attention_kernels import ELSEWHERE, attention, attention_backward, kernel_of
 from autoshard.rules.ops import causal_rows
 
 aten = torch.ops.aten
