@@ -56,8 +56,8 @@ def attention_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tens
     query, key, value = map(_rows_dense, (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     run = BACKWARD[kernel_of(query, key, is_causal, attn_mask)]
-    grads = run(grad_out, query, key, value, out, logsumexp, is_causal, attn_mask, scale)
-    return tuple(map(_tokens_first, grads))
+    grad_query, grad_key, grad_value = run(grad_out, query, key, value, out, logsumexp, is_causal, attn_mask, scale)
+    return _tokens_first(grad_query), _tokens_first(grad_key), _tokens_first(grad_value)
 
 
 def causal_rows_of(query: Tensor, key: Tensor, value: Tensor, begins: Sequence[int], scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -97,9 +97,10 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Non
 def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool, mask: None,
                     scale: float) -> tuple[Tensor, Tensor, Tensor]:
     seed, offset = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # read with dropout only
-    return aten._scaled_dot_product_flash_attention_backward.default(
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
         _tokens_first(grad), query, key, value, _tokens_first(out), lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0,
         is_causal, seed, offset, scale=scale)
+    return dq, dk, dv
 
 
 # --- efficient ---------------------------------------------------------------------------------------
