@@ -201,6 +201,11 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, FunctionalTensor)
 
 
+def is_transformed(t: torch.Tensor) -> bool:
+    """Whether `t` is seen inside one of functorch's transforms (vmap, grad, jvp)."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
+
+
 def no_modes() -> Any:
     """Outside of every tracing mode that is active."""
     return _disable_current_modes()
@@ -383,10 +388,11 @@ def _placement_word(placement: Any) -> tuple[str, int]:
     return "other", 0
 
 
-def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any]) -> Callable[[list[Any]], Any]:
+def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any],
+                          decompositions: Mapping[Any, Callable[..., Any]]) -> Callable[[list[Any]], Any]:
     """Compile a local graph for arguments like these; the result takes one list and empties it.
 
-    The graph is decomposed the way inductor wants it, and not partitioned again."""
+    The graph is decomposed the way inductor wants it, ops of our own by `decompositions`, and not partitioned again."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -394,6 +400,6 @@ def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any]) ->
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in arguments]
     with mode, torch.no_grad():
-        decomposed = make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+        decomposed = make_fx(module, decomposition_table={**select_decomp_table(), **decompositions}, tracing_mode="real")(*fakes)
         compiled = compile_fx_inner(decomposed, fakes, is_inference=True)
     return compiled if getattr(compiled, "_boxed_call", False) else lambda boxed: compiled(boxed)

@@ -14,7 +14,7 @@ import torch
 
 from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.cost.compute import call_bytes, compute_dtype, op_name
-from autoshard.rules.attention_kernels import on_device
+from autoshard.rules.device_kernels import on_device
 from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
 

@@ -39,7 +39,7 @@ from autoshard.lower.schedule import (
     schedule,
 )
 from autoshard.rules import registry
-from autoshard.rules.attention_kernels import on_device
+from autoshard.rules.device_kernels import on_device
 from autoshard.rules.states import states
 
 

@@ -12,7 +12,7 @@ from autoshard.base.pads import with_pad, without_pad
 from autoshard.base.roles import Role
 from autoshard.errors import UsageError
 from autoshard.program.calling import Traced, as_stored
-from autoshard.rules.attention_kernels import on_device
+from autoshard.rules.device_kernels import on_device
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)

@@ -32,11 +32,6 @@ BIAS_STEP, ROW_STEP = 16, 32
 """Elements that a row of the efficient kernel's bias, and its rows' log-sum-exp, are padded to a multiple of."""
 
 
-def on_device(target: Any, device: torch.device) -> Any:
-    """What runs `target` on `device`."""
-    return target if device.type == "cpu" else ELSEWHERE.get(target, target)
-
-
 def attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
               attn_mask: Tensor | None = None, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Output [b, h, s, d] and log-sum-exp [b, h, s]; keys and values may have fewer heads, of which each serves h / heads

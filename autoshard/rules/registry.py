@@ -34,11 +34,12 @@ from autoshard.rules.ops import (
     pointwise,
     random,
     reduction,
+    rms_norm,
     view,
 )
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
 
-TABLES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, random, index,
+TABLES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, rms_norm, random, index,
           grouped, experts, marker, images, distance, linalg)
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.rules.attention_kernels import ELSEWHERE
 from autoshard.rules.check.oracle import run_whole, wrong_rows
 from autoshard.rules.check.samples import SAMPLES, build
 from autoshard.rules.check.samples_images import IMAGES
 from autoshard.rules.check.samples_special import SPECIAL
+from autoshard.rules.device_kernels import ELSEWHERE
 
 ALL = [s for s in (*SAMPLES, *IMAGES, *SPECIAL) if s.op not in ELSEWHERE]
 

@@ -5,6 +5,7 @@ import torch
 
 from autoshard.padding.site import Outcome, Site
 from autoshard.padding.values import ANY, FINITE, Value, is_finite
+from autoshard.rules.ops.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
 
 aten = torch.ops.aten
 
@@ -39,6 +40,6 @@ def _normed(site: Site, value: Value, is_vector: bool) -> list[int]:
 
 
 TRAVELS = {
-    **dict.fromkeys((aten.native_layer_norm.default, aten._fused_rms_norm.default), forward),
-    **dict.fromkeys((aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default), backward),
+    **dict.fromkeys((aten.native_layer_norm.default, aten._fused_rms_norm.default, RMS_NORM), forward),
+    **dict.fromkeys((aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default, RMS_NORM_BACKWARD), backward),
 }

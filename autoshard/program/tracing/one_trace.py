@@ -45,6 +45,7 @@ from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.losses import Losses
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
+from autoshard.program.tracing.rms_norms import RMSNorms
 from autoshard.program.tracing.survey import Answers, Survey, user_errors
 from autoshard.program.tracing.tape import Tape, meta_of
 from autoshard.program.tracing.twin import copy_tree, track
@@ -90,7 +91,7 @@ class OneTrace:
     def traced(self) -> Traced:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
-              EqualHeads(), Losses(self.reads.note), MaskedWrites(), self.reads):
+              EqualHeads(), RMSNorms(), Losses(self.reads.note), MaskedWrites(), self.reads):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()

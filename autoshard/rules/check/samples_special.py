@@ -1,10 +1,13 @@
 """Samples of the special rules: see samples.py. One tuple per family file."""
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from autoshard.base.checked import CHECKED
 from autoshard.rules.check.samples import Fixed, Sample, T, sample
+from autoshard.rules.ops.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
 
 aten = torch.ops.aten
 
@@ -199,6 +202,15 @@ def batch_norms(batch: int | tuple[int, ...], c: int, *dims: int, dtype: torch.d
 
 _UPDATE = aten._batch_norm_with_update_functional.default
 
+def rms_norms(*x: int | tuple[int, ...], shape: tuple[int, ...], affine: bool = True, dtype: torch.dtype = _f64) -> tuple[Sample, ...]:
+    given, weight = T(*x, dtype=dtype), T(*shape, dtype=dtype) if affine else None
+    lead = [(n,) if isinstance(n, int) else n for n in x[:len(x) - len(shape)]]
+    rstd = _positive(*map(prod, lead), *(1 for _ in shape), factors=(*lead, *(() for _ in shape)), dtype=dtype)
+    masks = ((True, True), (True, False), (False, True)) if affine else ((True, False),)
+    return (sample(RMS_NORM, given, shape, weight, 1e-5),
+            *(sample(RMS_NORM_BACKWARD, given, given, shape, rstd, weight, mask) for mask in masks))
+
+
 NORM = (
     sample(aten.native_layer_norm.default, T((2, 4), 6), (6,), T(6), T(6), 1e-5),
     sample(aten.native_layer_norm.default, T(4, 2, 6), (2, 6), None, None, 1e-5),
@@ -207,6 +219,8 @@ NORM = (
     sample(aten.native_layer_norm_backward.default, T(4, 2, 6), T(4, 2, 6), (6,), T(4, 2, 1), _positive(4, 2, 1), T(6),
            None, (True, True, False)),
     sample(aten._fused_rms_norm.default, T(4, 2, 6), (6,), T(6), 1e-5),
+    *rms_norms(4, 2, 6, shape=(6,)), *rms_norms(4, 2, 6, shape=(2, 6)), *rms_norms(4, 6, shape=(6,), affine=False), *rms_norms(6, shape=(6,)),
+    *rms_norms((2, 4), 6, shape=(6,)), *rms_norms(4, 2, 6, shape=(6,), dtype=_f32),
     sample(aten.native_group_norm.default, T(4, 8, 6), T(8), T(8), 4, 8, 6, 4, 1e-5),
     sample(aten.native_group_norm.default, T(4, 8, 2, 6), None, None, 4, 8, 12, 2, 1e-5),
     sample(aten.native_group_norm.default, T(4, 8, 6), T(8), T(8), 4, 8, 6, 1, 1e-5),

@@ -13,6 +13,7 @@ from autoshard.lower.lifetimes import Lifetimes
 from autoshard.lower.passes.in_place import overwrite
 from autoshard.lower.passes.linear import join_linears, join_sums
 from autoshard.program.opaque.opaque import opaque_of
+from autoshard.rules.ops import rms_norm
 from autoshard.runtime.carriers.choose import carry
 from autoshard.runtime.execute.compiler_ops import enclose
 from autoshard.runtime.execute.eager import straight
@@ -56,7 +57,7 @@ def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], S
         for i in seeds:
             arguments[i] = torch.tensor(arguments[i])
         if not compiled:  # at the first call, when strides and devices are known
-            compiled.append(_torch.compile_with_inductor(module, arguments))
+            compiled.append(_torch.compile_with_inductor(module, arguments, rms_norm.DECOMPOSED))
         return compiled[0](arguments)
 
     return call

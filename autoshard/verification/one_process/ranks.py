@@ -15,7 +15,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.collectives import KIND_OF
 from autoshard.lower.lifetimes import Lifetimes
 from autoshard.lower.lower import LocalGraph, Port, makes_tensor_from_nothing
-from autoshard.rules.attention_kernels import on_device
+from autoshard.rules.device_kernels import on_device
 from autoshard.verification.one_process.collectives import Ranked, run_collective
 
 
