@@ -260,7 +260,7 @@ class _Walk:
         if not cheap or (self._is_free(op) and (joined or not reads or self.fine)) or sums or registry.is_cast(op):
             self.passing.add(op.name)
         makes = not cheap or (reads and op.name in self.passing) or any(
-            (self.fine or self._is_of_tokens(op, r)) and is_partial(r.outputs[0]) and PSUM not in r.inputs for r in rows)
+            (self.fine or self._is_of_tokens(op, r)) and any(map(is_partial, r.outputs)) and PSUM not in r.inputs for r in rows)
         if op.kind == "call" and makes:
             self.partial |= {Ref(op.name, i) for i in range(len(op.outputs)) if any(is_partial(r.outputs[i]) for r in rows)}
 

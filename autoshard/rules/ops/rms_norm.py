@@ -33,6 +33,7 @@ aten = torch.ops.aten
 # Kernels of CPUs ----------------------------------------------------------------------------------------
 
 def _forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    _check(x, shape)
     wide = x.to(accumulate_dtype(x.dtype))
     norm = torch.linalg.vector_norm(wide, 2, _dims(shape), keepdim=True)  # its kernel reads at full speed, that of pow(2).mean does not
     rstd = norm.square_().div_(prod(shape)).add_(eps).rsqrt_()
@@ -42,6 +43,7 @@ def _forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float)
 
 def _backward(grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]) -> tuple[Any, Any]:
     """Layer norm's kernel about a mean of zero subtracts, beside what RMS norm does, r times the mean of g w: it is added again."""
+    _check(x, shape)
     have, n = x.dtype, prod(shape)
     grad, x = (t.to(rstd.dtype).contiguous() for t in (grad, x))
     if not mask[0] or not n:
@@ -55,6 +57,11 @@ def _backward(grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weigh
 
 def _weight_gradient(rows: Tensor, shape: Sequence[int]) -> Tensor:
     return rows.reshape(-1, *shape).sum(0) if prod(shape) else rows.new_zeros(shape)
+
+
+def _check(x: Tensor, shape: Sequence[int]) -> None:
+    if tuple(x.shape[-len(shape):]) != tuple(shape):
+        raise RuntimeError(f"rms_norm: input of shape {tuple(x.shape)} does not end with normalized_shape {tuple(shape)}")
 
 
 def _dims(shape: Sequence[int]) -> list[int]:
