@@ -14,7 +14,7 @@ On a mesh of one axis, where choices are few, a reduction begins a unit, and so 
 statistics of a norm made of cheap ops are reduced by themselves. So does a cast to a wider dtype, before which less is moved. A view
 that begins a unit passes Partial on. Where communication does not overlap compute, a transpose of what a contraction reads joins the
 contraction that reads the transpose (`views_of_readers.py`): both readers then share one gather. On two axes these made the search's
-bound too loose to close.
+bound too loose to close. Nor do norms of ranks that hold a part of the features there: the refinement op by op has them.
 
 So every place where a reduction or a gather may be wanted stays an edge between units: before contractions, at
 residual joins, at outputs. Inside a unit all ops run in matching layouts and nothing is communicated.
@@ -99,13 +99,22 @@ def singletons(table: CostTable) -> DecisionUnits:
     return DecisionUnits(tuple(_single(op.name, table.strategies[op.name], True, memo) for op in table.graph.ops), table)
 
 
-def _single(name: str, found: StrategySet, passing: bool, memo: dict) -> DecisionUnit:
+def _single(name: str, found: StrategySet, passing: bool, memo: dict, fine: bool = True) -> DecisionUnit:
     """An op for itself; one that must not read Partial loses those strategies."""
     key = (id(found), passing)
     if key not in memo:
         keep = np.ones(len(found), bool) if passing else ~np.any(found.inputs <= PSUM, axis=(1, 2))
+        if barred := () if fine else _in_parts(found):
+            keep &= ~np.isin(found.picked, barred).any(axis=1)
         memo[key] = np.flatnonzero(keep)
     return DecisionUnit(name, (name,), (memo[key],))
+
+
+def _in_parts(found: StrategySet) -> list[int]:
+    """Rows of a norm whose features are split, and whose ranks add up what they know of each row."""
+    if found.call is None or registry.rule_of(found.call.target).family is not Family.NORM:
+        return []
+    return [i for i, row in enumerate(found.rows) if row.inner and row.inputs[0] not in found.call.inputs[0].logical_dims(0)]
 
 
 def are_coarse(table: CostTable) -> bool:
@@ -124,9 +133,9 @@ def find_units(table: CostTable) -> DecisionUnits:
     units: list[DecisionUnit] = []
     for group in walk.members:
         members = tuple(sorted(group, key=graph.order.__getitem__))
-        picked = _joint(graph, table.strategies, members, walk.passing, memo) if len(members) > 1 else None
+        picked = _joint(graph, table.strategies, members, walk.passing, memo, one_axis) if len(members) > 1 else None
         if picked is None:
-            units += [_single(m, table.strategies[m], m in walk.passing, memo) for m in members]
+            units += [_single(m, table.strategies[m], m in walk.passing, memo, one_axis) for m in members]
         else:
             units.append(DecisionUnit(walk.views.get(members[0], members[0]), members, picked))
     return DecisionUnits(tuple(units), table)
@@ -295,11 +304,11 @@ def _accepts_all(graph: Graph, op: Op) -> bool:
 
 
 def _joint(graph: Graph, strategies: Strategies, members: tuple[str, ...], passing: set[str],
-           memo: dict) -> tuple[np.ndarray, ...] | None:
+           memo: dict, fine: bool) -> tuple[np.ndarray, ...] | None:
     """Strategy index of every member per joint strategy; None when there are none or too many."""
     key = _signature(graph, strategies, members, passing)
     if key not in memo:
-        rows = _joint_rows(graph, strategies, members, passing)
+        rows = _joint_rows(graph, strategies, members, passing, fine)
         memo[key] = None if rows is None else _over_axes(strategies, members, rows)
     return memo[key]
 
@@ -315,15 +324,16 @@ def _signature(graph: Graph, strategies: Strategies, members: tuple[str, ...], p
 
 
 def _joint_rows(graph: Graph, strategies: Strategies, members: tuple[str, ...],
-                passing: set[str]) -> list[tuple[int, ...]] | None:
+                passing: set[str], fine: bool) -> list[tuple[int, ...]] | None:
     """One-axis rows of all members that agree on every inner edge and read an outside value in one placement."""
     found: list[tuple[tuple[int, ...], dict[Ref, Placement]]] = [((), {})]
     for name in members:
         refs, rows = graph.op(name).refs, strategies[name].rows
+        barred = () if fine else _in_parts(strategies[name])
         grown = []
         for chosen, placed in found:
             for n, row in enumerate(rows):
-                if name not in passing and any(map(is_partial, row.inputs)):
+                if n in barred or name not in passing and any(map(is_partial, row.inputs)):
                     continue
                 if all(placed.get(r, p) == p for r, p in zip(refs, row.inputs, strict=True)):
                     made = {Ref(name, o): p for o, p in enumerate(row.outputs)}
