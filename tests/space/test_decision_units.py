@@ -9,6 +9,7 @@ import torch
 from autoshard.base.graph import Ref
 from autoshard.base.mesh import mesh_of
 from autoshard.base.precision import Precision
+from autoshard.base.spec import PSUM
 from autoshard.cli.read import parse_precision
 from autoshard.decide.options import Options
 from autoshard.formulate.problem_of import formulate
@@ -74,5 +75,24 @@ def test_one_sample_may_be_split_along_its_sequence_over_all_axes():
     table = table_of("llama", "a=2,b=2", "h100-dgx", True, dtype=torch.bfloat16, batch=1)
     units = find_units(table)
     values = [op.name for op in table.graph.of_kind("call") if op.phase == "backward" and op.outputs[0].shape == (1, 32, 64)]
-    assert len(values) > 50
+    assert len(values) > 20
     assert [name for name in values if (1, 1) not in units.outputs(Ref(name)).specs] == []
+
+
+def test_weights_of_norms_leave_the_batch_split():
+    """Their gradients are cast, in which they must not be Partial: such a cast is no part of the norm's unit."""
+    table = table_of("llama", "a=2,b=4", "h100-dgx", dtype=torch.bfloat16, batch=8)
+    units, norms = find_units(table), [op.name for op in table.graph.ops if "rms_norm_backward" in str(op.target)]
+    assert norms
+    for name in norms:
+        assert (0, 0) in units.outputs(Ref(name)).specs
+        assert (PSUM, PSUM) in units.outputs(Ref(name, 1)).specs
+
+
+def test_features_of_norms_are_split_on_one_axis_or_op_by_op():
+    for mesh, is_fine in (("a=4", True), ("a=2,b=2", False)):
+        table = table_of("llama", mesh, "cpu-gloo", tiny=True)
+        name = next(op.name for op in table.graph.ops if "rms_norm" in str(op.target))
+        split = (2,) * table.mesh.ndim
+        assert (split in find_units(table).outputs(Ref(name)).specs) == is_fine
+        assert split in singletons(table).outputs(Ref(name)).specs

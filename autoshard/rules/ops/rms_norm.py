@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 def _forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check(x, shape)
-    wide = x.to(accumulate_dtype(x.dtype))
+    wide = x.to(accumulate_dtype(x.dtype)).contiguous()  # so is torch's result
     norm = torch.linalg.vector_norm(wide, 2, _dims(shape), keepdim=True)  # its kernel reads at full speed, that of pow(2).mean does not
     rstd = norm.square_().div_(prod(shape)).add_(eps).rsqrt_()
     out = wide * rstd
@@ -73,8 +73,8 @@ def _statistics(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 RMS_NORM = custom_op("rms_norm", "(Tensor input, int[] normalized_shape, Tensor? weight, float eps) -> (Tensor, Tensor)", _forward,
-                     lambda x, shape, weight, eps: (torch.empty_like(x), _statistics(x, shape)))
-"""x [..., *shape], weight [*shape] -> out like x, r [..., 1, ...] in float32 where x is in half precision."""
+                     lambda x, shape, weight, eps: (x.new_empty(x.shape), _statistics(x, shape)))
+"""x [..., *shape], weight [*shape] -> out [..., *shape], r [..., 1, ...] in float32 where x is in half precision."""
 RMS_NORM_BACKWARD = custom_op(
     "rms_norm_backward", "(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, bool[2] output_mask) "
     "-> (Tensor, Tensor)", _backward,
