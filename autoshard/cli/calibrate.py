@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from autoshard.cli.common import QuietOption
+from autoshard.cli.common import QuietAloneOption
 from autoshard.cli.progress import progress_shown
 from autoshard.errors import UsageError
 
@@ -37,7 +37,7 @@ def calibrate(
     float32_matmul: Annotated[FloatProducts | None, typer.Option(
         help="Measure under torch.set_float32_matmul_precision(this), for training that sets it too. Default: as torch has it.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Page with the plots. Default: beside the profile, .html.")] = None,
-    quiet: QuietOption = False,
+    quiet: QuietAloneOption = False,
 ) -> None:
     """Measure collectives and ops on this machine, and write the cluster profile that repeats them. Start it with torchrun."""
     check_output(output)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from autoshard.cli.common import QuietOption
+from autoshard.cli.common import QuietAloneOption
 
 clusters_app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich",
                            help="List the cluster profiles plans are priced with, or show one.",
@@ -13,7 +13,7 @@ clusters_app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich",
 
 
 @clusters_app.callback()
-def clusters(context: typer.Context, quiet: QuietOption = False) -> None:
+def clusters(context: typer.Context, quiet: QuietAloneOption = False) -> None:
     """List the cluster profiles plans are priced with, or show one."""
     if context.invoked_subcommand is None and not quiet:
         from autoshard.report.clusters import show_all
@@ -25,7 +25,7 @@ def clusters(context: typer.Context, quiet: QuietOption = False) -> None:
 def clusters_show(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="A profile's name, or the path of a .toml file.")],
-    quiet: QuietOption = False,
+    quiet: QuietAloneOption = False,
 ) -> None:
     """Every number of a profile, with its source. Quiet: only say whether it can be read."""
     from autoshard.cost.cluster import load_cluster

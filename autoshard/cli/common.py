@@ -12,6 +12,8 @@ INTERRUPTED = 130
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report; files are written, and --json is printed.")]
+QuietAloneOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report; errors and files are written.")]
+"""Of commands that have no --json."""
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Save the result as JSON.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report to open in a browser: one file, no network.")]
 ClusterOption = Annotated[str, typer.Option(help="Cluster profile: a name of `autoshard clusters` or a .toml file; :VARIANT behind it.")]

@@ -31,7 +31,8 @@ def losses(run, model, batch, steps: int = 3) -> list[float]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("name", MODELS)
-def test_parity_with_eager(name, dtype, tolerance):
+def test_parity_with_eager(name, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # cuDNN's convolutions round float32 otherwise
     module = importlib.import_module(f"models.{name}")
     torch.manual_seed(0)
     model, batch = module.build()
