@@ -16,6 +16,7 @@ from autoshard.base.graph import Call, Slot, TensorMeta
 from autoshard.cost.compute import call_bytes, compute_dtype, op_name
 from autoshard.rules.device_kernels import on_device
 from autoshard.rules.family import Family
+from autoshard.rules.ops.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
 from autoshard.rules.registry import rule_of
 
 aten = torch.ops.aten
@@ -187,6 +188,9 @@ ROWS = (
     Case(aten.native_layer_norm_backward.default, lambda n, new: (
         new(*rows(n)), new(*rows(n)), [rows(n)[1]], *(_statistics(new, rows(n)[0], 1) for _ in range(2)), new(rows(n)[1]), new(rows(n)[1]),
         [True, True, True])),
+    Case(RMS_NORM, lambda n, new: (new(*rows(n)), [rows(n)[1]], new(rows(n)[1]), 1e-5)),
+    Case(RMS_NORM_BACKWARD, lambda n, new: (
+        new(*rows(n)), new(*rows(n)), [rows(n)[1]], _statistics(new, rows(n)[0], 1), new(rows(n)[1]), [True, True])),
 )
 LOOKUPS = (
     Case(aten.embedding.default, lambda n, new: (new(1024, rows(n)[1]), _numbers(rows(n)[0], 1024, new)), fresh=(1,)),

@@ -84,7 +84,8 @@ def test_a_gpu_makes_what_a_plan_knows_of(op, dtype):
 
 def test_half_precision_is_said_to_take_memory():
     x, y = torch.empty(4, 6, dtype=torch.bfloat16, device="meta"), torch.empty(4, 6, device="meta")
-    assert rms_norm.workspace(RMS_NORM, (x,)) and not rms_norm.workspace(RMS_NORM, (y,)) and not rms_norm.workspace(F.silu, (x,))
+    assert rms_norm.workspace(RMS_NORM, (x, (6,))) == 2 * 4 * 24 and not rms_norm.workspace(RMS_NORM, (y, (6,)))
+    assert rms_norm.workspace(RMS_NORM_BACKWARD, (y, y, (6,))) == 3 * 4 * 4 and not rms_norm.workspace(F.silu, (x,))
 
 
 # ---- models

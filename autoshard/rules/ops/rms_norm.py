@@ -83,13 +83,15 @@ RMS_NORM_BACKWARD = custom_op(
 
 
 def workspace(target: Any, args: Sequence[Any]) -> int:
-    """Bytes of temporaries that an op of this file has beside its results; 0 for other ops. Half precision is widened."""
+    """Bytes of temporaries that an op of this file has beside its results; 0 for other ops. Half precision is widened; backward has three
+    numbers a row."""
     if target not in (RMS_NORM, RMS_NORM_BACKWARD):
         return 0
-    x, wide = args[target is RMS_NORM_BACKWARD], 4 * args[target is RMS_NORM_BACKWARD].numel()
-    if accumulate_dtype(x.dtype) == x.dtype:
-        return 0
-    return int(2 * wide if target is RMS_NORM else 3 * wide)
+    is_backward = target is RMS_NORM_BACKWARD
+    x, shape = args[is_backward], args[1 + is_backward]
+    dtype = accumulate_dtype(x.dtype)
+    wide, rows = dtype.itemsize * x.numel(), dtype.itemsize * (x.numel() // max(prod(shape), 1))
+    return int((2 + is_backward) * wide * (dtype != x.dtype) + 3 * rows * is_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
