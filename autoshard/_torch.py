@@ -10,8 +10,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # taken from here by others
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode  # noqa: F401
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _functional_collectives
@@ -177,9 +176,7 @@ def functional_collectives_run(stand_ins: Mapping[str, Any]) -> Iterator[None]:
 
 
 def axis_or_ranks(group: Any) -> str | list[int]:
-    """What a functional collective's group is: the name of its mesh axis where it has one, else its ranks.
-
-    Raises ValueError for what is no group."""
+    """What a functional collective's group is: the name of its mesh axis where it has one, else its ranks. Raises ValueError for what is none."""
     mesh, dim = group if isinstance(group, tuple) else (group, 0)
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names
@@ -202,7 +199,7 @@ def is_traced(value: Any) -> bool:
 
 
 def is_transformed(t: torch.Tensor) -> bool:
-    """Whether `t` is seen inside one of functorch's transforms (vmap, grad, jvp)."""
+    """Whether `t` is seen inside a transform of functorch (vmap, grad, jvp)."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
 
 
@@ -388,11 +385,9 @@ def _placement_word(placement: Any) -> tuple[str, int]:
     return "other", 0
 
 
-def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any],
-                          decompositions: Mapping[Any, Callable[..., Any]]) -> Callable[[list[Any]], Any]:
-    """Compile a local graph for arguments like these; the result takes one list and empties it.
-
-    The graph is decomposed the way inductor wants it, ops of our own by `decompositions`, and not partitioned again."""
+def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any], own: Mapping[Any, Callable[..., Any]]) -> Callable[[list[Any]], Any]:
+    """Compile a local graph for arguments like these; the result takes one list and empties it. The graph is decomposed the way inductor wants
+    it, ops of our own as `own` says, and not partitioned again."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -400,6 +395,6 @@ def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any],
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in arguments]
     with mode, torch.no_grad():
-        decomposed = make_fx(module, decomposition_table={**select_decomp_table(), **decompositions}, tracing_mode="real")(*fakes)
+        decomposed = make_fx(module, decomposition_table={**select_decomp_table(), **own}, tracing_mode="real")(*fakes)
         compiled = compile_fx_inner(decomposed, fakes, is_inference=True)
     return compiled if getattr(compiled, "_boxed_call", False) else lambda boxed: compiled(boxed)
