@@ -104,7 +104,8 @@ ROWS = (
 
 
 def built(row: Row) -> tuple[nn.Module, tuple, object]:
-    """The model with a batch and its loss, on the meta device. Attention of gpt is three matrix products, as it was then."""
+    """The model with a batch and its loss, on the meta device. Attention of gpt is three matrix products and RMS norm its formula, as both were then: torch of
+    2024 had no kernel for the norm."""
     module = llama if row.model == "llama" else gpt
     with torch.device("meta"):
         made, inputs = module.build("8B" if row.model == "llama" else "tiny", batch=row.batch, seq=row.seq,
@@ -112,10 +113,18 @@ def built(row: Row) -> tuple[nn.Module, tuple, object]:
     if row.model == "gpt":
         for block in made.h:
             block.attn.__class__ = Unfused
+    for norm in [m for m in made.modules() if isinstance(m, nn.RMSNorm)]:
+        norm.__class__ = WrittenOut
     if row.recompute:
         for block in (made.h if row.model == "gpt" else made.layers)[::row.recompute]:
             block.__class__ = checkpointed(type(block))
     return made, inputs, module.loss
+
+
+class WrittenOut(nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
 
 class Unfused(gpt.Attention):
