@@ -33,6 +33,13 @@ def adjust(base: Rule, change: Callable[[Call, Row], Row]) -> Rule:
     return replace(base, rows=lambda call: tuple(change(call, row) for row in base.rows(call)))
 
 
+def layer_dims(call: Call, mark: str = "!") -> tuple[str, str, str]:
+    """Letters of (input, normalised dims, statistics) of a norm over the last dims. `mark`: of the normalised ones."""
+    normed = len(call.argument("normalized_shape"))
+    lead, dims = letters("x", len(call.tensor("input").shape) - normed), letters("y", normed, mark)
+    return f"{lead} {dims}", dims, f"{lead} {' '.join(['1'] * normed)}"
+
+
 def addressed(base: Rule, tensor: int, dim: Callable[[Call], Sequence[int]]) -> Rule:
     """`base` for an op that looks up positions along dims `dim(call)` of tensor input `tensor`. Of a dim with
     several factors only the major one may split: else a rank's positions are not one range."""

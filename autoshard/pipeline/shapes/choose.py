@@ -14,11 +14,9 @@ from autoshard.base.plan import Plan, TriedShape
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.pipeline.cutting.cut_points import balanced
-from autoshard.pipeline.cutting.pinned import allowed
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.pipelined import submesh
-from autoshard.pipeline.shapes.cut_search import TRIED, search_cuts
+from autoshard.pipeline.shapes.cut_search import TRIED, search_cuts, with_even_cuts
 from autoshard.pipeline.shapes.decide import TOLERANCE, Tried, ranked, try_shapes
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Searches, Sizes, traced_count
 from autoshard.pipeline.shapes.meshes import CHUNKS, Room, Shape, Slot, shapes
@@ -118,14 +116,11 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
     def planned(tried: Tried) -> Plan:
         tell(f"{tried.shape}: planning it")
         mesh, rate, options = asked.whole_mesh(tried.shape), pricer.rate(tried), asked.options_of(tried, names)
-        ways = [options] if tried.shape.pp == 1 or deep else list(dict.fromkeys([options, even(options, tried.shape)]))
-        plans[tried.shape] = plan = search_cuts(ways, lambda way: plan_shape(mesh, way, rate))
+        ways = [options]
+        if tried.shape.pp > 1 and not deep:
+            ways.append(with_even_cuts(options, pricer.sizes.first.blocks, asked.cluster, tried.shape.pp * tried.shape.chunks))
+        plans[tried.shape] = plan = search_cuts(tuple(dict.fromkeys(ways)), lambda way: plan_shape(mesh, way, rate))
         return plan
-
-    def even(options: Pipeline, shape: Shape) -> Pipeline:
-        blocks, stages = pricer.sizes.first.blocks, shape.pp * shape.chunks
-        starts = balanced(blocks, asked.cluster, stages, allowed(blocks, options.pinned, stages))
-        return replace(options, cuts=tuple(names[at] for at in starts))
 
     def plan_whole(shape: Shape) -> Tried:
         try:

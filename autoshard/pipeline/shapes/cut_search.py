@@ -67,14 +67,19 @@ def choices(graph: Graph, ranks: int, options: Pipeline, plan_stage: PlanStage, 
     if not tables:
         return [plain]  # more stages than blocks: whoever cuts says so
     first, table = tables[0]
-    starts = balanced(blocks, cluster, table.stages, allowed(blocks, options.pinned, table.stages))
-    even = replace(first, cuts=tuple(blocks.names[at] for at in starts))
+    even = with_even_cuts(first, blocks, cluster, table.stages)
     try:
         pricer = GraphPricer(Stretches(graph, blocks, split=True), plan_stage, wire)
         found = sorted(_candidates(pricer, tables, memory_limit), key=lambda c: c.found.seconds)
     except UsageError:  # some two blocks cannot be stages of their own; even cuts may still be possible
         return [even]
     return list(dict.fromkeys([*(c.options for c in found[:PLANNED]), even]))
+
+
+def with_even_cuts(options: Pipeline, blocks: Blocks, cluster: Cluster, stages: int) -> Pipeline:
+    """`options` with the cuts that are even by the seconds of blocks. Raises UsageError for more stages than blocks."""
+    starts = balanced(blocks, cluster, stages, allowed(blocks, options.pinned, stages))
+    return replace(options, cuts=tuple(blocks.names[at] for at in starts))
 
 
 def _tables(graph: Graph, blocks: Blocks, ranks: int, options: Pipeline) -> Iterator[tuple[Pipeline, ActionTable]]:

@@ -1,4 +1,4 @@
-"""Normalisations. Layer, RMS and group norm split over everything that is not normalised; batch norm also
+"""Normalisations. Layer and group norm split over everything that is not normalised (so does RMS norm, see rms_norm.py); batch norm also
 over the batch it normalises, with the statistics of the whole batch."""
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.base.graph import Call, TensorMeta
 from autoshard.base.spec import R
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import accumulate_dtype, adjust, cast, contiguous_inputs, input_axes, letters
+from autoshard.rules.parts import accumulate_dtype, adjust, cast, contiguous_inputs, input_axes, layer_dims, letters
 from autoshard.rules.types import InnerCollective, LocalContext, Row, Rule
 
 aten = torch.ops.aten
@@ -21,39 +21,21 @@ MOMENTS = torch.float64
 """What the moments of a batch are summed in."""
 
 
-# Layer and RMS norm -------------------------------------------------------------------------------------
-
-def _layer_dims(call: Call) -> tuple[str, str, str]:
-    """Letters of (input, normalised dims, statistics)."""
-    normed = len(call.argument("normalized_shape"))
-    lead = letters("x", len(call.tensor("input").shape) - normed)
-    dims = letters("y", normed, "!")
-    return f"{lead} {dims}", dims, f"{lead} {' '.join(['1'] * normed)}"
-
+# Layer norm ---------------------------------------------------------------------------------------------
 
 def _layer_norm_line(call: Call) -> str:
-    x, y, s = _layer_dims(call)
+    x, y, s = layer_dims(call)
     return f"{x}, {y}, {y} -> {x}, {s}, {s}"
 
 
 def _layer_norm_backward_line(call: Call) -> str:
-    x, y, s = _layer_dims(call)
+    x, y, s = layer_dims(call)
     return f"{x}, {x}, {s}, {s}, {y}, {y} -> {x}, {y}, {y}"
 
 
 def _layer_norm_backward(ctx: LocalContext, grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, *rest: Any) -> Any:
     """The kernel takes the memory of the statistics for contiguous, and is silently wrong where it is not."""
     return ctx.call.target(grad, x, shape, aten.contiguous.default(mean), aten.contiguous.default(rstd), *rest)
-
-
-def _rms_norm_line(call: Call) -> str:
-    x, y, s = _layer_dims(call)
-    return f"{x}, {y} -> {x}, {s}"
-
-
-def _rms_norm_backward_line(call: Call) -> str:
-    x, y, s = _layer_dims(call)
-    return f"{x}, {x}, {s}, {y} -> {x}, {y}"
 
 
 # Group norm ---------------------------------------------------------------------------------------------
@@ -247,10 +229,6 @@ def _weight_norm_backward_line(call: Call) -> str:
     return f"{v}, ~{v}, ~{g}, ~{g} -> {v}, {g}"
 
 
-def _layer(line: Any) -> Rule:
-    return rule(line, family=Family.NORM)
-
-
 def _batch(local: Any) -> Rule:
     return adjust(rule(_batch_norm_line, family=Family.NORM, local=local), _batch_norm_row)
 
@@ -259,10 +237,8 @@ RULES = {
     aten._weight_norm_interface.default: rule(_weight_norm_line, family=Family.NORM, local=contiguous_inputs),
     aten._weight_norm_interface_backward.default: rule(_weight_norm_backward_line, family=Family.NORM, partial="each",
                                                        local=contiguous_inputs),
-    aten.native_layer_norm.default: _layer(_layer_norm_line),
+    aten.native_layer_norm.default: rule(_layer_norm_line, family=Family.NORM),
     aten.native_layer_norm_backward.default: rule(_layer_norm_backward_line, family=Family.NORM, local=_layer_norm_backward),
-    aten._fused_rms_norm.default: _layer(_rms_norm_line),
-    aten._fused_rms_norm_backward.default: _layer(_rms_norm_backward_line),
     aten.native_group_norm.default: rule(_group_norm_line, family=Family.NORM, local=_group_norm),
     aten.native_group_norm_backward.default: rule(_group_norm_backward_line, family=Family.NORM,
                                                   local=_group_norm_backward),

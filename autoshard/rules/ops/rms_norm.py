@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -24,7 +25,7 @@ from autoshard.base.graph import Call
 from autoshard.base.spec import R
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import accumulate_dtype, adjust, cast, input_axes, letters
+from autoshard.rules.parts import accumulate_dtype, adjust, cast, layer_dims
 from autoshard.rules.types import InnerCollective, LocalContext, Row
 
 aten = torch.ops.aten
@@ -171,20 +172,13 @@ DECOMPOSED = {RMS_NORM: _decomposed, RMS_NORM_BACKWARD: _backward_decomposed}
 
 # Rules --------------------------------------------------------------------------------------------------
 
-def _letters(call: Call) -> tuple[str, str, str]:
-    """Of the input, the normalised dims and the statistics."""
-    normed = len(call.argument("normalized_shape"))
-    lead, dims = letters("x", len(call.tensor("input").shape) - normed), letters("y", normed)
-    return f"{lead} {dims}", dims, f"{lead} {' '.join(['1'] * normed)}"
-
-
-def _line(call: Call) -> str:
-    x, y, r = _letters(call)
+def _line(call: Call, mark: str = "") -> str:
+    x, y, r = layer_dims(call, mark)
     return f"{x}, {y} -> {x}, {r}"
 
 
-def _backward_line(call: Call) -> str:
-    x, y, r = _letters(call)
+def _backward_line(call: Call, mark: str = "") -> str:
+    x, y, r = layer_dims(call, mark)
     return f"{x}, {x}, {r}, {y} -> {x}, {y}"
 
 
@@ -204,8 +198,7 @@ def _row(call: Call, row: Row) -> Row:
 
 
 def _axes(ctx: LocalContext) -> tuple[int, ...]:
-    x = ctx.call.inputs[0]
-    return tuple(a for t in _dims(ctx.call.argument("normalized_shape")) for a in input_axes(ctx, 0, len(x.shape) + t))
+    return tuple(a for d in _normed(ctx.call) for a in ctx.axes(ctx.inputs[0], d))
 
 
 def _dtypes(ctx: LocalContext) -> tuple[torch.dtype, torch.dtype]:
@@ -229,4 +222,6 @@ def _local_backward(ctx: LocalContext, grad: Any, x: Any, shape: Sequence[int], 
 RULES = {
     RMS_NORM: adjust(rule(_line, family=Family.NORM, local=_local), _row),
     RMS_NORM_BACKWARD: adjust(rule(_backward_line, family=Family.NORM, local=_local_backward), _row),
+    aten._fused_rms_norm.default: rule(partial(_line, mark="!"), family=Family.NORM),
+    aten._fused_rms_norm_backward.default: rule(partial(_backward_line, mark="!"), family=Family.NORM),
 }
