@@ -1,12 +1,12 @@
-"""Hard memory rows that count only bytes that every plan holds while an op of backward runs: bounds under them hold for every plan.
+"""Hard memory rows that count only bytes that every plan holds while an op runs: bounds under them hold for every plan.
 
-The rows of the turn and of the update do not see what backward makes: recomputed values, their gradients, gradients of parameters. A floor
-row is the turn's row, moved into backward. While op X runs there are
+The rows of the turn and of the update do not see what ops need to run, nor what backward makes: recomputed values, their gradients, gradients of
+parameters. A floor row is the turn's row, moved to an op. While op X runs there are
 
-    stored tensors              as they are stored; optimizer state on the device
+    stored tensors              as they are stored; optimizer state on the device (`FloorWeights`)
     gradients of parameters     those made before X, in the least bytes that they may have on their way to where they are stored
-    what X reads                in the specs in which it reads it, and what it makes and needs to make it
-    kept values, kept copies    that backward has not begun to read: as they lie
+    what X reads                in the specs in which it reads it, and what it makes and needs to make it; of parameters what it gathers
+    kept values, kept copies    that forward has made before X, and backward has not begun to read: as they lie
     other values                that an op before X has made or read, and an op behind it will read: in the least bytes that they may have on the
                                 way from one to the other
 
@@ -17,26 +17,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import OpPlan
-from autoshard.base.roles import Role
-from autoshard.base.spec import NOWHERE, Spec, local_tensor_shape
-from autoshard.cost.memory import stored_parts
-from autoshard.cost.redistribute import SLICE
+from autoshard.base.spec import local_tensor_shape
 from autoshard.formulate.copies import KEPT, MADE, CopyNode
+from autoshard.formulate.floor_weights import FloorWeights
 from autoshard.formulate.memory_rows import Amounts, with_items
 from autoshard.formulate.problem_of import Formulation
-from autoshard.formulate.values import local_bytes, storage_root
-from autoshard.play.footprint import Footprints
+from autoshard.formulate.values import storage_root
 from autoshard.program.flow import gradient_bound, is_passing
 from autoshard.recompute.rewrite import is_source
 from autoshard.rules import registry
-from autoshard.space.strategies import SpecIndex
 
 AT = "while {} runs"
 """How the moment of a floor row is named in `Formulation.memory_rows`."""
@@ -53,16 +49,8 @@ class Reader:
 
 
 @dataclass(eq=False)
-class Floors:
+class Floors(FloorWeights):
     """What floor rows of one formulation have in common."""
-
-    formulation: Formulation
-    footprints: Footprints
-    memo: dict = field(default_factory=dict)
-
-    @property
-    def graph(self) -> Graph:
-        return self.formulation.table.graph
 
     @property
     def possible(self) -> bool:
@@ -72,9 +60,9 @@ class Floors:
 
     @cached_property
     def moments(self) -> tuple[str, ...]:
-        """The ops of backward that may have a row, in order: they run in every plan, where they stand."""
+        """The ops that may have a row, in order: they run in every plan, where they stand."""
         late = gradient_bound(self.graph)
-        return tuple(op.name for op in self.graph.of_kind("call") if op.phase == "backward" and not is_source(op) and not registry.is_view(op)
+        return tuple(op.name for op in self.graph.of_kind("call") if not is_source(op) and not registry.is_view(op)
                      and not (is_passing(op) and Ref(op.name) in late))
 
     def near(self, op: str, count: int) -> tuple[str, ...]:
@@ -86,97 +74,21 @@ class Floors:
     def amounts(self, moment: str) -> Iterator[Amounts]:
         """Bytes per strategy of nodes while `moment` runs."""
         op, now = self.graph.op(moment), self.graph.order[moment]
-        yield from self._stored(now)
+        gathered, read = self._gathered(op), {storage_root(self.graph, ref) for ref in op.refs}
+        yield from self._stored(now, gathered)
         yield from self._own(op)
-        read = {storage_root(self.graph, ref) for ref in op.refs}
+        yield from ((self.formulation.units.index(moment), amounts) for _, amounts in gathered.values())
         for root in self.roots:
             if root not in read and root.op != moment:
-                yield from self._value(root, now)
+                yield from self._early(root, now, read) if op.phase == "forward" else self._value(root, now)
         for i, copy in enumerate(self.formulation.copies, len(self.formulation.units.units)):
-            amounts = self._copy(copy, now, moment, read)
+            amounts = self._copy(copy, now, op, read)
             if amounts is not None:
                 yield i, amounts
 
     def load(self, moment: str, choice: np.ndarray) -> float:
         """What a choice loads the row with."""
         return float(sum(amounts[choice[node]] for node, amounts in self.amounts(moment)))
-
-    # --- what is stored, and gradients ---
-
-    def _stored(self, now: int) -> Iterator[Amounts]:
-        table, units = self.formulation.table, self.formulation.units
-        latest = max((made for made in self.gradients.values() if made < now), default=None)
-        for op in self.graph.of_kind("param", "buffer"):
-            specs = units.outputs(Ref(op.name))
-            made = self.gradients.get(op.name)
-            parts = self._once(("stored", op.name), lambda op=op, specs=specs: self._parts(op, specs))
-            always, state, least = parts
-            amounts = always + state * table.strategies[op.name].on_device[units.picked(op.name)]
-            yield units.index(op.name), amounts + least if made is not None and made < now and made != latest else amounts
-        if latest is not None:
-            yield self._once(("flying", latest), lambda: self._flying(latest))
-
-    def _parts(self, op: Op, specs: SpecIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        table = self.formulation.table
-        optimizer = table.training.optimizer if op.name in table.trained else None
-        parts = [stored_parts(op.outputs[0], s, table.mesh, optimizer) for s in specs.specs]
-        least = self._least_gradient(op, specs)
-        always, state = (np.array([p[c] for p in parts], dtype=float) for c in ("parameters", "optimizer"))
-        return always[specs.index], state[specs.index], least[specs.index]
-
-    def _flying(self, made: int) -> Amounts:
-        """Of the gradient that the op at `made` makes: its bytes until the next gradient is made. Till then a collective that reduces it is not
-        waited for, and keeps what it sends; one of several steps keeps what the last of them sends."""
-        table, units, op = self.formulation.table, self.formulation.units, self.graph.ops[made]
-        ref = next(ref for ref in self._first_gradients if ref.op == op.name)
-        specs, meta = units.outputs(ref), self.graph.meta(ref)
-        wanted = {s for name, i in self.graph.users.get(ref, ()) for s in units.inputs(name, i).specs if NOWHERE not in s}
-
-        def least(own: Spec) -> float:
-            whole = self._local(ref, own)
-            moves = {s: table.redistribution.steps(meta.logical_shape, meta.dtype, own, s) for s in wanted
-                     if s != own and np.isfinite(table.redistribution.seconds(meta.logical_shape, meta.dtype, own, s))}
-            return min([whole, *(self._local(ref, s) for s, steps in moves.items() if sum(step.kind != SLICE for step in steps) > 1)])
-
-        return units.index(op.name), np.array([least(s) for s in specs.specs])[specs.index]
-
-    @cached_property
-    def gradients(self) -> dict[str, int]:
-        """Per parameter op, where the value is made that becomes its gradient, if no other gradient is made of it."""
-        out, seen = {}, set()
-        by_target = {op.target: op.name for op in self.graph.of_kind("param")}
-        for name, op in self.graph.outputs(Role.GRADIENT).items():
-            if name in by_target and op.refs:
-                root = self._chain(op.refs[0])[-1]
-                if self.graph.op(root.op).kind == "call" and root not in seen:
-                    out[by_target[name]] = self.graph.order[root.op]
-                seen.add(root)
-        return out
-
-    @cached_property
-    def _first_gradients(self) -> frozenset[Ref]:
-        return frozenset(self._chain(op.refs[0])[-1] for op in self.graph.outputs(Role.GRADIENT).values() if op.refs)
-
-    def _chain(self, ref: Ref) -> list[Ref]:
-        """A value and what views and casts make it of, to the first."""
-        out = [ref]
-        while is_passing(self.graph.op(out[-1].op)) and self.graph.op(out[-1].op).kind == "call":
-            out.append(self.graph.op(out[-1].op).refs[0])
-        return out
-
-    def _least_gradient(self, op: Op, specs: SpecIndex) -> np.ndarray:
-        """Per stored spec, the least bytes of the gradient from its first form to the stored one."""
-        output = self.graph.outputs(Role.GRADIENT).get(op.target)
-        if output is None or not output.refs:
-            return np.zeros(len(specs.specs))
-        chain, units = self._chain(output.refs[0]), self.formulation.units
-        if len({self.graph.meta(ref).numel for ref in chain}) > 1:
-            return np.zeros(len(specs.specs))
-        on_the_way = [local_bytes(self.formulation.table, ref, s) for ref in chain for s in units.outputs(ref).specs]
-        on_the_way += [local_bytes(self.formulation.table, below, s) for ref, below in zip(chain, chain[1:], strict=False)
-                       for s in units.inputs(ref.op, self.graph.op(ref.op).refs.index(below)).specs]
-        least = min(on_the_way, default=0.0)
-        return np.array([min(least, local_bytes(self.formulation.table, Ref(op.name), s)) for s in specs.specs])
 
     # --- what the op reads and makes ---
 
@@ -266,6 +178,15 @@ class Floors:
         if amounts.any():
             yield units.index(root.op), amounts
 
+    def _early(self, root: Ref, now: int, read: set[Ref]) -> Iterator[Amounts]:
+        """What forward has made before `now` for backward. What the op reads itself is counted there."""
+        op = self.graph.op(root.op)
+        kept = self._kept(op, root) if is_source(op) else None
+        if kept is not None and kept.any():
+            home = storage_root(self.graph, Ref(op.kept[0].op, root.index))
+            if self.graph.order[home.op] < now and home not in read:
+                yield self.formulation.units.index(root.op), kept
+
     def _last(self, root: Ref, now: int) -> Reader | None:
         """The last op that surely reads the value, if that is behind `now`."""
         last = next((r for r in reversed(self.readers[root]) if r.sure), None)
@@ -316,17 +237,21 @@ class Floors:
 
     # --- copies ---
 
-    def _copy(self, copy: CopyNode, now: int, moment: str, read: set[Ref]) -> np.ndarray | None:
-        """Kept for backward and not read yet; or, of a parameter, read by the op itself and nowhere else."""
-        later = self._once(("later", copy.value, copy.spec), lambda: [
-            (name, i) for name, i in copy.readers if self.graph.op(name).phase == "backward"])
-        if not later:
-            return None
-        first = self._once(("family first", copy.value, copy.spec), lambda: self._family_first(copy.value, later))
-        if now < first:
+    def _copy(self, copy: CopyNode, now: int, op: Op, read: set[Ref]) -> np.ndarray | None:
+        """Made in forward before the op and kept, and not read yet in backward; or, of a parameter, read by the op and by no other of its window.
+        Other copies of what the op reads are counted with the op."""
+        if op.phase == "forward":
+            earlier = [self.graph.order[name] for name, _ in copy.readers if self.graph.op(name).phase == "forward"]
+            lies = bool(earlier) and max(earlier) < now
+        else:
+            later = self._once(("later", copy.value, copy.spec), lambda: [
+                (name, i) for name, i in copy.readers if self.graph.op(name).phase == "backward"])
+            lies = bool(later) and now < self._once(("family first", copy.value, copy.spec), lambda: self._family_first(copy.value, later))
+        root = storage_root(self.graph, copy.value)
+        if lies and root not in read:
             counted = [s.name == KEPT for s in copy.states]
-        elif len(later) == 1 and later[0][0] == moment and self.graph.op(storage_root(self.graph, copy.value).op).kind == "param":
-            window = self.graph.window_of(moment)
+        elif self.graph.op(root.op).kind == "param" and self._reads_alone(copy, op):
+            window = self.graph.window_of(op.name)
             counted = [s.name in (MADE, KEPT) and s.serves[window] for s in copy.states]
         else:
             return None
@@ -337,22 +262,6 @@ class Floors:
         roots = {storage_root(self.graph, self.graph.op(name).refs[i]) for name, i in later}
         orders = [r.order for root in roots for r in self.readers.get(root, ())] + [self.graph.order[name] for name, _ in later]
         return min(orders)
-
-    # --- bytes ---
-
-    def _bytes(self, ref: Ref, specs: SpecIndex) -> np.ndarray:
-        return np.array([self._local(ref, s) for s in specs.specs])[specs.index]
-
-    def _local(self, ref: Ref, spec: Spec) -> float:
-        if NOWHERE in spec:
-            return 0.0
-        meta = self.graph.meta(ref)
-        return self._once(("bytes", meta.logical_shape, meta.dtype, spec), lambda: local_bytes(self.formulation.table, ref, spec))
-
-    def _once(self, key: object, make):
-        if key not in self.memo:
-            self.memo[key] = make()
-        return self.memo[key]
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:

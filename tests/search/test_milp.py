@@ -47,6 +47,17 @@ def test_layers_that_look_the_same_are_counted():
     assert found.proven and found.bound == pytest.approx(least, rel=1e-9)
 
 
+@pytest.mark.parametrize(("count", "at_once"), [(2, True), (milp.FEW_ROWS + 1, False)])
+def test_few_hard_rows_are_in_the_program_at_once(count: int, at_once: bool):
+    every, rows = np.arange(3), np.arange(count)
+    node, strategy, row = (x.ravel() for x in np.meshgrid(np.arange(2), every, rows, indexing="ij"))
+    problem = Problem((np.arange(3.0), np.arange(3.0)), (), np.full(count, 3.0), np.full(count, np.inf), Items(node, strategy, row, 2.0 - strategy))
+    core = build(problem)[0]
+    assert milp.MipModel(core).rows == (set(rows.tolist()) if at_once else set())
+    found = milp.solve_mip(core, 20.0)
+    assert found.proven and found.bound == pytest.approx(solve(problem, backend="brute").cost) == pytest.approx(1.0)
+
+
 def test_counts_that_a_solver_leaves_a_little_off_are_whole():
     items = Items(np.repeat(np.arange(5), 3), np.tile(np.arange(3), 5), np.zeros(15, dtype=np.int64), np.tile([3.0, 2.0, 1.0], 5))
     model = milp.MipModel(build(Problem((np.array([1.0, 2.0, 3.0]),) * 5, (), np.array([9.0]), np.array([np.inf]), items))[0])

@@ -1,7 +1,7 @@
 """The core as a mixed-integer program: the local polytope with integral node variables, solved through MathOpt.
 
 Variables x[v, s] in {0, 1} (one strategy per node) and y[u, s, v, t] >= 0 on the finite entries of every table, with
-sum_t y = x[u, s] and sum_s y = x[v, t]. A hard row is added only once a solution violates it; a priced row has an
+sum_t y = x[u, s] and sum_s y = x[v, t]. Where there are many hard rows, one is added only once a solution violates it; a priced row has an
 excess variable with the row's price as cost. Costs are shifted (each table's least entry is zero, see `_tighten`)
 and scaled so that the solver's absolute tolerances stay far below the costs that matter.
 
@@ -21,6 +21,7 @@ from autoshard.search.mip.guarded import never, solve_program
 from autoshard.search.reductions.core import Core
 from autoshard.search.reductions.gather import look
 
+FEW_ROWS = 32  # of a plan: hard ones are part of the program at once, since a first run without them rarely helps
 ROWS_PER_ROUND = 12
 SCALED_SUM = 1e6
 ROW_SPAN = 1e3  # the largest amount on a row: solvers let a row be over by 1e-6, whether it counts bytes or seconds
@@ -65,8 +66,10 @@ class MipModel:
         self._collect_items()
         self.rows: set[int] = set()
         self.timed = False  # some run had to stop by the clock
-        for row in np.flatnonzero(np.isfinite(core.price) & (core.price > 0)):
-            self.add_row(int(row))
+        few = len(core.limit) <= FEW_ROWS
+        for row in np.flatnonzero((few | np.isfinite(core.price)) & (core.price > 0)).tolist():
+            if len(self._covering(row)):
+                self.add_row(row)
 
     def _add_edges(self) -> None:
         core = self.core

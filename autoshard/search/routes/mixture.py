@@ -13,6 +13,8 @@ from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import build, table_entries
 from autoshard.search.routes.priced import TABLES, solve_left
 
+NODES = 50  # of a MIP's tree: more make the mixture of a large problem hardly cheaper, and nothing is proven by it
+
 
 def mix(board: Board, pool: Sequence[np.ndarray], seed: int = 0) -> None:
     """Offer the cheapest choice of the problem in which every node does what it does in some choice of `pool`. Nothing is done where there
@@ -29,7 +31,7 @@ def mix(board: Board, pool: Sequence[np.ndarray], seed: int = 0) -> None:
                 core.keep(v, allowed)
         reduce_core(core, board.clock.expired)
         if table_entries(core) <= TABLES:
-            answer = solve_left(board, core, seed)
+            answer = solve_left(board, core, seed, NODES)
             if answer.choice is not None:
                 board.offer(core.lift(answer.choice), "mixture of known choices")
     except Infeasible:

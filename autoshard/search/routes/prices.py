@@ -20,14 +20,15 @@ LOOSELY, LOOSELY_PAIRED, ROOM = 1e-2, 0.1, 3e-4  # relative: how close the first
 SETTLED = 3e-4  # relative gap of the best choice known at which large problems are asked no further prices
 WHOLE = 5e-4  # relative gap at which to leave the best prices of a large problem: what is left when dear strategies go settles the rest
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
+FAR, STRIDE = 2e-3, 0.1  # of the best bound: prices that promise more are asked in steps of half of it, at most so long
 
 Plane = tuple[np.ndarray, float, np.ndarray]
 """(prices, cost of some choice at these prices, its loads above the limits): the bound at other prices is at most
 cost + excess x change of prices."""
 
 
-def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like: Priced | None = None,
-                  rough: float = 0.0, alike: Alike | None = None, settled: float = 0.0) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
+def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like: Priced | None = None, rough: float = 0.0,
+                  alike: Alike | None = None, settled: float = 0.0) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
     its choices, and at the prices of `like`. What costs most of an answer is left out where it is within `rough` without.
     `alike`: of a large problem at the first prices; `settled`: the relative gap of the best choice known that is enough.
@@ -40,7 +41,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     for _ in range(TRIALS):
         if board.done or best is not None and board.cost - best.bound <= settled * abs(best.bound):
             break
-        prices, promised = next_prices(core, planes) if planes else (_first_prices(core), math.inf)
+        prices, promised = next_prices(core, planes, best) if planes else (_first_prices(core), math.inf)
         if best is None:
             enough = WHOLE if begun else 0.0 if planes else FIRST
             priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike)
@@ -145,9 +146,11 @@ def _plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> 
     return prices, choice_value(board, core, prices, choice), np.where(core.price > 0, excess, 0.0)
 
 
-def next_prices(core: Core, planes: list[Plane]) -> tuple[np.ndarray, float]:
+def next_prices(core: Core, planes: list[Plane], best: Priced | None = None) -> tuple[np.ndarray, float]:
     """Kelley's cutting planes: every priced solve is a plane over the prices that the bound stays below, so the highest
-    point under all planes is the next to try, and its height what is still possible."""
+    point under all planes is the next to try, and its height what is still possible. Where that is far above the `best` bound, the next to try is
+    the point nearest to its prices that promises a part of it, as in level methods (Lemarechal, Nemirovskii and Nesterov, 1995): the first planes
+    know nothing of high prices, and answers there take longest."""
     model = mathopt.Model()
     caps = np.where(np.isfinite(core.price), core.price, _cap(core, planes))
     height = model.add_variable(lb=-math.inf, ub=math.inf)
@@ -161,8 +164,22 @@ def next_prices(core: Core, planes: list[Plane]) -> tuple[np.ndarray, float]:
     result = mathopt.solve(model, mathopt.SolverType.GLOP)
     if not result.has_primal_feasible_solution():
         return planes[-1][0], -math.inf
-    prices = caps * np.clip([result.variable_values(x) for x in share], 0.0, 1.0)
-    return prices, float(result.objective_value()) * unit
+    promised = float(result.objective_value()) * unit
+    if best is not None and promised > best.bound + FAR * abs(best.bound):
+        height.lower_bound = (best.bound + min(STRIDE * abs(best.bound), (promised - best.bound) / 2)) / unit
+        nearest = _nearest(model, share, np.minimum(best.prices / np.where(caps > 0, caps, 1.0), 1.0))
+        result = nearest if nearest.has_primal_feasible_solution() else result
+    return caps * np.clip([result.variable_values(x) for x in share], 0.0, 1.0), promised
+
+
+def _nearest(model: mathopt.Model, share: list[mathopt.Variable], before: np.ndarray) -> mathopt.SolveResult:
+    """The point of `model` whose shares change least in all from `before`."""
+    change = [model.add_variable(lb=0.0) for _ in share]
+    for x, moved, at in zip(share, change, before.tolist(), strict=True):
+        model.add_linear_constraint(moved >= x - at)
+        model.add_linear_constraint(moved >= at - x)
+    model.minimize(mathopt.fast_sum(change))
+    return mathopt.solve(model, mathopt.SolverType.GLOP)
 
 
 def _cap(core: Core, planes: list[Plane]) -> np.ndarray:

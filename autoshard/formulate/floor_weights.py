@@ -1,0 +1,146 @@
+"""Of floor rows (`floor_rows.py`): bytes of stored tensors, of gradients of parameters, and of parameters that an op gathers."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.roles import Role
+from autoshard.base.spec import NOWHERE, Spec
+from autoshard.cost.memory import stored_parts
+from autoshard.cost.redistribute import SLICE
+from autoshard.formulate.copies import CopyNode
+from autoshard.formulate.memory_rows import Amounts
+from autoshard.formulate.problem_of import Formulation
+from autoshard.formulate.values import local_bytes, storage_root
+from autoshard.play.footprint import Footprints
+from autoshard.program.flow import is_passing
+from autoshard.space.strategies import SpecIndex
+
+
+@dataclass(eq=False)
+class FloorWeights:
+    formulation: Formulation
+    footprints: Footprints
+    memo: dict = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        return self.formulation.table.graph
+
+    def _gathered(self, op: Op) -> dict[str, tuple[float, np.ndarray]]:
+        """Per parameter that the op may gather: the least bytes that it may be stored in, and per strategy of the op the bytes that it reads, where
+        these are more. Such a reading is a copy, or the parameter is stored so. Both are counted once if what is stored in more than the least bytes
+        is not (`_stored`). A copy for this op alone has a node that counts it."""
+        units, found = self.formulation.units, {}
+        for i, ref in enumerate(op.refs):
+            root = storage_root(self.graph, ref)
+            if self.graph.op(root.op).kind != "param" or root.op in found or self.graph.meta(ref).numel != self.graph.meta(root).numel:
+                continue
+            specs, least = units.inputs(op.name, i), min(self._local(root, s) for s in units.outputs(root).specs)
+            alone = {c.spec for c in self.formulation.copies if c.value == ref and self._reads_alone(c, op)}
+            read = np.array([0.0 if s in alone else self._local(ref, s) for s in specs.specs])[specs.index]
+            if (read > least).any():
+                found[root.op] = least, np.where(read > least, read, 0.0)
+        return found
+
+    def _reads_alone(self, copy: CopyNode, op: Op) -> bool:
+        """Whether no other op of its window reads the copy."""
+        return [name for name, _ in copy.readers if self.graph.op(name).phase == op.phase] == [op.name]
+
+    def _stored(self, now: int, gathered: Mapping[str, tuple[float, np.ndarray]]) -> Iterator[Amounts]:
+        table, units = self.formulation.table, self.formulation.units
+        latest = max((made for made in self.gradients.values() if made < now), default=None)
+        for op in self.graph.of_kind("param", "buffer"):
+            specs = units.outputs(Ref(op.name))
+            made = self.gradients.get(op.name)
+            parts = self._once(("stored", op.name), lambda op=op, specs=specs: self._parts(op, specs))
+            always, state, least = parts
+            if op.name in gathered:
+                own = self._bytes(Ref(op.name), specs)
+                always = always - np.where(own > gathered[op.name][0], np.minimum(own, always), 0.0)
+            amounts = always + state * table.strategies[op.name].on_device[units.picked(op.name)]
+            yield units.index(op.name), amounts + least if made is not None and made < now and made != latest else amounts
+        if latest is not None:
+            yield self._once(("flying", latest), lambda: self._flying(latest))
+
+    def _parts(self, op: Op, specs: SpecIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        table = self.formulation.table
+        optimizer = table.training.optimizer if op.name in table.trained else None
+        parts = [stored_parts(op.outputs[0], s, table.mesh, optimizer) for s in specs.specs]
+        least = self._least_gradient(op, specs)
+        always, state = (np.array([p[c] for p in parts], dtype=float) for c in ("parameters", "optimizer"))
+        return always[specs.index], state[specs.index], least[specs.index]
+
+    def _flying(self, made: int) -> Amounts:
+        """Of the gradient that the op at `made` makes: its bytes until the next gradient is made. Till then a collective that reduces it is not
+        waited for, and keeps what it sends; one of several steps keeps what the last of them sends."""
+        table, units, op = self.formulation.table, self.formulation.units, self.graph.ops[made]
+        ref = next(ref for ref in self._first_gradients if ref.op == op.name)
+        specs, meta = units.outputs(ref), self.graph.meta(ref)
+        wanted = {s for name, i in self.graph.users.get(ref, ()) for s in units.inputs(name, i).specs if NOWHERE not in s}
+
+        def least(own: Spec) -> float:
+            whole = self._local(ref, own)
+            moves = {s: table.redistribution.steps(meta.logical_shape, meta.dtype, own, s) for s in wanted
+                     if s != own and np.isfinite(table.redistribution.seconds(meta.logical_shape, meta.dtype, own, s))}
+            return min([whole, *(self._local(ref, s) for s, steps in moves.items() if sum(step.kind != SLICE for step in steps) > 1)])
+
+        return units.index(op.name), np.array([least(s) for s in specs.specs])[specs.index]
+
+    @cached_property
+    def gradients(self) -> dict[str, int]:
+        """Per parameter op, where the value is made that becomes its gradient, if no other gradient is made of it."""
+        out, seen = {}, set()
+        by_target = {op.target: op.name for op in self.graph.of_kind("param")}
+        for name, op in self.graph.outputs(Role.GRADIENT).items():
+            if name in by_target and op.refs:
+                root = self._chain(op.refs[0])[-1]
+                if self.graph.op(root.op).kind == "call" and root not in seen:
+                    out[by_target[name]] = self.graph.order[root.op]
+                seen.add(root)
+        return out
+
+    @cached_property
+    def _first_gradients(self) -> frozenset[Ref]:
+        return frozenset(self._chain(op.refs[0])[-1] for op in self.graph.outputs(Role.GRADIENT).values() if op.refs)
+
+    def _chain(self, ref: Ref) -> list[Ref]:
+        """A value and what views and casts make it of, to the first."""
+        out = [ref]
+        while is_passing(self.graph.op(out[-1].op)) and self.graph.op(out[-1].op).kind == "call":
+            out.append(self.graph.op(out[-1].op).refs[0])
+        return out
+
+    def _least_gradient(self, op: Op, specs: SpecIndex) -> np.ndarray:
+        """Per stored spec, the least bytes of the gradient from its first form to the stored one."""
+        output = self.graph.outputs(Role.GRADIENT).get(op.target)
+        if output is None or not output.refs:
+            return np.zeros(len(specs.specs))
+        chain, units = self._chain(output.refs[0]), self.formulation.units
+        if len({self.graph.meta(ref).numel for ref in chain}) > 1:
+            return np.zeros(len(specs.specs))
+        on_the_way = [local_bytes(self.formulation.table, ref, s) for ref in chain for s in units.outputs(ref).specs]
+        on_the_way += [local_bytes(self.formulation.table, below, s) for ref, below in zip(chain, chain[1:], strict=False)
+                       for s in units.inputs(ref.op, self.graph.op(ref.op).refs.index(below)).specs]
+        least = min(on_the_way, default=0.0)
+        return np.array([min(least, local_bytes(self.formulation.table, Ref(op.name), s)) for s in specs.specs])
+
+    # --- bytes ---
+
+    def _bytes(self, ref: Ref, specs: SpecIndex) -> np.ndarray:
+        return np.array([self._local(ref, s) for s in specs.specs])[specs.index]
+
+    def _local(self, ref: Ref, spec: Spec) -> float:
+        if NOWHERE in spec:
+            return 0.0
+        meta = self.graph.meta(ref)
+        return self._once(("bytes", meta.logical_shape, meta.dtype, spec), lambda: local_bytes(self.formulation.table, ref, spec))
+
+    def _once(self, key: object, make):
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]

@@ -1,0 +1,46 @@
+"""Prices of rows: which to ask next."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from autoshard.search.routes.prices import FAR, STRIDE, next_prices
+
+
+def core_with(*price: float) -> SimpleNamespace:
+    return SimpleNamespace(price=np.array(price), limit=np.full(len(price), 100.0))
+
+
+def answered(bound: float, *prices: float) -> SimpleNamespace:
+    return SimpleNamespace(bound=bound, prices=np.array(prices))
+
+
+def test_a_promise_far_above_the_bound_is_approached_in_steps() -> None:
+    """One plane that rises with the price of a hard row promises what the largest price does; asked is the price that promises a tenth more."""
+    planes = [(np.zeros(1), 10.0, np.array([50.0]))]
+    highest, promised = next_prices(core_with(np.inf), planes)
+    assert promised > 10.0 * (1 + STRIDE)
+    prices, still = next_prices(core_with(np.inf), planes, answered(10.0, 0.0))
+    assert still == promised and prices[0] < highest[0]
+    assert 10.0 + 50.0 * prices[0] == pytest.approx(10.0 * (1 + STRIDE))
+
+
+def test_of_prices_that_promise_enough_the_nearest_is_asked() -> None:
+    """Two rows of one slope: the one whose price is a larger share of what it may be is changed least."""
+    planes = [(np.zeros(2), 10.0, np.array([1.0, 4.0]))]
+    prices, promised = next_prices(core_with(0.5, 0.5), planes, answered(10.0, 0.25, 0.0))
+    assert promised == pytest.approx(12.5)
+    assert prices == pytest.approx([0.25, 0.1875])  # 11 is promised: 0.25 x 1 + 0.1875 x 4
+
+
+def test_a_promise_near_the_bound_is_asked_as_it_is() -> None:
+    planes = [(np.zeros(1), 10.0, np.array([1.0])), (np.ones(1), 10.0, np.array([-1.0]))]
+    prices, promised = next_prices(core_with(1.0), planes, answered(promised_within(10.5), 0.0))
+    assert prices == pytest.approx([0.5]) and promised == pytest.approx(10.5)
+
+
+def promised_within(height: float) -> float:
+    """A bound from which `height` is no step."""
+    return height / (1 + FAR / 2)
