@@ -288,11 +288,13 @@ def _add_copy_node(b: Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...
         b.edges.append(Edge(node, r.node, table, every, r.specs.index))
     if priced:
         for window in range(every_window):
-            b.add_items(node, FIRST_WINDOW + window, np.array([(s.price or 0.0) * s.times[window] * runs[window] for s in states]))
+            b.add_items(node, FIRST_WINDOW + window, b.shared(("window", id(states), window), lambda window=window: np.array(
+                [(s.price or 0.0) * s.times[window] * runs[window] for s in states])))
     if len(windows) > 1:
         extra = max(0.0, b.nbytes(ref, spec) - (0.0 if through is not None else _least_saved(b, ref)))
-        turn, middle = (b.table.graph.window_index.get(name, every_window) for name in (FORWARD, BACKWARD))
-        b.add_saved(node, np.array([extra if s.outlives(turn) else 0.0 for s in states]), np.array([s.outlives(middle) for s in states]))
+        turn, middle = (b.shared(("outlives", id(states), name), lambda name=name: np.array(
+            [s.outlives(b.table.graph.window_index.get(name, every_window)) for s in states])) for name in (FORWARD, BACKWARD))
+        b.add_saved(node, np.where(turn, extra, 0.0), middle)
     if b.table.graph.op(ref.op).kind == "param" and any(is_hold(b.table.graph.op(r.op)) for r in readers):  # alive as long as what holds it
         b.add_items(node, MEMORY, np.array([b.nbytes(ref, spec) if s.name == MADE else 0.0 for s in states]))
 
