@@ -15,6 +15,7 @@ from autoshard.program.trace import trace
 from autoshard.rules.device_kernels import on_device
 from autoshard.rules.ops import rms_norm
 from autoshard.rules.ops.rms_norm import DECOMPOSED, ON_GPU, RMS_NORM, RMS_NORM_BACKWARD
+from autoshard.verification.check import verify
 
 WITHIN = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SHAPES = [((4, 6), (6,)), ((6,), (6,)), ((2, 5, 3, 6), (3, 6)), ((2, 0, 6), (6,)), ((3, 50257 // 64), (50257 // 64,))]
@@ -134,6 +135,22 @@ def test_autocast_is_left_to_torch():
             return F.rms_norm(x, (6,), w)
 
     assert not targets(Normed(call, torch.float32), torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_input_that_torch_does_not_keep_may_be_written_into(dtype):
+    """torch keeps a wider copy of a bfloat16 input, and none of an input without a gradient."""
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        y = x * w.to(x.dtype) if dtype == torch.bfloat16 else x.clone()
+        z = F.rms_norm(y, (6,), w, 1e-5)
+        return z + y.add_(1.0)
+
+    model, x = Normed(call, dtype), torch.randn(4, 6, dtype=dtype)
+    model(x).sum().backward()
+    graph = trace(model, (x,)).graph
+    assert sum("rms_norm" in str(op.target) for op in graph.ops) == 2 and not any("clone" in str(op.target) for op in graph.ops)
+    report = verify(model, "d=2", (x,), plans=("split",), dtype=dtype)
+    assert report.ok, str(report)
 
 
 def test_errors_are_those_of_torch():

@@ -22,8 +22,15 @@ class RMSNorms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in NORMS and (taken := _taken(*args, **kwargs)) is not None:
-            return RMS_NORM(*taken)[0]
+            return RMS_NORM(_kept(taken[0]), *taken[1:])[0]
         return func(*args, **kwargs)
+
+
+def _kept(x: Tensor) -> Tensor:
+    """What backward is to read. A model may write into the input after the norm where torch's formula does not keep it: in half precision torch keeps
+    a wider copy, and for the weight alone the result. Of such an input the op gets a copy, which the graph then drops."""
+    wide = accumulate_dtype(x.dtype) != x.dtype
+    return x.clone() if torch.is_grad_enabled() and (wide or not x.requires_grad) else x
 
 
 def _taken(input: Any = None, normalized_shape: Any = None, weight: Any = None, eps: float | None = None, **more: Any) -> tuple[Any, ...] | None:
