@@ -17,6 +17,7 @@ from autoshard.base.roles import Output, Role
 from autoshard.base.windows import END, START
 from autoshard.errors import UsageError
 from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.cutting.cut_points import names_of
 from autoshard.pipeline.cutting.repeated import repeated_ops
 from autoshard.pipeline.cutting.shared_gradients import apart
 
@@ -104,7 +105,7 @@ class Cut:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the modules at which stages begin, as a user gives them."""
-        return tuple(self.blocks.names[b] for b in self.starts)
+        return names_of(self.blocks, self.starts)
 
 
 def cut(graph: Graph, starts: Sequence[int], blocks: Blocks | None = None) -> Cut:

@@ -1,7 +1,7 @@
 """Where stages begin: from names of modules as a user gives them, or balanced by the seconds of blocks."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -12,6 +12,16 @@ from autoshard.cost.compute import call_seconds
 from autoshard.cost.fusion import NOTHING, untouched
 from autoshard.errors import UsageError
 from autoshard.pipeline.cutting.blocks import Blocks, forward_calls
+
+BLOCK = "block "
+"""In front of a name: the block of exactly this name, wherever else its module runs."""
+
+
+def names_of(blocks: Blocks, starts: Iterable[int]) -> tuple[str, ...]:
+    """What `named` reads as these blocks: paths of modules, with `BLOCK` in front where a path does not say where to cut. That is so of a module
+    that runs again later, of a layer with a norm that it shares with others, and of ops of a module that run behind its layers."""
+    return tuple(name if _own(blocks, name)[0] == at and _runs(blocks.graph, name) == 1 else BLOCK + name
+                 for at, name in ((at, blocks.names[at]) for at in starts))
 
 
 def named(blocks: Blocks, cuts: Sequence[str], stages: int) -> tuple[int, ...]:
@@ -30,7 +40,9 @@ def named(blocks: Blocks, cuts: Sequence[str], stages: int) -> tuple[int, ...]:
 
 
 def _start(blocks: Blocks, name: str) -> int:
-    own = [i for i, label in enumerate(blocks.names) if label == name or label.startswith(f"{name}.")]
+    if name.startswith(BLOCK) and name.removeprefix(BLOCK) in blocks.names:
+        return blocks.names.index(name.removeprefix(BLOCK))
+    own = _own(blocks, name)
     if not own:
         inside = next((b for b in blocks.names if name.startswith(f"{b}.")), None)
         where = f"; it is inside {inside!r}, and stages begin where such a block does" if inside else ""
@@ -38,8 +50,14 @@ def _start(blocks: Blocks, name: str) -> int:
     runs = _runs(blocks.graph, name)
     if runs > 1:
         raise UsageError(f"cut {name!r}: the module runs {runs} times, with other modules between, so it does not say where to cut; cut at a "
-                         f"module that runs once: {', '.join(b for b in blocks.names if _runs(blocks.graph, b) == 1)}")
+                         f"module that runs once: {', '.join(b for b in blocks.names if _runs(blocks.graph, b) == 1)}"
+                         + (f"; or where it runs first: {BLOCK + name!r}" if name in blocks.names else ""))
     return own[0]
+
+
+def _own(blocks: Blocks, name: str) -> list[int]:
+    """Blocks inside the module."""
+    return [i for i, label in enumerate(blocks.names) if label == name or label.startswith(f"{name}.")]
 
 
 def _runs(graph: Graph, name: str) -> int:
@@ -68,7 +86,7 @@ def balanced(blocks: Blocks, cluster: Cluster, stages: int, allowed: np.ndarray 
 def even_cuts(graph: Graph, cluster: Cluster, stages: int) -> tuple[str, ...]:
     """`balanced`, by name."""
     blocks = Blocks.of(graph)
-    return tuple(blocks.names[at] for at in balanced(blocks, cluster, stages))
+    return names_of(blocks, balanced(blocks, cluster, stages))
 
 
 def block_seconds(blocks: Blocks, cluster: Cluster, phase: str | None = None) -> list[float]:

@@ -14,6 +14,8 @@ from autoshard.base.plan import Plan, TriedShape
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import InfeasibleError, UsageError
+from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.pipeline.cutting.cut_points import names_of
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.pipelined import submesh
 from autoshard.pipeline.shapes.cut_search import TRIED, search_cuts, with_even_cuts
@@ -91,13 +93,13 @@ class Asked:
     def _most_tp(self) -> int:
         return int(min(self.devices, self.cluster.links[0].devices))
 
-    def options_of(self, tried: Tried, names: Sequence[str]) -> Pipeline:
+    def options_of(self, tried: Tried, blocks: Blocks) -> Pipeline:
         """With nothing left open."""
         shape = tried.shape
         if shape.pp == 1:
             return replace(self.options, microbatches=shape.microbatches, schedule=AUTO, chunks=AUTO)
         return replace(self.options, microbatches=shape.microbatches, schedule=shape.schedule, chunks=shape.chunks,
-                       cuts=tuple(names[at] for at in tried.cuts[1:-1]))
+                       cuts=names_of(blocks, tried.cuts[1:-1]))
 
 
 def _named(*axes: tuple[str, int]) -> Mesh | None:
@@ -111,14 +113,14 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
     Raises InfeasibleError where none fits, UsageError."""
     rows = batch.rows(asked.options)
     pricer, why = _pricer(batch, asked, searches, rows)
-    names, plans, failures = pricer.sizes.first.blocks.names, {}, []
+    blocks, plans, failures = pricer.sizes.first.blocks, {}, []
 
     def planned(tried: Tried) -> Plan:
         tell(f"{tried.shape}: planning it")
-        mesh, rate, options = asked.whole_mesh(tried.shape), pricer.rate(tried), asked.options_of(tried, names)
+        mesh, rate, options = asked.whole_mesh(tried.shape), pricer.rate(tried), asked.options_of(tried, blocks)
         ways = [options]
         if tried.shape.pp > 1 and not deep:
-            ways.append(with_even_cuts(options, pricer.sizes.first.blocks, asked.cluster, tried.shape.pp * tried.shape.chunks))
+            ways.append(with_even_cuts(options, blocks, asked.cluster, tried.shape.pp * tried.shape.chunks))
         plans[tried.shape] = plan = search_cuts(tuple(dict.fromkeys(ways)), lambda way: plan_shape(mesh, way, rate))
         return plan
 

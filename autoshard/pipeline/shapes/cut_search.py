@@ -18,7 +18,7 @@ from autoshard.errors import InfeasibleError, UsageError
 from autoshard.pipeline.action_lists.action_text import read_csv
 from autoshard.pipeline.action_lists.actions import COMPUTE, ActionTable
 from autoshard.pipeline.cutting.blocks import Blocks
-from autoshard.pipeline.cutting.cut_points import balanced
+from autoshard.pipeline.cutting.cut_points import balanced, names_of
 from autoshard.pipeline.cutting.pinned import allowed
 from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.plan_stages import PlanStage
@@ -79,7 +79,7 @@ def choices(graph: Graph, ranks: int, options: Pipeline, plan_stage: PlanStage, 
 def with_even_cuts(options: Pipeline, blocks: Blocks, cluster: Cluster, stages: int) -> Pipeline:
     """`options` with the cuts that are even by the seconds of blocks. Raises UsageError for more stages than blocks."""
     starts = balanced(blocks, cluster, stages, allowed(blocks, options.pinned, stages))
-    return replace(options, cuts=tuple(blocks.names[at] for at in starts))
+    return replace(options, cuts=names_of(blocks, starts))
 
 
 def _tables(graph: Graph, blocks: Blocks, ranks: int, options: Pipeline) -> Iterator[tuple[Pipeline, ActionTable]]:
@@ -94,10 +94,10 @@ def _tables(graph: Graph, blocks: Blocks, ranks: int, options: Pipeline) -> Iter
 
 def _candidates(pricer: GraphPricer, tables: Sequence[tuple[Pipeline, ActionTable]], memory_limit: float) -> Iterator[Candidate]:
     """One per schedule. Stages are priced once, with backward split; schedules that do not split it take both parts together."""
-    chain, names = pricer.chain(), pricer.stretches.blocks.names
+    chain = pricer.chain()
     for chosen, table in tables:
         scheduled = chain if table.split_backward else chain.undivided()
         course = replace(course_of(table), allowed=allowed(pricer.stretches.blocks, chosen.pinned, table.stages))
         found = partition(scheduled, course, price_by_play(scheduled, table), memory_limit)
         if found.cuts:
-            yield Candidate(replace(chosen, cuts=tuple(names[at] for at in found.cuts[1:-1])), found)
+            yield Candidate(replace(chosen, cuts=names_of(pricer.stretches.blocks, found.cuts[1:-1])), found)
