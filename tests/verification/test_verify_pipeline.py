@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import autoshard
 from autoshard import Pipeline
@@ -37,6 +38,30 @@ def test_stages_that_are_split():
     module, batch = llama.build(batch=8, seq=8, layers=2)
     found = autoshard.verify(module, "pp=2,dp=2", batch, loss_fn=llama.loss, pipeline=Pipeline(2, "gpipe", ["layers.1"]), plans=("data_parallel",))
     assert found.ok and found.plans[0].split > 50, str(found)
+
+
+class Mirrored(nn.Module):
+    """As a U-Net's: the last layers read what the first ones were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)]), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for i, layer in enumerate(self.layers):
+            kept.append(x)
+            x = torch.tanh(layer(x)) + (kept[5 - i] if i > 2 else 0.0)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_values_that_skip_stages(schedule):
+    """They have channels of their own, as in a real run: the order of schedules is that of neighbours."""
+    torch.manual_seed(0)
+    options = Pipeline(4, schedule, ["layers.2", "layers.3", "layers.5"], 2)
+    found = autoshard.verify(Mirrored(), "pp=2", (torch.randn(8, 16), torch.randn(8, 4)), loss_fn=F.mse_loss, pipeline=options, plans=("searched",))
+    assert found.ok, str(found)
 
 
 def test_uneven_counts_under_ignore_index():

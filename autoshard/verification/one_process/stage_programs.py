@@ -1,7 +1,8 @@
 """All stages of a pipeline in one process: the turns of every rank over its lowered windows, with wires that are first in, first out.
 
 What `Program` is for one stage, this is for several, so it answers the same calls. A rank goes on until it needs what has not arrived; the ranks
-take turns at that. A receive gets what its channel has next, whatever that is: a wrong order of sends shows in the numbers.
+take turns at that. A receive gets what its channel has next, whatever that is: a wrong order of sends shows in the numbers. Channels are those of
+a real run: what skips stages has its own (`Hop.channel`).
 """
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ class StagePrograms:
             moved = False
             for r, turns in enumerate(self.turns):
                 while at[r] < len(turns) and self._can(step, turns[at[r]]):
-                    self._act(step, r, turns[at[r]])
+                    self._act(step, turns[at[r]])
                     at[r], moved = at[r] + 1, True
         waiting = {r: turns[at[r]] for r, turns in enumerate(self.turns) if at[r] < len(turns)}
         if waiting:
@@ -138,12 +139,13 @@ class StagePrograms:
         return all(step.wires.has(self._channel(hop), hop.name, turn.microbatch) for hop in hops)
 
     def _channel(self, hop: Hop) -> tuple[int, int, str]:
-        return self.made.table.rank_of[hop.source], self.made.table.rank_of[hop.target], hop.window
+        return self.made.table.rank_of[hop.source], self.made.table.rank_of[hop.target], hop.channel
 
-    def _act(self, step: _Step, rank: int, turn: Turn) -> None:
+    def _act(self, step: _Step, turn: Turn) -> None:
         self.stage, self.microbatch = turn.stage, turn.microbatch
         if turn.kind == "post":
-            step.wires.posted[turn.other, rank, turn.window].append((turn.value, turn.microbatch))
+            hop = self.made.cut.stages[turn.stage].received(f"recv:{turn.value}")
+            step.wires.posted[self._channel(hop)].append((turn.value, turn.microbatch))
         elif turn.kind == "run":
             self._window(step, turn)
         else:
@@ -151,7 +153,7 @@ class StagePrograms:
             if turn.other == HERE:
                 step.wires.arrived[turn.value, turn.microbatch] = value
             else:
-                step.wires.send((rank, turn.other, turn.window), value)
+                step.wires.send(self._channel(self.made.cut.stages[turn.stage].sent(f"send:{turn.value}")), value)
 
     def _window(self, step: _Step, turn: Turn) -> None:
         s, m, program = turn.stage, turn.microbatch, self.programs[turn.stage]
