@@ -145,6 +145,15 @@ def stores(meta: TensorMeta, spec: Spec, sizes: tuple[int, ...]) -> bool:
     return True
 
 
+def lie_alike(one: TensorMeta, two: TensorMeta, a: Spec, b: Spec) -> bool:
+    """Whether a rank's piece of the tensor `one` as `a` says is that of `two`, of equal shape, as `b` says. A view may have merged dims of one of
+    them (its factors say so): then blocks of tensor dims count."""
+    if one.factors == two.factors:
+        return a == b
+    here = one.on_tensor_dims(a)
+    return here is not None and here == two.on_tensor_dims(b)
+
+
 def may_be_stored(meta: TensorMeta, spec: Spec, mesh: Mesh) -> bool:
     """Whether users may hold a tensor so: the axes of their mesh say the placement, and its pieces are DTensor's."""
     whole = mesh.as_whole(spec)

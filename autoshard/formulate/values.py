@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.base.graph import EARLY, Graph, Ref, TensorMeta
-from autoshard.base.spec import NOWHERE, Spec
+from autoshard.base.spec import NOWHERE, Spec, lie_alike
 from autoshard.cost.memory import value_bytes
 from autoshard.recompute.rewrite import is_source
 from autoshard.rules import registry
@@ -37,10 +37,5 @@ def storage_root(graph: Graph, ref: Ref) -> Ref:
 
 
 def equality(source: TensorMeta, output: TensorMeta, src: Sequence[Spec], dst: Sequence[Spec]) -> np.ndarray:
-    """0 where the two lie alike, else inf. A view may have merged dims of one of them (its factors say so): then blocks of tensor dims count."""
-    if source.factors == output.factors:
-        alike = [[s == d for d in dst] for s in src]
-    else:
-        there = [output.on_tensor_dims(d) for d in dst]
-        alike = [[(here := source.on_tensor_dims(s)) is not None and here == d for d in there] for s in src]
-    return np.where(np.array(alike), 0.0, np.inf)
+    """0 where the two lie alike, else inf."""
+    return np.where(np.array([[lie_alike(source, output, s, d) for d in dst] for s in src]), 0.0, np.inf)

@@ -8,7 +8,7 @@ from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.roles import Role
-from autoshard.base.spec import Spec, divides, format_spec, is_inner, is_one_nesting, is_partial, may_be_stored, split_by
+from autoshard.base.spec import Spec, divides, format_spec, is_inner, is_one_nesting, is_partial, lie_alike, may_be_stored, split_by
 from autoshard.errors import PlanError
 from autoshard.program.flow import casts_of_parts, laid_as_stored, rows_of
 from autoshard.rules import registry
@@ -93,9 +93,11 @@ def _check_storage(plan: Plan, graph: Graph, mesh: Mesh) -> None:
             raise PlanError(f"the plan stores {name} as {format_spec(plan.placements.get(name, ()))}, and its ops read "
                             f"{format_spec(whole or spec)}; {REPLAN}")
     stored |= {op.target: plan.ops[op.name].outputs[0] for op in graph.of_kind("input")}
+    metas = {op.target: op.outputs[0] for op in graph.of_kind("param", "buffer", "input")}
     for op in graph.of_kind("output"):
         name = op.target.name
-        if op.target.role is not Role.USER and name in stored and plan.ops[op.name].inputs[0] != stored[name]:
+        if op.target.role is not Role.USER and name in stored and not lie_alike(metas[name], graph.meta(op.refs[0]), stored[name],
+                                                                                plan.ops[op.name].inputs[0]):
             raise PlanError(f"the plan hands out {op.target} as {format_spec(plan.ops[op.name].inputs[0])}, and {name} is stored as "
                             f"{format_spec(stored[name])}; {REPLAN}")
 

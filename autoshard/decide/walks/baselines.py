@@ -237,7 +237,8 @@ class _ByRoles:
         table, specs = self.wiring.formulation.table, self.wiring.formulation.units.outputs(value)
         ways = {s: table.steps(table.graph.meta(value), s, wanted) for s in specs.specs}
         free = [role in STORES_FREELY or role == "experts" and q == R for q, role in zip(wanted, roles, strict=True)]
-        return (ranked(specs, lambda s: sum((self.scheme.sharded == (p == R)) if f else p != q for p, q, f in zip(s, wanted, free, strict=True))),
+        return (self.placed.untied(n),
+                ranked(specs, lambda s: sum((self.scheme.sharded == (p == R)) if f else p != q for p, q, f in zip(s, wanted, free, strict=True))),
                 ranked(specs, lambda s: sum(not free[a] for step in ways[s] for a in step.axes)),
                 ranked(specs, lambda s: sum(step.seconds for step in ways[s])),
                 ranked(specs, lambda s: sum(max(p, 0) for p in s)))

@@ -56,7 +56,7 @@ def greedy(wiring: Wiring, rank: Callable[[Spec], float],
 
     def way(placed: Placed) -> Steps:
         def stored(n: int) -> Score:
-            return (ranked(units.outputs(Ref(wiring.op(n).name)), rank),)
+            return placed.untied(n), ranked(units.outputs(Ref(wiring.op(n).name)), rank)
 
         def cheapest(n: int) -> Score:
             return (score(placed.moved(n, wiring.compute(n))),)

@@ -33,6 +33,7 @@ from autoshard.decide.walks.reads import Read, Wiring
 from autoshard.decide.walks.walk import Placed, Score, Steps, walk
 from autoshard.errors import UsageError
 from autoshard.formulate.problem_of import Formulation
+from autoshard.formulate.values import equality
 from autoshard.program import flow
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.search.routes.min_sum import minimise
@@ -232,13 +233,8 @@ class _Spread:
         return out
 
     def _tie(self, a: int, b: int) -> tuple[SpecIndex, SpecIndex, np.ndarray]:
-        mine, theirs = self._specs(a), self._specs(b)
-        return mine, theirs, np.where([[s == t for t in theirs.specs] for s in mine.specs], 0.0, np.inf)
-
-    def _specs(self, n: int) -> SpecIndex:
-        """Specs of a placeholder's or output's one tensor."""
-        units, op = self.wiring.formulation.units, self.wiring.op(n)
-        return units.inputs(op.name, 0) if op.kind == "output" else units.outputs(Ref(op.name))
+        mine, theirs = self.wiring.held(a), self.wiring.held(b)
+        return mine, theirs, equality(self.wiring.held_meta(a), self.wiring.held_meta(b), mine.specs, theirs.specs)
 
     # -- narrowing ----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.base.graph import Op, Ref
+from autoshard.base.graph import Op, Ref, TensorMeta
 from autoshard.base.spec import Spec
 from autoshard.formulate.problem_of import Formulation
 from autoshard.program import flow
@@ -54,11 +54,20 @@ class Wiring:
     @cached_property
     def ties(self) -> dict[int, int]:
         """Unit of a gradient output -> its parameter's (or input's) unit, of what is written back -> its buffer's, of a tangent -> its
-        output's, and what seeds tie: equal specs."""
+        output's, and what seeds tie: they lie alike."""
         units, graph = self.formulation.units, self.formulation.table.graph
         tied = dict(graph.ties)
         tied |= {a: b for a, b in self.formulation.table.seeds.ties if a not in tied}
         return {units.index(a): units.index(b) for a, b in tied.items()}
+
+    def held(self, n: int) -> SpecIndex:
+        """Specs of the one tensor of a placeholder or output; of others of the first that they make."""
+        units, op = self.formulation.units, self.op(n)
+        return units.inputs(op.name, 0) if op.kind == "output" else units.outputs(Ref(op.name))
+
+    def held_meta(self, n: int) -> TensorMeta:
+        op, graph = self.op(n), self.formulation.table.graph
+        return graph.meta(op.refs[0] if op.kind == "output" else Ref(op.name))
 
     @cached_property
     def copy_readers(self) -> tuple[tuple[tuple[int, int, np.ndarray], ...], ...]:

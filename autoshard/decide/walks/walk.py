@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.base.graph import Ref
-from autoshard.base.spec import Spec
+from autoshard.base.spec import Spec, lie_alike
 from autoshard.decide.walks.reads import Read, Wiring
 from autoshard.space.strategies import SpecIndex
 
@@ -50,9 +50,15 @@ class Placed:
     def tied(self, n: int) -> Score:
         """A gradient in its parameter's spec, a tangent in its output's."""
         w, other = self.wiring, self.wiring.ties[n]
-        mine, theirs = (self._outputs(n), w.formulation.units.inputs(w.unit(other).name, 0)) if w.op(n).kind == "tangent" else (
-            w.formulation.units.inputs(w.unit(n).name, 0), self._outputs(other))
-        return (ranked(mine, lambda spec: spec != self._spec(theirs, other)),)
+        mine, theirs = w.held(n), w.held(other)
+        wanted = self._spec(theirs, other)
+        return (ranked(mine, lambda spec: wanted is None or not lie_alike(w.held_meta(n), w.held_meta(other), spec, wanted)),)
+
+    def untied(self, n: int) -> np.ndarray:
+        """Per strategy of a parameter, whether its gradient cannot leave so: a view may give that dims which split otherwise."""
+        w, mine = self.wiring, self._outputs(n)
+        return np.any([ranked(mine, lambda spec, m=m: not any(lie_alike(w.held_meta(n), w.held_meta(m), spec, s) for s in w.held(m).specs))
+                       for m, other in w.ties.items() if other == n] or [np.zeros(len(mine.index))], axis=0)
 
     def _outputs(self, n: int) -> SpecIndex:
         return self.wiring.formulation.units.outputs(Ref(self.wiring.unit(n).name))
