@@ -73,6 +73,11 @@ class Builder:
         if len(hit):
             self.items.append((node, hit, row, amounts[hit]))
 
+    def has_bytes(self, name: str) -> bool:
+        """Whether the bytes of what the op makes are surely those of this program: not where it is a part of one, and others may have them too."""
+        free = self.table.training.floor
+        return free is None or not (name in free or self.table.graph.op(name).is_port)
+
     def add_saved(self, node: int, amounts: np.ndarray, late: np.ndarray | bool) -> None:
         """Bytes that a micro-batch keeps at the turn. `late`: until its weight part, so that those have them too which wait for that alone."""
         flying, waiting = self.in_flight

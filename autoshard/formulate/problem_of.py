@@ -126,9 +126,9 @@ def _add_unit(b: Builder, unit: DecisionUnit, layers: Mapping[str, int]) -> None
     b.groups.append(layers.get(unit.name, -1) if all(m in layers for m in unit.members) else -1)
     for name, cost, picked in zip(unit.members, costs, unit.picked, strict=True):
         op = b.table.graph.op(name)
-        if op.kind in ("param", "buffer"):
+        if op.kind in ("param", "buffer") and b.has_bytes(name):
             _add_stored(b, node, op, picked)
-        if is_accumulator(op):  # all of them are there at the turn; at the update they are gradients, or gone
+        if is_accumulator(op) and b.has_bytes(name):  # all of them are there at the turn; at the update they are gradients, or gone
             specs = b.table.strategies[name].output_specs[0]
             b.add_items(node, MEMORY, np.array([b.nbytes(Ref(name), s) for s in specs.specs])[specs.index][picked])
         if b.overlaps and registry.is_heavy(op):
@@ -290,12 +290,13 @@ def _add_copy_node(b: Builder, ref: Ref, spec: Spec, readers: tuple[_Reader, ...
         for window in range(every_window):
             b.add_items(node, FIRST_WINDOW + window, b.shared(("window", id(states), window), lambda window=window: np.array(
                 [(s.price or 0.0) * s.times[window] * runs[window] for s in states])))
-    if len(windows) > 1:
+    if len(windows) > 1 and b.has_bytes(ref.op):
         extra = max(0.0, b.nbytes(ref, spec) - (0.0 if through is not None else _least_saved(b, ref)))
         turn, middle = (b.shared(("outlives", id(states), name), lambda name=name: np.array(
             [s.outlives(b.table.graph.window_index.get(name, every_window)) for s in states])) for name in (FORWARD, BACKWARD))
         b.add_saved(node, np.where(turn, extra, 0.0), middle)
-    if b.table.graph.op(ref.op).kind == "param" and any(is_hold(b.table.graph.op(r.op)) for r in readers):  # alive as long as what holds it
+    held = b.table.graph.op(ref.op).kind == "param" and any(is_hold(b.table.graph.op(r.op)) for r in readers)
+    if held and b.has_bytes(ref.op):  # alive as long as what holds it
         b.add_items(node, MEMORY, np.array([b.nbytes(ref, spec) if s.name == MADE else 0.0 for s in states]))
 
 
@@ -312,6 +313,8 @@ def _copy_group(b: Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
 def _add_saved(b: Builder, ref: Ref) -> None:
     """Memory of a forward value that backward reads, in its producer's spec, or that a source keeps. Values that may share
     a buffer, being views of one another, count once; sources keep no views."""
+    if not b.has_bytes(storage_root(b.table.graph, ref).op):
+        return
     if is_saved(b.table.graph, ref):
         root = storage_root(b.table.graph, ref)
         if ("saved", root) not in b.memo:

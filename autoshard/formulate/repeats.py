@@ -41,7 +41,7 @@ def signature(b: Builder, ref: Ref) -> tuple[Hashable, list[int]]:
         else:
             reads.append((nodes.setdefault(node, len(nodes)), id(units.inputs(name, index)), op.phase, is_hold(op), ref in op.kept))
     op = graph.op(ref.op)
-    own = b.table.kind(ref), id(units.outputs(ref)), b.table.hideable(ref), op.kind, is_saved(graph, ref), b.is_read_late(ref)
+    own = b.table.kind(ref), id(units.outputs(ref)), b.table.hideable(ref), op.kind, is_saved(graph, ref), b.is_read_late(ref), b.has_bytes(ref.op)
     return (*own, tuple(reads)), list(nodes)
 
 

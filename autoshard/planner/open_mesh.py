@@ -16,7 +16,7 @@ from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster, load_cluster
 from autoshard.cost.memory import stored_parts
 from autoshard.decide.how import How
-from autoshard.decide.least_seconds import Prices, least_run, least_step
+from autoshard.decide.least_seconds import Held, Prices, least_run, least_step
 from autoshard.decide.memory.at_a_rate import plan_at_rate
 from autoshard.decide.options import Options, default_cluster, default_pipeline
 from autoshard.decide.phase_timer import PhaseTimer
@@ -152,11 +152,11 @@ def searches(whole: Traced, options: Options, clock: PhaseTimer, profile: Cluste
             with quiet("bounds"):
                 return least_run(priced, How(Clock(short.time_limit), options.search))
 
-    def step(graph: Graph, on: Mesh, at: Prices | None, shared: frozenset[str]) -> tuple[float, Prices]:
+    def step(graph: Graph, on: Mesh, at: Prices | None, shared: frozenset[str], held: Held | None = None) -> tuple[float, Prices]:
         with settled_heap(tidy=True):
             priced = table(graph, on, None, floor=shared)
             with quiet("bounds"):
-                return least_step(priced, How(Clock(short.time_limit), options.search), at)
+                return least_step(priced, How(Clock(short.time_limit), options.search), at, held)
 
     def stored(op: Op) -> float:
         parts = stored_alone(whole.graph, op, options)

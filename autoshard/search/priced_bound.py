@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.search.board import Board
+from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Clock
 from autoshard.search.heap import settled_heap
 from autoshard.search.problem import Problem
@@ -25,7 +25,7 @@ def priced_bound(problem: Problem, clock: Clock, prices: np.ndarray | None = Non
             return solve_priced(board, core, prices, 0, enough).bound, prices
         settle_rows(core)
         reduce_core(core, clock.expired)
-        best, _, _ = search_prices(board, core, [], 0)
+        best, _, _ = search_prices(board, core, [], 0, gain=max(MARGIN, enough / 2))
     if best is None:
         return 0.0, np.zeros(len(problem.row_limit))
     surely_over = (core.price == 0) & (problem.row_price > 0)  # their price is part of the costs by now

@@ -17,11 +17,13 @@ from autoshard.cost.cluster import load_cluster
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import ClusterError, InfeasibleError, MeshError, UsageError
+from autoshard.pipeline.action_lists.network import network_of
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.schedules import make_schedule
 from autoshard.pipeline.shapes.choose import Asked
-from autoshard.pipeline.shapes.decide import LOOKS, TOLERANCE
+from autoshard.pipeline.shapes.decide import LOOKS, OWN, TOLERANCE
 from autoshard.pipeline.shapes.floors import Floor
+from autoshard.pipeline.shapes.least_play import least_played
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes, traced_count
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.partitions import course_of
@@ -130,9 +132,33 @@ def test_bounds_hold_for_plans_in_little_memory():
     found = searches(batch.whole, options, PhaseTimer(), cluster)
     pricer = MeshPricer(Sizes(batch, options.pipeline, 4096, 2), 2, Asked(2, None, options.pipeline, cluster, limit).mesh_of, cluster, limit, found)
     course, floor = course_of(make_schedule("1f1b", 1, 1)), pricer.floor(Slot(2, 1, 4096), LOOKS)
-    blind, seeing = (Stages(f.chain(False), course, work=f.work(course)).bound() for f in (replace(floor, needs=None, _known={}), floor))
-    assert blind * 1.01 < seeing <= made.objective_s * (1 + 1e-6)
+    seeing = ({"needs": None, "priced": None}, {"priced": None}, {"needs": None}, {})
+    blind, *others = (Stages(f.chain(False), course, work=f.work(course)).bound() for f in (replace(floor, _known={}, **left) for left in seeing))
+    assert all(blind * 1.01 < bound <= made.objective_s * (1 + 1e-6) for bound in others)
+    assert floor.priced is not None and floor.whole_blocks(course) <= made.objective_s * (1 + 1e-6)
     assert 0.0 < floor.needs.always(1).sum() <= made.memory["parameters"] + made.memory["optimizer"]
+
+
+@pytest.mark.parametrize("cluster", ["cpu-gloo", "h100-dgx"])
+@pytest.mark.parametrize("schedule, cuts", [("1f1b", "3"), ("interleaved", "134"), ("zb1p", "245"), ("zbv", "135")])
+def test_played_bounds_hold_for_pipelines(schedule, cuts, cluster):
+    """In ample memory, and, where that takes no long search, in little of it."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(6)))
+    inputs = (torch.randn(4096, 8), torch.randn(4096, 8))
+    batch, profile, slot = Batch(model, inputs, {}, {"loss_fn": nn.functional.mse_loss, "training": True}), load_cluster(cluster), Slot(2, 1, 1024)
+    pipeline, limit = Pipeline(microbatches=4, schedule=schedule, cuts=tuple(cuts), chunks=(len(cuts) + 1) // 2), 1e15
+    table = make_schedule(schedule, 2, 4, (len(cuts) + 1) // 2)
+    network, course = network_of(table), course_of(table)
+    for part in (0.6, 0.0) if (schedule, cluster) == ("1f1b", "cpu-gloo") else (0.0,):
+        pricer = MeshPricer(Sizes(batch, OPTIONS.pipeline, 4096, 2), 4, Asked(4, None, OPTIONS.pipeline, profile, limit).mesh_of, profile, limit,
+                            searches(batch.whole, replace(OPTIONS, cluster=cluster, memory_budget=limit), PhaseTimer(), profile))
+        made = autoshard.plan(model, "pp=2,dp=2", inputs, loss_fn=nn.functional.mse_loss, cluster=cluster, memory_budget=limit, pipeline=pipeline)
+        for look in (OWN, LOOKS):
+            floor = pricer.floor(slot, look)
+            assert 0.3 * made.objective_s < least_played(network, course, floor) <= made.objective_s * (1 + 1e-6), look
+            assert floor.whole_blocks(course) <= made.objective_s * (1 + 1e-6)
+        assert floor.input.max() > 0.0
+        limit = part * made.memory["total"]
 
 
 def test_seconds_at_different_prices_do_not_add_up():

@@ -9,7 +9,7 @@ import numpy as np
 from autoshard.base.graph import Graph
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds
-from autoshard.cost.fusion import NOTHING, untouched
+from autoshard.cost.fusion import NOTHING, Fused, untouched
 from autoshard.errors import UsageError
 from autoshard.pipeline.cutting.blocks import Blocks, forward_calls
 
@@ -96,7 +96,12 @@ def block_seconds(blocks: Blocks, cluster: Cluster, phase: str | None = None) ->
         if phase not in (None, op.phase):
             continue
         at = blocks.of_op.get(op.name, blocks.at(op.traced_at) if op.traced_at >= 0 else len(out) - 1)
-        call = blocks.graph.calls[op.name]
-        ins, outs = [list(m.logical_shape) for m in call.inputs], [None if m is None else list(m.logical_shape) for m in call.outputs]
-        out[at] += float(call_seconds(call, ins, outs, cluster.device, kept.get(op.name, NOTHING)))
+        out[at] += op_seconds(blocks.graph, op.name, cluster, kept.get(op.name, NOTHING))
     return out
+
+
+def op_seconds(graph: Graph, name: str, cluster: Cluster, kept: Fused = NOTHING) -> float:
+    """Seconds of one op on one device. `kept`: what of its tensors it need not read or write."""
+    call = graph.calls[name]
+    ins, outs = [list(m.logical_shape) for m in call.inputs], [None if m is None else list(m.logical_shape) for m in call.outputs]
+    return float(call_seconds(call, ins, outs, cluster.device, kept))

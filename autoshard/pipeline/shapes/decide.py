@@ -23,6 +23,7 @@ from autoshard.pipeline.action_lists.network import Network, network_of
 from autoshard.pipeline.action_lists.step_end import with_step_end
 from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.shapes.floors import Floor
+from autoshard.pipeline.shapes.least_play import least_played
 from autoshard.pipeline.shapes.meshes import Shape, Slot
 from autoshard.pipeline.shapes.partitions import course_of, price_on
 from autoshard.pipeline.shapes.price import StagePrice, chain_from, with_ends
@@ -37,8 +38,9 @@ FAR = 1.1
 """Where the tolerance is larger than that, a shape is not searched either whose bound, times what its schedule waits, is this factor above the best
 price: bounds have a part of the waiting in them."""
 FAR_OFF = "it is not near the best"
-LOOKS = 4
-"""Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before."""
+LOOKS, OWN = 6, 5
+"""Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before; and the first of them for
+which its schedule is played."""
 FIRST, LATER, LAST = range(3)
 """When a shape is looked at: one of the first is searched before all others."""
 PARTITIONS = 200
@@ -98,6 +100,11 @@ class Run:
     @cached_property
     def network(self) -> Network:
         return network_of(with_step_end(self.table))
+
+    @cached_property
+    def computed(self) -> Network:
+        """Without what is done once a step."""
+        return network_of(self.table)
 
     def price(self, chain: Chain) -> Callable[[np.ndarray], np.ndarray]:
         return lambda cuts: price_on(chain, self.network)(cuts)  # most shapes are never played
@@ -199,6 +206,11 @@ class _Search:
         chain, course = floor.chain(run.table.split_backward), run.course
         return max(floor.whole_blocks(course), Stages(chain, course, work=floor.work(course), together=floor.together(course)).bound(self.best))
 
+    def played(self, shape: Shape, look: int) -> float:
+        """At the floors of blocks, the least way through the schedule, where this look may say more than the one before."""
+        run, floor = self.run(shape), self.floor(shape.slot, look)
+        return least_played(run.computed, run.course, floor) if look == OWN or floor.priced is not None else 0.0
+
     def corners(self, shape: Shape) -> Sequence[int]:
         return self.pricer.corners(self.run(shape).table.split_backward) if np.isfinite(self.limit) else (0,)
 
@@ -252,16 +264,18 @@ class _Search:
 
 
 class _Looked:
-    """A shape, and what is known of it so far: `bound`; `promise`, about the least that it may take, by which shapes are in order; the first lean
-    level at which a partition may fit, and whether some level was found where it does by the main blocks alone."""
+    """A shape, and what is known of it so far: `bound`; `works`, one that leaves out most of what ranks wait; `promise`, about the least that it may
+    take, by which shapes are in order; the first lean level at which a partition may fit, and whether some level was found where it does by the
+    main blocks alone."""
 
     def __init__(self, search: _Search, shape: Shape) -> None:
         self.search, self.shape, self.bound = search, shape, search.least(shape)
+        self.works = self.bound
         self.looks, self.about, self.first, self.fits = 0, 0.0, 0, False
 
     @property
     def promise(self) -> float:
-        return max(self.about, self.bound * self.search.waits(self.shape))
+        return max(self.about, self.bound, self.works * self.search.waits(self.shape))
 
     def closer(self) -> Tried | None:
         """Looks once more, the cheapest look first: bounds, then prices of the main blocks alone, in ample memory, and leaner as long as no
@@ -269,7 +283,10 @@ class _Looked:
         search, looks, tried = self.search, self.looks, Tried(self.shape, self.bound, lean=self.first)
         self.looks += 1
         if looks < LOOKS:
-            self.bound = max(self.bound, search.bound(self.shape, looks + 1))
+            self.works = max(self.works, search.bound(self.shape, looks + 1))
+            self.bound = max(self.bound, self.works)
+            if looks + 1 >= OWN and self.shape.pp > 1 and self.bound < search.enough(self.shape):
+                self.bound = max(self.bound, search.played(self.shape, looks + 1))
         elif self.about >= MARGIN * search.best:
             return replace(tried, seconds=MARGIN * search.best, why=FAR_OFF)
         elif self.fits or search.is_planned(self.shape):

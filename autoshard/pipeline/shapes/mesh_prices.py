@@ -11,32 +11,40 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from autoshard.base.graph import FORWARD, Graph, Op, Ref
+from autoshard import collectives
+from autoshard.base.graph import BACKWARD, FORWARD, Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
 from autoshard.base.windows import is_accumulator
 from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster
-from autoshard.decide.least_seconds import Prices
+from autoshard.cost.fusion import NOTHING, untouched
+from autoshard.decide.least_seconds import Held, Prices
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.cut import Hop, Stage
-from autoshard.pipeline.cutting.cut_points import block_seconds
+from autoshard.pipeline.cutting.cut_points import block_seconds, op_seconds
 from autoshard.pipeline.cutting.repeated import repeated_ops
 from autoshard.pipeline.cutting.split import split_stage
 from autoshard.pipeline.cutting.stretches import Stretches
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.microbatches.resize import Between, Unlike
 from autoshard.pipeline.schedules import SCHEDULES
-from autoshard.pipeline.shapes.decide import Tried
-from autoshard.pipeline.shapes.floors import Floor
+from autoshard.pipeline.shapes.decide import OWN, Tried
+from autoshard.pipeline.shapes.floors import Floor, Priced
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.needs import Needs, needs_of
 from autoshard.pipeline.shapes.price import SUMS, StagePrice, mixed
 from autoshard.pipeline.shapes.stage_prices import price_of
+from autoshard.program.flow import param_derived
 
 RATES = (0.0, 0.3, 1.0, 3.0)
 """What a byte costs: at 1, all that a rank keeps of the blocks that take most of a step costs as many seconds as making it again."""
+DEAREST = 1.2
+"""The highest price of a byte in bounds, as a part of what making values again costs for each: beyond it little is gained, and searches begin at half
+of it."""
+LOW = 0.15
+"""A price of a byte, likewise. Where the bound at this price is no higher than in ample memory it is hardly higher at another one."""
 PARTS = 4
 """Lean levels from one rate to the next: between them some blocks of a rank are as at the one, and the others as at the other."""
 
@@ -45,12 +53,12 @@ PARTS = 4
 class Searches:
     """The ordinary search, as the pricer asks it. `plan`: (graph of a stage, its mesh, the wire, micro-batches in flight, seconds of
     a byte) -> plan; `run`: (graph, mesh, ops that other parts may pay for) -> seconds of one run at least, and of the update; `step`: (graph, mesh,
-    prices or None, those ops) -> seconds of a step at least, and at which prices; `stored`: bytes of a parameter, and of what the optimizer has of it
-    on a device."""
+    prices or None, those ops, what of memory counts) -> seconds of a step at least, and at which prices; `stored`: bytes of a parameter, and of what
+    the optimizer has of it on a device."""
 
     plan: Callable[[Graph, Mesh, AxisLink, int, float], Plan]
     run: Callable[[Graph, Mesh, frozenset[str]], tuple[float, float]]
-    step: Callable[[Graph, Mesh, Prices | None, frozenset[str]], tuple[float, Prices]]
+    step: Callable[[Graph, Mesh, Prices | None, frozenset[str], Held | None], tuple[float, Prices]]
     stored: Callable[[Op], float]
 
 
@@ -115,7 +123,7 @@ class MeshPricer:
         self.labels: tuple[Hashable, ...] = tuple(label and known.setdefault(label, len(known)) for label in sizes.first.labels)
         self._first_of: dict[tuple[Hashable, ...], int] = {}
         self._ample, self._at_rate = cache(self._price), cache(self._price_at_rate)
-        self._run, self._step = cache(self._run_of), cache(self._step_of)
+        self._run, self._step, self._least_step = cache(self._run_of), cache(self._step_of), cache(self._least_step_of)
 
     @cached_property
     def kinds(self) -> dict[Hashable, int]:
@@ -138,18 +146,76 @@ class MeshPricer:
     def floor(self, slot: Slot, look: int) -> Floor:
         """Every block is by itself, with free transfers at its ends. What a micro-batch takes is that of the batch as one, scaled to the slot's rows:
         many small ones are never faster than a large one. Looks: 1 micro-batches of the main kind; 2 its step with the batch as one; 3 both of all
-        kinds; 4 steps of this slot. So slots with equal submeshes share all looks but the last."""
+        kinds; 4 steps of this slot; 5 its own micro-batches, what makes gradients of theirs, and what travels; 6 its memory. So slots with equal
+        submeshes share all looks but the last three."""
         share, all_rows = slot.rows / self.sizes.rows, replace(slot, rows=self.sizes.rows)
         forward, whole = np.array(self._seconds)[::-1] / slot.ranks
         once = np.zeros_like(whole)
-        steps = {at: np.zeros_like(whole) for at in ((), (all_rows,), (all_rows,), (all_rows, slot))[look - 1]}
+        steps = {at: np.zeros_like(whole) for at in ((), (all_rows,), (all_rows,), *3 * [(all_rows, slot)])[look - 1]}
         for label in self.kinds if look > 2 else (self.main,):
             here = [k for k, other in enumerate(self.labels) if other == label]
             whole[here], once[here] = self._run(all_rows, label)
             for at, step in steps.items():
                 step[here] = self._step(at, label)[0]
         hides = [1.0 - self.cluster.overlap.eta * self._step(at, self.main)[1][1] if at else 0.0 for at in steps]
-        return Floor(np.minimum(forward, whole) * share, whole * share, once, tuple(steps.values()), tuple(hides), self._needs(slot))
+        made = Floor(np.minimum(forward, whole) * share, whole * share, once, tuple(steps.values()), tuple(hides), self._needs(slot))
+        if look < OWN:
+            return made
+        own = np.array([self._run(slot, label)[0] for label in self.labels])
+        made = replace(made, whole=np.maximum(made.whole, own), back=self._back * slot.rows / self.sizes.rows / slot.ranks, hops=self._hops(slot))
+        return made if look == OWN else replace(made, priced=self._priced(slot))
+
+    @cached_property
+    def _inner(self) -> dict[Hashable, int]:
+        """The first block of every kind that is not the first of the model, where there is one."""
+        return {label: next((at for at, other in enumerate(self.labels) if at and other == label), first) for label, first in self.kinds.items()}
+
+    @cached_property
+    def _single(self) -> bool:
+        """Whether each block reads one value of those before it, and sends one gradient back."""
+        slot = Slot(self.devices, 1, self.sizes.rows // self.sizes.count)
+        ends = [[h.window for h in hops] for at in self._inner.values() if at for s in (self._stage(at, at + 1, slot),)
+                for hops in (s.receives, s.sends)]
+        return all(reads.count(FORWARD) == sends.count(BACKWARD) == 1 for reads, sends in zip(ends[::2], ends[1::2], strict=True))
+
+    @cached_property
+    def _back(self) -> np.ndarray:
+        """Seconds per block on one device, for the whole batch, of ops that make gradients which earlier blocks wait for."""
+        found = {label: self._back_of(at) for label, at in self._inner.items() if at} if self._single else {}
+        return np.array([found.get(label, 0.0) for label in self.labels])
+
+    def _back_of(self, at: int) -> float:
+        graph = self._stage(at, at + 1, Slot(self.devices, 1, self.sizes.rows), split=True).graph
+        kept, shared = untouched(graph, self.cluster.device, open_ends=True), self._shared(graph)
+        return sum(op_seconds(graph, op.name, self.cluster, kept.get(op.name, NOTHING)) for op in graph.of_kind("call")
+                   if op.phase == BACKWARD and op.name not in shared)
+
+    def _hops(self, slot: Slot) -> tuple[float, float]:
+        """Of the smallest value that a block reads, split over all devices of a stage, and of its gradient."""
+        if not self._single or self._pp(slot) == 1:
+            return 0.0, 0.0
+        stages, wire = [self._stage(at, at + 1, slot) for at in self._inner.values() if at], self._wire(slot)
+        least = [min(sum(h.meta.nbytes for h in hops if h.window == window) for hops in ends)
+                 for window, ends in ((FORWARD, [s.receives for s in stages]), (BACKWARD, [s.sends for s in stages]))]
+        forward, backward = (float(collectives.seconds("send_recv", nbytes // slot.ranks, wire)) for nbytes in least)
+        return forward, backward
+
+    def _priced(self, slot: Slot) -> Priced | None:
+        """At the price of a byte that makes the bound of the main blocks about largest, with as many micro-batches in flight as the pipeline has
+        ranks, and with none. None where a low price says no more than ample memory. Prices of three axes are those of two, as in `_step_of`."""
+        needs, pp, two = self._needs(slot), self._pp(slot), replace(slot, dp=slot.dp * slot.mp, mp=1)
+        if needs is None or not (unit := needs.again(self.kinds[self.main], self.sizes.rows // slot.rows, pp)):
+            return None
+        held = Held(pp, needs.limit * pp / len(self.labels), DEAREST * unit)
+        ample, (forward, backward, _) = self._step(two, self.main)
+        if self._least_step(two, self.main, (forward, backward, LOW * unit), held)[0] - LOW * unit * held.share <= ample:
+            return None
+        prices = self._least_step(two, self.main, None, held)[1]
+        seconds = np.array([self._least_step(slot, label, prices, None)[0] for label in self.labels])
+        empty = seconds + prices[2] * needs.always(self.sizes.rows // slot.rows)
+        main = np.array([label == self.main for label in self.labels])  # what the others keep is little, and as long to search
+        full = np.where(main, np.maximum(empty, self._least_step(slot, self.main, prices, held)[0]), empty)
+        return Priced(prices[2], float(pp), empty, full, needs.limit)
 
     def _needs(self, slot: Slot) -> Needs | None:
         return self._needed.on(slot.ranks) if self._needed else None
@@ -179,26 +245,37 @@ class MeshPricer:
         prices = None if label == self.main else self._step(slot, self.main)[1]
         if slot.mp > 1 and prices is None:
             prices = self._step(replace(slot, dp=slot.dp * slot.mp, mp=1), self.main)[1]
+        return self._least_step(slot, label, prices, None)
+
+    def _least_step_of(self, slot: Slot, label: Hashable, prices: Prices | None, held: Held | None) -> tuple[float, Prices]:
         graph = self._stage(self.kinds[label], self.kinds[label] + 1, slot).graph
-        return self.searches.step(graph, self.mesh_of(slot), prices, self._shared(graph)) if graph.of_kind("call") else (0.0, (0.0, 0.0))
+        found = self.searches.step(graph, self.mesh_of(slot), prices, self._shared(graph), held) if graph.of_kind("call") else None
+        return found or (0.0, (0.0, 0.0, 0.0))
 
     def _shared(self, graph: Graph) -> frozenset[str]:
-        """Ops of a block's program that another block may have too; of one micro-batch also those that add up gradients, which it does not."""
+        """What a block's program reads and computes that another block may have too; of one micro-batch also ops that add up gradients, which it does
+        not."""
         alone = graph.microbatches == 1
-        return frozenset(op.name for op in graph.ops if op.name.split("@")[0] in self._several or alone and is_accumulator(op))
+        return frozenset(op.name for op in graph.ops if op.name.split("@")[0] in self._several or op.kind in ("buffer", "input")
+                         or alone and is_accumulator(op))
 
     @cached_property
     def _several(self) -> frozenset[str]:
-        """Ops that every stage repeats, and parameters that several blocks read, with what adds up their gradients."""
+        """Ops that every stage repeats, and parameters that several blocks read, with what is made of them alone and what adds up their gradients.
+        What is made of a parameter that one block alone reads is that block's."""
         graph, of_op = self.sizes.first.graph, self.sizes.first.blocks.of_op
-        repeated = repeated_ops(graph)
+        repeated, derived = repeated_ops(graph), param_derived(graph)
         blocks: dict[str, set[int]] = {}
         for op in reversed([op for op in graph.of_kind("call") if op.name in repeated or op.name in of_op]):
             own = blocks.get(op.name, set()) if op.name in repeated else {of_op[op.name]}
             for ref in op.refs:
                 blocks.setdefault(ref.op, set()).update(own)
         params = [op for op in graph.of_kind("param") if len(blocks.get(op.name, ())) > 1]
-        return repeated | {name for op in params for name in (op.name, f"sum:{op.target}")}
+        alone = {op.name for op in graph.of_kind("param")} - {op.name for op in params}
+        for op in graph.ops:
+            if Ref(op.name) in derived and op.refs and op.refs[0].op in alone:
+                alone.add(op.name)
+        return frozenset(repeated - alone) | {name for op in params for name in (op.name, f"sum:{op.target}")}
 
     def _stage(self, first: int, end: int, slot: Slot, split: bool = False) -> Stage:
         return self.sizes.stage(first, end, self.sizes.rows // slot.rows, split and self.sizes.first.graph.training)

@@ -23,9 +23,9 @@ import numpy as np
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.cost.cluster import Cluster
-from autoshard.cost.compute import call_seconds
 from autoshard.formulate.values import is_saved, storage_root
 from autoshard.pipeline.cutting.blocks import Blocks, forward_calls
+from autoshard.pipeline.cutting.cut_points import op_seconds
 from autoshard.pipeline.cutting.repeated import repeated_ops
 from autoshard.program.flow import param_derived
 from autoshard.recompute.rewrite import candidates
@@ -56,6 +56,12 @@ class Needs:
         """Those of one device, on each of `devices`."""
         return replace(self, seconds=self.seconds / devices, nbytes=self.nbytes / devices, stored=self.stored / devices,
                        gradients=self.gradients / devices)
+
+    def again(self, block: int, microbatches: int, flying: int) -> float:
+        """Seconds of a step for each byte of a block's values that is made again, where so many micro-batches are held; 0 where nothing can be."""
+        here = (self.block == block) & np.isfinite(self.seconds)
+        nbytes = self.nbytes[here].sum() * flying / microbatches
+        return float(self.seconds[here].sum() / nbytes) if nbytes else 0.0
 
     def always(self, microbatches: int) -> np.ndarray:
         """Bytes of each block, however many micro-batches are in flight."""
@@ -116,14 +122,8 @@ def _values(blocks: Blocks, cluster: Cluster) -> list[tuple[int, float, float, b
     for root, nbytes in read.items():
         if root.op in blocks.of_op and root.op not in left_out:
             made[root.op] += nbytes
-    return [(blocks.of_op[name], _seconds(graph, name, cluster) if name in again else np.inf, nbytes, registry.is_heavy(graph.op(name)))
+    return [(blocks.of_op[name], op_seconds(graph, name, cluster) if name in again else np.inf, nbytes, registry.is_heavy(graph.op(name)))
             for name, nbytes in made.items()]
-
-
-def _seconds(graph: Graph, name: str, cluster: Cluster) -> float:
-    call = graph.calls[name]
-    return float(call_seconds(call, [list(m.logical_shape) for m in call.inputs],
-                              [None if m is None else list(m.logical_shape) for m in call.outputs], cluster.device))
 
 
 def _owned(blocks: Blocks) -> Mapping[str, int]:

@@ -6,7 +6,7 @@ the equal ones within T. All ranks together must have room for all of them; whic
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -46,3 +46,25 @@ def _groupings(others: list[float], ranks: int) -> Iterator[list[float]]:
             yield [*sums[:i], sums[i] + first, *sums[i + 1:]]
         if len(sums) < ranks:
             yield [*sums, first]
+
+
+def fullest_unlike(rows: Sequence[np.ndarray], paid: Sequence[float]) -> float:
+    """The same where blocks take other seconds on other ranks, and there are several rows of seconds: `rows`: [rank, block] each, of which a rank
+    gets `paid` back; the rank works at least what the worst row says. Of blocks that are unlike the others the dearest is counted."""
+    likes, counts = np.unique(rows[0][0], return_counts=True)
+    alike = rows[0][0] == likes[counts.argmax()]
+    each, count = np.stack([row[:, alike].min(1) for row in rows]), int(alike.sum())
+    rest = np.stack([np.where(alike, 0.0, row) for row in rows])
+    other = rest[:, :, rest[0, 0].argmax()]
+    back = np.array(paid)[:, None]
+
+    def has_room(seconds: float) -> bool:
+        with np.errstate(divide="ignore"):
+            room, beside = (np.floor(np.clip((seconds + back - taken) / each, -1.0, count) + PRECISION).min(0) for taken in (0.0, other))
+        return bool((room.min() >= 0.0) and (room.sum() - room + beside)[beside >= 0.0].max(initial=-1.0) >= count)
+
+    low, high = 0.0, float(max(row.sum(1).max() for row in rows))
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if has_room(middle) else (middle, high)
+    return low

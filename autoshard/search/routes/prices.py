@@ -28,10 +28,11 @@ cost + excess x change of prices."""
 
 
 def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like: Priced | None = None, rough: float = 0.0,
-                  alike: Alike | None = None, settled: float = 0.0) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
+                  alike: Alike | None = None, settled: float = 0.0, gain: float = MARGIN) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
     its choices, and at the prices of `like`. What costs most of an answer is left out where it is within `rough` without.
-    `alike`: of a large problem at the first prices; `settled`: the relative gap of the best choice known that is enough.
+    `alike`: of a large problem at the first prices; `settled`: the relative gap of the best choice known that is enough; `gain`: what other
+    prices must promise, relative.
     Returns the best prices' answer, all planes and the choices found."""
     best: Priced | None = None
     found: list[np.ndarray] = []
@@ -45,7 +46,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         if best is None:
             enough = WHOLE if begun else 0.0 if planes else FIRST
             priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike)
-        elif _promises_more(best, promised, 2 * WHOLE if begun else MARGIN) and (new := _not_asked(prices, best, asked)) is not None:
+        elif _promises_more(best, promised, 2 * WHOLE if begun else gain) and (new := _not_asked(prices, best, asked)) is not None:
             worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
             priced = solve_priced(board, core, new, seed, worth, rough, largest)
         elif best.loose and not begun:  # other prices may promise more than they can show: first see what these can
