@@ -43,12 +43,14 @@ class Candidate:
 
 
 def search_cuts(choices: Sequence[Pipeline], plan_with: Callable[[Pipeline], Plan]) -> Plan:
-    """The cheapest plan of the candidates. Raises InfeasibleError, that of the first, where none fits."""
-    plans, failures = [], []
+    """The cheapest plan of the candidates. Raises the error of the first where there is none: InfeasibleError where it does not fit, UsageError where
+    its cuts are not possible, which even ones may not be."""
+    plans: list[Plan] = []
+    failures: list[InfeasibleError | UsageError] = []
     for choice in choices:
         try:
             plans.append(plan_with(choice))
-        except InfeasibleError as e:
+        except (InfeasibleError, UsageError) as e:
             failures.append(e)
     if not plans:
         raise failures[0]
