@@ -7,7 +7,7 @@ if that is within the gap it is the optimum. Equal layers are first tied: the sa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from autoshard.search.mip import guarded
 from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.routes.mixture import mix
-from autoshard.search.routes.priced import MIP_NODES, STORED, TABLES, Priced, keep_possible, solve_left, solve_priced
+from autoshard.search.routes.priced import LARGER_PAIRS, MIP_NODES, STORED, TABLES, Priced, keep_possible, solve_left, solve_priced
 from autoshard.search.routes.prices import SAME, Plane, next_prices, planes_of, scaled, search_large_prices, search_prices
 from autoshard.search.tie import Tied
 
@@ -60,11 +60,12 @@ class Quotient:
         solved = self.best.value - self.best.bound <= (NEARLY if self.large else MARGIN) * abs(self.best.bound)
         return self.tied.lift(self.board.choice) if solved else None
 
-    def alike(self) -> Alike | None:
-        """What it tells of the whole problem at its best prices, where tables are large."""
-        if self.best is None or self.best.choice is None or not self.large:
+    def alike(self, large: bool) -> Alike | None:
+        """What it tells of the whole problem at its best prices: a choice, and where tables are `large` also messages to begin with."""
+        if self.best is None or self.best.choice is None:
             return None
-        return Alike(self.tied.lift(self.best.choice), self.tied, self.best.dual, self.best.largest)
+        choice = self.tied.lift(self.best.choice)
+        return Alike(choice, self.tied, self.best.dual, self.best.largest) if large and self.large else Alike(choice)
 
 
 def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Core] | None = None) -> None:
@@ -81,7 +82,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     quotient, planes, pool = _search_tied(board, core, layers, seed)
     if large:
         give_back_memory()
-    tied_best = quotient.best if quotient is not None else None
+    tied_best = _at_once(quotient.best) if quotient is not None else None
     if quotient is not None and (choice := quotient.solved()) is not None:
         likely, reduced = True, not (quotient.core.price == 0)[core.price > 0].any()
         board.offer(choice, "layers tied", tied=True)
@@ -91,21 +92,24 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     if not large and not reduced:
         reduce_core(core, board.clock.expired)
     place = quotient.tied.place if quotient is not None else None
-    alike = quotient.alike() if quotient is not None and stored_entries(core) > STORED else None
+    alike = quotient.alike(stored_entries(core) > STORED) if quotient is not None else None
     best, _, found = search_prices(board, core, planes, seed, tied_best, alike=alike)
     near = False
+    if not board.done:  # a choice near the bound tells most strategies to be too dear
+        mix(board, [*pool, *found], seed)
     if likely:
-        if not board.done:
-            mix(board, [*pool, *found], seed)
         near = best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
         close(board, core, best, seed, widest=math.inf if near else LIKELY, place=place)
         if not (board.done or near and large):  # what would take as long again proves hardly more
             _close_tied(board, quotient, seed)
     if not (near and large):
         close(board, core, best, seed, place=place)
-    if not board.done and not likely:
-        mix(board, [*pool, *found], seed)
     board.near = [*pool, *found]
+
+
+def _at_once(best: Priced | None) -> Priced | None:
+    """The tied problem's answer without the largest pairs that it needed: its choice tells whether the whole problem needs them too."""
+    return None if best is None else replace(best, largest=min(best.largest, LARGER_PAIRS[-1]))
 
 
 def solve_at_ends(board: Board, core: Core, seed: int) -> bool:

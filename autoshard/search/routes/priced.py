@@ -24,7 +24,7 @@ from autoshard.search.routes.small import SMALL_TABLES, shrink
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
 TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 200  # joint strategies; larger pairs cost more to reduce than their bound is worth
-LOOSE, LARGER_PAIRS = 1e-4, (400, 729)  # relative gap of the bound above which they are tried; see `_answer`
+LOOSE, LARGER_PAIRS = 2e-4, (400, 729)  # relative gap of the bound above which they are tried; see `_answer`
 HUGE_PAIR = 2100  # of large problems, where nodes are not joined: two weights of 45 layouts, on three axes with inner shards
 MANY = 100  # strategies of the largest node, from which on the largest pairs are made at once: on three axes a weight has 27 layouts
 LARGE = 4_000_000  # table entries; above, no MIP follows
@@ -97,7 +97,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     may be joined for a bound. Raises Infeasible when no choice is possible whatever the rows."""
     prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
     large = stored_entries(core) > STORED
-    free = core.copy(own_memo=large)
+    free = core.copy(own_memo=large or largest > LARGEST_PAIR)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
     plain = free.copy() if joins and not large and table_entries(free) <= JOINABLE and not board.clock.expired() else None
@@ -114,7 +114,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     dual = Dual(free, nodes=None if large else along(free), alike=True)
     if alike is not None and large:
         alike.begin(dual)
-    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike if large else None)
+    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike)
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
