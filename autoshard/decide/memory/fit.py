@@ -42,7 +42,7 @@ def search_within(program: Program, how: How) -> Solution:
     problem, learned = program.formulation.problem, program.learned
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     floors = Floors(program.formulation, Footprints(program.formulation.table.mesh, program.formulation.table.cluster))
-    answer = how.part(BEFORE if floors.possible else FIRST).solve(problem, program.starts, possible(problem, learned.near))
+    answer = _solved(problem, program.starts, possible(problem, learned.near), how.part(BEFORE if floors.possible else FIRST))
     if answer.choice is not None and floors.possible:
         program, answer = _floored(program, floors, answer, how.part(SEEN))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
@@ -54,12 +54,19 @@ def search_within(program: Program, how: How) -> Solution:
     return found
 
 
+def _solved(problem: Problem, starts: Sequence[np.ndarray], near: Sequence[np.ndarray], how: How) -> Solution:
+    """What a search finds from `starts`, and from choices met where rows had other limits: of these some need less memory, and where time is short
+    nothing else may be found."""
+    return how.solve(problem, (*starts, *near), near)
+
+
 def _bounded(program: Program, seen: Solution, found: Solution, how: How) -> Solution:
     """`found` with what most of the time that is left adds to its bound: `seen`, the search of the program's problem, may have been cut short. A
     cheaper choice that it finds is corrected as that of `seen` was."""
     if found.choice is None or found.gap == 0.0 or seen.gap <= CLOSED or how.clock.expired():
         return found
-    answer = how.part(FIRST).solve(program.formulation.problem, (*program.starts, found.choice), possible(program.formulation.problem, seen.near))
+    problem = program.formulation.problem
+    answer = _solved(problem, (*program.starts, found.choice), possible(problem, seen.near), how.part(FIRST))
     found = replace(found, bound=max(found.bound, answer.bound))
     if answer.choice is None or answer.cost >= min(seen.cost, found.cost) * (1.0 - LITTLE):
         return settled(found, found.choice, found.cost)
@@ -78,13 +85,13 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
         grown = program.formulation
         for moment in full:
             grown = with_floor(grown, floors, moment)
-        answer = how.part(1 / (FLOORED - n)).solve(grown.problem, program.starts, possible(grown.problem, found.near))
+        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(1 / (FLOORED - n)))
         program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer
         if answer.choice is None:  # cut short: what was found before is near enough for rounds
             return program, replace(found, bound=min(bound, found.cost))
-        found = settled(replace(answer, bound=bound), answer.choice, answer.cost)
+        found = settled(replace(answer, bound=bound, near=answer.near or found.near), answer.choice, answer.cost)
     return program, found
 
 
@@ -128,7 +135,7 @@ def _corrected(program: Program, first: Solution, how: How) -> Solution:
         else:
             grown = by_rows = _grown(by_rows, timelines(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
         share = min(1.0, 2 / (ROUNDS - n))  # a search that is cut short is worth little: most end long before, and few rounds are needed
-        found = how.part(share).solve(grown.problem, program.starts, near)
+        found = _solved(grown.problem, program.starts, near, how.part(share))
         if found.choice is not None:
             last, over, near = found, timelines(found.choice).peak - aim, found.near or near
             met.append(found.choice)
@@ -155,7 +162,7 @@ def _filled(program: Program, found: Solution, how: How) -> Solution:
         if around:
             answer = _around(rows.problem, best, starts, how.part(AROUND))
         else:
-            answer = how.part(1 / (FILLED - n)).solve(rows.problem, starts, near)
+            answer = _solved(rows.problem, starts, near, how.part(1 / (FILLED - n)))
             near = answer.near or near
         if answer.choice is None or answer.cost >= best.cost * (1.0 - LITTLE):
             if not around:
