@@ -34,6 +34,8 @@ MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 FILLED, FILLING, AROUND = 8, 0.5, 0.5  # searches that use what a plan leaves free; shares of the time left
 FULL = 0.9  # of the limit; a moment as full may be too full in a plan that keeps more
+MIXED, NEARLY = 2, 5e-3  # choices that fit, for a mixture; a gap that needs no search
+MET = 40  # choices that are kept for the next search
 LITTLE = 1e-4  # of the step: a search that gains less is the last one
 
 
@@ -58,6 +60,21 @@ def _solved(problem: Problem, starts: Sequence[np.ndarray], near: Sequence[np.nd
     """What a search finds from `starts`, and from choices met where rows had other limits: of these some need less memory, and where time is short
     nothing else may be found."""
     return how.solve(problem, (*starts, *near), near)
+
+
+def _again(problem: Problem, program: Program, first: Solution, last: np.ndarray, near: Sequence[np.ndarray], how: How) -> Solution:
+    """A search under limits that were corrected by the choice `last`, which proves nothing. Before it `last` is mixed with the cheapest choices met
+    that keep the limits: layers that follow one or the other balance on a row. Where that costs little more than the bound, it is enough."""
+    fitting = sorted((cost, i) for i, choice in enumerate(near) if np.isfinite(cost := evaluate(problem, choice)))
+    mixed = how.mix(problem, [last, *(near[i] for _, i in fitting[:MIXED])]) if fitting else None
+    if mixed is not None and mixed[1] - first.bound <= NEARLY * abs(first.bound):
+        return settled(first, *mixed)
+    return _solved(problem, (*program.starts, *([mixed[0]] if mixed else ())), near, how)
+
+
+def _met(now: Sequence[np.ndarray], before: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Choices that searches have met, the last ones first, each once."""
+    return tuple({choice.tobytes(): choice for choice in (*now, *before)}.values())[:MET]
 
 
 def _bounded(program: Program, seen: Solution, found: Solution, how: How) -> Solution:
@@ -91,7 +108,7 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
             return program, answer
         if answer.choice is None:  # cut short: what was found before is near enough for rounds
             return program, replace(found, bound=min(bound, found.cost))
-        found = settled(replace(answer, bound=bound, near=answer.near or found.near), answer.choice, answer.cost)
+        found = settled(replace(answer, bound=bound, near=_met(answer.near, found.near)), answer.choice, answer.cost)
     return program, found
 
 
@@ -135,9 +152,9 @@ def _corrected(program: Program, first: Solution, how: How) -> Solution:
         else:
             grown = by_rows = _grown(by_rows, timelines(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
         share = min(1.0, 2 / (ROUNDS - n))  # a search that is cut short is worth little: most end long before, and few rounds are needed
-        found = _solved(grown.problem, program.starts, near, how.part(share))
+        found = _again(grown.problem, program, first, last.choice, near, how.part(share))
         if found.choice is not None:
-            last, over, near = found, timelines(found.choice).peak - aim, found.near or near
+            last, over, near = found, timelines(found.choice).peak - aim, _met(found.near, near)
             met.append(found.choice)
         elif n >= LOWERED:
             break
@@ -163,7 +180,7 @@ def _filled(program: Program, found: Solution, how: How) -> Solution:
             answer = _around(rows.problem, best, starts, how.part(AROUND))
         else:
             answer = _solved(rows.problem, starts, near, how.part(1 / (FILLED - n)))
-            near = answer.near or near
+            near = _met(answer.near, near)
         if answer.choice is None or answer.cost >= best.cost * (1.0 - LITTLE):
             if not around:
                 break
