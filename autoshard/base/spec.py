@@ -145,13 +145,16 @@ def stores(meta: TensorMeta, spec: Spec, sizes: tuple[int, ...]) -> bool:
     return True
 
 
+def beside(meta: TensorMeta, other: TensorMeta, spec: Spec) -> Spec | None:
+    """`spec` of the tensor `meta` in dims that it shares with `other`, of equal shape. A view may have merged dims of one of them (its factors say
+    so): then blocks of tensor dims count, and what is none is None."""
+    return spec if meta.factors == other.factors else meta.on_tensor_dims(spec)
+
+
 def lie_alike(one: TensorMeta, two: TensorMeta, a: Spec, b: Spec) -> bool:
-    """Whether a rank's piece of the tensor `one` as `a` says is that of `two`, of equal shape, as `b` says. A view may have merged dims of one of
-    them (its factors say so): then blocks of tensor dims count."""
-    if one.factors == two.factors:
-        return a == b
-    here = one.on_tensor_dims(a)
-    return here is not None and here == two.on_tensor_dims(b)
+    """Whether a rank's piece of the tensor `one` as `a` says is that of `two`, of equal shape, as `b` says."""
+    here = beside(one, two, a)
+    return here is not None and here == beside(two, one, b)
 
 
 def may_be_stored(meta: TensorMeta, spec: Spec, mesh: Mesh) -> bool:

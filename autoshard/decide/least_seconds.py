@@ -68,8 +68,9 @@ def least_step(table: CostTable, how: How, prices: Prices | None = None, held: H
     for name, row in row_of.items():
         into[row] = next(row_of[other] for other in row_of if group[other] == group[name])
     problem = replace(problem, items=replace(problem.items, row=into[problem.items.row]))
-    given = np.zeros(len(into)) if not np.isfinite(problem.row_price).any() else None if prices is None else _given(problem, prices, row_of, group)
-    bound, found = priced_bound(problem, how.clock, given if given is None else np.where(into == np.arange(len(into)), given, 0.0), CLOSE)
+    searched = prices is None and np.isfinite(problem.row_price).any()
+    given = None if searched else _given(problem, prices or (0.0, 0.0, 0.0), {name: row for name, row in row_of.items() if into[row] == row}, group)
+    bound, found = priced_bound(problem, how.clock, given, CLOSE)
     first = {group[name]: float(found[into[row]]) for name, row in row_of.items()}
     byte = 0.0 if held is None else float(found[MEMORY])
     least = bound if held is None else bound + byte * held.share
@@ -77,7 +78,7 @@ def least_step(table: CostTable, how: How, prices: Prices | None = None, held: H
 
 
 def _given(problem: Problem, prices: Prices, row_of: Mapping[str, int], group: Mapping[str, str]) -> np.ndarray:
-    """Prices of all rows."""
+    """Prices of all rows: those of windows that `row_of` has, and of the bytes."""
     given, at = np.zeros(len(problem.row_price)), dict(zip(("forward", "backward"), prices))
     for name, row in row_of.items():
         given[row] = min(float(problem.row_price[row]), at.get(group[name], np.inf))

@@ -241,8 +241,8 @@ class Floors(FloorWeights):
         """Made in forward before the op and kept, and not read yet in backward; or, of a parameter, read by the op and by no other of its window.
         Other copies of what the op reads are counted with the op."""
         if op.phase == "forward":
-            earlier = [self.graph.order[name] for name, _ in copy.readers if self.graph.op(name).phase == "forward"]
-            lies = bool(earlier) and max(earlier) < now
+            lies = self._once(("read in forward", copy.value, copy.spec), lambda: max(
+                (self.graph.order[name] for name, _ in copy.readers if self.graph.op(name).phase == "forward"), default=len(self.graph.ops))) < now
         else:
             later = self._once(("later", copy.value, copy.spec), lambda: [
                 (name, i) for name, i in copy.readers if self.graph.op(name).phase == "backward"])

@@ -1,6 +1,7 @@
 """Of floor rows (`floor_rows.py`): bytes of stored tensors, of gradients of parameters, and of parameters that an op gathers."""
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,13 @@ class FloorWeights:
     def graph(self) -> Graph:
         return self.formulation.table.graph
 
+    @cached_property
+    def copies_of(self) -> Mapping[Ref, list[CopyNode]]:
+        out: dict[Ref, list[CopyNode]] = defaultdict(list)
+        for copy in self.formulation.copies:
+            out[copy.value].append(copy)
+        return out
+
     def _gathered(self, op: Op) -> dict[str, tuple[float, np.ndarray]]:
         """Per parameter that the op may gather: the least bytes that it may be stored in, and per strategy of the op the bytes that it reads, where
         these are more. Such a reading is a copy, or the parameter is stored so. Both are counted once if what is stored in more than the least bytes
@@ -41,7 +49,7 @@ class FloorWeights:
             if self.graph.op(root.op).kind != "param" or root.op in found or self.graph.meta(ref).numel != self.graph.meta(root).numel:
                 continue
             specs, least = units.inputs(op.name, i), min(self._local(root, s) for s in units.outputs(root).specs)
-            alone = {c.spec for c in self.formulation.copies if c.value == ref and self._reads_alone(c, op)}
+            alone = {c.spec for c in self.copies_of.get(ref, ()) if self._reads_alone(c, op)}
             read = np.array([0.0 if s in alone else self._local(ref, s) for s in specs.specs])[specs.index]
             if (read > least).any():
                 found[root.op] = least, np.where(read > least, read, 0.0)

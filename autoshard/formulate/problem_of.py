@@ -313,10 +313,10 @@ def _copy_group(b: Builder, copy: CopyNode, layers: Mapping[str, int]) -> int:
 def _add_saved(b: Builder, ref: Ref) -> None:
     """Memory of a forward value that backward reads, in its producer's spec, or that a source keeps. Values that may share
     a buffer, being views of one another, count once; sources keep no views."""
-    if not b.has_bytes(storage_root(b.table.graph, ref).op):
+    root = storage_root(b.table.graph, ref)
+    if not b.has_bytes(root.op):
         return
     if is_saved(b.table.graph, ref):
-        root = storage_root(b.table.graph, ref)
         if ("saved", root) not in b.memo:
             b.memo["saved", root] = True
             specs = b.units.outputs(ref)

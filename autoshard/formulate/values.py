@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.base.graph import EARLY, Graph, Ref, TensorMeta
-from autoshard.base.spec import NOWHERE, Spec, lie_alike
+from autoshard.base.spec import NOWHERE, Spec, beside
 from autoshard.cost.memory import value_bytes
 from autoshard.recompute.rewrite import is_source
 from autoshard.rules import registry
@@ -38,4 +38,5 @@ def storage_root(graph: Graph, ref: Ref) -> Ref:
 
 def equality(source: TensorMeta, output: TensorMeta, src: Sequence[Spec], dst: Sequence[Spec]) -> np.ndarray:
     """0 where the two lie alike, else inf."""
-    return np.where(np.array([[lie_alike(source, output, s, d) for d in dst] for s in src]), 0.0, np.inf)
+    here, there = ([beside(meta, other, s) for s in specs] for meta, other, specs in ((source, output, src), (output, source, dst)))
+    return np.where(np.array([[s is not None and s == d for d in there] for s in here]), 0.0, np.inf)

@@ -1,6 +1,7 @@
 """Edges between decision units: which unit reads which value. Walks over the units (baselines, propagation) use them."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,6 +60,14 @@ class Wiring:
         tied = dict(graph.ties)
         tied |= {a: b for a, b in self.formulation.table.seeds.ties if a not in tied}
         return {units.index(a): units.index(b) for a, b in tied.items()}
+
+    @cached_property
+    def tied_to(self) -> Mapping[int, tuple[int, ...]]:
+        """Per unit, what is tied to it in `ties`."""
+        out: dict[int, tuple[int, ...]] = {}
+        for n, other in self.ties.items():
+            out[other] = (*out.get(other, ()), n)
+        return out
 
     def held(self, n: int) -> SpecIndex:
         """Specs of the one tensor of a placeholder or output; of others of the first that they make."""

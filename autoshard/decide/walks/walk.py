@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.base.graph import Ref
-from autoshard.base.spec import Spec, lie_alike
+from autoshard.base.spec import Spec, beside, lie_alike
 from autoshard.decide.walks.reads import Read, Wiring
 from autoshard.space.strategies import SpecIndex
 
@@ -57,8 +57,12 @@ class Placed:
     def untied(self, n: int) -> np.ndarray:
         """Per strategy of a parameter, whether its gradient cannot leave so: a view may give that dims which split otherwise."""
         w, mine = self.wiring, self._outputs(n)
-        return np.any([ranked(mine, lambda spec, m=m: not any(lie_alike(w.held_meta(n), w.held_meta(m), spec, s) for s in w.held(m).specs))
-                       for m, other in w.ties.items() if other == n] or [np.zeros(len(mine.index))], axis=0)
+        out, meta = np.zeros(len(mine.index), dtype=bool), w.held_meta(n)
+        for m in w.tied_to.get(n, ()):
+            other = w.held_meta(m)
+            possible = {beside(other, meta, s) for s in w.held(m).specs} - {None}
+            out |= ranked(mine, lambda spec, other=other, possible=possible: beside(meta, other, spec) not in possible).astype(bool)
+        return out
 
     def _outputs(self, n: int) -> SpecIndex:
         return self.wiring.formulation.units.outputs(Ref(self.wiring.unit(n).name))
