@@ -8,7 +8,8 @@ the profile holds a measured curve for the op or its family
 (`autoshard calibrate` writes them), seconds = curve(bytes), or max(curve(FLOPs + k x bytes), bytes / (bandwidth x e)) for the
 families that count FLOPs; k is 0 or the profile's `byte_flop`. Bytes are those of all local inputs and outputs, except
 that an op which only picks rows of an input is charged for what it picks. What a rule says that its local kernels move
-besides is added. Every shape entry may be a numpy array with one element per strategy; one call then prices all strategies of an op.
+besides is added, as one pointwise op, and an overhead for each of their small kernels. Every shape entry may be a numpy array with one element
+per strategy; one call then prices all strategies of an op.
 Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009.
 """
 from __future__ import annotations
@@ -28,6 +29,7 @@ from autoshard.errors import UsageError
 from autoshard.rules.family import Family
 from autoshard.rules.registry import rule_of
 from autoshard.rules.states import ROW_WRITES
+from autoshard.rules.types import Rule
 
 # Ops that read only as much of one input as they write: op -> position of that tensor input.
 PICKS_FROM = {
@@ -85,7 +87,15 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
     share = filled_by(outs[0] or (), flops, int(tiled)) if tiled and outs else 1.0
     seconds = op_seconds(rule.family, flops, call_bytes(call, ins, outs, kept), compute_dtype(call), device,
                          op_name(call.target), 0.0 if kept.unread else None, share)
-    return seconds if rule.moved is None else seconds + rule.moved(call, ins, outs) / device.reached_bandwidth(Family.POINTWISE)
+    return _with_local(rule, call, ins, outs, device, seconds)
+
+
+def _with_local(rule: Rule, call: Call, ins: Sequence[Any], outs: Sequence[Any], device: Device, seconds: Any) -> Any:
+    """`seconds` and those of what the rule says that its local kernels do besides."""
+    if rule.moved is not None:
+        moved = rule.moved(call, ins, outs)
+        seconds = seconds + (moved > 0) * op_seconds(Family.POINTWISE, 0, moved, compute_dtype(call), device, overhead=0.0)
+    return seconds if rule.kernels is None else seconds + rule.kernels(call, ins, outs) * device.kernel_overhead
 
 
 def call_bytes(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any] | None], kept: Fused = NOTHING) -> Any:

@@ -116,6 +116,8 @@ class Rule:
              hold numpy arrays (one entry per strategy); None: 0.
     moved    (call, local input shapes, local output shapes) -> bytes that kernels of the local implementation read and write beside the op's own
              inputs and outputs, one kernel after the other; None: 0.
+    kernels  (call, local input shapes, local output shapes) -> small kernels of the local implementation beside those, each of which costs what a
+             kernel does at least; None: 0.
     private  outputs that only mean something to the gradient of the op, on the rank that made them: they are never redistributed.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
@@ -129,6 +131,7 @@ class Rule:
     sizes: tuple[tuple[str, str], ...] = ()
     flops: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     moved: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
+    kernels: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
     private: tuple[int, ...] = ()
     takes: Callable[[Call, Sequence[Spec], tuple[int, ...]], bool] | None = None

@@ -198,6 +198,14 @@ LOWERED = [  # half precision too, which is too coarse for the oracle
 ]
 
 
+def lowered(call, inputs, outputs, mesh):
+    emit = Emitter(mesh)
+    context = Context(call, inputs, outputs, mesh, emit, "an op")
+    proxies = [emit.placeholder(f"in{i}", context.local_in(i), m.dtype) for i, m in enumerate(call.inputs)]
+    args, kwargs = oracle._arguments(call, proxies)
+    return emit, context, emit.value(registry.run_local(context, *args, **kwargs))
+
+
 @pytest.mark.parametrize("s", LOWERED, ids=[f"{i}-{s.op}" for i, s in enumerate(LOWERED)])
 def test_local_implementations_lower_to_nodes(s):
     """The same functions on FX proxies: they may not look at values, nor at the rank."""
@@ -208,16 +216,27 @@ def test_local_implementations_lower_to_nodes(s):
         pairs = zip((*call.inputs, *call.outputs), (*inputs, *outputs), strict=True)
         if any(m and not divides(m.logical_shape, spec, mesh.sizes) for m, spec in pairs):
             continue
-        emit = Emitter(mesh)
-        context = Context(call, inputs, outputs, mesh, emit, "an op")
-        proxies = [emit.placeholder(f"in{i}", context.local_in(i), m.dtype) for i, m in enumerate(call.inputs)]
-        args, kwargs = oracle._arguments(call, proxies)
-        got = emit.value(registry.run_local(context, *args, **kwargs))
+        emit, context, got = lowered(call, inputs, outputs, mesh)
         for i, (value, meta) in enumerate(zip(got if isinstance(got, tuple) else (got,), call.outputs, strict=True)):
             if meta is not None:
                 assert (tuple(value.shape), value.dtype) == (context.local_out(i), meta.dtype), (row, i)
         sent = [n.args[0].meta["val"].nbytes for n in emit.graph.nodes if n.target in KIND_OF]
         assert sorted(sent) == sorted(d[-1] for d in declared(call, (row, registry.rows(call)[0]), mesh)), row
+
+
+@pytest.mark.parametrize("s", batch_norms(4, 6, 8, dtype=torch.float32), ids=str)
+def test_small_kernels_of_batch_norms_are_those_that_are_priced(s):
+    """Beside those that read the whole input."""
+    call, _ = build(s)
+    mesh, rule, large = Mesh(("a",), (2,)), registry.rule_of(call.target), torch.Size(call.inputs[0].shape).numel() // 2
+    for row in registry.rows(call):
+        inputs, outputs = tuple((p,) for p in row.inputs), tuple((p,) for p in row.outputs)
+        emit, _, _ = lowered(call, inputs, outputs, mesh)
+        ran = [n for n in emit.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten" and not n.target.is_view]
+        small = [n for n in ran if all(v.meta["val"].numel() < large for v in n.all_input_nodes if isinstance(v.meta["val"], torch.Tensor))]
+        shapes = [local_shape(m.logical_shape, spec, mesh.sizes) for m, spec in zip(call.inputs, inputs, strict=True)]
+        assert int(rule.kernels(call, shapes, [])) == len(small), (row, small)
+        assert rule.moved is None or (rule.moved(call, shapes, []) > 0) == bool(small)
 
 
 @pytest.mark.parametrize("s", batch_norms(4, 6, 8, dtype=_bf16), ids=str)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoshard.base.graph import Call, TensorMeta
@@ -210,6 +211,26 @@ def _batch_norm_backward(ctx: LocalContext, grad: Any, x: Any, weight: Any, runn
     return tuple(None if m is None else cast(v, acc, m.dtype) for v, m in zip(results, call.outputs, strict=True))
 
 
+def _split(call: Call, inputs: Sequence[Any]) -> Any:
+    """Per strategy, whether ranks share the batch whose statistics are taken."""
+    whole = call.inputs[0].logical_shape
+    return np.logical_or.reduce([np.asarray(inputs[0][d]) < whole[d] for d in call.inputs[0].logical_dims(0)]) & _in_training(call)
+
+
+def _batch_norm_kernels(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """Those of `_moments`, the scale, and of each running statistic."""
+    return _split(call, inputs) * (13 + (3 if call.given("running_mean") is not None else 0))
+
+
+def _batch_norm_backward_kernels(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    return _split(call, inputs) * 7
+
+
+def _batch_norm_backward_moved(call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """The sums write nothing; then the input is normalised, and the result and the gradient are read."""
+    return _split(call, inputs) * prod(inputs[1]) * 4 * accumulate_dtype(call.inputs[1].dtype).itemsize
+
+
 # Weight norm --------------------------------------------------------------------------------------------
 
 def _weight_norm_terms(call: Call, weight: str) -> tuple[str, str]:
@@ -229,8 +250,12 @@ def _weight_norm_backward_line(call: Call) -> str:
     return f"{v}, ~{v}, ~{g}, ~{g} -> {v}, {g}"
 
 
-def _batch(local: Any) -> Rule:
-    return adjust(rule(_batch_norm_line, family=Family.NORM, local=local), _batch_norm_row)
+def _batch(local: Any, **beside: Any) -> Rule:
+    return replace(adjust(rule(_batch_norm_line, family=Family.NORM, local=local), _batch_norm_row), **beside)
+
+
+BATCH_NORM = _batch(_batch_norm, kernels=_batch_norm_kernels)
+BATCH_NORM_BACKWARD = _batch(_batch_norm_backward, kernels=_batch_norm_backward_kernels, moved=_batch_norm_backward_moved)
 
 
 RULES = {
@@ -242,11 +267,11 @@ RULES = {
     aten.native_group_norm.default: rule(_group_norm_line, family=Family.NORM, local=_group_norm),
     aten.native_group_norm_backward.default: rule(_group_norm_backward_line, family=Family.NORM,
                                                   local=_group_norm_backward),
-    aten._native_batch_norm_legit_functional.default: _batch(_batch_norm),
-    aten._native_batch_norm_legit.no_stats: _batch(_batch_norm),
-    aten._native_batch_norm_legit_no_training.default: _batch(_batch_norm),
-    aten._batch_norm_with_update_functional.default: _batch(_batch_norm),
-    aten._batch_norm_no_update.default: _batch(_batch_norm),
-    aten.native_batch_norm_backward.default: _batch(_batch_norm_backward),
-    aten.batch_norm_backward.default: _batch(_batch_norm_backward),
+    aten._native_batch_norm_legit_functional.default: BATCH_NORM,
+    aten._native_batch_norm_legit.no_stats: BATCH_NORM,
+    aten._native_batch_norm_legit_no_training.default: BATCH_NORM,
+    aten._batch_norm_with_update_functional.default: BATCH_NORM,
+    aten._batch_norm_no_update.default: BATCH_NORM,
+    aten.native_batch_norm_backward.default: BATCH_NORM_BACKWARD,
+    aten.batch_norm_backward.default: BATCH_NORM_BACKWARD,
 }
