@@ -1,9 +1,9 @@
 """What a small gradient's reduction costs: its share of a call that several gradients are reduced in (lower/buckets.py).
 
 Reductions of gradients up to SMALL bytes wait for each other. Which of them share a call is known when the step is scheduled, long after an op's
-strategy is priced. As if all small gradients of the graph shared one call, each takes an equal part of what a call costs at any size, and by its
-bytes a part of the rest and of the copy into the call's buffer; at most what a call of its own takes. So the fixed cost (0.5 ms by gloo's messages)
-is paid once by a hundred biases, not a hundred times.
+strategy is priced. As if all small gradients of the graph shared calls of BUCKET bytes, or one if they are fewer, each takes an equal part of what
+these cost at any size, and by its bytes a part of the rest and of the copy into a call's buffer; at most what a call of its own takes. So the fixed
+cost (0.5 ms by gloo's messages) is paid once by a hundred biases, not a hundred times, and bytes cost what they do in a long message.
 """
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from autoshard.rules.family import Family
 
 SMALL = 1 << 20
 """Bytes of a gradient up to which a call's fixed cost outweighs copying it: 0.3 ms are 300 KB on a link of 1 GB/s."""
+BUCKET = 16 << 20
+"""Bytes of a call that gradients share. More would only make the first gradient in it wait longer."""
 REDUCTIONS = tuple(name for name, kind in collectives.RUN.items() if kind.runs.reduces)
 """Kinds whose results on several tensors side by side are their results on each."""
 
@@ -31,7 +33,7 @@ def shares(kind: str, nbytes: int) -> bool:
 
 
 class Together(NamedTuple):
-    """Gradients that are thought to share a call: how many there are, and the call's bytes."""
+    """Gradients that are thought to share calls: how many there are, and their bytes."""
 
     count: int
     nbytes: int
@@ -42,11 +44,11 @@ UNKNOWN = Together(0, 0)
 
 
 def small_gradients(graph: Graph) -> Together | None:
-    """Those of a graph, and their bytes, up to SMALL; None where there are none."""
+    """Those of a graph; None where there are none."""
     ends = dict.fromkeys(op.refs[0] for op in graph.outputs(Role.GRADIENT).values() if op.refs)
     sizes = [prod(meta.logical_shape) * meta.dtype.itemsize for meta in map(graph.meta, ends)]
     small = [n for n in sizes if 0 < n <= SMALL]
-    return Together(len(small), min(sum(small), SMALL)) if small else None
+    return Together(len(small), sum(small)) if small else None
 
 
 def share_seconds(kind: str, nbytes: int, others: Together | None, link: AxisLink, device: Device) -> float:
@@ -57,6 +59,6 @@ def share_seconds(kind: str, nbytes: int, others: Together | None, link: AxisLin
         return own
     if others == UNKNOWN:
         return 0.0
-    fixed = collectives.seconds(kind, 1, link)
-    call = collectives.seconds(kind, others.nbytes, link) + float(op_seconds(Family.COPY, 0, 2 * others.nbytes, torch.uint8, device))
-    return min(own, fixed / others.count + nbytes / others.nbytes * (call - fixed))
+    full, fixed = min(others.nbytes, BUCKET), collectives.seconds(kind, 1, link)
+    call = collectives.seconds(kind, full, link) + float(op_seconds(Family.COPY, 0, 2 * full, torch.uint8, device))
+    return min(own, others.nbytes / full * fixed / others.count + nbytes / full * (call - fixed))

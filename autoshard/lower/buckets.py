@@ -9,10 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from autoshard.cost.shared_calls import SMALL
-
-BUCKET = 16 << 20
-"""Bytes of a bucket. More would only make the first gradient in it wait longer."""
+from autoshard.cost.shared_calls import BUCKET, SMALL
 
 T = TypeVar("T")
 
