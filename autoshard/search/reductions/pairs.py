@@ -9,7 +9,7 @@ Not a rule of the sweep: pairs are made where rows are gone, because nodes that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +24,11 @@ REMEMBERED = 1000  # joint strategies; tables of larger pairs take megabytes eac
 PAIR, ROUND, STORED = 4_000_000, 40_000_000, 20_000_000  # where pairs may be larger: table entries of one, of a round, and of what is there before
 
 
-def merge_pairs(core: Core, largest: int, expired: Callable[[], bool] = lambda: False) -> None:
+def merge_pairs(core: Core, largest: int, expired: Callable[[], bool] = lambda: False, among: Collection[int] | None = None) -> None:
     """Merge pairs of at most `largest` joint strategies, and reduce, while there are any. What rounds with large ones computed is forgotten after
-    each: copies are merged in the same round."""
+    each: copies are merged in the same round. `among`: the nodes that may be merged; default: all."""
     while not expired():
-        pairs = _disjoint(core, _candidates(core, largest))
+        pairs = _disjoint(core, [(u, v) for u, v in _candidates(core, largest) if among is None or u in among and v in among])
         if largest > REMEMBERED:
             pairs = _affordable(core, pairs)
         if not pairs:

@@ -7,7 +7,7 @@ if that is within the gap it is the optimum. Equal layers are first tied: the sa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from autoshard.search.problem import evaluate
 from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.routes.mixture import mix
-from autoshard.search.routes.priced import LARGER_PAIRS, MIP_NODES, STORED, TABLES, Priced, choice_value, keep_possible, solve_left, solve_priced
+from autoshard.search.routes.priced import MIP_NODES, STORED, TABLES, Priced, choice_value, keep_possible, solve_left, solve_priced, tighten
 from autoshard.search.routes.prices import SAME, Plane, next_prices, planes_of, scaled, search_large_prices, search_prices
 from autoshard.search.tie import Tied
 
@@ -38,6 +38,7 @@ ROUGH_LARGE = 2e-2  # the same where tables are too large to keep, and larger pa
 NEAR = 4  # choices that a problem solved at once leaves for the next one
 CLOSE = 1e-3  # relative gap at which a search on large tables ends: prices of a profile are not known better, and proving the rest takes half as long
 # again
+FINE = 5e-5  # relative gap to which the best prices of a large problem are answered where the bound has to rise
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
 
 
@@ -67,7 +68,7 @@ class Quotient:
         if self.best is None or self.best.choice is None:
             return None
         choice = self.tied.lift(self.best.choice)
-        return Alike(choice, self.tied, self.best.dual, self.best.largest) if large and self.large else Alike(choice)
+        return Alike(choice, self.tied, self.best.dual, self.best.around) if large and self.large else Alike(choice)
 
 
 def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Core] | None = None) -> None:
@@ -84,7 +85,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     quotient, planes, pool = _search_tied(board, core, layers, seed)
     if large:
         give_back_memory()
-    tied_best = _at_once(quotient.best) if quotient is not None else None
+    tied_best = quotient.best if quotient is not None else None
     if quotient is not None and (choice := quotient.solved()) is not None:
         likely, reduced = True, not (quotient.core.price == 0)[core.price > 0].any()
         board.offer(choice, "layers tied", tied=True)
@@ -99,6 +100,9 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     near = False
     if not board.done:  # a choice near the bound tells most strategies to be too dear
         _mix(board, core, best, [*pool, *found], seed)
+    if not board.done and large and best is not None and best.loose:  # a little more of the bound may do
+        best = tighten(board, core, best, seed, FINE)
+        board.raise_bound(best.bound, "row prices")
     if likely:
         near = best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
         close(board, core, best, seed, widest=math.inf if near else LIKELY, place=place)
@@ -119,11 +123,6 @@ def _mix(board: Board, core: Core, best: Priced | None, pool: list[np.ndarray], 
         mix(board, [pool[i] for i in two], seed)
     if not board.done and (best is None or board.cost - best.bound > MIXED * abs(best.bound)):
         mix(board, pool, seed)
-
-
-def _at_once(best: Priced | None) -> Priced | None:
-    """The tied problem's answer without the largest pairs that it needed: its choice tells whether the whole problem needs them too."""
-    return None if best is None else replace(best, largest=min(best.largest, LARGER_PAIRS[-1]))
 
 
 def solve_at_ends(board: Board, core: Core, seed: int) -> bool:
@@ -257,5 +256,5 @@ def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int, p
         left = table_entries(small)
         if not left or left > ENOUGH * table_entries(core) or board.clock.expired():
             return small
-        core, best = small, solve_priced(board, small, best.prices, seed, largest=best.largest, joins=not large)
+        core, best = small, solve_priced(board, small, best.prices, seed, largest=best.largest, joins=not large, around=best.around)
         board.raise_bound(min(best.bound, upper), "few strategies left")

@@ -8,8 +8,9 @@ import numpy as np
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.clock import Phase
-from autoshard.search.dual.copies import Alike
+from autoshard.search.dual.copies import Alike, carry_on
 from autoshard.search.dual.dual import ROUNDS, Dual
+from autoshard.search.dual.excess import loose_nodes
 from autoshard.search.dual.packed import along
 from autoshard.search.problem import priced_cost
 from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
@@ -25,7 +26,8 @@ GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened
 TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 200  # joint strategies; larger pairs cost more to reduce than their bound is worth
 LOOSE, LARGER_PAIRS = 2e-4, (400, 729)  # relative gap of the bound above which they are tried; see `_answer`
-HUGE_PAIR = 2100  # of large problems, where nodes are not joined: two weights of 45 layouts, on three axes with inner shards
+HUGE_PAIR = 2100  # where nodes are not joined, around what makes the bound loose: two weights of 45 layouts, on three axes with inner shards
+AROUND = (2, 2, 3, 4, 6)  # how far from it, in edges, one after the other
 MANY = 100  # strategies of the largest node, from which on the largest pairs are made at once: on three axes a weight has 27 layouts
 LARGE = 4_000_000  # table entries; above, no MIP follows
 STORED = 2_000_000  # of distinct tables; above, what one price computed is not kept for the next
@@ -43,7 +45,8 @@ COARSE = 5e-3  # relative gap; who asks for no more wants to know which strategi
 class Priced:
     """What the problem at `prices` gave: a `bound` that holds for the problem with rows, and the best choice found, or
     None. `value` is what that choice costs at these prices: the bound, where it is tight. `loose`: more could be had at
-    these prices, see `tighten`. `largest`: pairs that the bound needed; near these prices it will need them again."""
+    these prices, see `tighten`. `largest`, `around`: pairs that the bound needed, and nodes of the core among which the largest were made; near
+    these prices it will need them again."""
 
     prices: np.ndarray
     bound: float
@@ -53,6 +56,7 @@ class Priced:
     since: int
     loose: bool
     largest: int
+    around: frozenset[int] = frozenset()
 
     def possible(self, upper: float, place: np.ndarray | None = None) -> dict[int, np.ndarray]:
         """Masks of the strategies of the core before pricing that a choice of cost at most `upper` may take. `place`: as `Tied.place`; copies then
@@ -91,22 +95,25 @@ def _kept(mask: np.ndarray) -> np.ndarray | None:
 
 
 def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
-                 largest: int = LARGEST_PAIR, alike: Alike | None = None, joins: bool = True) -> Priced:
+                 largest: int = LARGEST_PAIR, alike: Alike | None = None, joins: bool = True, around: frozenset[int] = frozenset()) -> Priced:
     """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
-    up to `largest` joint strategies are made at once. `alike`: what is known of a large problem at these prices; `joins`: whether nodes
-    may be joined for a bound. Raises Infeasible when no choice is possible whatever the rows."""
+    up to `largest` joint strategies are made at once, of a large problem only those `around` nodes that needed them elsewhere. `alike`: what is
+    known of a large problem at these prices; `joins`: whether nodes may be joined for a bound. Raises Infeasible when no choice is possible
+    whatever the rows."""
     prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
     large = stored_entries(core) > STORED
     free = core.copy(own_memo=large or largest > LARGEST_PAIR)
     free.price_rows(prices)
     reduce_core(free, board.clock.expired)
     plain = free.copy() if joins and not large and table_entries(free) <= JOINABLE and not board.clock.expired() else None
-    if large:  # sweeps are usually exact without pairs, which cost more than they do; `_answer` makes them where not
-        largest = 0 if alike is None else alike.largest
+    if large:  # sweeps are usually exact without pairs, which cost more than they do
+        largest, around = 0, around if alike is None else alike.nodes(free.alive)
     else:
         many = max((len(free.cost[v]) for v in free.alive), default=0) >= MANY
         largest = LARGER_PAIRS[-1] if many else max(largest, LARGEST_PAIR)
     merge_pairs(free, largest, board.clock.expired)
+    if around:
+        merge_pairs(free, HUGE_PAIR, board.clock.expired, around)
     if board.clock.expired():
         drop_forbidden(free)
     if large:
@@ -114,36 +121,36 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     dual = Dual(free, nodes=None if large else along(free), alike=True)
     if alike is not None and large:
         alike.begin(dual)
-    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike)
+    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike, around)
 
 
-def tighten(board: Board, core: Core, priced: Priced, seed: int) -> Priced:
-    """Go on where `solve_priced(..., enough)` stopped."""
-    return _answer(board, core, priced.prices, priced.dual, priced.since, seed, priced.largest, 0.0)
+def tighten(board: Board, core: Core, priced: Priced, seed: int, enough: float = 0.0) -> Priced:
+    """Go on where `solve_priced` stopped, up to a relative gap of `enough`."""
+    alike = None if priced.choice is None or not enough else Alike(priced.choice)
+    return _answer(board, core, priced.prices, priced.dual, priced.since, seed, priced.largest, enough, alike=alike, around=priced.around)
 
 
-def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, largest: int,
-            enough: float, rough: float = 0.0, plain: Core | None = None, alike: Alike | None = None) -> Priced:
+def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, largest: int, enough: float, rough: float = 0.0,
+            plain: Core | None = None, alike: Alike | None = None, around: frozenset[int] = frozenset()) -> Priced:
     """Where layouts compete, larger pairs are worth their size: those of activations that both windows read, of 16 layouts each
     (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27. `plain`: the core before pairs
     were made."""
     known = board.cost if plain is None else math.inf
     reached = math.inf if alike is None else choice_value(board, core, prices, alike.choice)
     dual, bound, picked, value = _converged(board, dual, enough, known, reached)
-    for larger in LARGER_PAIRS if plain is not None else (*LARGER_PAIRS, HUGE_PAIR):
-        if plain is None and larger < HUGE_PAIR and not rough and min(value, reached) - bound > FAR * abs(bound):
-            continue  # the smaller ones would likely be made for nothing
+    for size in LARGER_PAIRS if plain is not None else AROUND:
         most = math.inf if plain is None else LOOSE_TO_JOIN
-        worth = max(LOOSE, enough, rough) * abs(bound) < min(value, reached) - bound <= most * abs(bound)
-        if larger > largest and worth and stored_entries(dual.core) <= LARGE:
-            joined = dual.core.copy()
-            merge_pairs(joined, larger, board.clock.expired)
-            if board.clock.expired():
-                drop_forbidden(joined)
-            if len(joined.undo) > len(dual.core.undo):  # some were made
-                largest, dual = larger, Dual(joined, nodes=along(joined), alike=True)
-                proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
-                bound = max(bound, min(proven, known))
+        if not max(LOOSE, enough, rough) * abs(bound) < min(value, reached) - bound <= most * abs(bound) or stored_entries(dual.core) > LARGE:
+            break
+        if plain is None:
+            best = picked if alike is None or value <= reached else dual.core.project(alike.choice)[dual.nodes]
+            better, near = _paired_around(board, dual, best, size)
+        else:
+            better, near, largest = _paired(board, dual, size if size > largest else 0), frozenset(), max(size, largest)
+        if better is not None:
+            dual, around = better, around | near
+            proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
+            bound = max(bound, min(proven, known))
     choice = None
     if math.isfinite(value):
         full = np.zeros(len(core.cost), dtype=np.int64)
@@ -160,7 +167,30 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
         loose = False
     if choice is not None:
         value = choice_value(board, core, prices, choice)
-    return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest)
+    return Priced(prices, bound, value, choice, dual, since, loose and max(enough, rough) > 0.0, largest, around)
+
+
+def _paired(board: Board, dual: Dual, largest: int, among: frozenset[int] | None = None) -> Dual | None:
+    """With pairs of up to `largest` joint strategies more; None where there are none to make."""
+    joined = dual.core.copy()
+    merge_pairs(joined, largest, board.clock.expired, among)
+    if board.clock.expired():
+        drop_forbidden(joined)
+    return Dual(joined, nodes=along(joined), alike=True) if len(joined.undo) > len(dual.core.undo) else None
+
+
+def _paired_around(board: Board, dual: Dual, choice: np.ndarray, edges: int) -> tuple[Dual | None, frozenset[int]]:
+    """With the largest pairs so near to where `choice` costs more than what is proven, and those nodes. Of 2,600 nodes of llama 1B on (2, 4, 8) two
+    have all of what the bound lacks, and pairs among the hundred around them prove it; pairs everywhere take ten times the memory."""
+    if (choice < 0).any():
+        return None, frozenset()
+    near = loose_nodes(dual, choice)
+    for _ in range(edges):
+        near |= {w for v in near for w in dual.core.adj[v]}
+    better = _paired(board, dual, HUGE_PAIR, frozenset(near))
+    if better is not None:
+        carry_on(better, dual)
+    return better, frozenset(near)
 
 
 def _converged(board: Board, dual: Dual, enough: float, known: float, reached: float = math.inf) -> tuple[Dual, float, np.ndarray, float]:

@@ -38,6 +38,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     found: list[np.ndarray] = []
     begun = alike is not None and alike.tied is not None
     planes, largest, rough = list(planes), like.largest if like else LARGEST_PAIR, max(rough, board.enough / 4)
+    around: frozenset[int] = frozenset()
     asked = [at for at, *_ in planes]
     for _ in range(TRIALS):
         if board.done or best is not None and board.cost - best.bound <= settled * abs(best.bound):
@@ -48,12 +49,12 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
             priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike)
         elif _promises_more(best, promised, 2 * WHOLE if begun else gain) and (new := _not_asked(prices, best, asked)) is not None:
             worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
-            priced = solve_priced(board, core, new, seed, worth, rough, largest)
+            priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around)
         elif best.loose and not begun:  # other prices may promise more than they can show: first see what these can
             priced = best = tighten(board, core, best, seed)
         else:
             break
-        largest = priced.largest
+        largest, around = priced.largest, priced.around
         board.raise_bound(priced.bound, "row prices")
         if best is None or priced.bound > best.bound:
             best = priced
@@ -94,10 +95,7 @@ def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int
         board.report("no cheap choice fits")  # says nothing about others
     for choice in found[len(first):]:
         board.offer(choice, "row prices")
-    alike = None
-    if like is not None and like.choice is not None:
-        needed = (each.largest for each in (*first, like) if each.largest > LARGEST_PAIR)  # smaller ones are made of what is cheap anyway
-        alike = Alike(like.choice, largest=max(needed, default=0))
+    alike = Alike(like.choice) if like is not None and like.choice is not None else None
     best, planes, more = search_prices(board, core, planes, seed, like, rough, alike, SETTLED)
     return best, planes, [*found, *more]
 
