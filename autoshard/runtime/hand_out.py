@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from autoshard.errors import UsageError
+from autoshard.runtime.inputs import plain_tangent
 
 Finish = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
 
@@ -40,7 +41,7 @@ class _HandOut(torch.autograd.Function):
         if grads is None:
             raise UsageError("backward() of this loss ran before; a step of micro-batches hands out gradients once, so add losses up "
                              "before backward()")
-        tangent = tangents[ctx.loss]
+        tangent = plain_tangent(tangents[ctx.loss])
         if tangent.device.type != "cpu" or tangent.item() != 1.0:
             multiply(grads, tangent)
         return (None,) * 4 + tuple(ctx.finish(grads))

@@ -79,6 +79,11 @@ def wrap_output(local: torch.Tensor, spec: Spec, meta: TensorMeta, mode: str, pl
     return DTensor.from_local(local, place.device_mesh, placed, run_check=False, shape=torch.Size(meta.shape), stride=stride)
 
 
+def plain_tangent(t: torch.Tensor) -> torch.Tensor:
+    """What arrives at a plain output. A DTensor where the output was computed on with DTensors, as a loss to which a penalty on weights is added."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
 def shard_batch(batch: Any, model: Any) -> Any:
     """Each rank's piece of a batch that all ranks have: dim 0 of every tensor, cut over the model's batch axes.
     Raises UsageError when dim 0 does not divide."""

@@ -24,7 +24,7 @@ from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.calling import Calling, as_stored
 from autoshard.program.output_modes import DTENSOR, LOCAL, modes_of
 from autoshard.rules.states import states
-from autoshard.runtime.inputs import localize
+from autoshard.runtime.inputs import localize, plain_tangent
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.params.strided import placements
 from autoshard.runtime.ranks.place import Place
@@ -187,6 +187,7 @@ class Step:
     def _tangent(self, i: int, tangent: torch.Tensor) -> torch.Tensor:
         """Losses are means over the global batch: a rank that averages its own shard of an output sees gradients
         as many times too large as there are shards."""
+        tangent = plain_tangent(tangent)
         if self.modes[i] == LOCAL and self.shards[i] > 1:
             tangent = tangent / self.shards[i]
         return as_stored(tangent)

@@ -6,6 +6,7 @@ import copy
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import assert_near, on_ranks, same_gradients, whole  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 
+import autoshard  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.params.update import local_update  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
@@ -47,10 +49,10 @@ class Tagger(nn.Module):
         return self.head(self.norm(x))
 
 
-def pair(seed: int) -> tuple[CompiledModule, nn.Module]:
+def pair(seed: int, **settings: Any) -> tuple[CompiledModule, nn.Module]:
     torch.manual_seed(0)
     model = Tagger().double()
-    return CompiledModule(copy.deepcopy(model), locate("dp=2"), by_planner(random_planner(seed))), model
+    return CompiledModule(copy.deepcopy(model), locate("dp=2"), by_planner(random_planner(seed), **settings)), model
 
 
 def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,9 +139,33 @@ def round_trip(fast: CompiledModule, model: nn.Module, seed: int, folder: str) -
     assert_near("after loading", loss(plain, 5).detach(), loss(model, 5).detach(), 1e-9)
 
 
+def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, target)
+
+
+def penalised() -> None:
+    """A penalty on weights is a DTensor, and so are a loss that it is added to and the gradient of that loss."""
+    split = autoshard.compile(pair(1)[1].eval(), "dp=2", loss_fn=token_loss, cache=False, pipeline=autoshard.Pipeline(microbatches=2))
+    for fast, model in (pair(1, loss_fn=token_loss), (split, pair(1)[1].eval())):
+        for add in (lambda m, out: out + 0.1 * sum(p.square().sum() for p in m.parameters()),
+                    lambda m, out: (1 + m.mix.weight.abs().mean()) * out):
+            for m, out in ((fast, fast(*batch(1))), (model, loss(model, 1))):
+                m.zero_grad()
+                add(m, out).backward()
+            same_gradients(fast, model, 1e-9)
+
+
+def around() -> None:
+    penalised()
+
+
 def loops(folder: str) -> None:
     for seed in SEEDS:
         whole_loop(seed, f"{folder}/{seed}")
+
+
+def test_what_loops_do_besides() -> None:
+    on_ranks(2, around)
 
 
 def test_training_loops() -> None:
