@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,23 @@ def penalised() -> None:
             same_gradients(fast, model, 1e-9)
 
 
+def anomalies_looked_for() -> None:
+    fast, model = pair(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # detect_anomaly says that it is slow
+        with torch.autograd.detect_anomaly():
+            for m in (fast, model):
+                loss(m, 0).backward()
+            same_gradients(fast, model, 1e-9)
+            with torch.no_grad():
+                fast.mix.weight.fill_(float("nan"))
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                loss(fast, 0).backward()
+
+
 def around() -> None:
     penalised()
+    anomalies_looked_for()
 
 
 def loops(folder: str) -> None:

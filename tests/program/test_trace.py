@@ -325,6 +325,14 @@ def test_inference_is_forward_only():
     assert trace(model, (x48(),)).graph.training, "eval mode with gradients enabled is still differentiated"
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_looks_at_no_gradient_of_a_trace():
+    with torch.autograd.detect_anomaly():
+        graph = trace(Block(), (x48(),)).graph
+        assert torch.is_anomaly_enabled()
+    assert graph.hash == trace(Block(), (x48(),)).graph.hash
+
+
 def test_same_graph_for_real_meta_and_fake_weights_and_twice():
     real, example = llama.build("tiny")
     with torch.device("meta"):

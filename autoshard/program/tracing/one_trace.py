@@ -90,6 +90,7 @@ class OneTrace:
 
     def traced(self) -> Traced:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
+              torch.autograd.set_detect_anomaly(False),  # it reads every gradient, and those of a trace have no numbers
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
               EqualHeads(), RMSNorms(), Losses(self.reads.note), MaskedWrites(), self.reads):
             self._stored_values()

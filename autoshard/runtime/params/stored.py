@@ -23,6 +23,7 @@ from autoshard.base.precision import Precision
 from autoshard.base.random import mix
 from autoshard.base.spec import Spec, format_spec, local_shape, replicated
 from autoshard.errors import ModelError, PlanError, UsageError
+from autoshard.runtime.params import anomalies  # noqa: F401  (tells DTensor of an op)
 from autoshard.runtime.params.rooms import Rooms
 from autoshard.runtime.params.strided import cut, placements
 from autoshard.runtime.ranks.agree import alone, share
