@@ -295,7 +295,7 @@ class CompiledModule(Guidance, nn.Module):
                              "no_sync() as well")
         params = self._stored.params
         if not self._deferring:
-            self._deliver(step, {n: g for n, g in zip(step.grad_names, grads, strict=True) if n in params})
+            step.deliver({n: g for n, g in zip(step.grad_names, grads, strict=True) if n in params})
             return [None if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
         raw = [g for n, g in zip(step.grad_names, grads, strict=True) if n in params]
         held = self._pending.get(step)
@@ -306,13 +306,8 @@ class CompiledModule(Guidance, nn.Module):
                 for name, g in other.reduce(values).items():
                     done[name] = done[name] + g if name in done else g
             self._pending.clear()
-        self._deliver(step, {n: g for n, g in done.items() if apart or n not in step.grad_names})
+        step.deliver({n: g for n, g in done.items() if apart or n not in step.grad_names})
         return [(None if apart else done.get(n)) if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
-
-    def _deliver(self, step: Step, grads: Mapping[str, torch.Tensor]) -> None:
-        """Add to `.grad` of parameters that autograd does not reach from this call; their hooks run."""
-        if grads:
-            torch.autograd.backward([self._stored.params[n] for n in grads], [step.as_gradient(n, g) for n, g in grads.items()])
 
     # --- plans ---
 

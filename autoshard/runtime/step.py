@@ -1,7 +1,7 @@
 """One variant of the model as it runs: two local functions and one autograd node between them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -203,6 +203,15 @@ class Step:
         """Final local gradients by name, from those of `deferred`."""
         reduction = self.deferred[1]
         return dict(zip((p.name for p in reduction.gives), reduction.call(list(grads)), strict=True))
+
+    def deliver(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Add local gradients to `.grad` of parameters that autograd does not reach from this call; their hooks run. Autograd takes none for a
+        parameter that is frozen by now, though it was trained in calls whose gradients were kept."""
+        params, given = self.stored.params, {n: self.as_gradient(n, g) for n, g in grads.items()}
+        if trained := [n for n in given if params[n].requires_grad]:
+            torch.autograd.backward([params[n] for n in trained], [given[n] for n in trained])
+        for p, g in ((params[n], g) for n, g in given.items() if not params[n].requires_grad):
+            p.grad = g if p.grad is None else p.grad + g
 
     def as_gradient(self, name: str, local: torch.Tensor, border: "Border | None" = None) -> torch.Tensor:
         """A local gradient in the form its leaf has: a DTensor placed like it, or of an input (which has a `border`) the whole tensor

@@ -6,6 +6,7 @@ import copy
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,22 @@ def anomalies_looked_for() -> None:
                 loss(fast, 0).backward()
 
 
+def frozen_before_the_last_part() -> None:
+    """What no_sync() kept of a parameter arrives, where the call that reduces it does not train the parameter any more."""
+    fast, model = pair(1)
+    for part in range(3):
+        for m in (fast, model):
+            m.mix.requires_grad_(part < 2)
+            with fast.no_sync() if m is fast and part < 2 else nullcontext():
+                loss(m, part).backward()
+    same_gradients(fast, model, 1e-9)
+    assert fast.mix.weight.grad is not None
+
+
 def around() -> None:
     penalised()
     anomalies_looked_for()
+    frozen_before_the_last_part()
 
 
 def loops(folder: str) -> None:
