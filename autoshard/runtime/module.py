@@ -208,6 +208,11 @@ class CompiledModule(Guidance, nn.Module):
         return step
 
     def _build(self, key: Any, flat: list[Any], replan: bool = False) -> Step:
+        """A new variant. Tensors made here outlive an inference mode around the call, and autograd takes none made inside of one."""
+        with torch.inference_mode(False), torch.set_grad_enabled(key[0][0]):
+            return self._built(key, flat, replan)
+
+    def _built(self, key: Any, flat: list[Any], replan: bool) -> Step:
         alone(self.place, lambda: self._refuse_autocast(key[0][1]))
         if self._steps and not replan:
             log.info("new variant of the model (%s): tracing and planning it with the placements of the others",

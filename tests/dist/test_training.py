@@ -183,10 +183,25 @@ def frozen_before_the_last_part() -> None:
     assert fast.mix.weight.grad is not None
 
 
+def evaluated_before_training() -> None:
+    """A model that is first called in inference mode, where tensors are made that autograd takes nowhere else."""
+    fast, model = pair(0)
+    with torch.inference_mode():
+        for m in (fast, model):
+            m(batch(9)[0])
+    for i in range(2):
+        for m in (fast, model):
+            loss(m, i).backward()
+        same_gradients(fast, model, 1e-9, i)
+    for name, t in fast.named_buffers():
+        assert_near(name, whole(t), dict(model.named_buffers())[name], 1e-9)
+
+
 def around() -> None:
     penalised()
     anomalies_looked_for()
     frozen_before_the_last_part()
+    evaluated_before_training()
 
 
 def loops(folder: str) -> None:

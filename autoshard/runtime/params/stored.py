@@ -194,6 +194,9 @@ class Stored:
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """A buffer's new local value. The old tensor is left alone: backward may still read it."""
+        if value.is_inference():  # no later call with gradients could take it
+            with torch.inference_mode(False):
+                value = value.clone()
         if self.place.device_mesh is not None:
             self.buffers[name]._local_tensor = value
             return
