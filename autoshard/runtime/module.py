@@ -113,8 +113,7 @@ class CompiledModule(Guidance, nn.Module):
                 self._compare_inputs(key, tensors)
         else:
             self._told[0] += 1
-        self._calls += 1
-        step.calls += 1
+        self._calls, step.calls = self._calls + 1, step.calls + 1
         try:
             with self._without_autocast() if key[0][1] else nullcontext():
                 outs = step.run(tensors, key[-1], mix(self._seed, self._calls), self)
@@ -161,6 +160,7 @@ class CompiledModule(Guidance, nn.Module):
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], list[torch.Tensor]]:
         """What a variant depends on (the last part: how each tensor comes in), the leaves of the bound call, and the tensors
         among them."""
+        self._stored.check_unchanged()
         flat, tree = self._binding.flatten(args, kwargs)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         given, grad = tuple(spec_given(self.passing, t, self.place) for t in tensors), torch.is_grad_enabled()

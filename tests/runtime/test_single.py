@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
@@ -75,3 +76,41 @@ def test_clear_errors() -> None:
         locate("dp=4")
     with pytest.raises(UsageError, match="backend='fast'"):
         CompiledModule(torch.nn.Linear(2, 2), locate("one=1"), by_planner(whole_planner, backend="fast"))(torch.ones(1, 2))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def replace_scale(model: nn.Module) -> None:
+    model.scale = torch.zeros(4)
+
+
+def replace_weight(model: nn.Module) -> None:
+    model.layer.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def remove_bias(model: nn.Module) -> None:
+    model.layer.bias = None
+
+
+@pytest.mark.parametrize("change", [replace_scale, replace_weight, remove_bias])
+def test_a_tensor_that_was_replaced_is_refused(change) -> None:
+    fast = CompiledModule(Scaled(), locate("one=1"), by_planner(whole_planner))
+    x = torch.randn(2, 4)
+    before, held = fast(x), dict((*fast.named_parameters(), *fast.named_buffers()))
+    change(fast)
+    with pytest.raises(UsageError, match=r"(scale|layer\.weight|layer\.bias) of the compiled model was replaced"):
+        fast(x)
+    fast.scale, fast.layer.weight, fast.layer.bias = (held[n] for n in ("scale", "layer.weight", "layer.bias"))
+    assert torch.equal(fast(x), before)
+    with pytest.raises(UsageError, match=r"layer\.weight of the compiled model was replaced"):
+        torch.func.functional_call(fast, {"layer.weight": torch.zeros(4, 4)}, (x,))
+    fast.load_state_dict({"scale": torch.zeros(4)}, strict=False)
+    assert not fast(x).any()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 from zlib import crc32
 
@@ -59,6 +60,25 @@ class Stored:
             for key, t in module._buffers.items():
                 if t is not None:
                     self._holders[names[id(t)]].append((module, key))
+        self._find_tables()
+
+    def _find_tables(self) -> None:
+        """Where modules hold the tensors: the tables, the keys there, and the names, first of parameters and then of buffers."""
+        self._tables: list[tuple[tuple[Any, ...], ...]] = []
+        for kind, held in (("_parameters", self.params), ("_buffers", self.buffers)):
+            names = {id(t): name for name, t in held.items()}
+            found = [(table, key, names[id(t)]) for m in self.module.modules() for table in (getattr(m, kind),)
+                     for key, t in table.items() if t is not None]
+            self._tables.append(tuple(zip(*found, strict=True)) or ((), (), ()))
+
+    def check_unchanged(self) -> None:
+        """Raises UsageError where a module has another tensor by now than programs read. Looks at every tensor in every call, so without a loop."""
+        for (tables, keys, names), held in zip(self._tables, (self.params, self.buffers), strict=True):
+            if not all(map(is_, map(dict.get, tables, keys), map(held.get, names))):
+                name = next(n for table, key, n in zip(tables, keys, names, strict=True) if table.get(key) is not held[n])
+                raise UsageError(f"{name} of the compiled model was replaced (by an assignment, or torch.func.functional_call), and its programs "
+                                 f"read the tensor that was there: change its values instead, as load_state_dict({{{name!r}: value}}, strict=False) "
+                                 "does; for another shape or dtype, compile the changed model")
 
     def _first(self, name: str, t: torch.Tensor) -> torch.Tensor:
         """A tensor's stand-in before there is a plan. That of a meta tensor takes no memory, yet has a device."""
@@ -99,6 +119,7 @@ class Stored:
         self.buffers = {name: t for name, t in self.buffers.items() if name in names}
         self._holders = {name: at for name, at in self._holders.items() if name in names}
         self._meta &= set(names)
+        self._find_tables()
 
     def local(self, name: str) -> torch.Tensor:
         """What this rank has of it, as programs take it: with its pad."""
