@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import on_ranks, whole
 from pipeline_cases import Case, run_cases, subject
+from torch import nn
+from torch.nn import functional as F
 
 import autoshard
 from autoshard import Pipeline
@@ -78,6 +80,32 @@ def _training_loop(folder: str) -> dict[str, float]:
 def test_a_training_loop(tmp_path):
     for found in on_ranks(2, _training_loop, str(tmp_path / "checkpoint")):
         assert all(error < 1e-12 for error in found.values()), found
+
+
+def _clipped_beside_a_frozen_stage() -> list[float]:
+    """Differences of norms to one process: the first rank has no gradient, then gradients of another dtype than the second one's."""
+    off = []
+    for frozen in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8, dtype=torch.float64 if frozen else torch.float32).requires_grad_(not frozen), Wide(),
+                              nn.Linear(8, 8).double(), nn.Linear(8, 3).double())
+        x, target = torch.randn(4, 6, dtype=model[0].weight.dtype), torch.randint(3, (4,))
+        compiled = autoshard.compile(model, "pp=2", (x, target), loss_fn=F.cross_entropy, cache=False, pipeline=Pipeline(microbatches=2, cuts=["2"]))
+        compiled(x, target).backward()
+        F.cross_entropy(model(x), target).backward()
+        for norm in (2.0, float("inf")):
+            wanted = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1, norm)
+            off.append(abs(autoshard.clip_grad_norm_(compiled, 0.1, norm).item() - wanted.item()))
+    return off
+
+
+class Wide(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double()
+
+
+def test_clipping_where_a_rank_has_no_gradient():
+    assert max(max(off) for off in on_ranks(2, _clipped_beside_a_frozen_stage)) < 1e-6
 
 
 def _left_alone() -> None:

@@ -28,7 +28,7 @@ def clip_grad_norm_(model: Any, max_norm: float, norm_type: float = 2.0) -> torc
     if place.device_mesh is not None:
         for axis in place.mesh.names:
             dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, group=place.device_mesh.get_group(axis))
-    norm = total if norm_type == inf else total ** (1.0 / norm_type)
+    norm = (total if norm_type == inf else total ** (1.0 / norm_type)).to(_widest(model))
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for _, g in named:
         local = g._local_tensor if isinstance(g, DTensor) else g
@@ -37,14 +37,21 @@ def clip_grad_norm_(model: Any, max_norm: float, norm_type: float = 2.0) -> torc
 
 
 def _total(grads: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """The sum over elements of |g|^p, divided among the ranks that hold the same elements; for p = inf their largest."""
-    dtype = max((g.dtype for g in grads), key=lambda d: torch.finfo(d).bits, default=torch.float32)
-    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+    """The sum over elements of |g|^p, divided among the ranks that hold the same elements; for p = inf their largest. In float64 on every rank,
+    which goes into one reduction: stages may have gradients of other dtypes than others, or none where all of a rank's parameters are frozen."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for g in grads:
         local, copies = _own(g)
-        size = torch.linalg.vector_norm(local, p, dtype=total.dtype).to(device) if local.numel() else torch.zeros_like(total)
+        wide = torch.promote_types(g.dtype, torch.float32)
+        size = torch.linalg.vector_norm(local, p, dtype=wide).to(total) if local.numel() else torch.zeros_like(total)
         total = torch.maximum(total, size) if p == inf else total + size ** p / copies
     return total
+
+
+def _widest(model: Any) -> torch.dtype:
+    """Of this rank's parameters, at least float32."""
+    found = [p.dtype.to_real() for p in model.parameters() if p.dtype.is_floating_point or p.dtype.is_complex]
+    return max([torch.float32, *found], key=lambda d: torch.finfo(d).bits)
 
 
 def _own(g: torch.Tensor) -> tuple[torch.Tensor, int]:
