@@ -325,6 +325,31 @@ def test_inference_is_forward_only():
     assert trace(model, (x48(),)).graph.training, "eval mode with gradients enabled is still differentiated"
 
 
+class Counting(nn.Module):
+    """Carries from call to call what a program does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.kept, self.seen, self.mean = nn.Linear(8, 8), 0, None, [], torch.ones(())
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.kept = self.layer(x)
+        self.seen.append(self.calls)
+        self.mean = 0.9 * self.mean + 0.1 * self.kept.detach().mean()
+        self.count += 1
+        return self.kept * self.calls * self.mean
+
+
+def test_what_forward_assigns_is_told(caplog):
+    trace(Counting(), (x48(),))
+    assert "forward assigns calls, kept, seen, mean: calls of the compiled model do not" in caplog.text
+    caplog.clear()
+    trace(Block(), (x48(),))
+    assert not caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_detection_looks_at_no_gradient_of_a_trace():
     with torch.autograd.detect_anomaly():

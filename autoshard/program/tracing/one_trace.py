@@ -39,6 +39,7 @@ from autoshard.program.opaque.opaque_probe import Runner, is_plain
 from autoshard.program.reads.data_reads import DataReads
 from autoshard.program.reads.masked_writes import MaskedWrites
 from autoshard.program.tracing.any_size import AnySize
+from autoshard.program.tracing.assigned import attributes, tell_of_assigned
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
 from autoshard.program.tracing.known_values import Constants, small_buffers
@@ -100,13 +101,17 @@ class OneTrace:
             self._cast_stored(twin)
             leaves = [self._input_value(v, inputs) for v in self.leaves]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, self.in_spec)
+            before = attributes(twin)
             out = self._forward(twin, call_args, call_kwargs)
+            after = attributes(twin)  # backward may run parts again
             users, out_leaves, out_spec, wanted = self._outputs(out)
             self._mutations(twin, inputs)
             if self.training:
                 self._backward(users, wanted, inputs)
         if self.any_size is not None:
             self.any_size.end()
+        if not self.alone:
+            tell_of_assigned(before, after)
         return self._finish(out_leaves, out_spec)
 
     # --- placeholders ---
