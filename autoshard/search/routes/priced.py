@@ -138,15 +138,15 @@ def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int
     known = board.cost if plain is None else math.inf
     reached = math.inf if alike is None else choice_value(board, core, prices, alike.choice)
     dual, bound, picked, value = _converged(board, dual, enough, known, reached)
-    for size in LARGER_PAIRS if plain is not None else AROUND:
-        most = math.inf if plain is None else LOOSE_TO_JOIN
+    most = math.inf if plain is None else LOOSE_TO_JOIN
+    for step in AROUND if plain is None else [size for size in LARGER_PAIRS if size > largest]:
         if not max(LOOSE, enough, rough) * abs(bound) < min(value, reached) - bound <= most * abs(bound) or stored_entries(dual.core) > LARGE:
             break
         if plain is None:
             best = picked if alike is None or value <= reached else dual.core.project(alike.choice)[dual.nodes]
-            better, near = _paired_around(board, dual, best, size)
+            better, near = _paired_around(board, dual, best, step)
         else:
-            better, near, largest = _paired(board, dual, size if size > largest else 0), frozenset(), max(size, largest)
+            better, near, largest = _paired(board, dual, step), frozenset(), step
         if better is not None:
             dual, around = better, around | near
             proven, picked, value = dual.converge(Phase(board.clock, 0.5), enough)
