@@ -54,22 +54,19 @@ class Stored:
         self.module = module
         self.params = dict(self.module.named_parameters())
         self.buffers = dict(self.module.named_buffers())
-        names = {id(t): name for name, t in self.buffers.items()}
-        self._holders: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.buffers}
-        for module in self.module.modules():
-            for key, t in module._buffers.items():
-                if t is not None:
-                    self._holders[names[id(t)]].append((module, key))
         self._find_tables()
 
     def _find_tables(self) -> None:
-        """Where modules hold the tensors: the tables, the keys there, and the names, first of parameters and then of buffers."""
+        """Where modules hold tensors: tables, keys there, and names, of parameters and then of buffers; buffers by name, too."""
         self._tables: list[tuple[tuple[Any, ...], ...]] = []
         for kind, held in (("_parameters", self.params), ("_buffers", self.buffers)):
             names = {id(t): name for name, t in held.items()}
             found = [(table, key, names[id(t)]) for m in self.module.modules() for table in (getattr(m, kind),)
                      for key, t in table.items() if t is not None]
             self._tables.append(tuple(zip(*found, strict=True)) or ((), (), ()))
+        self._holders: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in self.buffers}
+        for table, key, name in zip(*self._tables[1], strict=True):
+            self._holders[name].append((table, key))
 
     def check_unchanged(self) -> None:
         """Raises UsageError where a module has another tensor by now than programs read. Looks at every tensor in every call, so without a loop."""
@@ -117,7 +114,6 @@ class Stored:
                     del table[key]
         self.params = {name: t for name, t in self.params.items() if name in names}
         self.buffers = {name: t for name, t in self.buffers.items() if name in names}
-        self._holders = {name: at for name, at in self._holders.items() if name in names}
         self._meta &= set(names)
         self._find_tables()
 
@@ -221,8 +217,8 @@ class Stored:
         if self.place.device_mesh is not None:
             self.buffers[name]._local_tensor = value
             return
-        for module, key in self._holders[name]:
-            module._buffers[key] = value
+        for table, key in self._holders[name]:
+            table[key] = value
         self.buffers[name] = value
 
     def renew(self, name: str) -> None:

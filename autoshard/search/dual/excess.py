@@ -5,6 +5,7 @@ import numpy as np
 
 from autoshard.search.dual.dual import Dual
 from autoshard.search.dual.jit import compiled
+from autoshard.search.dual.messages import least_slack
 from autoshard.search.dual.packed import Packed
 
 SHARE = 1e-3  # of the whole excess, that a node must have
@@ -31,19 +32,12 @@ def _excess(p: Packed, cost: np.ndarray, message: np.ndarray, choice: np.ndarray
             own = value if s == choice[v] else own
         excess[v] += own - least
         for a in range(p.adj_ptr[v], p.adj_ptr[v + 1]):
-            w = p.adj_node[a]
+            w, back = p.adj_node[a], p.adj_back[a]
             if w > v:
-                more = _edge_excess(p, message, a, k, p.start[w + 1] - p.start[w], choice[v], choice[w]) / 2
-                excess[v] += more
-                excess[w] += more
-
-
-@compiled
-def _edge_excess(p: Packed, message: np.ndarray, a: int, k: int, width: int, mine: int, other: int) -> float:
-    back = p.adj_back[a]
-    m, n, row, column, columns, table = p.adj_message[a], p.adj_message[back], p.adj_kind[a], p.adj_kind[back], p.adj_kinds[back], p.adj_table[a]
-    least = np.inf
-    for s in range(k):
-        for t in range(width):
-            least = min(least, p.table[table + p.kind[row + s] * columns + p.kind[column + t]] - message[m + s] - message[n + t])
-    return p.table[table + p.kind[row + mine] * columns + p.kind[column + other]] - message[m + mine] - message[n + other] - least
+                m, n, row, column = p.adj_message[a], p.adj_message[back], p.adj_kind[a], p.adj_kind[back]
+                slack = p.table[p.adj_table[a] + p.kind[row + choice[v]] * p.adj_kinds[back] + p.kind[column + choice[w]]]
+                slack -= message[m + choice[v]] + message[n + choice[w]]
+                slack -= least_slack(p.table, p.kind, message, p.adj_table[a], p.adj_kinds[a], p.adj_kinds[back], row, column, k,
+                                     p.start[w + 1] - p.start[w], m, n)
+                excess[v] += slack / 2
+                excess[w] += slack / 2

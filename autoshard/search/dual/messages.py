@@ -251,13 +251,13 @@ def reparametrised_bound(p: Packed, cost: np.ndarray, message: np.ndarray) -> fl
         for a in range(adj_ptr[v], adj_ptr[v + 1]):
             w, back = p.adj_node[a], p.adj_back[a]
             if w > v:
-                bound += _least_slack(p.table, p.kind, message, p.adj_table[a], p.adj_kinds[a], p.adj_kinds[back], p.adj_kind[a], p.adj_kind[back],
+                bound += least_slack(p.table, p.kind, message, p.adj_table[a], p.adj_kinds[a], p.adj_kinds[back], p.adj_kind[a], p.adj_kind[back],
                                       k, start[w + 1] - start[w], adj_message[a], adj_message[back])
     return bound
 
 
 @compiled
-def _least_slack(table: np.ndarray, kind: np.ndarray, message: np.ndarray, t0: int, rows: int, columns: int, mine: int, other: int, k: int,
+def least_slack(table: np.ndarray, kind: np.ndarray, message: np.ndarray, t0: int, rows: int, columns: int, mine: int, other: int, k: int,
                  width: int, m: int, back: int) -> float:
     """The least of a table minus both messages. Of strategies that are alike the one with the largest message has it."""
     own, theirs = np.full(rows, -np.inf), np.full(columns, -np.inf)

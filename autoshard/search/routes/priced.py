@@ -97,9 +97,9 @@ def _kept(mask: np.ndarray) -> np.ndarray | None:
 def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
                  largest: int = LARGEST_PAIR, alike: Alike | None = None, joins: bool = True, around: frozenset[int] = frozenset()) -> Priced:
     """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
-    up to `largest` joint strategies are made at once, of a large problem only those `around` nodes that needed them elsewhere. `alike`: what is
-    known of a large problem at these prices; `joins`: whether nodes may be joined for a bound. Raises Infeasible when no choice is possible
-    whatever the rows."""
+    up to `largest` joint strategies are made at once, of a large problem none but the largest, among nodes that are `around` what needed them
+    elsewhere. `alike`: what is known of a large problem at these prices; `joins`: whether nodes may be joined for a bound. Raises Infeasible when
+    no choice is possible whatever the rows."""
     prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
     large = stored_entries(core) > STORED
     free = core.copy(own_memo=large or largest > LARGEST_PAIR)
@@ -125,7 +125,8 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
 
 
 def tighten(board: Board, core: Core, priced: Priced, seed: int, enough: float = 0.0) -> Priced:
-    """Go on where `solve_priced` stopped, up to a relative gap of `enough`."""
+    """Go on where `solve_priced` stopped, up to a relative gap of `enough`. With one, sweeps end where the bound meets the choice that was found;
+    without, dear strategies go on the way."""
     alike = None if priced.choice is None or not enough else Alike(priced.choice)
     return _answer(board, core, priced.prices, priced.dual, priced.since, seed, priced.largest, enough, alike=alike, around=priced.around)
 
@@ -181,7 +182,7 @@ def _paired(board: Board, dual: Dual, largest: int, among: frozenset[int] | None
 
 def _paired_around(board: Board, dual: Dual, choice: np.ndarray, edges: int) -> tuple[Dual | None, frozenset[int]]:
     """With the largest pairs so near to where `choice` costs more than what is proven, and those nodes. Of 2,600 nodes of llama 1B on (2, 4, 8) two
-    have all of what the bound lacks, and pairs among the hundred around them prove it; pairs everywhere take ten times the memory."""
+    have all of what the bound lacks, and pairs among the hundred around them prove it; pairs everywhere take three times the memory."""
     if (choice < 0).any():
         return None, frozenset()
     near = loose_nodes(dual, choice)
