@@ -193,7 +193,7 @@ def test_small_flights_of_one_kind_share_a_call() -> None:
 
 def test_large_flights_stay_alone() -> None:
     assert grouped(Flight("a", 0, 9, SMALL + 1, "x"), Flight("b", 1, 9, SMALL, "x"), Flight("c", 2, 9, SMALL, "x")) == ["a", "bc"]
-    many = [Flight(chr(97 + i), i, 99, SMALL, "x") for i in range(18)]
+    many = [Flight(chr(97 + i), i, 99, SMALL, "x") for i in range(BUCKET // SMALL + 2)]
     assert [len(group) for group in grouped(*many)] == [BUCKET // SMALL, 2], "a full bucket is sent"
 
 
