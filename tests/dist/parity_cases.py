@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forced import PLANS, VALUE, on_batch
-from harness import whole
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -25,6 +23,8 @@ from autoshard.cost.cluster import Cluster
 from autoshard.runtime.trace_collectives import recorded_collectives
 from autoshard.verification.reprice import collectives_in, reprice
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
+from tests.dist.forced import PLANS, VALUE, on_batch
+from tests.dist.harness import whole
 
 BATCH, SEQ, STEPS = 4, 8, 3
 OWN = {"mlp": mlp, "gpt": gpt, "llama": llama, "bert": bert, "vit": vit, "resnet": resnet, "moe": moe, "t5": t5, "dlrm": dlrm}

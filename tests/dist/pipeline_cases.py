@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import whole
 
 import autoshard
 from autoshard.base.mesh import parse_mesh
@@ -22,6 +21,7 @@ from autoshard.pipeline.cutting.cut_points import even_cuts
 from autoshard.pipeline.microbatches.batch import traced
 from autoshard.runtime.pipeline.wires import SENT, Message
 from models import bert, dlrm, gpt, llama, moe, t5, vit
+from tests.dist.harness import whole
 
 MODELS = {"gpt": gpt, "llama": llama, "bert": bert, "vit": vit, "t5": t5, "moe": moe, "dlrm": dlrm}
 ROWS, SEQ, STEPS = 2, 8, 3

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import assert_near, same_gradients
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -23,6 +22,7 @@ import autoshard
 from autoshard.base.mesh import parse_mesh
 from autoshard.verification.models.forms import floats
 from models import bert, gpt, llama, moe
+from tests.dist.harness import assert_near, same_gradients
 from tests.support import experts, fused_models, uneven_models
 from tests.support.in_float64 import InFloat64
 
