@@ -1,7 +1,7 @@
 """A model planned for less and less memory, each plan trained beside one process within its budget, as a table.
 
-    python benchmarks/budgets.py                                   # gpt on two processes, budgets from ample to minimal
-    python benchmarks/budgets.py --model llama --mesh dp=4 --steps 8
+    python -m benchmarks.budgets                                   # gpt on two processes, budgets from ample to minimal
+    python -m benchmarks.budgets --model llama --mesh dp=4 --steps 8
 
 Plans are priced for --cluster and run on gloo processes: three steps in float64, losses, gradients and weights against one
 process. Measured is the peak of live tensor storage of the fullest rank, as in benchmarks/memory.py.
@@ -13,25 +13,20 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
-
-from harness import assert_same_training, on_ranks, twins  # noqa: E402
-from live_bytes import step_peak  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.base.mesh import parse_mesh  # noqa: E402
-from autoshard.base.plan import Plan  # noqa: E402
-from autoshard.decide.options import Options  # noqa: E402
-from autoshard.planner.one_stage import prices  # noqa: E402
-from autoshard.program.trace import trace  # noqa: E402
-from autoshard.study.sweep import Point, sweep  # noqa: E402
+import autoshard
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import Plan
+from autoshard.decide.options import Options
+from autoshard.planner.one_stage import prices
+from autoshard.program.trace import trace
+from autoshard.study.sweep import Point, sweep
+from tests.dist.harness import assert_same_training, on_ranks, twins
+from tests.dist.live_bytes import step_peak
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 4, "width": 256, "heads": 8, "vocab": 1024, "context": 64},

@@ -12,7 +12,6 @@ from types import MethodType
 from typing import Any
 
 import torch.nn.functional as F
-from by_hand_hybrid import average, deal_out_experts, deal_out_tables
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +28,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.by_hand_hybrid import average, deal_out_experts, deal_out_tables
 
 
 @dataclass(frozen=True)

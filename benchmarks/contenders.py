@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from by_hand import PLANS, Trained
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -19,6 +18,7 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.decide.options import Options
 from autoshard.program.trace import trace
 from autoshard.study.compare import comparison
+from benchmarks.by_hand import PLANS, Trained
 
 AUTO = ("auto", "auto-dp", "auto-ddp", "auto-inductor")
 SIZES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {

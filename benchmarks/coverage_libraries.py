@@ -1,10 +1,10 @@
 """Models of timm, torchvision and diffusers, small and random: does each trace, plan, and compute what it should?
 
     pip install --no-deps timm diffusers 'torchvision==0.28.*' && pip install pillow
-    python benchmarks/coverage_libraries.py                            # what has no line yet; may be interrupted
-    python benchmarks/coverage_libraries.py --library diffusers        # one library
-    python benchmarks/coverage_libraries.py --models resnet18,vgg11    # some models
-    python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md    # no run: write the page from the results so far
+    python -m benchmarks.coverage_libraries                            # what has no line yet; may be interrupted
+    python -m benchmarks.coverage_libraries --library diffusers        # one library
+    python -m benchmarks.coverage_libraries --models resnet18,vgg11    # some models
+    python -m benchmarks.coverage_libraries --table docs/coverage-libraries.md    # no run: write the page from the results so far
 
 Of timm one model for each of its modules, of torchvision two, without detection (the number of boxes depends on the numbers), of diffusers ten classes;
 two blocks of each run of equal ones (zoo/shorten.py). Each is verified as coverage_models.py does it: one training step with the mean square of the
@@ -25,14 +25,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import torch
 
-import torch  # noqa: E402
-from coverage_models import PLANS, ROOT, commit, examined, run_all, shuffled, warm_up  # noqa: E402
-from zoo.build import Example, short  # noqa: E402
-from zoo.libraries import libraries  # noqa: E402
-from zoo.page import STAGES, table  # noqa: E402
-from zoo.shorten import shortened, without_noise  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.coverage_models import PLANS, commit, examined, run_all, shuffled, warm_up
+from benchmarks.zoo.build import Example, short
+from benchmarks.zoo.libraries import libraries
+from benchmarks.zoo.page import STAGES, table
+from benchmarks.zoo.shorten import shortened, without_noise
 
 MESHES = ("d=4", "dp=2,tp=2")
 RESULTS = ROOT / "benchmarks" / "zoo" / "libraries.jsonl"
@@ -75,12 +75,12 @@ def earlier(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 def page(path: Path, results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     """docs/coverage-libraries.md."""
     lines = ["# Models of other libraries", "",
-             "Written by `python benchmarks/coverage_libraries.py --table docs/coverage-libraries.md` from `benchmarks/zoo/libraries.jsonl`, which has a line",
+             "Written by `python -m benchmarks.coverage_libraries --table docs/coverage-libraries.md` from `benchmarks/zoo/libraries.jsonl`, which has a line",
              "for each run of a model; the latest counts.", "",
              "Of timm one model for each of its modules, of torchvision two (without detection, where the number of boxes depends on the numbers), of diffusers",
              "ten classes; small images, random weights, no dropout, two blocks of each run of equal ones. One training step is traced, planned for a made-up device",
              "so slow that splitting always pays, and run with all four ranks in one process; loss, gradients and updated weights are compared with the model's own.", "",
-             PIP, "    python benchmarks/coverage_libraries.py --library torchvision --mesh d=4", "",
+             PIP, "    python -m benchmarks.coverage_libraries --library torchvision --mesh d=4", "",
              "Models that have no row were not run. torchvision's own compiled ops (boxes) are not loaded: its wheels are for torch with CUDA.", ""]
     for library in sorted({library for library, _ in results}):
         lines += _section(library, {name: r for (of, name), r in sorted(results.items()) if of == library})

@@ -1,10 +1,10 @@
 """Every architecture family of transformers, as a small random model: does it trace, plan, and compute what it should?
 
-    python benchmarks/coverage_models.py                            # all families: hours on 2 cores; may be interrupted
-    python benchmarks/coverage_models.py --families llama,bert,vit  # some
-    python benchmarks/coverage_models.py --minutes 30 --every 3     # a third of them, for half an hour
-    python benchmarks/coverage_models.py --odd --minutes 30         # with a vocabulary of 251 and 6 heads, which 4 ranks do not divide
-    python benchmarks/coverage_models.py --table docs/coverage.md   # no run: write the page from the results so far
+    python -m benchmarks.coverage_models                            # all families: hours on 2 cores; may be interrupted
+    python -m benchmarks.coverage_models --families llama,bert,vit  # some
+    python -m benchmarks.coverage_models --minutes 30 --every 3     # a third of them, for half an hour
+    python -m benchmarks.coverage_models --odd --minutes 30         # with a vocabulary of 251 and 6 heads, which 4 ranks do not divide
+    python -m benchmarks.coverage_models --table docs/coverage.md   # no run: write the page from the results so far
 
 Each family runs in a process of its own with limits on time and memory, and adds one JSON line to zoo/families.jsonl (zoo/families-odd.jsonl), with its
 date and commit; the latest line of a family counts, and families that have one are skipped unless they are named. With --fallback a family that the
@@ -30,19 +30,16 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from zoo.build import UNCLEAR, CannotBuild, Example, build, reason, short, traced_variant  # noqa: E402
-from zoo.families import Candidate, candidates, families  # noqa: E402
-from zoo.page import write  # noqa: E402
-from zoo.shrink import NEITHER, ODD, SCHEMES, odd_sizes  # noqa: E402
-
-from autoshard.errors import AutoshardError  # noqa: E402
-from autoshard.verification.check import verify  # noqa: E402
+from autoshard.errors import AutoshardError
+from autoshard.verification.check import verify
+from benchmarks import ROOT
+from benchmarks.zoo.build import UNCLEAR, CannotBuild, Example, build, reason, short, traced_variant
+from benchmarks.zoo.families import Candidate, candidates, families
+from benchmarks.zoo.page import write
+from benchmarks.zoo.shrink import NEITHER, ODD, SCHEMES, odd_sizes
 
 MESHES = ("d=4", "dp=2,tp=2")
 PLANS = ("split",)

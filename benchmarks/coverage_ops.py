@@ -1,9 +1,9 @@
 """Every sharding rule, own or borrowed, against torch's own op samples (`op_db`), by the numeric oracle.
 
-    python benchmarks/coverage_ops.py                                # everything: about half an hour on 2 cores
-    python benchmarks/coverage_ops.py --ops softmax,linalg --dtypes float64,bfloat16
-    python benchmarks/coverage_ops.py --minutes 5 --list missing
-    python benchmarks/coverage_ops.py --models coverage-models.jsonl --results coverage-ops.json   # for docs/coverage.md
+    python -m benchmarks.coverage_ops                                # everything: about half an hour on 2 cores
+    python -m benchmarks.coverage_ops --ops softmax,linalg --dtypes float64,bfloat16
+    python -m benchmarks.coverage_ops --minutes 5 --list missing
+    python -m benchmarks.coverage_ops --models coverage-models.jsonl --results coverage-ops.json   # for docs/coverage.md
 
 Every sample is traced like a model, forward and backward, so rules are tried on the calls they will meet. Each row of
 each distinct call is tried on one mesh axis of every size in --sizes that divides it, and pairs of rows on two axes:
@@ -28,23 +28,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from autoshard.base.graph import Call  # noqa: E402
-from autoshard.base.spec import PSUM  # noqa: E402
-from autoshard.base.spec import divides as fits  # noqa: E402
-from autoshard.errors import AutoshardError  # noqa: E402
-from autoshard.program.calling import Traced  # noqa: E402
-from autoshard.program.interpret import values  # noqa: E402
-from autoshard.program.trace import trace  # noqa: E402
-from autoshard.rules import registry  # noqa: E402
-from autoshard.rules.check.oracle import Wrong, check_rows, missing_rows  # noqa: E402
-from autoshard.rules.check.samples import SAMPLES  # noqa: E402
-from autoshard.rules.check.samples import build as build_sample  # noqa: E402
-from autoshard.rules.check.samples_images import IMAGES  # noqa: E402
-from autoshard.rules.check.samples_special import SPECIAL  # noqa: E402
-from autoshard.rules.factors import factor_graph  # noqa: E402
+from autoshard.base.graph import Call
+from autoshard.base.spec import PSUM
+from autoshard.base.spec import divides as fits
+from autoshard.errors import AutoshardError
+from autoshard.program.calling import Traced
+from autoshard.program.interpret import values
+from autoshard.program.trace import trace
+from autoshard.rules import registry
+from autoshard.rules.check.oracle import Wrong, check_rows, missing_rows
+from autoshard.rules.check.samples import SAMPLES
+from autoshard.rules.check.samples import build as build_sample
+from autoshard.rules.check.samples_images import IMAGES
+from autoshard.rules.check.samples_special import SPECIAL
+from autoshard.rules.factors import factor_graph
 
 DTYPES = ("float64", "float32", "bfloat16", "int64", "bool", "complex128")
 SIZES = (2, 3, 4, 5)
@@ -229,8 +226,8 @@ def own_samples(options: argparse.Namespace) -> Iterator[tuple[Call, list[torch.
 
 def model_calls(path: Path, reached: set[str]) -> Iterator[tuple[Call, list[torch.Tensor]]]:
     """Calls of ops that nothing reached so far, from the first model that uses each."""
-    from zoo.build import CannotBuild, build, traced_variant
-    from zoo.families import Candidate
+    from benchmarks.zoo.build import CannotBuild, build, traced_variant
+    from benchmarks.zoo.families import Candidate
     for line in path.read_text().splitlines():
         found = json.loads(line)
         wanted = set(found.get("targets", ())) - reached

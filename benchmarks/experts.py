@@ -1,8 +1,8 @@
 """Planning models with layers of experts at real widths on 64 devices: seconds of CPU, gap, and what travels.
 
-    python benchmarks/experts.py                                 # all cases: minutes each
-    python benchmarks/experts.py deepseek ep=64 --cluster b200-dgx    # whose weights and state at 61 layers need more than a rank of h100-dgx has
-    python benchmarks/experts.py mixtral dp=8 --layers 4         # those whose name and mesh have all of these words, cut to 4 layers
+    python -m benchmarks.experts                                 # all cases: minutes each
+    python -m benchmarks.experts deepseek ep=64 --cluster b200-dgx    # whose weights and state at 61 layers need more than a rank of h100-dgx has
+    python -m benchmarks.experts mixtral dp=8 --layers 4         # those whose name and mesh have all of these words, cut to 4 layers
 
 Models are transformers' classes at their published configurations, on the meta device in bf16: 64 x 4096 tokens, trained with AdamW on
 `h100-dgx` or another cluster, logits handed out as the plan splits them. Limits of a search are CPU seconds, which a busy machine stretches less. Each case runs in a
@@ -106,7 +106,7 @@ def main() -> None:
     more = ["--seconds", str(given.seconds), "--cluster", given.cluster, *(["--layers", str(given.layers)] if given.layers else [])]
     for name, mesh in ((name, mesh) for name in MODELS for mesh in MESHES):
         if all(word in f"{name} {mesh}" for word in given.words):
-            done = subprocess.run([sys.executable, __file__, "--one", name, mesh, *more], stdout=subprocess.PIPE, text=True,
+            done = subprocess.run([sys.executable, "-m", __spec__.name, "--one", name, mesh, *more], stdout=subprocess.PIPE, text=True,
                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
             print(line(name, mesh, json.loads(done.stdout)) if not done.returncode else f"| {name} | {mesh} | **failed** |", flush=True)
 

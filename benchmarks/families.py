@@ -1,7 +1,7 @@
 """Families of transformers at their real widths and vocabularies, two layers, on a tensor-parallel axis: the plan, and which products it computes
 whole on every rank (heads, hidden features or vocabulary that are not split).
 
-    python benchmarks/families.py [--only phi3] [--mesh tp=4 tp=8] [--batch 2] [--seq 1024] [--pad all]
+    python -m benchmarks.families [--only phi3] [--mesh tp=4 tp=8] [--batch 2] [--seq 1024] [--pad all]
 
 Predicted steps of the profile h100-dgx in bf16, logits left as they are split. Times are planning CPU seconds, the trace aside.
 """

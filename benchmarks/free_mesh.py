@@ -1,8 +1,8 @@
 """Planning with mesh, stages, micro-batches, schedule and cuts all open: CPU seconds, memory and gap.
 
-    python benchmarks/free_mesh.py llama:8B llama:70B              # minutes each
-    python benchmarks/free_mesh.py llama:405B --time-limit 400     # limits are wall clock: give more on a busy machine
-    python benchmarks/free_mesh.py gpt:39B --lines                 # and what each shape was found to take, as it is searched
+    python -m benchmarks.free_mesh llama:8B llama:70B              # minutes each
+    python -m benchmarks.free_mesh llama:405B --time-limit 400     # limits are wall clock: give more on a busy machine
+    python -m benchmarks.free_mesh gpt:39B --lines                 # and what each shape was found to take, as it is searched
 
 llama in bf16 on h100-dgx, at the batches of `CASES`; gpt as in Megatron's table of 2021 (fp16 with fp32 masters, a100-dgx). Models are on the meta
 device. A case runs in a process of its own, so that its peak memory is its own.
@@ -15,17 +15,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-import autoshard  # noqa: E402
-from autoshard.decide.phase_timer import cpu_seconds  # noqa: E402
-from models import gpt, llama  # noqa: E402
+import autoshard
+from autoshard.decide.phase_timer import cpu_seconds
+from models import gpt, llama
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ def main() -> None:
     print(HEADER, flush=True)
     for name in names:
         more = ["--lines"] if args.lines else []
-        subprocess.run([sys.executable, __file__, name, "--here", "--time-limit", str(args.time_limit), *more], check=True)
+        subprocess.run([sys.executable, "-m", __spec__.name, name, "--here", "--time-limit", str(args.time_limit), *more], check=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A training step on a CPU whose freed memory stays with the process, over one that gives it back to the system, as glibc does by itself.
 
-    python benchmarks/freed_memory.py [--models resnet,mlp,gpt] [--rounds 5]
+    python -m benchmarks.freed_memory [--models resnet,mlp,gpt] [--rounds 5]
 
 One process, one thread, the model of `benchmarks/simulation.py` compiled for one device, AdamW. Rounds start a process for each kind in turn, the other one first
 each time; said are medians over rounds of the CPU seconds of a step (the lower quartile of 20), and of the pages that the system fills in a step.
@@ -14,13 +14,9 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median, quantiles
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
-
-from about import about, line, markdown  # noqa: E402
+from benchmarks.about import about, line, markdown
 
 GLIBCS_OWN = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}  # changes nothing, and autoshard leaves what a user has set
 STEPS, BEFORE = 20, 5
@@ -29,9 +25,9 @@ STEPS, BEFORE = 20, 5
 def measured(name: str) -> tuple[float, float]:
     """(CPU seconds, pages) of a step, in this process."""
     import torch
-    from simulation import MODELS, training_step
 
     import autoshard
+    from benchmarks.simulation import MODELS, training_step
 
     torch.set_num_threads(1)
     module, sizes = MODELS[name]
@@ -49,7 +45,7 @@ def measured(name: str) -> tuple[float, float]:
 
 def in_process(name: str, environment: dict[str, str]) -> tuple[float, float]:
     """The same in a new process."""
-    done = subprocess.run([sys.executable, __file__, "--one", name], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", __spec__.name, "--one", name], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
     seconds, pages = json.loads(done.stdout.splitlines()[-1])
     return seconds, pages
 

@@ -1,7 +1,7 @@
 """Unfriendly dims: what transformers' GPT-2 (q|k|v in one weight, a vocabulary of 50,257) costs beside a twin whose weight has heads
 first, which any plan can split by heads, and beside itself planned without dims made of parts, and with dims that do not divide left whole.
 
-    python benchmarks/fused.py [--layers 2] [--batch 2] [--seq 1024] [--vocab 50257] [--mesh tp=4 tp=8]
+    python -m benchmarks.fused [--layers 2] [--batch 2] [--seq 1024] [--vocab 50257] [--mesh tp=4 tp=8]
 
 Predicted steps of the profile h100-dgx in bf16, and what is searched in each: a plan and its gap. Times are planning CPU seconds.
 """

@@ -1,7 +1,7 @@
 """Plans of ten known models, and pictures of their HTML reports for docs/gallery.md.
 
-    python benchmarks/gallery.py                      # all: minutes; needs Chromium (Debian: apt-get install chromium)
-    python benchmarks/gallery.py --only gpt,llama     # some; the page shows those that have a picture
+    python -m benchmarks.gallery                      # all: minutes; needs Chromium (Debian: apt-get install chromium)
+    python -m benchmarks.gallery --only gpt,llama     # some; the page shows those that have a picture
 
 A picture is the top of the report.
 """
@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "pictures"
 WINDOW, MOST = "900,1000", 150_000
 """Pixels, and bytes of a picture."""
@@ -52,7 +53,7 @@ def picture(name: str, chromium: str, folder: Path) -> None:
 def page() -> str:
     lines = ["# Gallery of plans", "",
              f"The top of the [report](report.md) of plans for 8 GPUs of one `h100-dgx`, each with its command, searched for {LIMIT} s at most. Planning needs no GPU",
-             "and none ran: seconds are prices of the [profile](costs.md). `python benchmarks/gallery.py` makes the plans, the pictures and this page anew.", ""]
+             "and none ran: seconds are prices of the [profile](costs.md). `python -m benchmarks.gallery` makes the plans, the pictures and this page anew.", ""]
     for name, arguments in GALLERY.items():
         kind = PICTURES / f"plan-{name}.txt"
         if kind.exists():

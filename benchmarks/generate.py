@@ -1,7 +1,7 @@
 """Tokens per second of `autoshard.generator` on processes, beside tensor parallelism by hand and beside a ceiling.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/generate.py
-    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/generate.py --width 1024 --layers 8 --rounds 15
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.generate
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.generate --width 1024 --layers 8 --rounds 15
 
 A random llama generates greedily with transformers' own loop, everywhere the same one:
 
@@ -23,13 +23,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import transformers
-from about import about, line
-from rounds import interleaved, ratio, spread
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import autoshard
+from benchmarks.about import about, line
+from benchmarks.rounds import interleaved, ratio, spread
 
 BY_HAND = {**{f"self_attn.{name}_proj": ColwiseParallel for name in "qkv"}, "self_attn.o_proj": RowwiseParallel,
            "mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.down_proj": RowwiseParallel}

@@ -1,7 +1,7 @@
 """Torch alone: what corrupts memory when several collectives are under way over gloo (torch 2.13). No code of autoshard's runs here.
 
     for i in 1 2 3 4 5 6; do timeout 200 python -c "while True: pass" & done      # the machine must be busy
-    torchrun --standalone --nproc-per-node 4 benchmarks/gloo_in_flight.py many 180
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.gloo_in_flight many 180
 
 `many`: functional all-gathers on the crossing groups of a 2 x 2 mesh, up to four under way. Seen on two cores: "malloc(): unaligned tcache
 chunk detected" (abort) after 12 and 167 s. Ran clean for 130 s each: `one`, the same calls waited

@@ -1,6 +1,6 @@
 """Ops before and after simplification, ops in repeated layers, CPU seconds and memory of tracing.
 
-    python benchmarks/graph_size.py gpt:tiny llama:tiny gpt:124M llama:8B
+    python -m benchmarks.graph_size gpt:tiny llama:tiny gpt:124M llama:8B
 
 The second table of each model says which ops went: target, before, after.
 """
@@ -10,16 +10,13 @@ import importlib
 import resource
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # models/ is not part of the package
-
-from autoshard.base.precision import Precision  # noqa: E402
-from autoshard.program.simplify import simplify, stats  # noqa: E402
-from autoshard.program.trace import trace  # noqa: E402
-from autoshard.space.layers import repeated_layers  # noqa: E402
+from autoshard.base.precision import Precision
+from autoshard.program.simplify import simplify, stats
+from autoshard.program.trace import trace
+from autoshard.space.layers import repeated_layers
 
 
 def measure(reference: str) -> None:

@@ -1,6 +1,6 @@
 """Solve contest instances and print them beside the official records.
 
-    python benchmarks/iopddl.py FILES... [--time-limit SECONDS]
+    python -m benchmarks.iopddl FILES... [--time-limit SECONDS]
 
 Each file runs in a process of its own, so peak memory is its own; the time counts reading the file."""
 from __future__ import annotations

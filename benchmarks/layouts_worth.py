@@ -1,25 +1,21 @@
 """What further layouts are worth: plans with and without them, as ratios of predicted steps.
 
-    python benchmarks/layouts_worth.py nestings      # two axes on one dim of a weight in the other order, beside mesh order alone: a minute
-    python benchmarks/layouts_worth.py finer         # an axis in parts where heads do not divide over it, beside the axis as it is: ten minutes
-    python benchmarks/layouts_worth.py nestings bert # cases whose name has the word
+    python -m benchmarks.layouts_worth nestings      # two axes on one dim of a weight in the other order, beside mesh order alone: a minute
+    python -m benchmarks.layouts_worth finer         # an axis in parts where heads do not divide over it, beside the axis as it is: ten minutes
+    python -m benchmarks.layouts_worth nestings bert # cases whose name has the word
 """
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-import autoshard  # noqa: E402
-from autoshard.base.spec import is_inner  # noqa: E402
-from autoshard.decide.phase_timer import cpu_seconds  # noqa: E402
+import autoshard
+from autoshard.base.spec import is_inner
+from autoshard.decide.phase_timer import cpu_seconds
 
 QWEN_7B = {"width": 3584, "heads": 28, "kv_heads": 4, "hidden": 18944, "vocab": 152064}
 QWEN_1B5 = {"width": 1536, "heads": 12, "kv_heads": 2, "hidden": 8960, "vocab": 151936}

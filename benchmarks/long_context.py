@@ -1,8 +1,8 @@
 """Activation memory of a long sequence: what a rank keeps for backward, over its share of what one device would keep.
 
-    python benchmarks/long_context.py                                         # llama 8B, 1 x 131,072, on cp=64 and dp=8,tp=8
-    python benchmarks/long_context.py --mesh cp=64 --memory 32GiB             # with less room for copies
-    python benchmarks/long_context.py --mesh cp=8 --model llama:1b --seq 32768
+    python -m benchmarks.long_context                                         # llama 8B, 1 x 131,072, on cp=64 and dp=8,tp=8
+    python -m benchmarks.long_context --mesh cp=64 --memory 32GiB             # with less room for copies
+    python -m benchmarks.long_context --mesh cp=8 --model llama:1b --seq 32768
 
 bf16, AdamW, cluster h100-dgx. Columns, in GiB: what one device keeps between forward and backward, divided by the ranks; what a rank keeps in the
 layout that made it, and that over the share; copies in other layouts that are kept since there is room (gathered keys, values and weights). Then

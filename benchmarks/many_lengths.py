@@ -1,8 +1,8 @@
 """What a call of a new length costs a rank, where two others were lowered before, and how memory grows over many lengths.
 
-    torchrun --nproc-per-node 2 benchmarks/many_lengths.py gpt:124m --batch 4 --lengths 256,128,240,200,136,250
-    torchrun --nproc-per-node 2 benchmarks/many_lengths.py llama:tiny --lengths 400,16 --random 300
-    torchrun --nproc-per-node 2 benchmarks/many_lengths.py llama:1b --dtype bf16 --no-steps --batch 1 --lengths 512,128,480,300,136
+    torchrun --nproc-per-node 2 -m benchmarks.many_lengths gpt:124m --batch 4 --lengths 256,128,240,200,136,250
+    torchrun --nproc-per-node 2 -m benchmarks.many_lengths llama:tiny --lengths 400,16 --random 300
+    torchrun --nproc-per-node 2 -m benchmarks.many_lengths llama:1b --dtype bf16 --no-steps --batch 1 --lengths 512,128,480,300,136
 
 CPU seconds of `prepare`, on the first rank: traced, priced and lowered for the first two lengths; the third one also traces with an open size,
 once. `--random`: so many lengths between the least and the largest, a step of each; prints the process's resident memory, and how much of it is
@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-import autoshard  # noqa: E402
-from autoshard.program.load import load_model  # noqa: E402
+import autoshard
+from autoshard.program.load import load_model
 
 
 def resident() -> str:

@@ -1,9 +1,9 @@
 """Predicted against measured peak memory of a training step on gloo processes, as a table.
 
-    python benchmarks/memory.py                              # nine models, five plans each, on 2 and on 4 processes
-    python benchmarks/memory.py --mesh dp=2 --model gpt      # some of it
-    python benchmarks/memory.py --model gpt --mesh dp=2 --precision bf16 --optimizer adafactor
-    python benchmarks/memory.py --results memory.jsonl       # keeps what it found there, and goes on where it stopped
+    python -m benchmarks.memory                              # nine models, five plans each, on 2 and on 4 processes
+    python -m benchmarks.memory --mesh dp=2 --model gpt      # some of it
+    python -m benchmarks.memory --model gpt --mesh dp=2 --precision bf16 --optimizer adafactor
+    python -m benchmarks.memory --results memory.jsonl       # keeps what it found there, and goes on where it stopped
 
 Measured is the peak of live tensor storage of the fullest rank in the second step (the optimizer's state exists by then):
 parameters, gradients, optimizer state, the batch, and every tensor an op returns; workspace inside kernels is not seen.
@@ -23,16 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
-
-from forced import PLANS, on_batch  # noqa: E402
-from harness import on_ranks  # noqa: E402
-from live_bytes import LiveBytes  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.base.mesh import parse_mesh  # noqa: E402
-from autoshard.base.plan import Plan  # noqa: E402
+import autoshard
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import Plan
+from tests.dist.forced import PLANS, on_batch
+from tests.dist.harness import on_ranks
+from tests.dist.live_bytes import LiveBytes
 
 MESHES = ("dp=2", "dp=2,tp=2")
 SIZES: dict[str, dict[str, Any]] = {  # 25 to 35 million parameters: above 100 MB a rank where all is split over four

@@ -1,7 +1,7 @@
 """The classic small experiment: an MLP 784-512-512-10 on handwritten digits, batch 32, on two processes.
 
-    torchrun --nproc-per-node 2 benchmarks/mnist_parallel.py --json mnist.json
-    torchrun --nproc-per-node 2 benchmarks/mnist_parallel.py --carrier gloo
+    torchrun --nproc-per-node 2 -m benchmarks.mnist_parallel --json mnist.json
+    torchrun --nproc-per-node 2 -m benchmarks.mnist_parallel --carrier gloo
 
 Ten epochs. Four runs of the same training: no parallelism (one process), tensor parallelism by propagation from one seed (the first
 layer split by columns), two pipeline stages with the cut that is searched (layer 1 | layers 2, 3), and the plan autoshard searches. An epoch is
@@ -29,14 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-from about import about, line, markdown  # noqa: E402
-from carrier import add_carrier, take_carrier  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.runtime.ranks.freed_memory import keep_freed_memory  # noqa: E402
-from models import mlp  # noqa: E402
+import autoshard
+from autoshard.runtime.ranks.freed_memory import keep_freed_memory
+from benchmarks.about import about, line, markdown
+from benchmarks.carrier import add_carrier, take_carrier
+from models import mlp
 
 STEPS = 1875
 TRAIN = 1500
@@ -146,7 +143,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
-        parser.error("start with `torchrun --nproc-per-node 2 benchmarks/mnist_parallel.py ...`")
+        parser.error("start with `torchrun --nproc-per-node 2 -m benchmarks.mnist_parallel ...`")
     torch.set_num_threads(1)
     take_carrier(options.carrier)
     keep_freed_memory()  # for the run without autoshard too

@@ -1,7 +1,7 @@
 """What a call with new shapes costs the leading rank before it runs: its plan kept and priced anew, or searched.
 
-    python benchmarks/new_shapes.py gpt:tiny --batch 8 --lengths 32,24,16,8
-    python benchmarks/new_shapes.py gpt:124m --batch 4 --lengths 256,248,200,128,64 --cluster my.toml
+    python -m benchmarks.new_shapes gpt:tiny --batch 8 --lengths 32,24,16,8
+    python -m benchmarks.new_shapes gpt:124m --batch 4 --lengths 256,248,200,128,64 --cluster my.toml
 
 CPU seconds per phase, without processes: trace, plan, schedule and lower. The first length is searched; for the others the kept plan's
 price stands beside a fresh search's, where both store the parameters as the first plan does.

@@ -1,7 +1,7 @@
 """Training steps of real models on one GPU: measured beside predicted, memory beside planned, compiled beside eager mode.
 
-    python benchmarks/one_gpu.py
-    python benchmarks/one_gpu.py --models llama-1B,resnet50 --rounds 30 --cluster my-gpu.toml --json out.json --ops ops.json
+    python -m benchmarks.one_gpu
+    python -m benchmarks.one_gpu --models llama-1B,resnet50 --rounds 30 --cluster my-gpu.toml --json out.json --ops ops.json
 
 A step is zero_grad, forward, backward and an AdamW update (as `torch.optim.AdamW(parameters)` does it). Eager mode and the compiled model take turns;
 a time is the median over rounds, from one synchronization with the device to the next. "predicted" is what the plan says of its step, "busy" the time
@@ -26,13 +26,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-from about import about, line, markdown  # noqa: E402
-from rounds import interleaved, ratio  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.errors import AutoshardError  # noqa: E402
+import autoshard
+from autoshard.errors import AutoshardError
+from benchmarks.about import about, line, markdown
+from benchmarks.rounds import interleaved, ratio
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Step times that others measured and published, beside those that are predicted for the same configuration.
 
-    python benchmarks/outside.py [ROW ...] [--json out.json]
+    python -m benchmarks.outside [ROW ...] [--json out.json]
 
 A prediction is a plan by hand (a baseline of docs/plan.md, no search), simulated as it is executed, on a built-in profile. Nothing is fitted
 here. What a publication does and the configuration does not: see `note`. Tables of measured steps: outside_rows.py.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -42,10 +41,7 @@ from autoshard.simulation.conditions import Conditions
 from autoshard.simulation.program import Program
 from autoshard.simulation.replay import replay
 from autoshard.simulation.simulate import program_for
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-from models import gpt, llama  # noqa: E402
+from models import gpt, llama
 
 
 @dataclass(frozen=True)

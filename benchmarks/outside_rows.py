@@ -1,6 +1,6 @@
 """Tables of steps that others measured on one cluster, beside what is predicted for the same configurations.
 
-    python benchmarks/outside_rows.py one-node.csv --width 2048 [--launch 40e-6] [--bandwidth 0.8] [--matmul 0.8] [--every 3]
+    python -m benchmarks.outside_rows one-node.csv --width 2048 [--launch 40e-6] [--bandwidth 0.8] [--matmul 0.8] [--every 3]
 
 The table is in the format of github.com/VIA-Research/vTrain, data/ground_truth_*.csv (Megatron-DeepSpeed, GPT, fp16, all recomputed, A100);
 its rows without pipeline stages are predicted. --launch, --bandwidth and --matmul are the three numbers of a device that a table's own
@@ -23,13 +23,13 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from outside import VTRAIN, Row, gpt_sizes, planned, rank_correlation
 
 from autoshard import Plan
 from autoshard.base.graph import Graph
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.simulation.replay import replay
 from autoshard.simulation.simulate import program_for
+from benchmarks.outside import VTRAIN, Row, gpt_sizes, planned, rank_correlation
 
 GRID = {"launch": (30e-6, 35e-6, 40e-6, 45e-6, 50e-6), "matmul": (0.6, 0.7, 0.8, 0.87), "bandwidth": (0.6, 0.7, 0.8, 0.9, 1.0)}
 

@@ -1,6 +1,6 @@
 """What the lowered module costs beside the plain model: one process, mesh size 1, one training step.
 
-    python benchmarks/overhead.py [CASE ...] [--backend inductor] [--rounds 30] [--json out.json]
+    python -m benchmarks.overhead [CASE ...] [--backend inductor] [--rounds 30] [--json out.json]
 
 Both do forward, loss and backward on the same batch. Rounds alternate, and so does who goes first, because a busy
 machine drifts by more than the difference. The ratio is the median of each round's ratio (neighbours share the
@@ -22,12 +22,9 @@ import torch
 from torch import nn
 
 import autoshard
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from about import about, line, markdown  # noqa: E402
-from rounds import CLOCKS, ratio  # noqa: E402
-
-from models import gpt, llama, mlp, resnet, vit  # noqa: E402
+from benchmarks.about import about, line, markdown
+from benchmarks.rounds import CLOCKS, ratio
+from models import gpt, llama, mlp, resnet, vit
 
 CASES = {
     "mlp tiny": (mlp, {}),

@@ -1,6 +1,6 @@
 """What really overlaps: a matmul loop and a collective, alone and started together, on local processes.
 
-    torchrun --nproc-per-node 2 benchmarks/overlap.py [--rounds 11]
+    torchrun --nproc-per-node 2 -m benchmarks.overlap [--rounds 11]
 
 (`python -m torch.distributed.run` where there is no `torchrun`.) "hidden" is the share of the shorter of the two that running them
 together saved: 100 % is perfect overlap, 0 % one after the other, below 0 % they disturb each other. Times are lower quartiles
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        parser.error("start it with: python -m torch.distributed.run --nproc-per-node 2 benchmarks/overlap.py")
+        parser.error("start it with: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.overlap")
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     place = locate(f"d={dist.get_world_size()}")

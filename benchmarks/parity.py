@@ -1,8 +1,8 @@
 """Sharded training against one process: model x mesh x plan on real gloo processes, as a table.
 
-    python benchmarks/parity.py                            # everything: about an hour on 2 cores
-    python benchmarks/parity.py --mesh dp=2 --model gpt    # some of it
-    python benchmarks/parity.py --minutes 10 -o docs/parity.md
+    python -m benchmarks.parity                            # everything: about an hour on 2 cores
+    python -m benchmarks.parity --mesh dp=2 --model gpt    # some of it
+    python -m benchmarks.parity --minutes 10 -o docs/parity.md
 """
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
-
-from harness import on_ranks  # noqa: E402
-from parity_cases import MODELS, Case, Result, cases, run_cases  # noqa: E402
-
-from autoshard.base.mesh import parse_mesh  # noqa: E402
+from autoshard.base.mesh import parse_mesh
+from benchmarks import ROOT
+from tests.dist.harness import on_ranks
+from tests.dist.parity_cases import MODELS, Case, Result, cases, run_cases
 
 MESHES = ("dp=2", "dp=2,tp=2", "dp=4")
 

@@ -1,22 +1,18 @@
 """The partition search against trying all partitions, on random rows of blocks and all schedules.
 
-    python benchmarks/partition.py            # 1,000 cases, each without and with a memory limit
+    python -m benchmarks.partition            # 1,000 cases, each without and with a memory limit
 """
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from random_chains import Case, all_cuts, by_trying_all, random_case  # noqa: E402
-
-from autoshard.pipeline.shapes.partitions import price_by_play  # noqa: E402
-from autoshard.search.partition import partition, rank_bytes  # noqa: E402
+from autoshard.pipeline.shapes.partitions import price_by_play
+from autoshard.search.partition import partition, rank_bytes
+from tests.support.random_chains import Case, all_cuts, by_trying_all, random_case
 
 
 def compare(case: Case, limit: float) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """What each thing the lowering does for speed is worth: one plan, run with it and without.
 
-    torchrun --nproc-per-node 2 benchmarks/passes.py --model gpt --plan auto-dp
-    torchrun --nproc-per-node 1 benchmarks/passes.py --model mlp --plan auto
-    torchrun --nproc-per-node 4 benchmarks/passes.py --model gpt --plan auto-dp --mesh dp=2,tp=2 --only "axes taken as one"
+    torchrun --nproc-per-node 2 -m benchmarks.passes --model gpt --plan auto-dp
+    torchrun --nproc-per-node 1 -m benchmarks.passes --model mlp --plan auto
+    torchrun --nproc-per-node 4 -m benchmarks.passes --model gpt --plan auto-dp --mesh dp=2,tp=2 --only "axes taken as one"
 
 "without / with" is the median over interleaved rounds with a 95 % bootstrap interval; above 1 the thing pays.
 Calls are the collectives of one step, "sent" is what one rank sends in them on rings.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,15 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-from about import about, line, markdown  # noqa: E402
-from contenders import SIZES, Contender, contender, subject  # noqa: E402
-from rounds import CLOCKS, interleaved, ratio, spread  # noqa: E402
-
-from autoshard.base.mesh import parse_mesh  # noqa: E402
-from autoshard.collectives import wire_bytes  # noqa: E402
-from autoshard.cost import redistribute  # noqa: E402
+from autoshard.base.mesh import parse_mesh
+from autoshard.collectives import wire_bytes
+from autoshard.cost import redistribute
+from benchmarks.about import about, line, markdown
+from benchmarks.contenders import SIZES, Contender, contender, subject
+from benchmarks.rounds import CLOCKS, interleaved, ratio, spread
 
 
 def as_it_is(op: Any) -> Any:
@@ -113,7 +109,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
-        parser.error("start with `torchrun --nproc-per-node N benchmarks/passes.py ...`")
+        parser.error("start with `torchrun --nproc-per-node N -m benchmarks.passes ...`")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:

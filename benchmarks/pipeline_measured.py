@@ -1,8 +1,8 @@
 """A step of a pipeline, measured and played: two processes, a stage on each.
 
-    torchrun --nproc-per-node 2 benchmarks/pipeline_measured.py
-    torchrun --nproc-per-node 2 benchmarks/pipeline_measured.py --model gpt --schedule 1f1b --microbatches 4 --rounds 10 --json out.json
-    torchrun --nproc-per-node 2 benchmarks/pipeline_measured.py --cuts
+    torchrun --nproc-per-node 2 -m benchmarks.pipeline_measured
+    torchrun --nproc-per-node 2 -m benchmarks.pipeline_measured --model gpt --schedule 1f1b --microbatches 4 --rounds 10 --json out.json
+    torchrun --nproc-per-node 2 -m benchmarks.pipeline_measured --cuts
 
 A step is `loss = model(x, target); loss.backward()`, without an update. Every process uses one thread. "played" is the schedule by the player
 (pipeline/action_lists/play.py) with durations that were measured apart from it:
@@ -27,7 +27,6 @@ import copy
 import importlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,15 +36,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-from about import about, line, markdown  # noqa: E402
-from rounds import interleaved, ratio  # noqa: E402
-from stage_clock import Alone, Clock, asleep, gathered, played_with  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.pipeline.cutting.blocks import Blocks  # noqa: E402
-from autoshard.program.trace import trace  # noqa: E402
+import autoshard
+from autoshard.pipeline.cutting.blocks import Blocks
+from autoshard.program.trace import trace
+from benchmarks.about import about, line, markdown
+from benchmarks.rounds import interleaved, ratio
+from benchmarks.stage_clock import Alone, Clock, asleep, gathered, played_with
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt": dict(layers=4, width=256, heads=4, vocab=2048, context=64, batch=8),
@@ -225,7 +221,7 @@ def main() -> None:
     options.schedule = options.schedule or (("1f1b",) if options.cuts else SCHEDULES)
     options.microbatches = options.microbatches or ((4,) if options.cuts else (1, 2, 4, 8))
     if os.environ.get("WORLD_SIZE") != "2":
-        parser.error("start with `torchrun --nproc-per-node 2 benchmarks/pipeline_measured.py ...`")
+        parser.error("start with `torchrun --nproc-per-node 2 -m benchmarks.pipeline_measured ...`")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:

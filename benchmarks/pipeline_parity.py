@@ -1,9 +1,9 @@
 """Training in pipeline stages against one process: model x mesh x micro-batches x schedule on real gloo processes, as a table.
 
-    python benchmarks/pipeline_parity.py                                   # everything
-    python benchmarks/pipeline_parity.py --mesh pp=2 --model gpt           # some of it
-    python benchmarks/pipeline_parity.py --few 2                           # two cases of every model on every mesh, of schedules by turns
-    python benchmarks/pipeline_parity.py --minutes 10 -o docs/pipeline-parity.md
+    python -m benchmarks.pipeline_parity                                   # everything
+    python -m benchmarks.pipeline_parity --mesh pp=2 --model gpt           # some of it
+    python -m benchmarks.pipeline_parity --few 2                           # two cases of every model on every mesh, of schedules by turns
+    python -m benchmarks.pipeline_parity --minutes 10 -o docs/pipeline-parity.md
 """
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
-
-from harness import on_ranks  # noqa: E402
-from pipeline_cases import MODELS, Case, Result, read_journal, run_cases, world_of  # noqa: E402
+from benchmarks import ROOT
+from tests.dist.harness import on_ranks
+from tests.dist.pipeline_cases import MODELS, Case, Result, read_journal, run_cases, world_of
 
 TWO, FOUR = "pp=2", ("pp=2,dp=2", "pp=2,tp=2", "pp=4")
 

@@ -1,8 +1,8 @@
 """Steps of pipelines that were published, beside what block prices say of the same configuration and of a searched one.
 
-    python benchmarks/pipeline_published.py                      # all rows
-    python benchmarks/pipeline_published.py 39B 405B "H100 70B"  # some
-    python benchmarks/pipeline_published.py --searched 39B       # and the searched cuts, schedule and layouts: about ten short searches each
+    python -m benchmarks.pipeline_published                      # all rows
+    python -m benchmarks.pipeline_published 39B 405B "H100 70B"  # some
+    python -m benchmarks.pipeline_published --searched 39B       # and the searched cuts, schedule and layouts: about ten short searches each
 
 Published: Llama 3 405B, arXiv 2407.21783, table 4 (seconds from 430 and 400 TFLOP/s a device); Narayanan et al., SC'21, table 1 (GPT on A100);
 Megatron-Core on H100, the table in its README (images/model_table.png at f2e5db402c, GPT, seconds from TFLOP/s a device and its count of FLOPs).
@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from outside import Unfused
 
 from autoshard import Pipeline, Precision
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT, Graph
@@ -61,6 +60,7 @@ from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.simulation.program import Program, program_of, update_program
 from autoshard.simulation.replay import replay
 from autoshard.space.cost_table import Training
+from benchmarks.outside import Unfused
 from models import gpt, llama
 
 SHORT = 3

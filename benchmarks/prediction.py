@@ -1,7 +1,7 @@
 """Predicted and measured step times of plans for small models on local processes, priced with a calibrated profile.
 
     torchrun --nproc-per-node 2 -m autoshard calibrate -o mycluster.toml
-    torchrun --nproc-per-node 2 benchmarks/prediction.py --cluster mycluster.toml [--models gpt,mlp] [--json out.json]
+    torchrun --nproc-per-node 2 -m benchmarks.prediction --cluster mycluster.toml [--models gpt,mlp] [--json out.json]
 
 (`python -m torch.distributed.run` where there is no `torchrun`.) A step is zero_grad, forward, backward and an AdamW update; its
 measured time is the lower quartile over rounds of the slowest rank, as in the calibration. Rounds go through all plans of a
@@ -23,7 +23,6 @@ import argparse
 import copy
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,16 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
-
-from about import about, line  # noqa: E402
-from forced import data_parallel, fully_sharded, tensor_parallel  # noqa: E402
-from rounds import interleaved  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.base.mesh import Mesh  # noqa: E402
-from models import gpt, llama, mlp, resnet  # noqa: E402
+import autoshard
+from autoshard.base.mesh import Mesh
+from benchmarks.about import about, line
+from benchmarks.rounds import interleaved
+from models import gpt, llama, mlp, resnet
+from tests.dist.forced import data_parallel, fully_sharded, tensor_parallel
 
 MODELS = {
     "gpt": (gpt, {"layers": 2, "width": 512, "heads": 8, "vocab": 4096, "context": 128, "batch": 8}),
@@ -162,7 +157,7 @@ def main() -> None:
     if unknown := set(names) - set(MODELS):
         parser.error(f"no model {min(unknown)!r}; choose from {', '.join(MODELS)}")
     if "RANK" not in os.environ:
-        parser.error("start it with: python -m torch.distributed.run --nproc-per-node 2 benchmarks/prediction.py ...")
+        parser.error("start it with: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.prediction ...")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     lead = dist.get_rank() == 0

@@ -1,21 +1,16 @@
 """Small random problems, every search backend against brute force.
 
-    python benchmarks/random_search.py [--count 10000] [--first 0]
+    python -m benchmarks.random_search [--count 10000] [--first 0]
 
 Prints what disagrees (exit code 1), and per backend how many it decided and the CPU seconds it took."""
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "search"))  # the problems are the tests'
-
-from random_problems import EXACT, answer, disagreement, random_problem  # noqa: E402
-
-from autoshard.search import Status, solve  # noqa: E402
+from autoshard.search import Status, solve
+from tests.search.random_problems import EXACT, answer, disagreement, random_problem
 
 ROUTES = (*EXACT, "local", "few rows", "large tables", "by prices")
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from about import markdown
-from contenders import AUTO, Contender
-from rounds import ratio, spread
+from benchmarks.about import markdown
+from benchmarks.contenders import AUTO, Contender
+from benchmarks.rounds import ratio, spread
 
 Ratio = tuple[float, float, float]
 """Median over rounds, and the ends of its 95 % interval."""

@@ -1,8 +1,8 @@
 """The same problem, choice and objective, bit for bit: what a change that only moves code must keep.
 
-    python benchmarks/same_plans.py before.json                        # at the old commit
-    python benchmarks/same_plans.py after.json --against before.json   # at the new one: lists what differs, exit code 1
-    python benchmarks/same_plans.py quick.json --only mlp gpt          # cases whose name contains one of the words
+    python -m benchmarks.same_plans before.json                        # at the old commit
+    python -m benchmarks.same_plans after.json --against before.json   # at the new one: lists what differs, exit code 1
+    python -m benchmarks.same_plans quick.json --only mlp gpt          # cases whose name contains one of the words
 
 Cases: the eight own models and t5 on (2), (2,2) and (2,4) in training and inference, llama 8B on (8,8), two tight budgets and
 five sets of seeds. Only public names of the package are used, but for the class of the search problem, so the script runs on
@@ -21,10 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-import autoshard  # noqa: E402
-from autoshard.search.problem import Problem  # noqa: E402
+import autoshard
+from autoshard.search.problem import Problem
 
 MODELS = ("mlp", "gpt", "llama", "moe", "vit", "resnet", "bert", "dlrm", "t5")
 MESHES = ("a=2", "a=2,b=2", "a=2,b=4")

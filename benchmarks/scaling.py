@@ -1,6 +1,6 @@
 """Strong and weak scaling over 1, 2, 4 ... processes, with the ceiling of independent processes beside it.
 
-    python benchmarks/scaling.py --model gpt --size small --processes 1,2,4 --json scaling.json
+    python -m benchmarks.scaling --model gpt --size small --processes 1,2,4 --json scaling.json
 
 Runs benchmarks/train.py under torchrun once per number of processes and kind of scaling. Strong: the batch stays, more
 processes share it. Weak: the batch grows with the processes. The speed-up is against one process with the whole
@@ -19,17 +19,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from about import about, line, markdown
-from results import interval
+from benchmarks.about import about, line, markdown
+from benchmarks.results import interval
 
-TRAIN = Path(__file__).with_name("train.py")
+TRAIN = "benchmarks.train"
 
 
 def measured(model: str, size: str, batch: int, processes: int, extra: list[str]) -> dict[str, dict[str, Any]]:
     """Rows of train.py by plan."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(TRAIN),
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", TRAIN,
                    "--model", model, "--size", size, "--batch", str(batch), "--plans", "one,independent,auto", "--json", str(out), *extra]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode:

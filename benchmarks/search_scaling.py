@@ -1,7 +1,7 @@
 """How planning time and memory grow: with layers, mesh axes, ranks, and the number of strategies.
 
-    python benchmarks/search_scaling.py layers axes ranks --json scaling.json --plot scaling.html
-    python benchmarks/search_scaling.py ranks --points 8,64,512,4096
+    python -m benchmarks.search_scaling layers axes ranks --json scaling.json --plot scaling.html
+    python -m benchmarks.search_scaling ranks --points 8,64,512,4096
 
 Every point is planned in a process of its own; CPU seconds are the process's with its
 solvers' (MIPs run in processes of their own), memory is the process's peak. A slope is
@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from about import about, line, markdown
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
+from benchmarks.about import about, line, markdown
 
 POINTS = {"layers": (2, 4, 8, 16, 32, 64, 128), "axes": (1, 2, 3), "ranks": (2, 8, 32, 128, 512, 4096), "meshes": (1, 2, 3)}
 AXES = {1: "dp=64", 2: "dp=8,tp=8", 3: "pod=4,dp=4,tp=4"}
@@ -151,7 +150,7 @@ def main() -> None:
 
 def planned(sweep: str, n: int) -> dict[str, Any]:
     """`point` in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--one", f"{sweep}:{n}"], stdout=subprocess.PIPE, text=True,
+    done = subprocess.run([sys.executable, "-m", __spec__.name, "--one", f"{sweep}:{n}"], stdout=subprocess.PIPE, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(f"{sweep} {n} failed with exit code {done.returncode}")

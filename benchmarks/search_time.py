@@ -1,6 +1,6 @@
 """Planning cost per phase, beside the closest peer's published-here measurements.
 
-    python benchmarks/search_time.py [CASE ...] [--json out.json]
+    python -m benchmarks.search_time [CASE ...] [--json out.json]
 
 Each case runs in a process of its own (peak RSS is the process's). CPU seconds are process time, which
 survives a noisy machine better than wall time. The peer's figures are those of meta-pytorch/autoparallel
@@ -85,7 +85,7 @@ def main() -> None:
     for name in args.cases or CASES:
         if name not in CASES:
             parser.error(f"unknown case {name!r}; the cases are {', '.join(CASES)}")
-        done = subprocess.run([sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True,
+        done = subprocess.run([sys.executable, "-m", __spec__.name, "--one", name], stdout=subprocess.PIPE, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode:
             sys.exit(f"{name} failed with exit code {done.returncode}")

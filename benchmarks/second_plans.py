@@ -1,7 +1,7 @@
 """Plans of one model for several batches by one `autoshard.Planner`, held against plans made from the start.
 
-    python benchmarks/second_plans.py                                   # llama 8B, dp=8,tp=8, 16 x 8192, then 32, 24 and 8 rows
-    python benchmarks/second_plans.py gpt --size tiny --mesh dp=4 --rows 64,32,48 --seq 0
+    python -m benchmarks.second_plans                                   # llama 8B, dp=8,tp=8, 16 x 8192, then 32, 24 and 8 rows
+    python -m benchmarks.second_plans gpt --size tiny --mesh dp=4 --rows 64,32,48 --seq 0
 
 Prints per batch the CPU seconds of the planner, those of a plan from the start, their ratio, and the step over that of a plan from the start (1: as
 good; both are proven optimal where the gaps say 0).
@@ -9,17 +9,12 @@ good; both are proven optimal where the gaps say 0).
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-import autoshard  # noqa: E402
-from autoshard.decide.phase_timer import cpu_seconds  # noqa: E402
+import autoshard
+from autoshard.decide.phase_timer import cpu_seconds
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The mesh that is chosen for a number of devices, held against planning every mesh one by one.
 
-    python benchmarks/shapes.py                          # five models, 8 and 16 devices, up to two axes
-    python benchmarks/shapes.py mlp gpt --devices 8 --axes 3 --cluster cpu-gloo
+    python -m benchmarks.shapes                          # five models, 8 and 16 devices, up to two axes
+    python -m benchmarks.shapes mlp gpt --devices 8 --axes 3 --cluster cpu-gloo
 
 Without pipeline stages and micro-batches. Prints per case the step of the chosen mesh over the best of all (1: as good), the CPU seconds of both, and
 how many meshes were searched for the choice. With --axes 3 the choice is thorough. Meshes whose plan has a gap count with the step that was found.
@@ -9,18 +9,13 @@ how many meshes were searched for the choice. With --axes 3 the choice is thorou
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-import autoshard  # noqa: E402
-from autoshard.decide.phase_timer import cpu_seconds  # noqa: E402
+import autoshard
+from autoshard.decide.phase_timer import cpu_seconds
 
 MODELS = ("mlp", "gpt", "llama", "vit", "moe")
 

@@ -1,7 +1,7 @@
 """CPU seconds and memory of simulating a step on thousands of ranks, each with its own jitter.
 
-    python benchmarks/simulate_speed.py [--model llama:8b --mesh dp=512,tp=8 --batch 512 --seq 8192 --jitter 0.05]
-    python benchmarks/simulate_speed.py --stages 16 --microbatches 128 --mesh dp=128,tp=8
+    python -m benchmarks.simulate_speed [--model llama:8b --mesh dp=512,tp=8 --batch 512 --seq 8192 --jitter 0.05]
+    python -m benchmarks.simulate_speed --stages 16 --microbatches 128 --mesh dp=128,tp=8
 
 The plan is FSDP x TP by hand (no search). What counts begins when the program exists: `replay`, and what `autoshard simulate` shows of it.
 Memory is what that allocates at its peak (tracemalloc, in a second run), beside the program.
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tracemalloc
-from pathlib import Path
 from time import process_time
 
 import torch
@@ -41,10 +39,7 @@ from autoshard.simulation.replay import replay
 from autoshard.simulation.result import idle_rows
 from autoshard.simulation.simulate import program_for
 from autoshard.simulation.source import traced_for
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-from models import gpt  # noqa: E402
+from models import gpt
 
 TARGET_S, TARGET_BYTES, STAGES_TARGET_S = 2.0, 0.5 * 2**30, 10.0
 

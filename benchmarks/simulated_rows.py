@@ -7,8 +7,9 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from about import about, line, markdown
-from prediction import rank_correlation
+
+from benchmarks.about import about, line, markdown
+from benchmarks.prediction import rank_correlation
 
 CONVOLUTIONS = ("resnet",)
 MODES = ("profile", "earlier", "one", "shared", "beside")

@@ -1,8 +1,8 @@
 """Simulated and measured steps of plans of small models on local processes, with prices of a profile alone and with op times of one process.
 
-    torchrun --nproc-per-node 2 benchmarks/simulation.py [--seconds 570] [--models gpt,mlp] [--json out.json]
-    torchrun --nproc-per-node 2 benchmarks/simulation.py --quick
-    torchrun --nproc-per-node 2 benchmarks/simulation.py --cluster my.toml          # "earlier": that profile
+    torchrun --nproc-per-node 2 -m benchmarks.simulation [--seconds 570] [--models gpt,mlp] [--json out.json]
+    torchrun --nproc-per-node 2 -m benchmarks.simulation --quick
+    torchrun --nproc-per-node 2 -m benchmarks.simulation --cluster my.toml          # "earlier": that profile
 
 It calibrates, plans, measures, and says which targets are met, in --seconds. A step is zero_grad, forward, backward and an AdamW update (lr = 0: numbers do
 not move), with one thread per process. Rounds go through all plans of all models in turn, beginning with another one each time; every round has a round
@@ -27,7 +27,6 @@ import copy
 import json
 import os
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,28 +39,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
-
-from about import about  # noqa: E402
-from forced import data_parallel, fully_sharded, tensor_parallel  # noqa: E402
-from op_times import Alone, Times, simulated_rounds  # noqa: E402
-from sharing import OneByOne, Ratios, factors, ratio_at  # noqa: E402
-from simulated_rows import CONVOLUTIONS, MODES, Row, figures, row, saved, show  # noqa: E402
-from stage_clock import gathered  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.base.graph import Graph  # noqa: E402
-from autoshard.base.mesh import Mesh  # noqa: E402
-from autoshard.calibrate.run import Measuring  # noqa: E402
-from autoshard.calibrate.toml import profile_text  # noqa: E402
-from autoshard.cost.cluster import Cluster, load_cluster  # noqa: E402
-from autoshard.recompute.rewrite import with_recompute  # noqa: E402
-from autoshard.runtime.ranks.place import locate  # noqa: E402
-from autoshard.simulation.replay import replay  # noqa: E402
-from autoshard.simulation.simulate import program_for  # noqa: E402
-from autoshard.simulation.source import traced_for  # noqa: E402
-from models import bert, gpt, llama, mlp, resnet, vit  # noqa: E402
+import autoshard
+from autoshard.base.graph import Graph
+from autoshard.base.mesh import Mesh
+from autoshard.calibrate.run import Measuring
+from autoshard.calibrate.toml import profile_text
+from autoshard.cost.cluster import Cluster, load_cluster
+from autoshard.recompute.rewrite import with_recompute
+from autoshard.runtime.ranks.place import locate
+from autoshard.simulation.replay import replay
+from autoshard.simulation.simulate import program_for
+from autoshard.simulation.source import traced_for
+from benchmarks.about import about
+from benchmarks.op_times import Alone, Times, simulated_rounds
+from benchmarks.sharing import OneByOne, Ratios, factors, ratio_at
+from benchmarks.simulated_rows import CONVOLUTIONS, MODES, Row, figures, row, saved, show
+from benchmarks.stage_clock import gathered
+from models import bert, gpt, llama, mlp, resnet, vit
+from tests.dist.forced import data_parallel, fully_sharded, tensor_parallel
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt": (gpt, {"layers": 2, "width": 512, "heads": 8, "vocab": 4096, "context": 128, "batch": 8}),
@@ -257,7 +252,7 @@ def options_of() -> argparse.Namespace:
     if unknown := set(options.plans) - set(PLANS) - set(WITH_CONVOLUTIONS):
         parser.error(f"no plan {min(unknown)!r}; choose from {', '.join({**PLANS, **WITH_CONVOLUTIONS})}")
     if "RANK" not in os.environ:
-        parser.error("start it with: torchrun --nproc-per-node 2 benchmarks/simulation.py ...")
+        parser.error("start it with: torchrun --nproc-per-node 2 -m benchmarks.simulation ...")
     return options
 
 

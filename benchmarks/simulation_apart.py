@@ -1,7 +1,7 @@
 """benchmarks/simulation.py, one model after another, each in processes of its own; the figures are of all rows together.
 
-    python benchmarks/simulation_apart.py [--seconds 900] [--models gpt,mlp] [--json out.json]
-    python benchmarks/simulation_apart.py --quick
+    python -m benchmarks.simulation_apart [--seconds 900] [--models gpt,mlp] [--json out.json]
+    python -m benchmarks.simulation_apart --quick
 
 A process that holds the plans of six models takes longer over the same step than one that holds the plans of one (resnet by a sixth), and nobody trains so.
 Every model has its own calibration, before its first step and in its rounds. Its output is in the folder that is said first.
@@ -17,12 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-from about import about  # noqa: E402
-from simulated_rows import MODES, Row, figures, saved, show  # noqa: E402
-from simulation import MODELS  # noqa: E402
+from benchmarks.about import about
+from benchmarks.simulated_rows import MODES, Row, figures, saved, show
+from benchmarks.simulation import MODELS
 
 PROCESSES = 2
 
@@ -31,7 +28,7 @@ def rows_of(model: str, folder: Path, more: list[str]) -> list[Row]:
     """Those of one model. Raises SystemExit, with the end of what it wrote, where it fails."""
     found, log = folder / f"{model}.json", folder / f"{model}.log"
     with log.open("w") as out:
-        run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES), str(HERE / "simulation.py"),
+        run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES), "-m", "benchmarks.simulation",
                               "--models", model, "--json", str(found), *more], stdout=out, stderr=subprocess.STDOUT)
     if run.returncode:
         raise SystemExit(f"{model} failed; the end of {log}:\n" + "\n".join(log.read_text().splitlines()[-20:]))

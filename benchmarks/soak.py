@@ -1,8 +1,8 @@
 """Train for long on a busy machine, and see whether every program ends well with the numbers of a quiet one.
 
-    python benchmarks/soak.py                                    # a minute for each of three ways and 2, 4, 8 ranks, beside six busy processes
-    python benchmarks/soak.py --seconds 1800                     # half an hour each
-    python benchmarks/soak.py --ways plain --ranks 4 --seconds 120
+    python -m benchmarks.soak                                    # a minute for each of three ways and 2, 4, 8 ranks, beside six busy processes
+    python -m benchmarks.soak --seconds 1800                     # half an hour each
+    python -m benchmarks.soak --ways plain --ranks 4 --seconds 120
 
 Ways: "plain" does not call init_process_group, "shared" does, in "messages" nothing is carried by shared memory. Every round starts
 from the same weights, so all its losses must equal those of a round on the machine before the busy processes start, bit by bit. A line for
@@ -28,7 +28,8 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 WAYS = ("plain", "shared", "messages")
 MESHES = {2: "tp=2", 4: "dp=2,tp=2", 8: "dp=2,tp=4"}
 STEPS, LOOK = 20, 0.5
@@ -42,7 +43,6 @@ COMPARED = 8
 def train(way: str, ranks: int, seconds: float, folder: Path, timeout: float = 1800.0, cache: str = "", dies: int = -1) -> None:
     """Rounds until `seconds` are over, at least one; then the losses of the first one to losses{rank}, and how many rounds equal it.
     `timeout` of a collective, and for ranks that have not come yet; `cache`: folder of plans, if there is one; `dies`: the rank that ends itself before a call whose inputs are compared."""
-    sys.path.insert(0, str(ROOT))
     faulthandler.register(signal.SIGUSR1)
     import torch
     import torch.distributed as dist
@@ -148,7 +148,7 @@ def start(way: str, ranks: int, seconds: float, folder: Path, rank: int, port: i
     env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
                         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with open(folder / f"said{rank}", "wb") as out:
-        return subprocess.Popen([*under, sys.executable, __file__, "--rank", way, str(ranks), str(seconds), str(folder), *given],
+        return subprocess.Popen([*under, sys.executable, "-m", __spec__.name, "--rank", way, str(ranks), str(seconds), str(folder), *given],
                                 env=env, stdout=out, stderr=out)
 
 

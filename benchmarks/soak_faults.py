@@ -1,9 +1,9 @@
 """Train on two ranks while something goes wrong with one of them, and see that training goes on with equal losses, or that the other rank
 ends soon with an error that names it.
 
-    python benchmarks/soak_faults.py                                      # every fault once, by shared memory and by messages: minutes
-    python benchmarks/soak_faults.py --minutes 30 --log soak-faults.log   # again and again; a line for each run
-    python benchmarks/soak_faults.py --faults killed stopped --ways shared
+    python -m benchmarks.soak_faults                                      # every fault once, by shared memory and by messages: minutes
+    python -m benchmarks.soak_faults --minutes 30 --log soak-faults.log   # again and again; a line for each run
+    python -m benchmarks.soak_faults --faults killed stopped --ways shared
 
 Goes on: "paused" (stopped for seconds, several times), "slowed" (three quarters of the time), "no memory" (a rank gets no file to share, messages take
 over), "full shm" (/dev/shm, which nothing here needs), "full disk" (of the plans' cache). Ends: "killed" while it trains, "killed in compile",
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from soak import LOOK, free_port, said, start, watched
+from benchmarks.soak import LOOK, free_port, said, start, watched
 
 RANKS, WAYS = 2, ("shared", "messages")
 TIMEOUT, COMPILING = 20, 300.0

@@ -1,6 +1,6 @@
 """A slow rank and a slow link, planted in a real step of four processes: what they change, measured and simulated.
 
-    torchrun --nproc-per-node 4 benchmarks/straggler.py [--rounds 5] [--json out.json]
+    torchrun --nproc-per-node 4 -m benchmarks.straggler [--rounds 5] [--json out.json]
 
 The step is that of a small GPT on dp=2,tp=2, two "nodes" of two ranks: the program that is lowered, on real processes that really exchange their
 data and really wait for each other. Only time is planted: an op sleeps for as long as a made-up profile says, and a transfer arrives when its bytes
@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import os
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -31,23 +30,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist")]
-
-from about import about, line, markdown  # noqa: E402
-from forced import tensor_parallel  # noqa: E402
-from stage_clock import gathered  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.base.mesh import Mesh, parse_mesh  # noqa: E402
-from autoshard.collectives import RUN  # noqa: E402
-from autoshard.cost.cluster import Cluster, Link, Overlap, load_cluster  # noqa: E402
-from autoshard.runtime.execute.watched import Doing, watched  # noqa: E402
-from autoshard.simulation.conditions import Conditions  # noqa: E402
-from autoshard.simulation.program import Program  # noqa: E402
-from autoshard.simulation.replay import replay  # noqa: E402
-from autoshard.simulation.simulate import program_for  # noqa: E402
-from models import gpt  # noqa: E402
+import autoshard
+from autoshard.base.mesh import Mesh, parse_mesh
+from autoshard.collectives import RUN
+from autoshard.cost.cluster import Cluster, Link, Overlap, load_cluster
+from autoshard.runtime.execute.watched import Doing, watched
+from autoshard.simulation.conditions import Conditions
+from autoshard.simulation.program import Program
+from autoshard.simulation.replay import replay
+from autoshard.simulation.simulate import program_for
+from benchmarks.about import about, line, markdown
+from benchmarks.stage_clock import gathered
+from models import gpt
+from tests.dist.forced import tensor_parallel
 
 MESH = "dp=2,tp=2"
 WORK_S, SENDING_S = 2.0, 1.2
@@ -233,7 +228,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if os.environ.get("WORLD_SIZE") != "4":
-        parser.error("start it with: torchrun --nproc-per-node 4 benchmarks/straggler.py")
+        parser.error("start it with: torchrun --nproc-per-node 4 -m benchmarks.straggler")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     lead = dist.get_rank() == 0

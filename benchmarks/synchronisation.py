@@ -1,6 +1,6 @@
 """How much of a data parallel step is synchronisation, over speeds of the link: as priced, for one H100 per rank.
 
-    python benchmarks/synchronisation.py
+    python -m benchmarks.synchronisation
 
 DDP of GPT 124M and llama 1B (bf16, AdamW) on 8 ranks that one link joins, from 1 Gb/s Ethernet to NVLink. Published for data parallelism
 in general: up to 90 % of the time. `waits` is what the step waits for; `nothing hidden` what it would be if no reduction
@@ -9,31 +9,26 @@ ran beside compute. No process is started and nothing is measured: these are the
 from __future__ import annotations
 
 import importlib
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # `models` lies beside this folder
-
-from about import about, line, markdown  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.base import quantities  # noqa: E402
-from autoshard.base.mesh import parse_mesh  # noqa: E402
-from autoshard.base.plan import Plan  # noqa: E402
-from autoshard.decide.make_plan import make_plan  # noqa: E402
-from autoshard.decide.options import Options  # noqa: E402
-from autoshard.decide.walks.baselines import baseline  # noqa: E402
-from autoshard.decide.walks.reads import Wiring  # noqa: E402
-from autoshard.decide.walks.schemes import schemes  # noqa: E402
-from autoshard.formulate.problem_of import formulate  # noqa: E402
-from autoshard.planner.one_stage import prices  # noqa: E402
-from autoshard.program.trace import trace  # noqa: E402
-from autoshard.report import what  # noqa: E402
-from autoshard.search.problem import Solution, Status, evaluate  # noqa: E402
+import autoshard
+from autoshard.base import quantities
+from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import Plan
+from autoshard.decide.make_plan import make_plan
+from autoshard.decide.options import Options
+from autoshard.decide.walks.baselines import baseline
+from autoshard.decide.walks.reads import Wiring
+from autoshard.decide.walks.schemes import schemes
+from autoshard.formulate.problem_of import formulate
+from autoshard.planner.one_stage import prices
+from autoshard.program.trace import trace
+from autoshard.report import what
+from autoshard.search.problem import Solution, Status, evaluate
+from benchmarks.about import about, line, markdown
 
 SPEEDS = (("1 Gb/s Ethernet", 0.125e9), ("10 Gb/s Ethernet", 1.25e9), ("25 Gb/s", 3.125e9), ("100 Gb/s", 12.5e9), ("400 Gb/s", 50e9),
           ("NVLink, 450 GB/s", 450e9))

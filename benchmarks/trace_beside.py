@@ -1,8 +1,8 @@
 """A step on local processes, measured beside simulated in one trace, and a picture of it.
 
     torchrun --nproc-per-node 2 -m autoshard calibrate -o my.toml --seconds 45
-    torchrun --nproc-per-node 2 benchmarks/trace_beside.py --cluster my.toml -o t.json --picture t.svg
-    python benchmarks/trace_beside.py --picture t.svg t.json            # the picture of a trace that is there
+    torchrun --nproc-per-node 2 -m benchmarks.trace_beside --cluster my.toml -o t.json --picture t.svg
+    python -m benchmarks.trace_beside --picture t.svg t.json            # the picture of a trace that is there
 
 t.json opens in https://ui.perfetto.dev. The picture has a row per stream, simulated ranks above measured ones.
 """
@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -23,10 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-import autoshard  # noqa: E402
-from models import gpt  # noqa: E402
+import autoshard
+from models import gpt
 
 SIZES = {"layers": 2, "width": 512, "heads": 8, "vocab": 4096, "context": 128, "batch": 8}
 WIDTH, LEFT, ROW, GAP, TOP = 1100, 190, 22, 16, 34
@@ -130,7 +127,7 @@ def main() -> None:
     lead = options.trace is not None
     if not lead:
         if "RANK" not in os.environ:
-            parser.error("start it with: torchrun --nproc-per-node 2 benchmarks/trace_beside.py ..., or give a trace to draw")
+            parser.error("start it with: torchrun --nproc-per-node 2 -m benchmarks.trace_beside ..., or give a trace to draw")
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         lead = dist.get_rank() == 0

@@ -1,7 +1,7 @@
 """Is the chosen plan the fastest? The same model and batch under autoshard's plan and under those written by hand.
 
-    torchrun --nproc-per-node 2 benchmarks/train.py --model gpt --size small
-    torchrun --nproc-per-node 2 benchmarks/train.py --model llama --plans one,independent,auto,ddp,tp --rounds 20 --json out.json
+    torchrun --nproc-per-node 2 -m benchmarks.train --model gpt --size small
+    torchrun --nproc-per-node 2 -m benchmarks.train --model llama --plans one,independent,auto,ddp,tp --rounds 20 --json out.json
 
 (`python -m torch.distributed.run` where there is no `torchrun`.) Every process uses one thread. A step is
 zero_grad, forward, backward and an AdamW update (as `torch.optim.AdamW(parameters)` does it; --fused for one kernel). All plans
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -38,17 +37,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
-
-from about import about, line  # noqa: E402
-from by_hand import PLANS  # noqa: E402
-from carrier import add_carrier, add_float32_matmul, take_carrier  # noqa: E402
-from contenders import AUTO, SIZES, contender, subject  # noqa: E402
-from results import Row, plot, rows, show, verdict  # noqa: E402
-from rounds import CLOCKS, interleaved  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.runtime.carriers.shared_memory import Shared  # noqa: E402
+import autoshard
+from autoshard.runtime.carriers.shared_memory import Shared
+from benchmarks.about import about, line
+from benchmarks.by_hand import PLANS
+from benchmarks.carrier import add_carrier, add_float32_matmul, take_carrier
+from benchmarks.contenders import AUTO, SIZES, contender, subject
+from benchmarks.results import Row, plot, rows, show, verdict
+from benchmarks.rounds import CLOCKS, interleaved
 
 DEFAULT = "one,independent,auto,ddp,fsdp2,tp,tp+sp,hybrid"
 
@@ -155,7 +151,7 @@ def main() -> None:
     if options.rounds < 2:
         parser.error("--rounds must be 2 or more: a spread needs them")
     if "WORLD_SIZE" not in os.environ:
-        parser.error("start with `torchrun --nproc-per-node N benchmarks/train.py ...`")
+        parser.error("start with `torchrun --nproc-per-node N -m benchmarks.train ...`")
     take_carrier(options.carrier)
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(options.float32_matmul)

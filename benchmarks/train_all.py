@@ -1,9 +1,9 @@
 """The chosen plan beside the best by hand, for ten models and over both carriers, in one table.
 
-    python benchmarks/train_all.py --cluster here.toml --gloo-cluster gloo.toml   # about 30 minutes on a quiet machine of 2 cores
-    python benchmarks/train_all.py --carrier gloo --models gpt,resnet --plans ddp,auto-ddp,auto --rounds 24
-    python benchmarks/train_all.py --json measured.jsonl                 # a line per run; what has a line there is not run again
-    python benchmarks/train_all.py --json measured.jsonl --models ''     # the table of those lines, without a run
+    python -m benchmarks.train_all --cluster here.toml --gloo-cluster gloo.toml   # about 30 minutes on a quiet machine of 2 cores
+    python -m benchmarks.train_all --carrier gloo --models gpt,resnet --plans ddp,auto-ddp,auto --rounds 24
+    python -m benchmarks.train_all --json measured.jsonl                 # a line per run; what has a line there is not run again
+    python -m benchmarks.train_all --json measured.jsonl --models ''     # the table of those lines, without a run
 
 `torchrun --nproc-per-node 2 -m autoshard calibrate -o here.toml` measures shared memory, and with AUTOSHARD_SHARED_MEMORY=0 gloo's messages: a plan for
 one is not the best for the other. Each model is a run of train.py by torchrun, with its rounds and checks: the best by hand is the fastest whose losses are those of one process.
@@ -23,13 +23,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from about import about, line, markdown  # noqa: E402
-from carrier import CARRIERS, GLOO, add_float32_matmul  # noqa: E402
-from results import AUTO, BOUNDS, Row, interval  # noqa: E402
-from rounds import ratio  # noqa: E402
+from benchmarks.about import about, line, markdown
+from benchmarks.carrier import CARRIERS, GLOO, add_float32_matmul
+from benchmarks.results import AUTO, BOUNDS, Row, interval
+from benchmarks.rounds import ratio
 
 MODELS = ("gpt", "llama", "mlp", "moe", "vit", "dlrm", "resnet", "bert", "t5", "gpt:words")
 """Models and sizes of train.py; small where none is given."""
@@ -67,7 +64,7 @@ def measured(model: str, size: str, carrier: str, options: argparse.Namespace) -
     cluster = options.gloo_cluster if carrier == GLOO and options.gloo_cluster else options.cluster
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes), ROOT / "benchmarks" / "train.py",
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes), "-m", "benchmarks.train",
                    "--model", model, "--size", size, "--carrier", carrier, "--plans", options.plans, "--rounds", str(options.rounds), "--clock", options.clock,
                    "--float32-matmul", options.float32_matmul,
                    "--json", out, *(("--cluster", cluster) if cluster else ())]

@@ -1,8 +1,8 @@
 """Training at sizes that divide nowhere against one process: real gloo processes, one launch per number of ranks, as a table.
 
-    python benchmarks/unfriendly.py                  # all cases: minutes
-    python benchmarks/unfriendly.py llama tp=4       # those whose title has all of these words
-    python benchmarks/unfriendly.py --backend inductor
+    python -m benchmarks.unfriendly                  # all cases: minutes
+    python -m benchmarks.unfriendly llama tp=4       # those whose title has all of these words
+    python -m benchmarks.unfriendly --backend inductor
 
 Each case: three AdamW steps in float64 (losses, gradients, weights), a checkpoint into another mesh, and one step more there.
 With inductor models of transformers compute in float64 what they compute in float32 else, so that 1e-9 can be asked of them.
@@ -12,13 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dist"), str(ROOT / "tests" / "support")]
-
-from harness import on_ranks  # noqa: E402
-from unfriendly_cases import CASES, run_cases  # noqa: E402
+from tests.dist.harness import on_ranks
+from tests.dist.unfriendly_cases import CASES, run_cases
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """How far grouping ops into units shrinks the search problem, and what it costs against deciding op by op.
 
-    python benchmarks/units.py [MODEL] [--mesh dp=8,tp=8] [--batch 16] [--seq 8192]
-    python benchmarks/units.py --gain [MODEL ...] [--meshes a=8 a=2,b=4 a=2,b=2,c=2] [--batch 1] [--precision param=bf16,master=fp32,reduce=bf16]
+    python -m benchmarks.units [MODEL] [--mesh dp=8,tp=8] [--batch 16] [--seq 8192]
+    python -m benchmarks.units --gain [MODEL ...] [--meshes a=8 a=2,b=4 a=2,b=2,c=2] [--batch 1] [--precision param=bf16,master=fp32,reduce=bf16]
 
 `--gain` takes the models of models/ at real widths with few layers, and prints a row per model, mesh and cluster:
 
@@ -20,15 +20,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
 
 from autoshard.base.mesh import parse_mesh
 from autoshard.cli.read import parse_precision

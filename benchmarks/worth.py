@@ -1,7 +1,7 @@
 """The price of memory held against plans made from the start: of each model a budget that binds, a step of it more and less.
 
-    python benchmarks/worth.py                           # five models on four ranks, as a table
-    python benchmarks/worth.py --models gpt --share 0.6
+    python -m benchmarks.worth                           # five models on four ranks, as a table
+    python -m benchmarks.worth --models gpt --share 0.6
 
 `priced` is what `autoshard.Planner.worth` says, with all kept that three plans of one model share; `solved` is the difference of two plans that
 `autoshard.plan` makes of a new model. They differ where a search is not proven optimal and found something else from where it started.
@@ -11,17 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-import autoshard  # noqa: E402
-from autoshard.base import quantities  # noqa: E402
-from autoshard.decide.phase_timer import cpu_seconds  # noqa: E402
+import autoshard
+from autoshard.base import quantities
+from autoshard.decide.phase_timer import cpu_seconds
 
 MODELS = ("gpt", "llama", "bert", "t5", "moe")
 MIB = 2**20

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "benchmarks")]
-from mnist_parallel import TRAIN, accuracy, batches, digits  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` and `benchmarks` lie beside this folder
 
 import autoshard  # noqa: E402
+from benchmarks.mnist_parallel import TRAIN, accuracy, batches, digits  # noqa: E402
 from models import mlp  # noqa: E402
 
 BASE = 32

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import nn
 from torch.utils import _pytree as pytree
-from zoo.families import Candidate
-from zoo.inputs import labels, proposals
-from zoo.shrink import SCHEMES, Scheme, small_config
 
 from autoshard.errors import AutoshardError
 from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
+from benchmarks.zoo.families import Candidate
+from benchmarks.zoo.inputs import labels, proposals
+from benchmarks.zoo.shrink import SCHEMES, Scheme, small_config
 
 MOST_PARAMETERS = 60_000_000
 UNCLEAR = "not an error of autoshard:"

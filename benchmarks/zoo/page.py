@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import transformers
-from zoo.shrink import NEITHER
+
+from benchmarks.zoo.shrink import NEITHER
 
 Results = Mapping[str, Mapping[str, Any]]
 STAGES = {"verified": "verified on all meshes", "wrong": "wrong numbers",
@@ -27,7 +28,7 @@ def write(path: Path, models: Results, known: Mapping[str, Any], ops: Mapping[st
     before = path.read_text().splitlines() if path.exists() else []
     lines = ["# Coverage", "",
              f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit}, torch {torch.__version__}, transformers "
-             f"{transformers.__version__}. Written by `python benchmarks/coverage_models.py --table docs/coverage.md`.", "",
+             f"{transformers.__version__}. Written by `python -m benchmarks.coverage_models --table docs/coverage.md`.", "",
              *(op_section(ops, models) if ops or OPS not in before else before[before.index(OPS):before.index(FAMILIES)]),
              *model_section(models, known), *odd_section(odd or {}, models)]
     path.write_text("\n".join(lines) + "\n")
@@ -37,7 +38,7 @@ def write(path: Path, models: Results, known: Mapping[str, Any], ops: Mapping[st
 
 def op_section(ops: Mapping[str, Any] | None, models: Results) -> list[str]:
     head = [OPS, "",
-            "`python benchmarks/coverage_ops.py` traces every sample of torch's `op_db` forward and backward, as it would a",
+            "`python -m benchmarks.coverage_ops` traces every sample of torch's `op_db` forward and backward, as it would a",
             "model, and tries each row of each distinct call on mesh axes of every size that divides it, and pairs of rows on two",
             "axes: inputs cut by the row (contiguous and not; Partial ones into random parts), the op run on every piece, outputs",
             "put together and compared, shapes first. Random ops and unset memory: shapes only.", ""]
@@ -116,7 +117,7 @@ def odd_section(models: Results, friendly: Results) -> list[str]:
     both = sum(len(r["odd"]) == 2 for r in good.values())
     rest = [f for f, r in sorted(friendly.items()) if r["stage"] == "verified" and f not in models]
     return ["", "## With a vocabulary of 251 and 6 heads", "", *runs(models), "",
-            "`python benchmarks/coverage_models.py --odd`: every vocabulary of at least 251 has 251 words, heads are 6, and features are multiples of 6.",
+            "`python -m benchmarks.coverage_models --odd`: every vocabulary of at least 251 has 251 words, heads are 6, and features are multiples of 6.",
             "Where a config has only one of both, that one is changed; families with neither, and those that cannot be built so, are left out.", "",
             f"{len(models)} families looked at, {len(tried)} built and tried, {counts['verified']} verified ({both} of them with both sizes), "
             f"{counts['wrong']} wrong: {len(good) / max(len(tried), 1):.1%} of those built. {len(models) - len(tried) - len(unbuilt)} have neither heads nor a "

@@ -2,9 +2,7 @@
 the same model."""
 import argparse
 import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks"), str(Path(__file__).resolve().parents[1] / "dist")]
-
-from about import about, line, markdown  # noqa: E402
-from contenders import contender, ddp_plan, subject  # noqa: E402
-from harness import on_ranks  # noqa: E402
-from results import Row, verdict  # noqa: E402
-from search_scaling import slope  # noqa: E402
-from train_all import summary  # noqa: E402
+from benchmarks.about import about, line, markdown
+from benchmarks.contenders import contender, ddp_plan, subject
+from benchmarks.results import Row, verdict
+from benchmarks.search_scaling import slope
+from benchmarks.train_all import summary
+from tests.dist.harness import on_ranks
 
 
 def row(plan: str, seconds: float, loss_difference: float) -> Row:

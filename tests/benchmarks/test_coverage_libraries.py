@@ -1,6 +1,5 @@
 """Models of other libraries are made shorter by repeated blocks alone; the page has the latest run of each."""
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from coverage_libraries import earlier, page  # noqa: E402
-from zoo.shorten import shortened, without_noise  # noqa: E402
+from benchmarks.coverage_libraries import earlier, page
+from benchmarks.zoo.shorten import shortened, without_noise
 
 
 class Stack(nn.Module):

@@ -1,17 +1,13 @@
 """The zoo of benchmarks/coverage_models.py: families are found, built small, and examined without a false 'verified'."""
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from zoo import page  # noqa: E402
-from zoo.build import CannotBuild, build, stopped, traced_variant  # noqa: E402
-from zoo.families import Candidate, candidates, families  # noqa: E402
-from zoo.shrink import NEITHER, ODD, odd_sizes  # noqa: E402
+from benchmarks.zoo import page
+from benchmarks.zoo.build import CannotBuild, build, stopped, traced_variant
+from benchmarks.zoo.families import Candidate, candidates, families
+from benchmarks.zoo.shrink import NEITHER, ODD, odd_sizes
 
 
 def test_families_are_found():

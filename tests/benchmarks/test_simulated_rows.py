@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +15,8 @@ from autoshard.runtime.execute.watched import Doing
 from autoshard.simulation.program import UPDATE
 from autoshard.simulation.simulate import program_for
 from autoshard.simulation.source import traced_for
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from sharing import factors, ratio_at, ratios  # noqa: E402
-from simulated_rows import MODES, Row, figures, row, verdicts  # noqa: E402
+from benchmarks.sharing import factors, ratio_at, ratios
+from benchmarks.simulated_rows import MODES, Row, figures, row, verdicts
 
 
 def test_errors_of_op_times_are_of_their_round() -> None:

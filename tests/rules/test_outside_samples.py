@@ -1,7 +1,5 @@
-"""Rules against torch's own op samples: a few ops here, all of them by `python benchmarks/coverage_ops.py`."""
-import sys
+"""Rules against torch's own op samples: a few ops here, all of them by `python -m benchmarks.coverage_ops`."""
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +9,8 @@ from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
 
 pytest.importorskip("expecttest", reason="torch's samples need it")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import coverage_ops  # noqa: E402
+from benchmarks import coverage_ops
 
 aten = torch.ops.aten
 OPS = "group_norm,scatter_add,index_select,arange,addmm,log_softmax,cumsum,cat,masked_fill,linalg.cross,nll_loss,view_as_complex"
