@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` and `benchmarks` lie beside this folder
 
 import autoshard  # noqa: E402
-from benchmarks.mnist_parallel import TRAIN, accuracy, batches, digits  # noqa: E402
+from benchmarks.training.mnist_parallel import TRAIN, accuracy, batches, digits  # noqa: E402
 from models import mlp  # noqa: E402
 
 BASE = 32

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.about import about, line, markdown
-from benchmarks.contenders import contender, ddp_plan, subject
-from benchmarks.results import Row, verdict
-from benchmarks.search_scaling import slope
-from benchmarks.train_all import summary
+from benchmarks.search.search_scaling import slope
+from benchmarks.shared.about import about, line, markdown
+from benchmarks.training.contenders import contender, ddp_plan, subject
+from benchmarks.training.results import Row, verdict
+from benchmarks.training.train_all import summary
 from tests.dist.harness import on_ranks
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from benchmarks.coverage_libraries import earlier, page
-from benchmarks.zoo.shorten import shortened, without_noise
+from benchmarks.coverage.coverage_libraries import earlier, page
+from benchmarks.coverage.zoo.shorten import shortened, without_noise
 
 
 class Stack(nn.Module):

@@ -1,13 +1,13 @@
-"""The zoo of benchmarks/coverage_models.py: families are found, built small, and examined without a false 'verified'."""
+"""The zoo of benchmarks/coverage/coverage_models.py: families are found, built small, and examined without a false 'verified'."""
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks.zoo import page
-from benchmarks.zoo.build import CannotBuild, build, stopped, traced_variant
-from benchmarks.zoo.families import Candidate, candidates, families
-from benchmarks.zoo.shrink import NEITHER, ODD, odd_sizes
+from benchmarks.coverage.zoo import page
+from benchmarks.coverage.zoo.build import CannotBuild, build, stopped, traced_variant
+from benchmarks.coverage.zoo.families import Candidate, candidates, families
+from benchmarks.coverage.zoo.shrink import NEITHER, ODD, odd_sizes
 
 
 def test_families_are_found():

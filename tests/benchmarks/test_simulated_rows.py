@@ -1,4 +1,4 @@
-"""What benchmarks/simulation.py says from what it measured: errors within a round, targets, and how much longer ops take together."""
+"""What benchmarks/simulation/simulation.py says from what it measured: errors within a round, targets, and how much longer ops take together."""
 from __future__ import annotations
 
 import importlib
@@ -15,8 +15,8 @@ from autoshard.runtime.execute.watched import Doing
 from autoshard.simulation.program import UPDATE
 from autoshard.simulation.simulate import program_for
 from autoshard.simulation.source import traced_for
-from benchmarks.sharing import factors, ratio_at, ratios
-from benchmarks.simulated_rows import MODES, Row, figures, row, verdicts
+from benchmarks.simulation.sharing import factors, ratio_at, ratios
+from benchmarks.simulation.simulated_rows import MODES, Row, figures, row, verdicts
 
 
 def test_errors_of_op_times_are_of_their_round() -> None:

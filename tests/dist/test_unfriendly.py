@@ -1,4 +1,4 @@
-"""Training at sizes that divide nowhere, into a checkpoint and on in another mesh (unfriendly_cases.py); `benchmarks/unfriendly.py` has the table."""
+"""Training at sizes that divide nowhere, into a checkpoint and on in another mesh (unfriendly_cases.py); `benchmarks/coverage/unfriendly.py` has the table."""
 from __future__ import annotations
 
 import sys
@@ -29,7 +29,7 @@ def test_a_rank_without_words_and_features(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused q|k|v and gate|up", "mixtral, 7 experts"])
 def test_small_cases_compiled_by_inductor(tmp_path: Path, name: str) -> None:
-    """As `benchmarks/unfriendly.py --backend inductor` runs them, a checkpoint into another mesh included: the smallest, and one with parts in float32."""
+    """As `benchmarks/coverage/unfriendly.py --backend inductor` runs them, a checkpoint into another mesh included: the smallest, and one with parts in float32."""
     check([i for i, case in enumerate(CASES) if case.name == name and case.world == 2], tmp_path, "inductor")
 
 

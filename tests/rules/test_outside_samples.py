@@ -1,4 +1,4 @@
-"""Rules against torch's own op samples: a few ops here, all of them by `python -m benchmarks.coverage_ops`."""
+"""Rules against torch's own op samples: a few ops here, all of them by `python -m benchmarks.coverage.coverage_ops`."""
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,7 @@ from autoshard.rules.notation import rule
 
 pytest.importorskip("expecttest", reason="torch's samples need it")
 
-from benchmarks import coverage_ops
+from benchmarks.coverage import coverage_ops
 
 aten = torch.ops.aten
 OPS = "group_norm,scatter_add,index_select,arange,addmm,log_softmax,cumsum,cat,masked_fill,linalg.cross,nll_loss,view_as_complex"

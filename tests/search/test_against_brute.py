@@ -1,6 +1,6 @@
 """Every backend against brute force: feasible, cost as evaluated, bound <= optimum <= cost, and "optimal" means it.
 
-Ten thousand of these are run by `python -m benchmarks.random_search`."""
+Ten thousand of these are run by `python -m benchmarks.search.random_search`."""
 from __future__ import annotations
 
 from unittest.mock import patch

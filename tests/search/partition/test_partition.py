@@ -11,7 +11,7 @@ from autoshard.search.partition.feasible import Stages
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_partition_equals_trying_all(seed):
-    """All 1,000 of `benchmarks/partition.py` in a few seconds there; here the first."""
+    """All 1,000 of `benchmarks/search/partition.py` in a few seconds there; here the first."""
     case = random_case(seed)
     best, limits, prices = by_trying_all(case)
     assert (limits <= prices * (1 + 1e-12)).all()
