@@ -286,7 +286,7 @@ def save(path: Path, checker: Checker, outcome: Counter[str]) -> None:
     """The figures as data."""
     ops = {op: {"origin": t.origin, "calls": t.calls, "rows": t.rows, "checks": t.checks, "undivided": t.undivided,
                 "wrong": len(t.wrong), "missing": len(t.missing)} for op, t in sorted(checker.tallies.items())}
-    command = f"python {' '.join(sys.argv)}"
+    command = f"python -m {' '.join([__spec__.name, *sys.argv[1:]])}"
     path.write_text(json.dumps({"command": command, "samples": dict(outcome.most_common()), "ops": ops}, indent=1))
 
 

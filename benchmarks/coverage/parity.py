@@ -88,7 +88,7 @@ def page(results: list[Result], wanted: list[Case]) -> str:
     head = "| model | mesh | plan | inputs | dtype | largest relative error | collectives as planned | re-priced | worst tensor |"
     return "\n".join([
         "# Parity", "",
-        f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit}, `python {' '.join(sys.argv)}`.", "",
+        f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit}, `python -m {' '.join([__spec__.name, *sys.argv[1:]])}`.", "",
         f"{sum(r.passed for r in results)} of {len(results)} cases passed. Not run: {missing}.", "",
         "Each case trains a tiny model on gloo processes and the same model on one process from equal weights and batches:",
         "three AdamW steps in float64 (losses, gradients, updated weights and buffers), the loss and gradients of one step in",

@@ -121,7 +121,7 @@ def page(results: list[Result], wanted: list[Case]) -> str:
     missing = ", ".join(f"{n} cases on {mesh}" for mesh, n in left.items()) or "nothing"
     return "\n".join([
         "# Pipeline parity", "",
-        f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit}, `python {' '.join(sys.argv)}`.", "",
+        f"{time.strftime('%Y-%m-%d %H:%M')} UTC, commit {commit}, `python -m {' '.join([__spec__.name, *sys.argv[1:]])}`.", "",
         f"{sum(r.passed for r in results)} of {len(results)} cases passed. Not run: {missing}.", "",
         "Each case trains a tiny model in stages on gloo processes, and the same model on one process, from equal weights and batches: three AdamW",
         "steps in float64, with losses, gradients and weights compared. Error: |difference| / max(norm of the tensor, 1e-6 x norm of all gradients);",
