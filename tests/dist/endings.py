@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-
 from ports import free_ports
+from torch import nn
 
 import autoshard
 

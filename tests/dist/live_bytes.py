@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.collectives import RUN
 from autoshard import _torch
+from autoshard.collectives import RUN
 from autoshard.lower.overwrite_table import swaps
 
 SENDS = tuple(kind.target for kind in RUN.values() if kind.holds_input)

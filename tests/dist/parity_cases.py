@@ -221,7 +221,6 @@ def run_case(case: Case, plan: Plan) -> Result:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
     noise = _noise(case) if case.dtype == "float32" else {}
     errors: list[tuple[float, str, float]] = []
-    issued: list[Any] = []
     for step in range(STEPS if case.dtype == "float64" else 1):
         with recorded_collectives(model.place.device_mesh) as issued:
             out = model(*args, **kwargs)

@@ -4,11 +4,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
-from autoshard.base.roles import Role
-from autoshard.base.graph import Graph, Op, Ref
+from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Copy, OpPlan, Plan, StagePlan
-from autoshard.base.spec import PSUM, R, Spec, divides, is_partial, replicated
+from autoshard.base.roles import Role
+from autoshard.base.spec import R, Spec, divides, is_partial, replicated
 from autoshard.errors import LoweringError
 from autoshard.rules import registry
 

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import on_ranks  # noqa: E402
 
+from autoshard import _torch  # noqa: E402
 from autoshard.collectives import RUN  # noqa: E402
 from autoshard.collectives.reduce_ops import COMBINE  # noqa: E402
-from autoshard import _torch  # noqa: E402
 from autoshard.lower.overwrite_table import LATE_SWAP, SWAP  # noqa: E402
 from autoshard.runtime.carriers import gloo_messages  # noqa: E402
 

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import on_ranks  # noqa: E402
 from parity_cases import Case, run_cases  # noqa: E402
 
-from autoshard.collectives import RUN  # noqa: E402
 from autoshard import _torch  # noqa: E402
 from autoshard.base.plan import Plan  # noqa: E402
+from autoshard.collectives import RUN  # noqa: E402
 from autoshard.runtime.carriers import gloo_messages  # noqa: E402
 from autoshard.runtime.ranks.place import axes_of_ranks, joined_group, locate  # noqa: E402
 from autoshard.runtime.trace_collectives import recorded_collectives  # noqa: E402

@@ -1,7 +1,6 @@
 """Precision policies, autocast and the usual training tools, on two processes against one with the same policy."""
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess

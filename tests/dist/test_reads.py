@@ -7,7 +7,6 @@ from harness import on_ranks
 import autoshard
 from autoshard.errors import CheckError
 
-
 pytestmark = pytest.mark.dist
 
 

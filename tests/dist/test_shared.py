@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks
 
+from autoshard import _torch
 from autoshard.collectives import RUN
 from autoshard.collectives.reduce_ops import COMBINE
-from autoshard import _torch
 from autoshard.errors import AutoshardError, CollectiveError
 from autoshard.runtime.carriers import gloo_messages, over_shared_memory
 from autoshard.runtime.carriers.choose import start

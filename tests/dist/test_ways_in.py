@@ -22,9 +22,9 @@ from harness import assert_same_training, on_ranks, twins  # noqa: E402
 from planners import by_planner, random_planner  # noqa: E402
 from ports import free_ports  # noqa: E402
 
-from autoshard.collectives import KIND_OF  # noqa: E402
 import autoshard  # noqa: E402
 from autoshard import _torch  # noqa: E402
+from autoshard.collectives import KIND_OF  # noqa: E402
 from autoshard.lower.overwrite_table import SWAP  # noqa: E402
 from autoshard.runtime.carriers.gloo_messages import Members  # noqa: E402
 from autoshard.runtime.carriers.shared_memory import SWITCH, Shared  # noqa: E402

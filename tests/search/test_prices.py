@@ -6,7 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from autoshard.search.routes.prices import FAR, STRIDE, next_prices
+from autoshard.search.board import Board
+from autoshard.search.clock import Clock
+from autoshard.search.problem import Items, Problem
+from autoshard.search.reductions.core import build
+from autoshard.search.routes.priced import solve_priced
+from autoshard.search.routes.prices import FAR, STRIDE, next_prices, search_prices
 
 
 def core_with(*price: float) -> SimpleNamespace:
@@ -44,3 +49,17 @@ def test_a_promise_near_the_bound_is_asked_as_it_is() -> None:
 def promised_within(height: float) -> float:
     """A bound from which `height` is no step."""
     return height / (1 + FAR / 2)
+
+
+def test_a_small_problem_near_zero_takes_few_answers(monkeypatch) -> None:
+    """One node: free and one too many for a row of price 4, or dear and none. At the first price the bound is 0, of which no part is a step."""
+    problem = Problem((np.array([0.0, 1.0]),), (), np.array([0.5]), np.array([4.0]), Items(np.array([0]), np.array([0]), np.array([0]), np.array([1.0])))
+    asked: list[float] = []
+
+    def answer(board, core, prices, *rest, **more):
+        asked.append(float(prices[0]))
+        return solve_priced(board, core, prices, *rest, **more)
+
+    monkeypatch.setattr("autoshard.search.routes.prices.solve_priced", answer)
+    best, _, _ = search_prices(Board(problem, Clock(20.0)), build(problem)[0], [], 0)
+    assert best is not None and best.bound == pytest.approx(0.5) and asked == pytest.approx([2.0, 0.0, 1.0])

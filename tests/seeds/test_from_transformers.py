@@ -57,7 +57,7 @@ class Gated(nn.Module):
 
 
 def planned(model: nn.Module, mesh: str, **options):
-    return autoshard.plan(model, mesh, (), X, cluster="h100-dgx", time_limit=60, **options)
+    return autoshard.plan(model, mesh, (), X, cluster="h100-dgx", time_limit=8, **options)
 
 
 @pytest.mark.parametrize("build", [llama, qwen2])

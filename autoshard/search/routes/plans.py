@@ -105,7 +105,8 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         board.raise_bound(best.bound, "row prices")
     if likely:
         near = best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
-        close(board, core, best, seed, widest=math.inf if near else LIKELY, place=place)
+        at_once = near or table_entries(core) <= TABLES  # a MIP takes seconds for a small problem, as long as for its tied one
+        close(board, core, best, seed, widest=math.inf if at_once else LIKELY, place=place)
         if not (board.done or near and large):  # what would take as long again proves hardly more
             _close_tied(board, quotient, seed)
     if not (near and large):

@@ -11,7 +11,7 @@ from autoshard.search.dual.copies import Alike
 from autoshard.search.problem import row_loads
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries
-from autoshard.search.routes.priced import LARGEST_PAIR, STORED, Priced, choice_value, keep_possible, solve_priced, tighten
+from autoshard.search.routes.priced import LARGEST_PAIR, STORED, TABLES, Priced, choice_value, keep_possible, solve_priced, tighten
 
 TRIALS = 16
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
@@ -39,11 +39,11 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     begun = alike is not None and alike.tied is not None
     planes, largest, rough = list(planes), like.largest if like else LARGEST_PAIR, max(rough, board.enough / 4)
     around: frozenset[int] = frozenset()
-    asked = [at for at, *_ in planes]
+    asked, small = [at for at, *_ in planes], stored_entries(core) <= TABLES
     for _ in range(TRIALS):
         if board.done or best is not None and board.cost - best.bound <= settled * abs(best.bound):
             break
-        prices, promised = next_prices(core, planes, best) if planes else (_first_prices(core), math.inf)
+        prices, promised = next_prices(core, planes, None if small else best) if planes else (_first_prices(core), math.inf)
         if best is None:
             enough = WHOLE if begun else 0.0 if planes else FIRST
             priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike)
@@ -149,7 +149,7 @@ def next_prices(core: Core, planes: list[Plane], best: Priced | None = None) -> 
     """Kelley's cutting planes: every priced solve is a plane over the prices that the bound stays below, so the highest
     point under all planes is the next to try, and its height what is still possible. Where that is far above the `best` bound, the next to try is
     the point nearest to its prices that promises a part of it, as in level methods (Lemarechal, Nemirovskii and Nesterov, 1995): the first planes
-    know nothing of high prices, and answers there take longest."""
+    know nothing of high prices, and answers there take longest. A small problem (no `best`) only needs more of them by that."""
     model = mathopt.Model()
     caps = np.where(np.isfinite(core.price), core.price, _cap(core, planes))
     height = model.add_variable(lb=-math.inf, ub=math.inf)
