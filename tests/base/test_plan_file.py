@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from sample_plan import MESH, sample_plan
 
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import FORMAT, Plan, StagePlan
+from autoshard.base.plan import FORMAT, Plan, StagePlan, check_writable, write_atomically
 from autoshard.errors import PlanError
 from autoshard.report import what
 from autoshard.report.html import document
@@ -162,3 +164,23 @@ def test_a_plan_that_is_not_there_says_how_to_make_one(tmp_path):
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match="it is not text"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_pipe_is_written_into_and_stays_a_pipe(tmp_path):
+    """As /dev/stdout and /dev/null: a file must not be put in their place."""
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    check_writable(pipe)
+    write_atomically(pipe, "plan")
+    reader.join(timeout=20)
+    assert got == ["plan"] and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_a_link(tmp_path):
+    link, plan = tmp_path / "link.json", tmp_path / "plan.json"
+    link.symlink_to(plan)
+    write_atomically(link, "first")
+    write_atomically(link, "second")
+    assert link.is_symlink() and plan.read_text() == "second"

@@ -84,6 +84,11 @@ def masked(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (F.cross_entropy(out, target.clamp(min=0), reduction="none") * mask).sum() / mask.sum()
 
 
+def counted(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Divided by an integer."""
+    return (F.cross_entropy(out, target.clamp(min=0), reduction="none") * (target >= 0)).sum() / (target >= 0).sum()
+
+
 def weighted(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out, target, weight=torch.linspace(0.5, 2.0, 5, dtype=out.dtype))
 
@@ -92,7 +97,7 @@ def regularised(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return 0.5 * F.mse_loss(out, F.one_hot(target.clamp(min=0), 5).to(out.dtype)) + out.abs().mean()
 
 
-LOSSES = [F.cross_entropy, summed, per_row, masked, weighted, regularised]
+LOSSES = [F.cross_entropy, summed, per_row, masked, counted, weighted, regularised]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 12])
@@ -102,10 +107,18 @@ def test_losses(loss_fn: Callable, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
-@pytest.mark.parametrize("loss_fn", [F.cross_entropy, masked, weighted, summed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, masked, counted, weighted, summed], ids=lambda f: f.__name__)
 def test_uneven_counts(loss_fn: Callable, count: int) -> None:
     """Some micro-batches have nothing that counts."""
     assert_same(Net(), (features(), uneven()), loss_fn, count)
+
+
+def test_a_loss_divided_by_an_integer_keeps_its_dtype() -> None:
+    whole = Net().bfloat16()
+    compiled = autoshard.compile(copy.deepcopy(whole), "d=1", loss_fn=counted, cluster="cpu-gloo", cache=False, pipeline=Pipeline(3))
+    batch = (features().bfloat16(), uneven())
+    got, want = compiled(*batch), counted(whole(batch[0]), batch[1])
+    assert got.dtype == want.dtype == torch.bfloat16 and torch.allclose(got, want, rtol=0.05)
 
 
 def test_a_batch_in_which_nothing_counts_is_no_number_either() -> None:

@@ -31,6 +31,11 @@ def joined_meta(meta: TensorMeta, how: str, dim: int, count: int) -> TensorMeta:
     return TensorMeta((*meta.shape[:dim], count * meta.shape[dim], *meta.shape[dim + 1:]), meta.dtype) if how == CAT else meta
 
 
+def weight_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What weights are added up and divided in: an integer over a number would be float32, whatever the loss is."""
+    return dtype if dtype.is_floating_point else torch.float64
+
+
 class Results:
     """User outputs of the batch, put together from those of its micro-batches as these arrive. `counts`: whether the last one has any
     weight; the gradient of a mean of nothing is no number, and its part of the batch's is zero."""
@@ -50,6 +55,7 @@ class Results:
         """Results of micro-batch `m`, which the list gives up."""
         self.weight = weight = next((outs[i] for i, (how, _) in enumerate(self.ways) if how == WEIGHTS), None)
         if weight is not None:
+            self.weight = weight = weight.to(weight_dtype(weight.dtype))
             self.total = weight if self.total is None else self.total + weight
             self.counts = bool(weight != 0)
         for i, (how, dim) in enumerate(self.ways):
@@ -85,4 +91,5 @@ class Results:
     def finished(self) -> list[torch.Tensor]:
         """All but weights."""
         scale = {MEAN: 1.0 / self.count, WEIGHTED: 1.0 if self.total is None else 1.0 / self.total}
-        return [v * scale[how] if how in scale else v for v, (how, _) in zip(self.values, self.ways, strict=True) if how != WEIGHTS]
+        return [(v * scale[how]).to(meta.dtype) if how in scale else v
+                for v, (how, _), meta in zip(self.values, self.ways, self.metas, strict=True) if how != WEIGHTS]

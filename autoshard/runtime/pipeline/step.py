@@ -16,7 +16,7 @@ from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, local_tensor_shape
 from autoshard.base.windows import WEIGHTS
 from autoshard.errors import AutoshardError
-from autoshard.pipeline.microbatches.results import Results, joined_meta, piece
+from autoshard.pipeline.microbatches.results import Results, joined_meta, piece, weight_dtype
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.program.calling import Calling
 from autoshard.program.output_modes import AUTO, DTENSOR, REPLICATE, modes_of
@@ -146,7 +146,7 @@ class PipelineStep:
             return named
         (weight,) = (i for i, (how, _) in enumerate(self.ways) if how == WEIGHTS)
         meta = self.graph.meta(self.graph.outputs(Role.USER)[weight].refs[0])
-        return [*named, ("factor", meta.shape, torch.result_type(torch.empty((), dtype=meta.dtype), 1.0))]
+        return [*named, ("factor", meta.shape, weight_dtype(meta.dtype))]
 
     # --- gradients ---
 

@@ -271,7 +271,7 @@ class StagePrograms:
 
 def _sum(parts: list[torch.Tensor], factor: torch.Tensor | None) -> torch.Tensor:
     whole = sum(parts[1:], parts[0])
-    return whole if factor is None else whole * factor
+    return whole if factor is None else (whole * factor).to(whole.dtype)
 
 
 def _names(stage: Stage, whole: Graph, tied: frozenset[str]) -> dict[str, str]:

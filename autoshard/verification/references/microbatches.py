@@ -57,7 +57,7 @@ class OnOneDevice:
             self.state.update(done.mutations)
             self.values.update({key_of(graph, name, m): value for name, value in found.items()})
         if (factor := self.results.factor) is not None:
-            self.grads = {name: g * factor for name, g in self.grads.items()}
+            self.grads = {name: (g * factor).to(g.dtype) for name, g in self.grads.items()}
 
     def _tangents(self, values: Mapping[str, tuple[Any, ...]], m: int) -> dict[int, torch.Tensor]:
         graph = self.traced.graph
