@@ -17,6 +17,7 @@ from parity_cases import Case, run_cases  # noqa: E402
 from autoshard import _torch  # noqa: E402
 from autoshard.base.plan import Plan  # noqa: E402
 from autoshard.collectives import RUN  # noqa: E402
+from autoshard.errors import MeshError  # noqa: E402
 from autoshard.runtime.carriers import gloo_messages  # noqa: E402
 from autoshard.runtime.ranks.place import axes_of_ranks, joined_group, locate  # noqa: E402
 from autoshard.runtime.trace_collectives import recorded_collectives  # noqa: E402
@@ -47,6 +48,9 @@ def groups() -> None:
     with recorded_collectives(turned) as found:
         gathered(whole)
     assert [(c.kind, c.axis, c.nbytes) for c in found] == [("all_gather", "dp+tp", 32)] * 2
+    for ranks, name in (([3, 1, 2, 0], "d"), ([[0, 1], [3, 2]], "tp")):  # of the latter, ranks 0 and 1 are in order
+        with pytest.raises(MeshError, match=f"axis '{name}' of the DeviceMesh has ranks .*3, [12].*wrong order"):
+            locate(DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("d",) if name == "d" else ("dp", "tp")))
     part = DeviceMesh("cpu", torch.tensor([[3], [1]]), mesh_dim_names=("dp", "tp"))
     if rank in (1, 3):  # the others do not know of it
         assert gathered(joined_group(part, (0, 1))) == [3, 1]

@@ -194,12 +194,24 @@ def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: floa
     coordinates = device_mesh.get_coordinate()
     if coordinates is None:
         raise MeshError(f"rank {dist.get_rank()} is not part of the mesh; call compile on its ranks only")
+    _check_order(device_mesh)
     device = numbered(torch.device(device_mesh.device_type if device is None else device))
     if device.type == "cuda":
         _check_gpu(device, _torch.transport(device_mesh.get_group(0), "cuda"))
     if device.type == "cpu":
         leave_in_order(device_mesh, started)
     return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), device, join_timeout)
+
+
+def _check_order(device_mesh: DeviceMesh) -> None:
+    """Raises MeshError, on all ranks, where a process group has its ranks in another order than the mesh: torch sorts those it makes."""
+    for axis, name in enumerate(device_mesh.mesh_dim_names):
+        rows = device_mesh.mesh.movedim(axis, -1).reshape(-1, device_mesh.shape[axis]).tolist()
+        there = dist.get_process_group_ranks(device_mesh.get_group(axis))
+        turned = [row for row in rows if row != sorted(row)]
+        if turned and there == sorted(there):
+            raise MeshError(f"axis {name!r} of the DeviceMesh has ranks {turned[0]}, and its process group has them as {sorted(turned[0])}, so "
+                            "pieces would be put together in the wrong order; give the ranks of every axis in ascending order")
 
 
 def numbered(device: torch.device) -> torch.device:
