@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.base import quantities
+from autoshard.base.files import write_atomically
 from autoshard.base.fine_mesh import refined
 from autoshard.base.notebook import facts
 from autoshard.base.typed_data import MeshText, Number, SpecText
 from autoshard.base.worth import MemoryWorth
-from autoshard.errors import PlanError, UsageError
+from autoshard.errors import PlanError
 
 FORMAT = 2
 INTERRUPTED = "best found before it was interrupted"
@@ -358,57 +358,3 @@ class Plan:
         except UnicodeDecodeError as e:
             raise PlanError(f"cannot read plan {path}: it is not text ({e})") from None
         return Plan.from_json(text, str(path))
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises UsageError when `path` could not be written later; leaves nothing behind."""
-    path = Path(path)
-    if path.is_dir():
-        raise UsageError(f"cannot write {path}: it is a folder; give the name of a file")
-    if _is_device(path):
-        return
-    target = path.resolve()
-    try:
-        handle, tmp = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as e:
-        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another folder") from None
-    os.close(handle)
-    os.unlink(tmp)
-
-
-def check_folder(path: str | os.PathLike[str]) -> None:
-    """Make the folder where it is missing. Raises UsageError when files could not be written into it."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UsageError(f"cannot make folder {path}: {e.strerror or e}; choose another") from None
-    check_writable(Path(path) / "plan.json")
-
-
-def _is_device(path: Path) -> bool:
-    """Whether it is a pipe or a device (/dev/stdout, /dev/null), which a file must not be put in place of."""
-    return path.exists() and not path.is_file()
-
-
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a whole file or nothing; into a pipe or a device as it comes. Raises UsageError naming the path."""
-    path = Path(path)
-    if not path.is_dir() and _is_device(path):
-        try:
-            path.write_text(text)
-        except OSError as e:
-            raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another file") from None
-        return
-    target = path.resolve()  # a link stays a link
-    try:
-        handle, tmp = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as e:
-        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another folder") from None
-    try:
-        with os.fdopen(handle, "w") as f:
-            f.write(text)
-        os.chmod(tmp, 0o644)
-        os.replace(tmp, target)
-    except OSError as e:
-        os.unlink(tmp)
-        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another file") from None

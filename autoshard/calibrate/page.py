@@ -9,7 +9,7 @@ from importlib import resources
 from math import ceil, floor, log10
 from pathlib import Path
 
-from autoshard.base.plan import write_atomically
+from autoshard.base.files import write_atomically
 from autoshard.base.quantities import seconds
 from autoshard.calibrate.fit import Error
 from autoshard.calibrate.report import grouped

@@ -31,7 +31,7 @@ def compare(request: Request,
             save_dir: Annotated[Path | None, typer.Option(help="Save every plan as JSON in this folder.")] = None,
             html: HtmlOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Price DDP, ZeRO, FSDP and tensor parallelism beside the plan that the search chooses for MODEL."""
-    from autoshard.base.plan import check_folder, check_writable
+    from autoshard.base.files import check_folder, check_writable
 
     if save_dir is not None:
         check_folder(save_dir)

@@ -61,7 +61,7 @@ def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
              "--worth", help="Search also within a GiB more and less (of small budgets a sixteenth): the report says what memory is worth.")] = False,
          as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Search the cheapest plan for MODEL on a mesh, and print what was chosen and why it costs what it costs."""
-    from autoshard.base.plan import check_writable
+    from autoshard.base.files import check_writable
 
     if with_baselines and html is None:
         raise UsageError("--with-baselines is a part of the HTML report; give --html report.html too, or use `autoshard compare`")

@@ -86,7 +86,7 @@ def serve_plan(
 
 def _check_paths(folder: Path | None, html: Path | None) -> None:
     """Before the work. Raises UsageError."""
-    from autoshard.base.plan import check_folder, check_writable
+    from autoshard.base.files import check_folder, check_writable
 
     if folder is not None:
         check_folder(folder)

@@ -70,7 +70,7 @@ def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = N
              seed: SeedOption = 0, executed: ExecutedOption = False, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Play the step of a PLAN event by event on all its ranks: idle time by cause, the critical path, bytes and utilisation of the
     links, sizes of transfers, MFU. The model is loaded and traced again, on no device; nothing is searched and no rank is started."""
-    from autoshard.base.plan import check_writable
+    from autoshard.base.files import check_writable
 
     for path in filter(None, (trace, html)):
         check_writable(path)

@@ -17,7 +17,8 @@ from math import isfinite
 from string import Template
 from typing import Any
 
-from autoshard.base.plan import CATEGORIES, Plan, write_atomically
+from autoshard.base.files import write_atomically
+from autoshard.base.plan import CATEGORIES, Plan
 from autoshard.report import simulation, stages, text, what
 from autoshard.report.page_tables import price_tables, tables
 from autoshard.report.tree import tree

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from autoshard import errors
-from autoshard.base.plan import Plan, write_atomically
+from autoshard.base.files import write_atomically
+from autoshard.base.plan import Plan
 from autoshard.cost.cluster import Cluster
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.rules.outside import given_rules

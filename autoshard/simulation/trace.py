@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.base.plan import write_atomically
+from autoshard.base.files import write_atomically
 from autoshard.errors import UsageError
 from autoshard.simulation.program import Call, Host, Stretch, Wait
 from autoshard.simulation.replay import Replay

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from sample_plan import MESH, sample_plan
 
+from autoshard.base.files import check_writable, write_atomically
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import FORMAT, Plan, StagePlan, check_writable, write_atomically
+from autoshard.base.plan import FORMAT, Plan, StagePlan
 from autoshard.errors import PlanError
 from autoshard.report import what
 from autoshard.report.html import document
