@@ -25,6 +25,7 @@ from autoshard.runtime.between.variants import Variants
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.guidance import HOOKS, Guidance, attribute, guard
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
+from autoshard.runtime.loss_numbers import numbers_read
 from autoshard.runtime.microbatches import check_pieces
 from autoshard.runtime.params.module_shells import hand_on, plain_attributes, shell
 from autoshard.runtime.params.stored import Stored, check_own_piece
@@ -43,9 +44,8 @@ MOST_SEARCHED = 16
 class CompiledModule(Guidance, nn.Module):
     """Same parameter and buffer names as the model; parameters are DTensors (plain on one process).
 
-    Each variant of a call (training or not, shapes, dtypes, non-tensor arguments) is traced, planned and lowered
-    at its first call; the first one decides the stored placements. See docs/runtime.md for what hooks, copies
-    and submodules do."""
+    Each variant of a call (training or not, shapes, dtypes, non-tensor arguments, numbers of modules and of the loss) is traced, planned and
+    lowered at its first call; the first one decides the stored placements. See docs/runtime.md for what hooks, copies and submodules do."""
 
     def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class CompiledModule(Guidance, nn.Module):
         modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),
                  tuple([p.requires_grad for p in self._trainable]),
-                 tuple([values.get(name) for values, name, _ in self._plain]))
+                 tuple([values.get(name) for values, name, _ in self._plain]), numbers_read(self.settings.loss_fn))
         return (modes, tree, shapes, given), flat, tensors
 
     def _enter(self, key: Any, flat: list[Any], replan: bool = False,

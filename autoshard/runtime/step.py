@@ -18,7 +18,7 @@ from autoshard.base.plan import Plan
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.collectives import KIND_OF
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, UsageError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, call_of, lower_deferred
 from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.calling import Calling, as_stored
@@ -105,6 +105,7 @@ class Step:
             self.input_grads = tuple(i for i, name in enumerate(self.grad_names) if name not in stored.params)
             self.kept = tuple(p for p in self.backward.takes if p.kind in ("param", "buffer"))
             self.kept_at = {p: i for i, p in enumerate(self.kept)}
+            self.watched = tuple(p.name for p in self.kept if p.name in stored.params or p.name in stored.buffers)
             self.saved_at = {p: i for i, p in enumerate(p for p in self.forward.gives if p.kind == "saved")}
 
         self.local = locals_of(calling, plan, place, stored)
@@ -169,6 +170,17 @@ class Step:
         return result if isinstance(result, tuple) else (result,)
 
     # --- backward ---
+
+    def versions(self) -> tuple[int, ...]:
+        """Of the stored tensors that backward reads."""
+        return tuple(map(self.stored.version, self.watched))
+
+    def check_versions(self, then: tuple[int, ...]) -> None:
+        """Raises UsageError where a stored tensor that backward reads was changed since forward: its gradient would be of two models."""
+        if (now := self.versions()) != then:
+            name = next(n for n, a, b in zip(self.watched, then, now, strict=True) if a != b)
+            raise UsageError(f"{name} was changed in place between forward and backward (by an optimizer's step, perhaps), and backward needs the "
+                             "value of forward: call backward before, or the model once more")
 
     def backward_arguments(self, function: Function, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor],
                            seed: int) -> list[Any]:
@@ -248,6 +260,7 @@ class _Node(torch.autograd.Function):
         ctx.step, ctx.model, ctx.seed, ctx.apart = step, model, seed, apart
         ctx.borders = {step.grad_names[i]: Border.of(leaves[i], step.grad_names[i] in step.given) for i in step.input_grads}
         step.write_back(outs[n:n + m])
+        ctx.versions = step.versions()
         ctx.mark_non_differentiable(*(outs[i] for i in step.constants))
         return tuple(outs[:n])
 
@@ -255,6 +268,7 @@ class _Node(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         step, model = ctx.step, ctx.model
+        step.check_versions(ctx.versions)
         function = model.gradient_function(step)
         arguments = step.backward_arguments(function, ctx.saved_tensors, tangents, ctx.seed)
         del tangents

@@ -278,6 +278,18 @@ def changed_attributes() -> None:
     assert_near("everything dropped", pair[0](batch(0)[0]).detach(), pair[1].head.bias.detach().expand(10, 6), EXACT)
 
 
+def weights_that_change_before_backward() -> None:
+    """On one device this is an error, too; of DTensors it is theirs that count changes."""
+    pair = both(10)
+    for m in pair:
+        value = loss(m)
+        with torch.no_grad():
+            m.head.weight.mul_(2.0)
+        with pytest.raises(UsageError if m is pair[0] else RuntimeError, match="head.weight was changed" if m is pair[0] else "inplace operation"):
+            value.backward()
+    steps(pair, adamw)
+
+
 def closures() -> None:
     """An optimizer that calls the model, and reads all parameters as one vector."""
     pair = both(9)
@@ -460,8 +472,8 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-LOOPS = (new_shapes, clipping, accumulation, optimizers, groups_by_name, schedulers, scaler, autocast, freezing, changed_attributes, closures, averages,
-         a_copy_is_another_model)
+LOOPS = (new_shapes, clipping, accumulation, optimizers, groups_by_name, schedulers, scaler, autocast, freezing, changed_attributes,
+         weights_that_change_before_backward, closures, averages, a_copy_is_another_model)
 IN_FOLDERS = (async_save, whole_state_dicts, resuming)
 
 

@@ -3,8 +3,10 @@ import contextlib
 import functools
 import inspect
 import os
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -348,6 +350,26 @@ def test_what_forward_assigns_is_told(caplog):
     caplog.clear()
     trace(Block(), (x48(),))
     assert not caplog.text
+
+
+class Dropping(nn.Module):
+    """Drops layers as Python's generator says, and scales as numpy's does."""
+
+    def __init__(self, numpy: bool):
+        super().__init__()
+        self.layers, self.numpy = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), numpy
+
+    def forward(self, x):
+        for layer in self.layers:
+            if random.random() < 0.5:
+                x = layer(x)
+        return self.layers[0](x) * (np.random.choice([1.0, 2.0]) if self.numpy else 1.0)
+
+
+@pytest.mark.parametrize(("numpy", "names"), [(False, "random"), (True, "random and numpy.random")])
+def test_what_forward_draws_outside_of_torch_is_told(caplog, numpy, names):
+    trace(Dropping(numpy), (x48(),))
+    assert f"forward draws from {names}: calls of the compiled model do not" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

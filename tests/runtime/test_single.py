@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from pathlib import Path
 
@@ -67,8 +68,50 @@ def test_a_parameter_changed_before_backward_is_noticed() -> None:
     loss = fast(*batch)
     with torch.no_grad():
         fast.lm_head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(UsageError, match="wte.weight was changed in place between forward and backward"):
         loss.backward()
+
+
+SCALE = 1.0
+
+
+class Around:
+    """What a loss finds around it. `calls` is none of it."""
+
+    scale, calls = 1.0, 0
+
+    def __init__(self) -> None:
+        self.scale, self.calls, self.by_name = 1.0, 0, {"scale": 1.0, "other": 1.0}
+
+    def loss(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.scale * F.cross_entropy(out, target)
+
+
+def by_global(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return SCALE * F.cross_entropy(out, target)
+
+
+def by_another(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return by_global(out, target)
+
+
+@pytest.mark.parametrize("form", ["global", "another function", "object", "dict", "method", "module", "partial"])
+def test_numbers_that_a_loss_reads_may_change(form: str) -> None:
+    around, smooth = Around(), nn.CrossEntropyLoss()
+    loss = {"global": by_global, "another function": by_another, "object": lambda out, target: around.scale * F.cross_entropy(out, target),
+            "dict": lambda out, target: around.by_name["scale"] * F.cross_entropy(out, target), "method": around.loss, "module": smooth,
+            "partial": functools.partial(around.loss)}[form]
+    torch.manual_seed(0)
+    model, batch = nn.Linear(6, 5), (torch.randn(8, 6), torch.randint(5, (8,)))
+    fast = CompiledModule(copy.deepcopy(model), locate("one=1"), by_planner(whole_planner, loss_fn=loss))
+    with pytest.MonkeyPatch.context() as patch:
+        for value in (1.0, 1.0, 0.5, 1.0):
+            patch.setattr(sys.modules[__name__], "SCALE", value)
+            around.scale = around.by_name["scale"] = value
+            smooth.label_smoothing = 1.0 - value
+            around.calls, around.by_name["other"] = around.calls + 1, 0.1 * around.calls
+            assert torch.allclose(fast(*batch), loss(model(batch[0]), batch[1]), rtol=1e-6), f"{form} at {value}"
+    assert len(fast._steps) == 2, "a variant for each number, none for what the loss does not read"
 
 
 def test_clear_errors() -> None:

@@ -39,13 +39,13 @@ from autoshard.program.opaque.opaque_probe import Runner, is_plain
 from autoshard.program.reads.data_reads import DataReads
 from autoshard.program.reads.masked_writes import MaskedWrites
 from autoshard.program.tracing.any_size import AnySize
-from autoshard.program.tracing.assigned import attributes, tell_of_assigned
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
 from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.losses import Losses
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
+from autoshard.program.tracing.pythons_own import attributes, generators, tell_of_assigned, tell_of_draws
 from autoshard.program.tracing.rms_norms import RMSNorms
 from autoshard.program.tracing.survey import Answers, Survey, user_errors
 from autoshard.program.tracing.tape import Tape, meta_of
@@ -101,9 +101,9 @@ class OneTrace:
             self._cast_stored(twin)
             leaves = [self._input_value(v, inputs) for v in self.leaves]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, self.in_spec)
-            before = attributes(twin)
+            before, unmoved = attributes(twin), generators()
             out = self._forward(twin, call_args, call_kwargs)
-            after = attributes(twin)  # backward may run parts again
+            after, moved = attributes(twin), generators()  # backward may run parts again
             users, out_leaves, out_spec, wanted = self._outputs(out)
             self._mutations(twin, inputs)
             if self.training:
@@ -112,6 +112,7 @@ class OneTrace:
             self.any_size.end()
         if not self.alone:
             tell_of_assigned(before, after)
+            tell_of_draws(unmoved, moved)
         return self._finish(out_leaves, out_spec)
 
     # --- placeholders ---

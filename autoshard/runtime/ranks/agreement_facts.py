@@ -12,8 +12,9 @@ from autoshard.runtime.compile import Settings
 
 
 def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first: bool) -> dict[str, str]:
-    """`key` is that of `CompiledModule._key`. Of the `first` call also the model and the options; later they cannot differ."""
-    (grad, autocast, training, trainable, plain), tree, leaves, given = key
+    """`key` is that of `CompiledModule._key`. Of the `first` call also the model and the options; later they cannot differ. What lies around the
+    loss function may: a rank's number is often there."""
+    (grad, autocast, training, trainable, plain, _), tree, leaves, given = key
     mode = f"{'training' if any(training) else 'evaluation'} mode, gradients {'on' if grad else 'off'}"
     mode += f", autocast to {autocast}" if autocast else ""
     facts = {"mode": mode, "inputs": _inputs(leaves, given), "structure of the arguments": str(tree),

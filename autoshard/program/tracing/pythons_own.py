@@ -1,9 +1,12 @@
-"""Attributes that a model's forward assigns. They are Python's, and a program has tensors alone: what the trace saw holds in all calls."""
+"""What a model's forward does in Python: attributes that it assigns, numbers that it draws. A program has tensors alone: what the trace saw holds in
+all calls."""
 from __future__ import annotations
 
 import logging
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,3 +42,18 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return a is b
     return type(a) is type(b) and (a == b or a != a and b != b)
+
+
+def generators() -> dict[str, Any]:
+    """States of the generators that are not torch's."""
+    _, numbers, at, *_ = np.random.get_state()
+    return {"random": random.getstate(), "numpy.random": (numbers.tobytes(), at)}
+
+
+def tell_of_draws(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """A warning where a forward between the two drew numbers."""
+    drawn = [name for name, state in after.items() if state != before[name]]
+    if drawn:
+        log.warning("forward draws from %s: calls of the compiled model do not, and go on with what was drawn at the trace, as with the same layers "
+                    "dropped in every step. Draw with torch what is applied to tensors (torch.rand(()), dropout); draw before the call what decides "
+                    "which layers run, and pass it to the model: each value is then a program of its own", " and ".join(drawn))
