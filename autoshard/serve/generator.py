@@ -28,6 +28,8 @@ from autoshard.serve.phases import Phases
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 OWN_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "custom_generate")
 """Arguments of `generate` that run code of the user's."""
+LOGITS_ALONE = ("output_hidden_states", "output_attentions")
+"""Settings that ask a model for more than logits."""
 RECURRENT = ("linear_attention", "conv")
 """Kinds of layers whose mask only says what is padding."""
 
@@ -69,6 +71,8 @@ class Generator:
         """As transformers' `generate`, on every rank with the same arguments; all ranks draw the random numbers of the first one."""
         given = signature(super().generate).bind_partial(*args, **kwargs).arguments
         ids = given.get("inputs", kwargs.get("input_ids"))
+        if ids is None and kwargs.get("inputs_embeds") is not None:
+            raise UsageError("inputs_embeds without tokens: the model was compiled for token ids; pass input_ids")
         self._settings = {"input_shape": tuple(ids.shape)} if isinstance(ids, torch.Tensor) else {}
         turns = Turns(self.compiled.place, self.compiled.options.running.timeout, any(given.get(name) not in (None, []) for name in OWN_CODE))
         before, self._turns = self._turns, turns
@@ -90,6 +94,9 @@ class Generator:
                                       max_cache_length: int) -> None:
         if generation_config.use_cache is False:
             raise UsageError("use_cache=False: the model was compiled for generation with caches; leave it out")
+        for name in LOGITS_ALONE:
+            if getattr(generation_config, name, None):
+                raise UsageError(f"{name}=True: the compiled model returns logits alone; leave it out")
         name, length = self.caches.argument, self.caches.length
         if max_cache_length > length and self.caches.has_rows:
             raise UsageError(f"prompt and new tokens are {max_cache_length + 1} in all, and the caches hold {length}, which is enough for "

@@ -110,11 +110,18 @@ def test_a_streamer_sees_every_token():
     ({"num_beams": 2}, "beam search"),
     ({"max_new_tokens": LENGTH}, "larger max_cache_len"),
     ({"use_cache": False}, "use_cache"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True: the compiled model returns logits alone"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True: the compiled model returns logits alone"),
     ({"num_return_sequences": 2, "do_sample": True}, "compiled for 2"),
 ])
 def test_what_split_caches_cannot_do_is_refused(how, words):
     with pytest.raises(autoshard.AutoshardError, match=words):
         pair()[1].generate(prompt(), **{"max_new_tokens": 4, **how})
+
+
+def test_embeddings_in_place_of_tokens_are_refused():
+    with pytest.raises(autoshard.AutoshardError, match="inputs_embeds without tokens"):
+        pair()[1].generate(inputs_embeds=torch.randn(2, 4, 32), max_new_tokens=3)
 
 
 def test_an_old_cache_is_refused():
