@@ -52,7 +52,7 @@ def _of_value(value: Any, code: CodeType | None, seen: set[int]) -> Iterator[Any
         for module in value.modules():
             yield from (leaf_key(v) for name, v in vars(module).items() if isinstance(v, PLAIN) and not name.startswith("_"))
     elif isinstance(value, ModuleType):
-        yield from (leaf_key(v) for name in code.co_names if isinstance(v := vars(value).get(name), PLAIN)) if code else ()
+        yield from (leaf_key(v) for name in code.co_names if isinstance(v := vars(value).get(name, value), PLAIN)) if code else ()
     elif code is not None:
         seen.add(id(value))
         keys = code.co_consts if isinstance(value, Mapping) else code.co_names

@@ -105,7 +105,8 @@ class Step:
             self.input_grads = tuple(i for i, name in enumerate(self.grad_names) if name not in stored.params)
             self.kept = tuple(p for p in self.backward.takes if p.kind in ("param", "buffer"))
             self.kept_at = {p: i for i, p in enumerate(self.kept)}
-            self.watched = tuple(p.name for p in self.kept if p.name in stored.params or p.name in stored.buffers)
+            held = {p.name: stored.params.get(p.name, stored.buffers.get(p.name)) for p in self.kept}
+            self.watched = {name: t for name, t in held.items() if t is not None and not t.is_inference()}
             self.saved_at = {p: i for i, p in enumerate(p for p in self.forward.gives if p.kind == "saved")}
 
         self.local = locals_of(calling, plan, place, stored)
@@ -171,11 +172,12 @@ class Step:
 
     # --- backward ---
 
-    def versions(self) -> tuple[int, ...]:
-        """Of the stored tensors that backward reads."""
-        return tuple(map(self.stored.version, self.watched))
+    def versions(self) -> list[int]:
+        """How often the stored tensors that backward reads were changed in place. Of DTensors autograd sees only the local tensors, whose
+        count stays where it is when the DTensor is changed."""
+        return [t._version for t in self.watched.values()]
 
-    def check_versions(self, then: tuple[int, ...]) -> None:
+    def check_versions(self, then: list[int]) -> None:
         """Raises UsageError where a stored tensor that backward reads was changed since forward: its gradient would be of two models."""
         if (now := self.versions()) != then:
             name = next(n for n, a, b in zip(self.watched, then, now, strict=True) if a != b)

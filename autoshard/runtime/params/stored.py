@@ -128,11 +128,6 @@ class Stored:
         t = self.params[name] if name in self.params else self.buffers[name]
         return t if self.place.device_mesh is None else t._local_tensor
 
-    def version(self, name: str) -> int:
-        """How often it was changed in place. A change of a DTensor counts there, not at its local tensor."""
-        t = self.params[name] if name in self.params else self.buffers[name]
-        return 0 if t.is_inference() else max(t._version, self._held(name)._version)
-
     @property
     def is_virtual(self) -> bool:
         """Whether some tensor has no memory yet."""
