@@ -226,9 +226,10 @@ def _imported(module_name: str, factory_name: str) -> _Source:
         raise ModelError(f"cannot import {module_name!r}: {describe(error)}") from error
     factory = getattr(module, factory_name, None)
     if not callable(factory):
-        near = get_close_matches(factory_name, [n for n in vars(module) if not n.startswith("_")], n=1)
+        near = get_close_matches(factory_name, [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ModelError(f"module {module_name!r} has no function {factory_name!r}{hint}")
+        there = f", {factory_name} there is of type {type(factory).__name__}" if hasattr(module, factory_name) else ""
+        raise ModelError(f"module {module_name!r} has no function {factory_name!r}{there}{hint}")
     return _Source(factory, getattr(module, "loss", None), f"{module_name}:{factory_name}")
 
 

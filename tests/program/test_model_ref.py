@@ -161,7 +161,7 @@ def test_a_file_of_models_is_an_importable_module_too():
 
 @pytest.mark.parametrize("reference, message", [
     ("own_factories:lineer", "has no function 'lineer'; did you mean linear?"),
-    ("own_factories:not_a_function", "has no function 'not_a_function'"),
+    ("own_factories:not_a_function", "has no function 'not_a_function', not_a_function there is of type int"),
     ("own.missing:linear", "there is no module 'own.missing'"),
     ("own_broken:linear", "cannot import 'own_broken': ModuleNotFoundError: No module named 'no_such_dependency'"),
     ("own_factories:nothing", "must return (model, example_inputs), but returned NoneType"),

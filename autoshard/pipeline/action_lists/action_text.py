@@ -67,7 +67,9 @@ def read_csv(path: str | Path) -> ActionTable:
         with open(path, newline="") as file:
             rows = list(csv.reader(file))
         return table_of(rows)
-    except (OSError, UnicodeDecodeError, csv.Error, ScheduleError) as problem:
+    except OSError as problem:
+        raise ScheduleError(f"cannot read schedule {path}: {problem.strerror or problem}") from problem
+    except (UnicodeDecodeError, csv.Error, ScheduleError) as problem:
         raise ScheduleError(f"{path}: {problem}") from problem
 
 
