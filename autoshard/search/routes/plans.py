@@ -74,8 +74,9 @@ class Quotient:
 def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Core] | None = None) -> None:
     """`layers`: the problem with its layers tied (`tied_core`), which goes first: its choices are starts, its planes a start.
     Then the problem itself. Where the tied one is solved at its best prices, layers only have to share a row: then the problem
-    itself is likely to be proven without the best tied choice, and at one price. A core of which one price is asked, or a few of
-    one that is small, need not be reduced before: without rows it reduces further."""
+    itself is likely to be proven without the best tied choice, and at one price. So is a small one at once where no hard row has a
+    price: its MIP takes as long as the tied one's. A core of which one price is asked, or a few of one that is small, need not be reduced before:
+    without rows it reduces further."""
     guarded.start()
     settle_rows(core)
     large = stored_entries(core) > STORED  # and what reducing finds out about it, for both problems, is forgotten
@@ -105,7 +106,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         board.raise_bound(best.bound, "row prices")
     if likely:
         near = best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
-        at_once = near or table_entries(core) <= TABLES  # a MIP takes seconds for a small problem, as long as for its tied one
+        at_once = near or best is not None and table_entries(core) <= TABLES and not (np.isinf(core.price) & (best.prices > 0)).any()
         close(board, core, best, seed, widest=math.inf if at_once else LIKELY, place=place)
         if not (board.done or near and large):  # what would take as long again proves hardly more
             _close_tied(board, quotient, seed)

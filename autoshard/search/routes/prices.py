@@ -39,11 +39,11 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     begun = alike is not None and alike.tied is not None
     planes, largest, rough = list(planes), like.largest if like else LARGEST_PAIR, max(rough, board.enough / 4)
     around: frozenset[int] = frozenset()
-    asked, small = [at for at, *_ in planes], stored_entries(core) <= TABLES
+    asked = [at for at, *_ in planes]
     for _ in range(TRIALS):
         if board.done or best is not None and board.cost - best.bound <= settled * abs(best.bound):
             break
-        prices, promised = next_prices(core, planes, None if small else best) if planes else (_first_prices(core), math.inf)
+        prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None) if planes else (_first_prices(core), math.inf)
         if best is None:
             enough = WHOLE if begun else 0.0 if planes else FIRST
             priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike)
@@ -115,6 +115,13 @@ def _first_prices(core: Core) -> np.ndarray:
     return np.where(np.isfinite(core.price) & (stored_entries(core) <= STORED), core.price / 2, 0.0)
 
 
+def _in_steps(core: Core, planes: list[Plane]) -> bool:
+    """Whether prices that promise much more are approached in steps: where answers take long, and where some choice exceeds a hard row, whose
+    price has no top."""
+    hard = np.isinf(core.price)
+    return stored_entries(core) > TABLES or any((excess[hard] > 0).any() for _, _, excess in planes)
+
+
 def _promises_more(best: Priced, promised: float, than: float = MARGIN) -> bool:
     """`than`: the relative gain that is worth asking for."""
     return promised > max(best.bound, best.value if best.choice is not None else -math.inf) + than * abs(best.bound)
@@ -149,7 +156,7 @@ def next_prices(core: Core, planes: list[Plane], best: Priced | None = None) -> 
     """Kelley's cutting planes: every priced solve is a plane over the prices that the bound stays below, so the highest
     point under all planes is the next to try, and its height what is still possible. Where that is far above the `best` bound, the next to try is
     the point nearest to its prices that promises a part of it, as in level methods (Lemarechal, Nemirovskii and Nesterov, 1995): the first planes
-    know nothing of high prices, and answers there take longest. A small problem (no `best`) only needs more of them by that."""
+    know nothing of high prices, and answers there take longest."""
     model = mathopt.Model()
     caps = np.where(np.isfinite(core.price), core.price, _cap(core, planes))
     height = model.add_variable(lb=-math.inf, ub=math.inf)
