@@ -15,11 +15,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise UsageError(f"cannot write {path}: it is a folder; give the name of a file")
     if _is_device(path):
         return
-    target = path.resolve()
-    try:
-        handle, tmp = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as e:
-        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another folder") from None
+    handle, tmp = _beside(path)
     os.close(handle)
     os.unlink(tmp)
 
@@ -35,28 +31,33 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 def _is_device(path: Path) -> bool:
     """Whether it is a pipe or a device (/dev/stdout, /dev/null), which a file must not be put in place of."""
-    return path.exists() and not path.is_file()
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def _beside(path: Path) -> tuple[int, str]:
+    """A new file in the folder of what `path` leads to. Raises UsageError naming `path`."""
+    target = path.resolve()  # a link stays a link
+    try:
+        return tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as e:
+        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another folder") from None
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write a whole file or nothing; into a pipe or a device as it comes. Raises UsageError naming the path."""
     path = Path(path)
-    if not path.is_dir() and _is_device(path):
+    if _is_device(path):
         try:
             path.write_text(text)
         except OSError as e:
             raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another file") from None
         return
-    target = path.resolve()  # a link stays a link
-    try:
-        handle, tmp = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as e:
-        raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another folder") from None
+    handle, tmp = _beside(path)
     try:
         with os.fdopen(handle, "w") as f:
             f.write(text)
         os.chmod(tmp, 0o644)
-        os.replace(tmp, target)
+        os.replace(tmp, path.resolve())
     except OSError as e:
         os.unlink(tmp)
         raise UsageError(f"cannot write {path}: {e.strerror or e}; choose another file") from None

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.program.binding import leaf_key
-from autoshard.runtime.params.module_shells import PLAIN
+from autoshard.runtime.params.module_shells import PLAIN, plain_of
 
 
 def numbers_read(loss_fn: Callable[..., Any] | None) -> tuple[Any, ...]:
@@ -24,16 +24,18 @@ def _of_call(call: Any, seen: set[int]) -> Iterator[Any]:
     if isinstance(call, partial):
         call = call.func
     if isinstance(call, nn.Module):
-        yield from _of_value(call, None, seen)
         call = call.forward
-    owner = call.__self__ if isinstance(call, MethodType) else None
     function = call.__func__ if isinstance(call, MethodType) else call
-    if not isinstance(function, FunctionType) or id(function) in seen or function.__module__.split(".")[0] == "torch":
+    if not isinstance(function, FunctionType) or id(function) in seen:
         return
     seen.add(id(function))
     code, around = function.__code__, function.__globals__
+    if isinstance(call, MethodType):
+        yield from _of_value(call.__self__, code, seen)
+    if function.__module__.split(".")[0] == "torch":
+        return
     there = [around[name] for name in code.co_names if name in around]
-    for value in (owner, *there, *(cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))):
+    for value in (*there, *(cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))):
         if isinstance(value, FunctionType):
             if value.__globals__ is around:
                 yield from _of_call(value, seen)
@@ -41,7 +43,7 @@ def _of_call(call: Any, seen: set[int]) -> Iterator[Any]:
             yield from _of_value(value, code, seen)
 
 
-def _of_value(value: Any, code: CodeType | None, seen: set[int]) -> Iterator[Any]:
+def _of_value(value: Any, code: CodeType, seen: set[int]) -> Iterator[Any]:
     """`code`: what reads it; a loss module is taken as a whole."""
     if isinstance(value, PLAIN):
         yield leaf_key(value)
@@ -50,10 +52,10 @@ def _of_value(value: Any, code: CodeType | None, seen: set[int]) -> Iterator[Any
     elif isinstance(value, nn.Module) and next(value.parameters(), None) is None:
         seen.add(id(value))
         for module in value.modules():
-            yield from (leaf_key(v) for name, v in vars(module).items() if isinstance(v, PLAIN) and not name.startswith("_"))
+            yield from (leaf_key(v) for _, v in plain_of(module))
     elif isinstance(value, ModuleType):
-        yield from (leaf_key(v) for name in code.co_names if isinstance(v := vars(value).get(name, value), PLAIN)) if code else ()
-    elif code is not None:
+        yield from (leaf_key(v) for name in code.co_names if isinstance(v := vars(value).get(name, value), PLAIN))
+    else:
         seen.add(id(value))
         keys = code.co_consts if isinstance(value, Mapping) else code.co_names
         table = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})

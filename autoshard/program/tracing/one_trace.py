@@ -45,7 +45,7 @@ from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.losses import Losses
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
-from autoshard.program.tracing.pythons_own import attributes, generators, tell_of_assigned, tell_of_draws
+from autoshard.program.tracing.pythons_own import state_of, tell_of_changes
 from autoshard.program.tracing.rms_norms import RMSNorms
 from autoshard.program.tracing.survey import Answers, Survey, user_errors
 from autoshard.program.tracing.tape import Tape, meta_of
@@ -101,9 +101,9 @@ class OneTrace:
             self._cast_stored(twin)
             leaves = [self._input_value(v, inputs) for v in self.leaves]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, self.in_spec)
-            before, unmoved = attributes(twin), generators()
+            before = state_of(twin)
             out = self._forward(twin, call_args, call_kwargs)
-            after, moved = attributes(twin), generators()  # backward may run parts again
+            after = state_of(twin)  # backward may run parts again
             users, out_leaves, out_spec, wanted = self._outputs(out)
             self._mutations(twin, inputs)
             if self.training:
@@ -111,8 +111,7 @@ class OneTrace:
         if self.any_size is not None:
             self.any_size.end()
         if not self.alone:
-            tell_of_assigned(before, after)
-            tell_of_draws(unmoved, moved)
+            tell_of_changes(before, after)
         return self._finish(out_leaves, out_spec)
 
     # --- placeholders ---

@@ -15,7 +15,18 @@ COMPARED = (bool, int, float, str, type(None), torch.Tensor)
 State = dict[str, Any]
 
 
-def attributes(model: nn.Module) -> State:
+def state_of(model: nn.Module) -> tuple[State, State]:
+    """Attributes of the modules, and generators."""
+    return _attributes(model), _generators()
+
+
+def tell_of_changes(before: tuple[State, State], after: tuple[State, State]) -> None:
+    """A warning for each kind of what a forward between the two changed."""
+    _tell_of_assigned(before[0], after[0])
+    _tell_of_draws(before[1], after[1])
+
+
+def _attributes(model: nn.Module) -> State:
     """Numbers, texts, None and tensors that modules have as attributes, by path; and how long lists and tables are."""
     out: State = {}
     for path, module in model.named_modules():
@@ -29,7 +40,7 @@ def attributes(model: nn.Module) -> State:
     return out
 
 
-def tell_of_assigned(before: State, after: State) -> None:
+def _tell_of_assigned(before: State, after: State) -> None:
     """A warning with what a forward between the two assigned."""
     changed = [name for name, value in after.items() if name not in before or not _same(before[name], value)]
     if changed:
@@ -44,13 +55,13 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or a != a and b != b)
 
 
-def generators() -> dict[str, Any]:
+def _generators() -> State:
     """States of the generators that are not torch's."""
     _, numbers, at, *_ = np.random.get_state()
     return {"random": random.getstate(), "numpy.random": (numbers.tobytes(), at)}
 
 
-def tell_of_draws(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _tell_of_draws(before: State, after: State) -> None:
     """A warning where a forward between the two drew numbers."""
     drawn = [name for name, state in after.items() if state != before[name]]
     if drawn:

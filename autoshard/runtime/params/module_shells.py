@@ -48,6 +48,11 @@ Plain = tuple[tuple[Mapping[str, Any], str, int], ...]
 PLAIN = (bool, int, float, str, type(None))
 
 
+def plain_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """Names and values of its attributes that are numbers, texts or None."""
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN) and not name.startswith("_")]
+
+
 def plain_attributes(compiled: nn.Module, root: nn.Module) -> Plain:
     """Every attribute of a module that is a number, a text or None, as a dropout's `p`: a trace may depend on it, and a user may change
     it between two calls. Those of the root may be set on the compiled model, which has names of its own."""
@@ -55,8 +60,7 @@ def plain_attributes(compiled: nn.Module, root: nn.Module) -> Plain:
     out: list[tuple[Mapping[str, Any], str, int]] = []
     for i, module in enumerate(root.modules()):
         values: Mapping[str, Any] = vars(module) if i else ChainMap(vars(compiled), vars(root))
-        out += [(values, name, i) for name, value in vars(module).items()
-                if isinstance(value, PLAIN) and not name.startswith("_") and not (name in own and i == 0) and name != "training"]
+        out += [(values, name, i) for name, _ in plain_of(module) if not (name in own and i == 0) and name != "training"]
     return tuple(out)
 
 

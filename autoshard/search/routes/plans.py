@@ -20,7 +20,18 @@ from autoshard.search.problem import evaluate
 from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.routes.mixture import mix
-from autoshard.search.routes.priced import MIP_NODES, STORED, TABLES, Priced, choice_value, keep_possible, solve_left, solve_priced, tighten
+from autoshard.search.routes.priced import (
+    MIP_NODES,
+    STORED,
+    TABLES,
+    Priced,
+    choice_value,
+    keep_possible,
+    prices_hard_rows,
+    solve_left,
+    solve_priced,
+    tighten,
+)
 from autoshard.search.routes.prices import SAME, Plane, next_prices, planes_of, scaled, search_large_prices, search_prices
 from autoshard.search.tie import Tied
 
@@ -106,7 +117,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         board.raise_bound(best.bound, "row prices")
     if likely:
         near = best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
-        at_once = near or best is not None and table_entries(core) <= TABLES and not (np.isinf(core.price) & (best.prices > 0)).any()
+        at_once = near or best is not None and table_entries(core) <= TABLES and not prices_hard_rows(core, best.prices)
         close(board, core, best, seed, widest=math.inf if at_once else LIKELY, place=place)
         if not (board.done or near and large):  # what would take as long again proves hardly more
             _close_tied(board, quotient, seed)

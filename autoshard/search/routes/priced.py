@@ -221,8 +221,7 @@ def _joined(board: Board, core: Core, prices: np.ndarray, plain: Core, bound: fl
     limits what is looked for; not where a hard row has a price, for that row is what the choice is dear for. An answer that may be rough bounds
     nothing, and most of the time is left for others."""
     if board.choice is not None:
-        tight = bool((np.isinf(core.price) & (prices > 0)).any())
-        if not (tight or board.stats.get("improved")):
+        if not (prices_hard_rows(core, prices) or board.stats.get("improved")):
             improve(board)
             board.stats["improved"] = True
         known = choice_value(board, core, prices, board.choice)
@@ -232,6 +231,11 @@ def _joined(board: Board, core: Core, prices: np.ndarray, plain: Core, bound: fl
     if joined.choice is not None:
         value, choice = joined.value, plain.lift(joined.choice)
     return joined.bound, value, choice
+
+
+def prices_hard_rows(core: Core, prices: np.ndarray) -> bool:
+    """Whether a hard row has a price, as where memory is tight."""
+    return bool((np.isinf(core.price) & (prices > 0)).any())
 
 
 def choice_value(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> float:
