@@ -4,7 +4,9 @@ The rows of the turn and of the update do not see what ops need to run, nor what
 parameters. A floor row is the turn's row, moved to an op. While op X runs there are
 
     stored tensors              as they are stored; optimizer state on the device (`FloorWeights`)
-    gradients of parameters     those made before X, in the least bytes that they may have on their way to where they are stored
+    gradients of parameters     those made before X, in the least bytes that they may have on their way to where they are stored; the last of
+                                them in what its reduction sends
+    results                     of forward, as the user gets them
     what X reads                in the specs in which it reads it, and what it makes and needs to make it; of parameters what it gathers
     kept values, kept copies    that forward has made before X, and backward has not begun to read: as they lie
     other values                that an op before X has made or read, and an op behind it will read: in the least bytes that they may have on the
@@ -16,7 +18,7 @@ such readers, or from where one of its unit needs it. Where a choice loads a row
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,18 +26,21 @@ import numpy as np
 
 from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import OpPlan
+from autoshard.base.roles import Role
 from autoshard.base.spec import local_tensor_shape
 from autoshard.formulate.copies import KEPT, MADE, CopyNode
-from autoshard.formulate.floor_weights import FloorWeights
+from autoshard.formulate.floor_weights import FloorWeights, exact_near
 from autoshard.formulate.memory_rows import Amounts, with_items
 from autoshard.formulate.problem_of import Formulation
 from autoshard.formulate.values import storage_root
 from autoshard.program.flow import gradient_bound, is_passing
 from autoshard.recompute.rewrite import is_source
 from autoshard.rules import registry
+from autoshard.search.problem import row_loads
 
-AT = "while {} runs"
-"""How the moment of a floor row is named in `Formulation.memory_rows`."""
+BEFORE, BEHIND = "while ", " runs"
+"""Around the op in the name of a floor row in `Formulation.memory_rows`; further rows of the op have primes behind it."""
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -71,24 +76,29 @@ class Floors(FloorWeights):
         at = int(np.searchsorted(orders, self.graph.order.get(op, 0)))
         return self.moments[max(0, at - 1):at + count]
 
-    def amounts(self, moment: str) -> Iterator[Amounts]:
-        """Bytes per strategy of nodes while `moment` runs."""
+    def amounts(self, moment: str, plan: np.ndarray | None = None) -> Iterator[Amounts]:
+        """Bytes per strategy of nodes while `moment` runs, for any plan; nearest to what is true for choices near `plan`."""
         op, now = self.graph.op(moment), self.graph.order[moment]
         gathered, read = self._gathered(op), {storage_root(self.graph, ref) for ref in op.refs}
-        yield from self._stored(now, gathered)
+        yield from self._stored(now, gathered, plan)
         yield from self._own(op)
+        yield from self._handed_out(op, read)
         yield from ((self.formulation.units.index(moment), amounts) for _, amounts in gathered.values())
         for root in self.roots:
             if root not in read and root.op != moment:
                 yield from self._early(root, now, read) if op.phase == "forward" else self._value(root, now)
         for i, copy in enumerate(self.formulation.copies, len(self.formulation.units.units)):
-            amounts = self._copy(copy, now, op, read)
-            if amounts is not None:
-                yield i, amounts
+            root = storage_root(self.graph, copy.value)
+            if root not in self.outputs:
+                amounts = self._copy(copy, now, op, read)
+                if amounts is not None:
+                    yield i, amounts
+                elif plan is not None and op.phase == "backward" and root not in read:
+                    yield from self._read_later(i, copy, now, plan)
 
     def load(self, moment: str, choice: np.ndarray) -> float:
-        """What a choice loads the row with."""
-        return float(sum(amounts[choice[node]] for node, amounts in self.amounts(moment)))
+        """What a choice surely holds."""
+        return float(sum(amounts[choice[node]] for node, amounts in self.amounts(moment, choice)))
 
     # --- what the op reads and makes ---
 
@@ -126,6 +136,22 @@ class Floors(FloorWeights):
                     readers[place[~b]] -= 1
                     alive -= 0.0 if readers[place[~b]] else inputs[place[~b]]
         return most
+
+    # --- what the user holds ---
+
+    @cached_property
+    def outputs(self) -> Mapping[Ref, Op]:
+        """Per value of forward that the user gets, the output that it is, or that a view of it is."""
+        found = {storage_root(self.graph, op.refs[0]): op for op in self.graph.outputs(Role.USER).values() if op.refs and op.phase == "forward"}
+        return {root: op for root, op in found.items() if self.graph.op(root.op).kind == "call"}
+
+    def _handed_out(self, op: Op, read: set[Ref]) -> Iterator[Amounts]:
+        """Results of forward, which the user holds from then on, as they are handed out. Nothing else that these are or that was made of them is
+        counted, for it may be the same buffer."""
+        for root, output in self.outputs.items():
+            ref = output.refs[0]
+            if op.phase != "forward" and root not in read and self.graph.meta(ref).numel == self.graph.meta(root).numel:
+                yield self.formulation.units.index(output.name), self._bytes(ref, self.formulation.units.inputs(output.name, 0))
 
     # --- other values ---
 
@@ -193,9 +219,9 @@ class Floors(FloorWeights):
         return last if last is not None and last.order > now else None
 
     def _kept(self, op: Op, root: Ref) -> np.ndarray | None:
-        """Per strategy, the bytes of a source's value where it keeps it."""
+        """Per strategy, the bytes of a source's value where it keeps it; not of one that the user holds anyway."""
         value = Ref(op.kept[0].op, root.index) if op.kept else None
-        if value is None or value not in op.kept:
+        if value is None or value not in op.kept or storage_root(self.graph, value) in self.outputs:
             return None
         return self._once(("kept", root), lambda: self._bytes(value, self.formulation.units.inputs(op.name, op.refs.index(value))))
 
@@ -257,6 +283,17 @@ class Floors(FloorWeights):
             return None
         return np.where(counted, self._local(copy.value, copy.spec), 0.0) if any(counted) else None
 
+    def _read_later(self, node: int, copy: CopyNode, now: int, plan: np.ndarray) -> Iterator[Amounts]:
+        """A copy that forward keeps and that is read before the op by something that may be off: it lies there if the last op that may read it
+        does."""
+        units = self.formulation.units
+        last, i = max(copy.readers, key=lambda reader: self.graph.order[reader[0]])
+        if self.graph.order[last] > now and not is_source(self.graph.op(last)) and self.graph.op(last).kind == "call":
+            specs = units.inputs(last, i)
+            reads = np.array([s == copy.spec for s in specs.specs])[specs.index]
+            kept = np.array([s.name == KEPT and s.serves[self.graph.window_of(last)] for s in copy.states])
+            yield from exact_near(plan, (units.index(last), node), np.outer(reads, kept) * self._local(copy.value, copy.spec))
+
     def _family_first(self, value: Ref, later: list[tuple[str, int]]) -> int:
         """The order of the first op of backward that may read the value or what shares its buffer."""
         roots = {storage_root(self.graph, self.graph.op(name).refs[i]) for name, i in later}
@@ -272,10 +309,18 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def with_floor(formulation: Formulation, floors: Floors, moment: str) -> Formulation:
-    """The formulation with a floor row for an op of `floors.moments`, limited by the budget. Nothing to do where it has one."""
-    name = AT.format(moment)
-    if name in formulation.memory_rows:
+def with_floor(formulation: Formulation, floors: Floors, moment: str, plan: np.ndarray) -> Formulation:
+    """The formulation with a floor row for an op of `floors.moments`, exact near `plan` and limited by the budget. Nothing to do where a row of the
+    op says as much of that plan."""
+    rows, loads = formulation.memory_rows, row_loads(formulation.problem, plan)
+    name = f"{BEFORE}{moment}{BEHIND}"
+    names = [row for row in rows if row.rstrip("'") == name]
+    if names and max(loads[rows[row]] for row in names) >= floors.load(moment, plan) * (1.0 - 1e-9):
         return formulation
-    row, problem = len(formulation.problem.row_limit), with_items(formulation.problem, floors.amounts(moment), formulation.budget.peak)
-    return replace(formulation, problem=problem, memory_rows={**formulation.memory_rows, name: row})
+    problem = with_items(formulation.problem, floors.amounts(moment, plan), formulation.budget.peak)
+    return replace(formulation, problem=problem, memory_rows={**rows, name + "'" * len(names): len(loads)})
+
+
+def floored_ops(formulation: Formulation) -> dict[str, str]:
+    """Per floor row of the formulation, its op."""
+    return {row: row.removeprefix(BEFORE).rstrip("'").removesuffix(BEHIND) for row in formulation.memory_rows if row.startswith(BEFORE)}

@@ -22,6 +22,19 @@ from autoshard.program.flow import is_passing
 from autoshard.space.strategies import SpecIndex
 
 
+def exact_near(plan: np.ndarray, nodes: tuple[int, int], amounts: np.ndarray) -> Iterator[Amounts]:
+    """Amounts of single nodes whose sum is never more than what two nodes load together, `amounts[i, j]`, and as much where the first does what it
+    does in `plan`. `amounts` is inf where the two exclude each other. Single amounts may be negative."""
+    here = amounts[plan[nodes[0]]]
+    beyond = np.where(np.isfinite(here), here - here.min(), 0.0)
+    yield nodes[1], beyond
+    yield nodes[0], _finite((amounts - beyond).min(axis=1))
+
+
+def _finite(amounts: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(amounts), amounts, 0.0)
+
+
 @dataclass(eq=False)
 class FloorWeights:
     formulation: Formulation
@@ -59,7 +72,7 @@ class FloorWeights:
         """Whether no other op of its window reads the copy."""
         return [name for name, _ in copy.readers if self.graph.op(name).phase == op.phase] == [op.name]
 
-    def _stored(self, now: int, gathered: Mapping[str, tuple[float, np.ndarray]]) -> Iterator[Amounts]:
+    def _stored(self, now: int, gathered: Mapping[str, tuple[float, np.ndarray]], plan: np.ndarray | None) -> Iterator[Amounts]:
         table, units = self.formulation.table, self.formulation.units
         latest = max((made for made in self.gradients.values() if made < now), default=None)
         for op in self.graph.of_kind("param", "buffer"):
@@ -73,7 +86,7 @@ class FloorWeights:
             amounts = always + state * table.strategies[op.name].on_device[units.picked(op.name)]
             yield units.index(op.name), amounts + least if made is not None and made < now and made != latest else amounts
         if latest is not None:
-            yield self._once(("flying", latest), lambda: self._flying(latest))
+            yield from self._flying(latest, plan)
 
     def _parts(self, op: Op, specs: SpecIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         table = self.formulation.table
@@ -83,21 +96,33 @@ class FloorWeights:
         always, state = (np.array([p[c] for p in parts], dtype=float) for c in ("parameters", "optimizer"))
         return always[specs.index], state[specs.index], least[specs.index]
 
-    def _flying(self, made: int) -> Amounts:
+    def _flying(self, made: int, plan: np.ndarray | None) -> Iterator[Amounts]:
         """Of the gradient that the op at `made` makes: its bytes until the next gradient is made. Till then a collective that reduces it is not
-        waited for, and keeps what it sends; one of several steps keeps what the last of them sends."""
-        table, units, op = self.formulation.table, self.formulation.units, self.graph.ops[made]
+        waited for, and keeps what it sends."""
+        op, units = self.graph.ops[made], self.formulation.units
         ref = next(ref for ref in self._first_gradients if ref.op == op.name)
-        specs, meta = units.outputs(ref), self.graph.meta(ref)
-        wanted = {s for name, i in self.graph.users.get(ref, ()) for s in units.inputs(name, i).specs if NOWHERE not in s}
+        node, own, (first, *others) = units.index(op.name), units.outputs(ref), self.graph.users[ref]
+        sent = self._once(("sent", ref), lambda: self._sent(ref))
+        reader = units.index(first[0])
+        if plan is None or others or reader == node:
+            yield node, _finite(sent.min(axis=1))[own.index]
+        else:
+            yield from exact_near(plan, (node, reader), sent[np.ix_(own.index, units.inputs(*first).index)])
 
-        def least(own: Spec) -> float:
-            whole = self._local(ref, own)
-            moves = {s: table.redistribution.steps(meta.logical_shape, meta.dtype, own, s) for s in wanted
-                     if s != own and np.isfinite(table.redistribution.seconds(meta.logical_shape, meta.dtype, own, s))}
-            return min([whole, *(self._local(ref, s) for s, steps in moves.items() if sum(step.kind != SLICE for step in steps) > 1)])
+    def _sent(self, ref: Ref) -> np.ndarray:
+        """Per spec that a gradient is made in and spec that a reader wants, the bytes that its last collective sends, or all of it where there is
+        none; inf where it cannot be brought there."""
+        units, meta, move = self.formulation.units, self.graph.meta(ref), self.formulation.table.redistribution
+        wanted = tuple(dict.fromkeys(s for name, i in self.graph.users[ref] for s in units.inputs(name, i).specs))
 
-        return units.index(op.name), np.array([least(s) for s in specs.specs])[specs.index]
+        def sent(own: Spec, held: Spec) -> float:
+            if NOWHERE in held or not np.isfinite(move.seconds(meta.logical_shape, meta.dtype, own, held)):
+                return np.inf
+            steps = move.steps(meta.logical_shape, meta.dtype, own, held)
+            last = max((i for i, step in enumerate(steps) if step.kind != SLICE), default=0)
+            return self._local(ref, steps[last - 1].spec if last else own)
+
+        return np.array([[0.0 if NOWHERE in own else sent(own, held) for held in wanted] for own in units.outputs(ref).specs])
 
     @cached_property
     def gradients(self) -> dict[str, int]:

@@ -141,6 +141,11 @@ class Timeline:
         instruction = times[next(ahead, 0)][1]
         return instruction.op if instruction is not None else "turn" if self.graph.training else self.graph.ops[-1].name
 
+    def begins(self, op: str) -> int:
+        """The time at which the op begins; -1 where the plan does not run it."""
+        times = enumerate(self.playback.times)
+        return next((t for t, (_, instruction) in times if instruction is not None and instruction.op == op), -1)
+
     def moments(self) -> tuple[Moment, ...]:
         """The fullest time of every instruction, or, where there are many, of every stretch of instructions, with its
         emptiest."""

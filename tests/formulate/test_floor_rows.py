@@ -107,9 +107,9 @@ def test_bounds_under_floor_rows_are_no_more_than_the_best_plan_that_fits() -> N
     units, higher = open_units(singletons(table), opened), 0
     for limit in sorted({peak for _, peak in every}):
         formulation = formulate(opened, memory_limit=limit, units=units)
-        grown, floors = formulation, floors_of(formulation)
+        grown, floors, first = formulation, floors_of(formulation), solve(formulation.problem).choice
         for moment in floors.moments:
-            grown = with_floor(grown, floors, moment)
+            grown = with_floor(grown, floors, moment, first)
         found = solve(grown.problem)
         assert found.choice is not None and found.bound <= min(s for s, peak in every if peak <= limit) * (1 + 1e-9)
         higher += found.bound > solve(formulation.problem).bound * (1 + 1e-9)
@@ -120,10 +120,10 @@ def test_a_floor_row_is_a_row_of_the_problem() -> None:
     formulation = open_formulation("mlp", "dp=2", limit=1e6)
     floors = floors_of(formulation)
     moment = floors.moments[0]
-    grown = with_floor(formulation, floors, moment)
     choice = random_choice(formulation, 0)
+    grown = with_floor(formulation, floors, moment, choice)
     assert row_loads(grown.problem, choice)[-1] == pytest.approx(floors.load(moment, choice))
-    assert grown.problem.row_limit[-1] == 1e6 and with_floor(grown, floors, moment) is grown
+    assert grown.problem.row_limit[-1] == 1e6 and with_floor(grown, floors, moment, choice) is grown
 
 
 def test_programs_with_decided_recomputation_get_none() -> None:

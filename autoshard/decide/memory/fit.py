@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.decide.how import How
 from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, leaves_room, memory_priced, possible, rows_of
 from autoshard.decide.program import Program, settled
-from autoshard.formulate.floor_rows import Floors, with_floor
+from autoshard.formulate.floor_rows import Floors, floored_ops, with_floor
 from autoshard.formulate.memory_rows import limited, with_row, without_idle
 from autoshard.formulate.problem_of import Formulation
 from autoshard.play.footprint import Footprints
@@ -27,14 +27,15 @@ from autoshard.search.problem import Problem, Solution, Status, evaluate, row_lo
 FLOORED = 3  # searches with floor rows
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
-BEFORE, SEEN = 0.5, 0.4  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
+BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
-CLOSED = 1e-3  # a gap that needs no more
+CLOSED = 2e-3  # a gap that needs no more
+TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 FILLED, FILLING, AROUND = 8, 0.5, 0.5  # searches that use what a plan leaves free; shares of the time left
 FULL = 0.9  # of the limit; a moment as full may be too full in a plan that keeps more
-MIXED, NEARLY = 2, 5e-3  # choices that fit, for a mixture; a gap that needs no search
+MIXED, NEARLY = 2, 1e-3  # choices that fit, for a mixture; a gap that needs no search
 MET = 40  # choices that are kept for the next search
 LITTLE = 1e-4  # of the step: a search that gains less is the last one
 
@@ -45,6 +46,7 @@ def search_within(program: Program, how: How) -> Solution:
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     floors = Floors(program.formulation, Footprints(program.formulation.table.mesh, program.formulation.table.cluster))
     answer = _solved(problem, program.starts, possible(problem, learned.near), how.part(BEFORE if floors.possible else FIRST))
+    how = replace(how, enough=max(how.enough, TIGHT))
     if answer.choice is not None and floors.possible:
         program, answer = _floored(program, floors, answer, how.part(SEEN))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
@@ -95,14 +97,14 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
     """The program with floor rows at moments of backward at which the plan found certainly needs too much, until there is no such
     moment, and what a search finds under them. Its bound holds for every plan."""
     found = first
-    for n in range(FLOORED):
+    for _ in range(FLOORED):
         full = _overfull(floors, program.timelines(found.choice), found.choice)
         if not full or how.clock.expired():
             break
         grown = program.formulation
         for moment in full:
-            grown = with_floor(grown, floors, moment)
-        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(1 / (FLOORED - n)))
+            grown = with_floor(grown, floors, moment, found.choice)
+        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(FIRST))
         program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer
@@ -203,15 +205,21 @@ def _around(problem: Problem, best: Solution, starts: Sequence[np.ndarray], how:
 
 
 def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
-    """Lower limits of the rows there are, by what the plan's timeline is over where they count: most moments are fuller than the
-    turn by as much in all plans near this one."""
+    """Lower limits of the rows there are, by what the plan's timeline is over where they count: of every stretch of the step that of its floor
+    rows, which miscount little, and of stretches without one that of the turn, since most moments are fuller than the turn by as much in all plans
+    near this one."""
     total, loads = timeline.live.sum(axis=1), row_loads(formulation.problem, without_idle(formulation, choice))
-    for moment in sorted({"turn", "update"} & formulation.memory_rows.keys()):
-        row = formulation.memory_rows[moment]
-        there = total[-1:] if moment == "update" else total[:-1] if len(total) > 1 else total
-        over = float(there.max()) - aim
-        if over > 0:
-            formulation = limited(formulation, moment, loads[row] - over)
+    last, over = (len(total) - 1 if formulation.table.graph.training else len(total)), {"update": 0.0, "turn": 0.0}
+    if last < len(total):
+        over["update"] = float(total[-1]) - aim
+    runs = {row: timeline.begins(op) for row, op in floored_ops(formulation).items()}
+    for stretch in np.array_split(np.arange(last), min(MOMENTS, last)):
+        most = float(total[stretch].max()) - aim
+        for row in [row for row, t in runs.items() if t in stretch] or ["turn"]:
+            over[row] = max(over.get(row, 0.0), most)
+    for row, more in over.items():
+        if more > 0 and row in formulation.memory_rows:
+            formulation = limited(formulation, row, loads[formulation.memory_rows[row]] - more)
     return formulation
 
 
