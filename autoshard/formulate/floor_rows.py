@@ -76,25 +76,24 @@ class Floors(FloorWeights):
         at = int(np.searchsorted(orders, self.graph.order.get(op, 0)))
         return self.moments[max(0, at - 1):at + count]
 
-    def amounts(self, moment: str, plan: np.ndarray | None = None) -> Iterator[Amounts]:
-        """Bytes per strategy of nodes while `moment` runs, for any plan; nearest to what is true for choices near `plan`."""
+    def amounts(self, moment: str, plan: np.ndarray) -> Iterator[Amounts]:
+        """Bytes per strategy of nodes while `moment` runs, for any choice; what is a matter of two nodes is exact for choices near `plan`."""
         op, now = self.graph.op(moment), self.graph.order[moment]
         gathered, read = self._gathered(op), {storage_root(self.graph, ref) for ref in op.refs}
         yield from self._stored(now, gathered, plan)
         yield from self._own(op)
         yield from self._handed_out(op, read)
         yield from ((self.formulation.units.index(moment), amounts) for _, amounts in gathered.values())
+        least: dict[Ref, float] = {}
         for root in self.roots:
             if root not in read and root.op != moment:
-                yield from self._early(root, now, read) if op.phase == "forward" else self._value(root, now)
+                for node, amounts in self._early(root, now, read) if op.phase == "forward" else self._value(root, now):
+                    least[self._home(root)] = float(amounts[amounts > 0].min(initial=np.inf))
+                    yield node, amounts
         for i, copy in enumerate(self.formulation.copies, len(self.formulation.units.units)):
             root = storage_root(self.graph, copy.value)
             if root not in self.outputs:
-                amounts = self._copy(copy, now, op, read)
-                if amounts is not None:
-                    yield i, amounts
-                elif plan is not None and op.phase == "backward" and root not in read:
-                    yield from self._read_later(i, copy, now, plan)
+                yield from self._copy(i, copy, now, op, read, plan, least.get(root, 0.0))
 
     def load(self, moment: str, choice: np.ndarray) -> float:
         """What a choice surely holds."""
@@ -263,36 +262,43 @@ class Floors(FloorWeights):
 
     # --- copies ---
 
-    def _copy(self, copy: CopyNode, now: int, op: Op, read: set[Ref]) -> np.ndarray | None:
-        """Made in forward before the op and kept, and not read yet in backward; or, of a parameter, read by the op and by no other of its window.
-        Other copies of what the op reads are counted with the op."""
-        if op.phase == "forward":
-            lies = self._once(("read in forward", copy.value, copy.spec), lambda: max(
-                (self.graph.order[name] for name, _ in copy.readers if self.graph.op(name).phase == "forward"), default=len(self.graph.ops))) < now
-        else:
-            later = self._once(("later", copy.value, copy.spec), lambda: [
-                (name, i) for name, i in copy.readers if self.graph.op(name).phase == "backward"])
-            lies = bool(later) and now < self._once(("family first", copy.value, copy.spec), lambda: self._family_first(copy.value, later))
-        root = storage_root(self.graph, copy.value)
-        if lies and root not in read:
-            counted = [s.name == KEPT for s in copy.states]
-        elif self.graph.op(root.op).kind == "param" and self._reads_alone(copy, op):
-            window = self.graph.window_of(op.name)
-            counted = [s.name in (MADE, KEPT) and s.serves[window] for s in copy.states]
-        else:
-            return None
-        return np.where(counted, self._local(copy.value, copy.spec), 0.0) if any(counted) else None
+    def _home(self, root: Ref) -> Ref:
+        """The value of forward that a recompute source stands for, where it may keep it; else the value itself."""
+        op = self.graph.op(root.op)
+        value = Ref(op.kept[0].op, root.index) if is_source(op) and op.kept else root
+        return storage_root(self.graph, value) if value in op.kept else root
 
-    def _read_later(self, node: int, copy: CopyNode, now: int, plan: np.ndarray) -> Iterator[Amounts]:
-        """A copy that forward keeps and that is read before the op by something that may be off: it lies there if the last op that may read it
-        does."""
-        units = self.formulation.units
-        last, i = max(copy.readers, key=lambda reader: self.graph.order[reader[0]])
-        if self.graph.order[last] > now and not is_source(self.graph.op(last)) and self.graph.op(last).kind == "call":
+    def _copy(self, node: int, copy: CopyNode, now: int, op: Op, read: set[Ref], plan: np.ndarray, least: float) -> Iterator[Amounts]:
+        """Bytes of a copy where it surely lies there, but for the `least` that is counted of the value itself: if all that read the value read kept
+        copies, it is not there. Of a parameter's copy that something that may be off reads before the op, the bytes if the last reader reads it."""
+        lies, (last, i) = self._lies(copy, now, op, read), max(copy.readers, key=lambda reader: self.graph.order[reader[0]])
+        root, units = storage_root(self.graph, copy.value), self.formulation.units
+        behind = self.graph.order[last] > now and self.graph.op(last).kind == "call" and not is_source(self.graph.op(last))
+        if lies is not None:
+            yield node, np.where(lies, max(0.0, self._local(copy.value, copy.spec) - least), 0.0)
+        elif self.graph.op(root.op).kind == "param" and behind and op.phase == "backward" and root not in read:
             specs = units.inputs(last, i)
             reads = np.array([s == copy.spec for s in specs.specs])[specs.index]
             kept = np.array([s.name == KEPT and s.serves[self.graph.window_of(last)] for s in copy.states])
             yield from exact_near(plan, (units.index(last), node), np.outer(reads, kept) * self._local(copy.value, copy.spec))
+
+    def _lies(self, copy: CopyNode, now: int, op: Op, read: set[Ref]) -> list[bool] | None:
+        """Per state, whether the copy surely lies there: made in forward before the op and kept, and not read yet in backward; or, of a parameter,
+        read by the op and by no other of its window. Other copies of what the op reads are counted with the op."""
+        if op.phase == "forward":
+            made = self._once(("read in forward", copy.value, copy.spec), lambda: max(
+                (self.graph.order[name] for name, _ in copy.readers if self.graph.op(name).phase == "forward"), default=len(self.graph.ops))) < now
+        else:
+            later = self._once(("later", copy.value, copy.spec), lambda: [
+                (name, i) for name, i in copy.readers if self.graph.op(name).phase == "backward"])
+            made = bool(later) and now < self._once(("family first", copy.value, copy.spec), lambda: self._family_first(copy.value, later))
+        root = storage_root(self.graph, copy.value)
+        if made and root not in read:
+            return [s.name == KEPT for s in copy.states]
+        if self.graph.op(root.op).kind == "param" and self._reads_alone(copy, op):
+            window = self.graph.window_of(op.name)
+            return [s.name in (MADE, KEPT) and s.serves[window] for s in copy.states]
+        return None
 
     def _family_first(self, value: Ref, later: list[tuple[str, int]]) -> int:
         """The order of the first op of backward that may read the value or what shares its buffer."""

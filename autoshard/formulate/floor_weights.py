@@ -26,7 +26,7 @@ def exact_near(plan: np.ndarray, nodes: tuple[int, int], amounts: np.ndarray) ->
     """Amounts of single nodes whose sum is never more than what two nodes load together, `amounts[i, j]`, and as much where the first does what it
     does in `plan`. `amounts` is inf where the two exclude each other. Single amounts may be negative."""
     here = amounts[plan[nodes[0]]]
-    beyond = np.where(np.isfinite(here), here - here.min(), 0.0)
+    beyond = np.subtract(here, here.min(), out=np.zeros(len(here)), where=np.isfinite(here))
     yield nodes[1], beyond
     yield nodes[0], _finite((amounts - beyond).min(axis=1))
 
@@ -72,7 +72,7 @@ class FloorWeights:
         """Whether no other op of its window reads the copy."""
         return [name for name, _ in copy.readers if self.graph.op(name).phase == op.phase] == [op.name]
 
-    def _stored(self, now: int, gathered: Mapping[str, tuple[float, np.ndarray]], plan: np.ndarray | None) -> Iterator[Amounts]:
+    def _stored(self, now: int, gathered: Mapping[str, tuple[float, np.ndarray]], plan: np.ndarray) -> Iterator[Amounts]:
         table, units = self.formulation.table, self.formulation.units
         latest = max((made for made in self.gradients.values() if made < now), default=None)
         for op in self.graph.of_kind("param", "buffer"):
@@ -96,7 +96,7 @@ class FloorWeights:
         always, state = (np.array([p[c] for p in parts], dtype=float) for c in ("parameters", "optimizer"))
         return always[specs.index], state[specs.index], least[specs.index]
 
-    def _flying(self, made: int, plan: np.ndarray | None) -> Iterator[Amounts]:
+    def _flying(self, made: int, plan: np.ndarray) -> Iterator[Amounts]:
         """Of the gradient that the op at `made` makes: its bytes until the next gradient is made. Till then a collective that reduces it is not
         waited for, and keeps what it sends."""
         op, units = self.graph.ops[made], self.formulation.units
@@ -104,7 +104,7 @@ class FloorWeights:
         node, own, (first, *others) = units.index(op.name), units.outputs(ref), self.graph.users[ref]
         sent = self._once(("sent", ref), lambda: self._sent(ref))
         reader = units.index(first[0])
-        if plan is None or others or reader == node:
+        if others or reader == node:
             yield node, _finite(sent.min(axis=1))[own.index]
         else:
             yield from exact_near(plan, (node, reader), sent[np.ix_(own.index, units.inputs(*first).index)])

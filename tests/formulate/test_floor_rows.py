@@ -11,10 +11,13 @@ import torch
 from small_models import Wavy
 
 from autoshard.base.mesh import parse_mesh
+from autoshard.base.plan import CATEGORIES
+from autoshard.base.precision import Precision
 from autoshard.decide.make_plan import Timelines
 from autoshard.decide.options import Options
 from autoshard.decide.program import formulate_within
 from autoshard.formulate.floor_rows import Floors, with_floor
+from autoshard.formulate.floor_weights import exact_near
 from autoshard.formulate.memory_rows import without_idle
 from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.planner.one_stage import prices
@@ -30,10 +33,30 @@ from autoshard.space.decision_units import singletons
 OPTIONS = Options(cluster="h100-dgx", time_limit=60.0)
 
 
+class WithLogits(torch.nn.Module):
+    """Returns logits beside its loss, as models of transformers do: the user holds them through backward. The head's weight is the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(512, 32), torch.nn.Linear(32, 512, bias=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x))
+        logits = self.head(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), "logits": logits}
+
+
 def open_formulation(name: str, mesh: str, limit: float = 1e18) -> Formulation:
-    module = importlib.import_module(f"models.{name}")
-    model, batch = module.build()
-    return formulate_within(open_table(prices(trace(model, batch, loss_fn=module.loss), parse_mesh(mesh), OPTIONS)), limit)
+    if name == "logits":
+        traced = trace(WithLogits(), (torch.randint(512, (8, 16)), torch.randint(512, (8, 16))), precision=Precision(param="bf16"))
+    else:
+        module = importlib.import_module(f"models.{name}")
+        model, batch = module.build()
+        traced = trace(model, batch, loss_fn=module.loss)
+    return formulate_within(open_table(prices(traced, parse_mesh(mesh), OPTIONS)), limit)
 
 
 def floors_of(formulation: Formulation) -> Floors:
@@ -80,7 +103,8 @@ def fullest(timeline: Timeline) -> dict[str, int]:
     return out
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("gpt", "dp=2"), ("t5", "dp=2"), ("moe", "dp=2"), ("resnet", "dp=2"), ("mlp", "dp=2,tp=2")])
+@pytest.mark.parametrize(("name", "mesh"), [("gpt", "dp=2"), ("t5", "dp=2"), ("moe", "dp=2"), ("resnet", "dp=2"), ("mlp", "dp=2,tp=2"),
+                                            ("logits", "dp=2,tp=2")])
 def test_no_plan_holds_less_than_a_floor_row_counts(name: str, mesh: str) -> None:
     formulation = open_formulation(name, mesh)
     floors, played = floors_of(formulation), Timelines(formulation, {})
@@ -94,6 +118,29 @@ def test_no_plan_holds_less_than_a_floor_row_counts(name: str, mesh: str) -> Non
             assert load <= live.get(moment, timeline.peak), f"{moment} of {name}, seed {seed}"
             shares[floors.graph.op(moment).phase] += [load / live[moment]] if moment in live else []
     assert min(map(len, shares.values())) >= 10 and np.mean(shares["forward"]) > 0.8 and np.mean(shares["backward"]) > 0.6
+
+
+def test_results_that_the_user_holds_are_counted() -> None:
+    formulation = open_formulation("logits", "dp=2")
+    floors, choice = floors_of(formulation), random_choice(formulation, 0)
+    timeline = Timelines(formulation, {})(choice)
+    live = fullest(timeline)
+    full = max((m for m in floors.moments if floors.graph.op(m).phase == "backward" and m in live), key=lambda m: live[m])
+    held = timeline.live[timeline.begins(full), CATEGORIES.index("outputs")]
+    assert held >= 8 * 16 * 512 * 2 / 2 and live[full] - held < floors.load(full, choice) <= live[full]
+
+
+def test_amounts_of_two_nodes_are_exact_near_a_plan_and_never_too_high() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        together = rng.integers(0, 9, (3, 4)).astype(float)
+        together[rng.random((3, 4)) < 0.2] = np.inf
+        plan = np.array([int(rng.integers(3)), 0])
+        (second, beyond), (first, own) = exact_near(plan, (0, 1), together)
+        total, possible = own[:, None] + beyond[None, :], np.isfinite(together)
+        assert (first, second) == (0, 1) and (total <= together + 1e-12).all()
+        here = plan[0]
+        assert np.allclose(total[here][possible[here]], together[here][possible[here]])
 
 
 def test_bounds_under_floor_rows_are_no_more_than_the_best_plan_that_fits() -> None:

@@ -1,13 +1,15 @@
 """The problem at prices of its rows."""
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from autoshard.search import Board, Clock, Edge, Items, Problem, solve
 from autoshard.search.reductions import settle_rows
 from autoshard.search.reductions.core import build
-from autoshard.search.routes.priced import solve_priced
+from autoshard.search.routes.priced import _converged, solve_priced
 
 
 def test_a_price_of_a_row_that_became_part_of_the_costs_is_not_charged_again():
@@ -24,3 +26,23 @@ def test_a_price_of_a_row_that_became_part_of_the_costs_is_not_charged_again():
     assert core.price.tolist() == [0.0, 0.4]
     priced = solve_priced(Board(problem, Clock(20.0)), core, np.array([0.7, 0.0]), 0)
     assert priced.bound == pytest.approx(best, rel=1e-9) and priced.value == pytest.approx(best, rel=1e-9)
+
+
+class Sweeps:
+    """Stands for a dual: its first sweeps pick strategy 5 of both nodes, and then dear strategies go; of what is left nothing is found."""
+
+    def __init__(self, picks: bool) -> None:
+        self.nodes, self.picks, self.ended = np.arange(2), picks, not picks
+
+    def converge(self, phase, enough, upper=math.inf, rounds=0):
+        return (1.0, np.array([5, 5]), 1.5) if self.picks else (1.0, np.array([0, 0]), math.inf)
+
+    def without_dearer(self, upper):
+        return Sweeps(picks=False)
+
+
+def test_what_was_picked_before_dear_strategies_went_is_no_choice_of_what_is_left() -> None:
+    """Its strategies have other numbers there, or none: reading them read memory of others."""
+    board = Board(Problem((np.zeros(1), np.zeros(1)), ()), Clock(20.0))
+    left, _, picked, value = _converged(board, Sweeps(picks=True), 0.0, 1.01)
+    assert not left.picks and value == math.inf and (picked == -1).all()

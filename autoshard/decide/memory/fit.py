@@ -29,13 +29,13 @@ ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
 BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
-CLOSED = 2e-3  # a gap that needs no more
+CLOSED = 2e-3  # a gap that needs no more searches
 TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
 STEP = 0.01  # of the limit, taken off per round
 FILLED, FILLING, AROUND = 8, 0.5, 0.5  # searches that use what a plan leaves free; shares of the time left
 FULL = 0.9  # of the limit; a moment as full may be too full in a plan that keeps more
-MIXED, NEARLY = 2, 1e-3  # choices that fit, for a mixture; a gap that needs no search
+MIXED = 2  # choices that fit, for a mixture
 MET = 40  # choices that are kept for the next search
 LITTLE = 1e-4  # of the step: a search that gains less is the last one
 
@@ -69,7 +69,7 @@ def _again(problem: Problem, program: Program, first: Solution, last: np.ndarray
     that keep the limits: layers that follow one or the other balance on a row. Where that costs little more than the bound, it is enough."""
     fitting = sorted((cost, i) for i, choice in enumerate(near) if np.isfinite(cost := evaluate(problem, choice)))
     mixed = how.mix(problem, [last, *(near[i] for _, i in fitting[:MIXED])]) if fitting else None
-    if mixed is not None and mixed[1] - first.bound <= NEARLY * abs(first.bound):
+    if mixed is not None and mixed[1] - first.bound <= CLOSED * abs(first.bound):
         return settled(first, *mixed)
     return _solved(problem, (*program.starts, *([mixed[0]] if mixed else ())), near, how)
 
@@ -82,7 +82,7 @@ def _met(now: Sequence[np.ndarray], before: Sequence[np.ndarray]) -> tuple[np.nd
 def _bounded(program: Program, seen: Solution, found: Solution, how: How) -> Solution:
     """`found` with what most of the time that is left adds to its bound: `seen`, the search of the program's problem, may have been cut short. A
     cheaper choice that it finds is corrected as that of `seen` was."""
-    if found.choice is None or found.gap == 0.0 or seen.gap <= CLOSED or how.clock.expired():
+    if found.choice is None or found.gap <= CLOSED or seen.gap <= TIGHT or how.clock.expired():
         return found
     problem = program.formulation.problem
     answer = _solved(problem, (*program.starts, found.choice), possible(problem, seen.near), how.part(FIRST))
@@ -209,9 +209,7 @@ def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, a
     rows, which miscount little, and of stretches without one that of the turn, since most moments are fuller than the turn by as much in all plans
     near this one."""
     total, loads = timeline.live.sum(axis=1), row_loads(formulation.problem, without_idle(formulation, choice))
-    last, over = (len(total) - 1 if formulation.table.graph.training else len(total)), {"update": 0.0, "turn": 0.0}
-    if last < len(total):
-        over["update"] = float(total[-1]) - aim
+    last, over = max(1, len(total) - 1), {"update": float(total[-1]) - aim}  # in inference there is no row of the update
     runs = {row: timeline.begins(op) for row, op in floored_ops(formulation).items()}
     for stretch in np.array_split(np.arange(last), min(MOMENTS, last)):
         most = float(total[stretch].max()) - aim

@@ -205,7 +205,7 @@ def _converged(board: Board, dual: Dual, enough: float, known: float, reached: f
     while not dual.ended:
         left = dual.without_dearer(known) if known - bound <= WITHIN * abs(bound) else None
         if left is not None:
-            dual, value = left, math.inf
+            dual, picked, value = left, np.full(len(left.nodes), -1), math.inf  # of its strategies none was picked yet
         proven, now, least = dual.converge(phase, enough, rounds=BETWEEN)
         gained, bound = min(proven, known) - bound, max(bound, min(proven, known))
         if least < value:
