@@ -129,10 +129,10 @@ def test_wide_neighbourhoods_end_where_they_bring_little_and_closed_units_need_n
 
 @pytest.mark.slow
 def test_t5_on_two_axes_is_refined_to_what_op_by_op_is_known_to_save():
-    """From the best plan over units the neighbourhoods of t5 end 0.6 % below it."""
+    """From the best plan over units alone the neighbourhoods of t5 end 0.03 % below it, from the cheapest starting plan 1.2 % below."""
     program = program_on("a=2,b=4", "t5", "small")
     over_units = find(program, How(Clock(120.0), finer=False)).solution
-    assert refine.refine(program, over_units, How(Clock(60.0)))[1].cost < 0.995 * over_units.cost
+    assert refine.refine(program, over_units, How(Clock(60.0)))[1].cost < 0.99 * over_units.cost
 
 
 def test_the_plan_over_units_is_a_choice_of_the_finer_problem(program, over_units):
