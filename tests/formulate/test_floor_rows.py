@@ -104,7 +104,7 @@ def fullest(timeline: Timeline) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", "dp=2"), ("t5", "dp=2"), ("moe", "dp=2"), ("resnet", "dp=2"), ("mlp", "dp=2,tp=2"),
-                                            ("logits", "dp=2,tp=2")])
+                                            ("logits", "dp=2"), ("logits", "dp=2,tp=2")])
 def test_no_plan_holds_less_than_a_floor_row_counts(name: str, mesh: str) -> None:
     formulation = open_formulation(name, mesh)
     floors, played = floors_of(formulation), Timelines(formulation, {})
