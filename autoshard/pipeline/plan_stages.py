@@ -40,12 +40,13 @@ PlanStage = Callable[..., Plan]
 
 
 def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell = lambda text: None,
-                rate: float = 0.0) -> tuple[Plan, ...]:
-    """With a `rate`, each at so many seconds a byte; that is it, if they fit. Else each with all of its rank's memory first. Where the stages of a
-    rank do not fit together, they are planned once more, and share its memory as they asked for it. `tell` hears of every stage that is planned.
-    Raises InfeasibleError naming the stage."""
-    if rate and (found := _at_rate(made, fixed, plan_stage, tell, rate)):
-        return found
+                rates: Sequence[float] = ()) -> tuple[Plan, ...]:
+    """At the first of the `rates`, seconds a byte, at which they fit. Where there is none, each with all of its rank's memory first. Where the
+    stages of a rank do not fit together, they are planned once more, and share its memory as they asked for it. `tell` hears of every stage that
+    is planned. Raises InfeasibleError naming the stage."""
+    for rate in rates:
+        if found := _at_rate(made, fixed, plan_stage, tell, rate):
+            return found
     plans = _each(made, fixed, plan_stage, [1.0] * made.table.stages, tell)
     timelines = rank_timelines(made, plans)
     shares = [_share(made, plans, timelines, s) for s in range(len(plans))]

@@ -1,7 +1,7 @@
 """From a batch to its plan: traced first, with the mesh and the number of micro-batches chosen where they are open."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -95,13 +95,13 @@ def plan_open(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, clock:
     made: list[Plan] = []  # without stages: a finer mesh starts from them
     left = options.time_limit
 
-    def plan_shape(on: Mesh, pipeline: Pipeline, rate: float) -> Plan:
+    def plan_shape(on: Mesh, pipeline: Pipeline, rates: Sequence[float]) -> Plan:
         nonlocal left
         with clock("trace"):
             traced = asked.on(on, pipeline)
         before, within = clock.seconds.get("search", 0.0), replace(options, pipeline=pipeline, time_limit=max(SHARE * left, LEAST))
         try:
-            found = plan_traced(traced, on, within, clock=clock, profile=profile, coarser=made, rate=rate, **how)
+            found = plan_traced(traced, on, within, clock=clock, profile=profile, coarser=made, rates=rates, **how)
         finally:
             left -= clock.seconds.get("search", 0.0) - before
         made.extend([found] if pipeline.stages(on) == 1 else [])

@@ -28,13 +28,14 @@ from autoshard.seeds.seeds import resolve_seeds
 
 def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, has_loss: bool = False,
                 model_info: Mapping[str, Any] | None = None, fixed: Mapping[str, Spec] | None = None,
-                profile: Cluster | None = None, interruptible: bool = True, coarser: Sequence[Plan] = (), rate: float = 0.0) -> Plan:
+                profile: Cluster | None = None, interruptible: bool = True, coarser: Sequence[Plan] = (),
+                rates: Sequence[float] = ()) -> Plan:
     """The search half of the pipeline, for a graph that is traced already. `fixed` placements of parameters,
     buffers and inputs by name come before seeds: that is how they are held already. `profile`: what `options.cluster` held
-    when it was read; without it, it is read now. `coarser`: as of `decide`. `rate`: of stages, as of `plan_stages`."""
+    when it was read; without it, it is read now. `coarser`: as of `decide`. `rates`: of stages, as of `plan_stages`."""
     clock = clock or PhaseTimer()
     if options.pipeline.stages(mesh) > 1:
-        return plan_pipeline(traced, mesh, options, clock, fixed or {}, profile or load_cluster(options.cluster), rate,
+        return plan_pipeline(traced, mesh, options, clock, fixed or {}, profile or load_cluster(options.cluster), rates,
                              has_loss=has_loss, model_info=model_info, interruptible=interruptible)
     if options.refine_axes != NEVER:
         return plan_finer(traced, mesh, options, clock=clock, fixed=fixed, profile=profile or load_cluster(options.cluster), coarser=coarser,
@@ -44,7 +45,7 @@ def plan_traced(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTim
 
 
 def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTimer, fixed: Mapping[str, Spec], profile: Cluster,
-                  rate: float = 0.0, *, interruptible: bool = True, **how: Any) -> Plan:
+                  rates: Sequence[float] = (), *, interruptible: bool = True, **how: Any) -> Plan:
     """Cut the graph, plan every stage on its submesh, and put the plans together."""
     resolve_seeds(traced.graph, submesh(mesh, options.pipeline.axis), options.seeds)  # what matches nothing at all
     wire, tell = profile.links_for(mesh)[0], partial(clock.say, "stages")
@@ -53,7 +54,7 @@ def plan_pipeline(traced: Traced, mesh: Mesh, options: Options, clock: PhaseTime
     def plan_with(choice: Pipeline) -> Plan:
         with clock("cut"):
             made = pipelined(traced.graph, mesh, choice, profile)
-        found = merged(made, plan_stages(made, fixed, plan_stage, tell, rate), wire)
+        found = merged(made, plan_stages(made, fixed, plan_stage, tell, rates), wire)
         where = layout_of(made.cut.blocks, made.cut.starts) or f"stages from {', '.join(made.cut.names)}"
         tell(f"{where} by {made.options.schedule}: {found.objective_s:.4g} s, at least {found.bound_s:.4g} s")
         return found

@@ -6,7 +6,10 @@ import torch
 from torch import nn
 
 from autoshard import Pipeline
+from autoshard.base.graph import BACKWARD, FORWARD
+from autoshard.base.plan import CATEGORIES
 from autoshard.cost.cluster import load_cluster
+from autoshard.cost.redistribute import Redistribution
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.pipeline.microbatches.batch import Batch
@@ -16,6 +19,10 @@ from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.price import StagePrice, mixed
 from autoshard.pipeline.shapes.stage_prices import price_of
 from autoshard.planner.open_mesh import searches
+from autoshard.play.footprint import Footprints
+from autoshard.play.timeline import timeline
+from autoshard.recompute.rewrite import with_recompute
+from autoshard.space.cost_table import trained_params
 
 OPTIONS = Options(cluster="cpu-gloo", pipeline=Pipeline(microbatches="auto"))
 FLYING, SLOT = 4, Slot(2, 1, 64)
@@ -65,3 +72,18 @@ def test_between_two_rates_some_blocks_are_at_each():
     middle = mixed(one, other, 0.25)
     assert [getattr(middle, name) for name in names] == pytest.approx([0.75 * n + 0.25 * (2 * n + 1) for n in range(len(names))])
     assert mixed(one, other, 0.0) == one
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+def test_a_micro_batch_keeps_what_its_windows_leave(pricer, scale):
+    """Behind forward, and between the parts of backward, where gradients wait, and what was recomputed for the first part."""
+    stage, wire, cluster = pricer.sizes.stage(1, 2, 8, True), pricer._wire(SLOT), pricer.cluster
+    rate = scale * pricer._unit(SLOT, True)
+    plan = pricer.searches.plan(stage.graph, pricer.mesh_of(SLOT), wire, FLYING, rate)
+    graph, mesh = with_recompute(stage.graph, plan.recompute), pricer.mesh_of(SLOT)
+    played = timeline(graph, plan, Redistribution(mesh, cluster).steps, Footprints(mesh, cluster), str(plan.settings["optimizer"]),
+                      trained_params(graph), cluster.device.updates_together)
+    behind = {name: kept[CATEGORIES.index("saved")] for name, kept in played.keeping.behind.items()}
+    price = price_of(stage, plan, wire)
+    assert (price.saved, price.between) == (behind[FORWARD], behind[BACKWARD])
+    assert price.between > price.saved and bool(plan.recompute) == (scale > 0)

@@ -49,7 +49,7 @@ def test_a_chain_of_exact_stages_has_their_prices_and_no_other_stage():
     assert [chain.forward[k, k + 1] for k in range(3)] == [s.forward for s in stages]
     assert np.isfinite(chain.forward).sum() == 3
     assert chain.hop_forward.tolist() == [0.0, stages[0].wire_out, stages[1].wire_out, 0.0]
-    assert chain.between[2, 3] == stages[2].saved  # what waits for the weight part was saved before
+    assert chain.between[2, 3] == 1e9  # what backward recomputes waits for the weight part, and was not saved
 
 
 def test_every_field_of_a_price_is_used():

@@ -28,7 +28,7 @@ def asked():
 def test_stages_that_fit_are_not_searched_again(asked, monkeypatch):
     program, options, ample = asked
     monkeypatch.setattr(stage_planner, "searched", lambda *a, **k: pytest.fail("a search within a limit"))
-    made = plan_traced(program, MESH, options, rate=ample.objective_s / ample.stages[0].memory["total"])
+    made = plan_traced(program, MESH, options, rates=(ample.objective_s / ample.stages[0].memory["total"],))
     assert all(s.memory["total"] <= options.memory_budget for s in made.stages)
     assert made.recompute and not ample.recompute
     assert ample.bound_s * (1 - 1e-9) <= made.objective_s and 0.0 <= made.bound_s <= made.objective_s
@@ -37,6 +37,6 @@ def test_stages_that_fit_are_not_searched_again(asked, monkeypatch):
 def test_where_the_rate_is_too_low_the_limit_decides(asked):
     program, options, ample = asked
     by_limit = plan_traced(program, MESH, options)
-    made = plan_traced(program, MESH, options, rate=1e-6 * ample.objective_s / ample.stages[0].memory["total"])
+    made = plan_traced(program, MESH, options, rates=(1e-6 * ample.objective_s / ample.stages[0].memory["total"],))
     assert made.objective_s == by_limit.objective_s and made.recompute == by_limit.recompute
     assert all(s.memory["total"] <= options.memory_budget for s in made.stages)

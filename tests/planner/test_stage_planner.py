@@ -77,9 +77,9 @@ def test_at_a_rate_all_that_are_alike_are_one_search(schedule, searches, monkeyp
     ample = plan_traced(program, mesh, options)
     rate = ample.objective_s / ample.stages[0].memory["total"]
     searches.clear()
-    plan = plan_traced(program, mesh, options, rate=rate)
+    plan = plan_traced(program, mesh, options, rates=(rate,))
     assert searches == 3 * ["searched_at_rate"]
-    assert plain(plan) == plain(apart(monkeypatch, program, mesh, options, rate=rate))
+    assert plain(plan) == plain(apart(monkeypatch, program, mesh, options, rates=(rate,)))
 
 
 def test_seeds_for_one_of_them_make_stages_unlike(searches):

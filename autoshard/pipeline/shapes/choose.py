@@ -35,8 +35,8 @@ LONG, FINE = 8, 0.02
 """Blocks of a model, of which a shape of three axes takes minutes to search: it is not where bounds leave less than this part of a step to gain."""
 AMPLE = 1e15
 """Bytes that no rank uses."""
-PlanShape = Callable[[Mesh, Pipeline, float], Plan]
-"""(mesh, options with nothing left open, seconds that a byte costs its stages or 0) -> the plan. Raises InfeasibleError."""
+PlanShape = Callable[[Mesh, Pipeline, Sequence[float]], Plan]
+"""(mesh, options with nothing left open, seconds that a byte may cost its stages) -> the plan. Raises InfeasibleError."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ def choose(batch: Batch, asked: Asked, searches: Searches, plan_shape: PlanShape
 
     def planned(tried: Tried) -> Plan:
         tell(f"{tried.shape}: planning it")
-        mesh, rate, options = asked.whole_mesh(tried.shape), pricer.rate(tried), asked.options_of(tried, blocks)
+        mesh, rates, options = asked.whole_mesh(tried.shape), pricer.rates(tried), asked.options_of(tried, blocks)
         ways = [options]
         if tried.shape.pp > 1 and not deep:
             ways.append(with_even_cuts(options, blocks, asked.cluster, tried.shape.pp * tried.shape.chunks))
-        plans[tried.shape] = plan = search_cuts(tuple(dict.fromkeys(ways)), lambda way: plan_shape(mesh, way, rate))
+        plans[tried.shape] = plan = search_cuts(tuple(dict.fromkeys(ways)), lambda way: plan_shape(mesh, way, rates))
         return plan
 
     def plan_whole(shape: Shape) -> Tried:

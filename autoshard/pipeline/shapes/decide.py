@@ -169,7 +169,7 @@ def outline_of(pricer: Pricer, floor: Floor, slot: Slot, lean: int, split: bool)
     made = chain_of_blocks(
         np.where(here, own.forward, floor.forward), np.where(here, own.input, 0.0), weight=np.where(here, own.weight, rest),
         once=np.where(here, own.once + own.update, floor.once), stored=own.stored * here, peak=own.peak * here, saved=own.saved * here,
-        between=min(own.between, own.saved) * here, hop_forward=np.full(ends, own.wire_out), hop_backward=np.full(ends, own.wire_in))
+        between=own.between * here, hop_forward=np.full(ends, own.wire_out), hop_backward=np.full(ends, own.wire_in))
     return made if split else made.undivided()
 
 
@@ -258,6 +258,8 @@ class _Search:
         if found.cuts:
             memory = float(rank_bytes(chain, run.course, np.array([found.cuts])).max())
             return replace(tried, seconds=found.seconds, cuts=found.cuts, memory=memory)
+        if np.isfinite(self.limit) and not partition(chain, run.course, run.price(chain), np.inf, PARTITIONS, enough).cuts:
+            return replace(tried, seconds=enough, why=FAR_OFF)  # leaner it would be dearer
         stages = Stages(chain, run.course)  # whatever the memory
         least = stages.bound(enough) + self.pricer.rate(tried) * max(0.0, stages.least_bytes - self.limit)
         return replace(tried, seconds=min(least, enough), why=FAR_OFF if least >= enough else NOT_FOUND)

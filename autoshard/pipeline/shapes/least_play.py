@@ -18,6 +18,7 @@ from ortools.math_opt.python import mathopt
 
 from autoshard.pipeline.action_lists.network import NOTHING, Network
 from autoshard.pipeline.shapes.floors import Floor
+from autoshard.pipeline.shapes.partitions import uncovered
 from autoshard.search.partition import Course
 
 MOST_EVENTS = 12_000
@@ -94,7 +95,7 @@ class _Program:
         if (priced := self.floor.priced) is None:
             return
         paid = self.unit * priced.price * priced.limit
-        for held in np.unique(loads[:, 0], axis=0):
+        for held in uncovered(loads[:, 0]):
             counted = mathopt.fast_sum([self._of(priced.at(float(n)), s) for s, n in zip(stages, held)])
             self.model.add_linear_constraint(worked + paid >= counted)
 

@@ -210,11 +210,12 @@ class MeshPricer:
         ample, (forward, backward, _) = self._step(two, self.main)
         if self._least_step(two, self.main, (forward, backward, LOW * unit), held)[0] - LOW * unit * held.share <= ample:
             return None
-        prices = self._least_step(two, self.main, None, held)[1]
+        least, prices = self._least_step(two, self.main, None, held)
         seconds = np.array([self._least_step(slot, label, prices, None)[0] for label in self.labels])
         empty = seconds + prices[2] * needs.always(self.sizes.rows // slot.rows)
         main = np.array([label == self.main for label in self.labels])  # what the others keep is little, and as long to search
-        full = np.where(main, np.maximum(empty, self._least_step(slot, self.main, prices, held)[0]), empty)
+        least = least if slot == two else self._least_step(slot, self.main, prices, held)[0]
+        full = np.where(main, np.maximum(empty, least), empty)
         return Priced(prices[2], float(pp), empty, full, needs.limit)
 
     def _needs(self, slot: Slot) -> Needs | None:
@@ -323,6 +324,11 @@ class MeshPricer:
         """At which stages of a shape were priced that was searched: seconds for a byte, the higher one between two; 0 in ample memory."""
         split = SCHEDULES[tried.shape.schedule].split_backward
         return RATES[-(-tried.lean // PARTS)] * self._unit(tried.shape.slot, split) if tried.lean else 0.0
+
+    def rates(self, tried: Tried) -> tuple[float, ...]:
+        """Those at which to plan its stages: the one at which they were priced, and the next one, where they take more than was thought."""
+        unit, level = self._unit(tried.shape.slot, SCHEDULES[tried.shape.schedule].split_backward), -(-tried.lean // PARTS)
+        return tuple(rate * unit for rate in RATES[level:level + 2]) if level else ()
 
     def _price(self, first: int, end: int, slot: Slot, split: bool) -> StagePrice:
         """In ample memory."""

@@ -17,7 +17,6 @@ STEPS = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
 
 
 def course_of(table: ActionTable) -> Course:
-    """`between` of a chain must not be more than `saved`, so that a rank holds most right after a forward."""
     stages_of = [[s for s in range(table.stages) if table.rank_of[s] == rank] for rank in range(len(table.ranks))]
     loads = tuple(_loads(actions, stages) for actions, stages in zip(table.ranks, stages_of))
     in_flight = np.ones(table.stages)
@@ -42,18 +41,24 @@ def _turns(table: ActionTable, stage: int) -> np.ndarray:
 
 
 def _loads(actions: tuple[Action, ...], stages: list[int]) -> np.ndarray:
-    """The counts that a rank holds after each forward, without those that another row has in full."""
+    """The counts that a rank holds after each forward and each input part of a backward, without those that another row has in full. A weight part,
+    and a backward that has none, leave less than there was."""
     now = np.zeros((2, len(stages)), dtype=np.int64)
     rows = []
     for action in (a for a in actions if a.kind in STEPS):
         place = stages.index(action.stage)
         now[0, place] += STEPS[action.kind][0]
         now[1, place] += STEPS[action.kind][1]
-        if action.kind == "F":
+        if action.kind in ("F", "I"):
             rows.append(now.copy())
-    distinct = np.unique(np.array(rows).reshape(len(rows), -1), axis=0)
+    return uncovered(np.array(rows).reshape(len(rows), -1)).reshape(-1, 2, len(stages))
+
+
+def uncovered(rows: np.ndarray) -> np.ndarray:
+    """Those of distinct rows that no other one has in full."""
+    distinct = np.unique(rows, axis=0)
     covered = (distinct[:, None] <= distinct[None]).all(2) & ~np.eye(len(distinct), dtype=bool)
-    return distinct[~covered.any(1)].reshape(-1, 2, len(stages))
+    return distinct[~covered.any(1)]
 
 
 def price_by_play(chain: Chain, table: ActionTable) -> Callable[[np.ndarray], np.ndarray]:

@@ -63,7 +63,7 @@ def chain_from(labels: Sequence[Hashable], price: Range) -> Chain:
     none = np.where(before[None, :] > before[:, None], 0.0, np.inf)
     return Chain(
         sums["forward"] + none, sums["input"], sums["weight"], sums["once"] + sums["update"], sums["stored"],
-        _highest([s.peak for s in singles], [p.peak for p in pairs]), sums["saved"], np.minimum(sums["between"], sums["saved"]),
+        _highest([s.peak for s in singles], [p.peak for p in pairs]), sums["saved"], sums["between"],
         hop_forward=np.array([0.0, *(s.wire_out for s in singles[:-1]), 0.0]), hop_backward=np.array([0.0, *(s.wire_in for s in singles[1:]), 0.0]))
 
 
@@ -81,7 +81,7 @@ def with_ends(labels: Sequence[Hashable], price: Range, weights: Sequence[float]
         alone, all_of_it = price(near, near + 1), price(*whole)
         share = weights[block] / (sum(weights[k] for k in own) or 1.0)
         if block < first and not all_of_it.input:  # no gradient is sent back, so that all of backward is in the weight part
-            alone = replace(alone, input=0.0, weight=alone.input + alone.weight)
+            alone = replace(alone, input=0.0, weight=alone.input + alone.weight, between=alone.saved)
         parts = {name: max(0.0, share * (getattr(all_of_it, name) - getattr(alone, name))) for name in SUMS}
         return StagePrice(**parts, peak=all_of_it.peak, wire_out=alone.wire_out, wire_in=alone.wire_in)
 
@@ -137,5 +137,5 @@ def chain_of_stages(stages: Sequence[StagePrice]) -> Chain:
     only[np.arange(size - 1), np.arange(1, size)] = 0.0
     return Chain(
         single(table["forward"]) + only, single(table["input"]), single(table["weight"]), single(table["once"] + table["update"]),
-        single(table["stored"]), single(table["peak"]), single(table["saved"]), single(np.minimum(table["between"], table["saved"])),
+        single(table["stored"]), single(table["peak"]), single(table["saved"]), single(table["between"]),
         hop_forward=np.array([0.0, *table["wire_out"][:-1], 0.0]), hop_backward=np.array([0.0, *table["wire_in"][1:], 0.0]))

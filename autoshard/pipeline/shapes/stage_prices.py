@@ -1,10 +1,12 @@
 """Prices of stages of a graph by the ordinary search."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autoshard.base.graph import BACKWARD, FORWARD, WEIGHT
-from autoshard.base.plan import Plan
+from autoshard.base.plan import Moment, Plan
 from autoshard.base.windows import ONCE, START
 from autoshard.cost.cluster import AxisLink
 from autoshard.pipeline.cutting.cut import Stage
@@ -41,14 +43,25 @@ def price_of(stage: Stage, plan: Plan, wire: AxisLink) -> StagePrice:
     windows = {name: float(seconds) / m - _paid(stage, plan, wire, name) for name, seconds in own.windows.items() if name not in ONCE}
     turn = max(own.timeline, key=lambda moment: moment.by_category["saved"])  # the peak may be elsewhere, at the update for one
     always = max((moment.by_category["saved"] for moment in own.timeline if moment.window == START), default=0)  # held parameters, however many fly
-    stored, held = sum(turn.by_category[name] for name in STORED) + always, turn.by_category["saved"] - always
+    stored = sum(turn.by_category[name] for name in STORED) + always
+    saved, between = (max(0, kept - always) for kept in _kept(own.timeline))
+    beside = {FORWARD: saved, WEIGHT: between}  # while forward runs, and the weight part; else as much as before or behind the input part
     return StagePrice(
         *(max(0.0, windows.get(name, 0.0)) for name in (FORWARD, BACKWARD, WEIGHT)),
         once=sum(float(seconds) for name, seconds in own.windows.items() if name in ONCE), update=float(own.once_s),
-        stored=float(stored), peak=max(0.0, float(max(moment.total for moment in own.timeline) - stored - held)),
-        saved=float(held), between=float(held),
+        stored=float(stored), peak=float(max(0, *(m.total - stored - beside.get(m.window, max(saved, between)) for m in own.timeline))),
+        saved=float(saved), between=float(between),
         wire_out=wire_seconds([h for h in stage.sends if h.window == FORWARD], plan, wire, "send"),
         wire_in=wire_seconds([h for h in stage.sends if h.window == BACKWARD], plan, wire, "send"))
+
+
+def _kept(timeline: Sequence[Moment]) -> tuple[int, int]:
+    """Bytes that are kept behind forward, and behind the input part of backward: no more than at the end of a window, nor than at the begin of the
+    next one. Where no window makes gradients for other stages, the weight part is what is waited for all the time."""
+    ends = [(before, after) for before, after in pairwise(timeline) if before.window != after.window]
+    found = {before.window: min(before.by_category["saved"], after.by_category["saved"]) for before, after in ends}
+    saved = found.get(FORWARD, 0)
+    return saved, found.get(BACKWARD, saved)
 
 
 def _paid(stage: Stage, plan: Plan, wire: AxisLink, window: str) -> float:

@@ -52,7 +52,7 @@ class Stages:
         ones = np.zeros((course.stages, chain.blocks + 1, chain.blocks + 1), dtype=bool)
         for stages, loads in zip(course.of_rank, course.loads):
             for place, stage in enumerate(stages):
-                held = [x * chain.saved + y * chain.between for x, y in loads[:, :, place]]
+                held = [x * chain.saved + y * chain.between for x, y in np.unique(loads[:, :, place], axis=0)]
                 ones[stage] = chain.stored + chain.peak + np.max(held, axis=0, initial=0.0) <= self.memory_limit
         return ones & np.isfinite(chain.both) & (True if course.allowed is None else course.allowed)
 
