@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autoshard.errors import UsageError
 from autoshard.runtime.inputs import plain_tangent
+from autoshard.runtime.once import differentiable_once
 
 Finish = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
 
@@ -30,12 +30,12 @@ def multiply(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
 class _HandOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outs: list[torch.Tensor], loss: int, grads: list[torch.Tensor], finish: Finish, *leaves: torch.Tensor) -> Any:
-        ctx.loss, ctx.grads, ctx.finish = loss, grads, finish
+        ctx.loss, ctx.grads, ctx.finish, ctx.leaves = loss, grads, finish, leaves
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outs) if i != loss))
         return tuple(outs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         grads, ctx.grads = ctx.grads, None
         if grads is None:

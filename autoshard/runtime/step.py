@@ -8,7 +8,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
@@ -25,10 +24,12 @@ from autoshard.program.calling import Calling, as_stored
 from autoshard.program.output_modes import DTENSOR, LOCAL, modes_of
 from autoshard.rules.states import states
 from autoshard.runtime.inputs import localize, plain_tangent
+from autoshard.runtime.once import differentiable_once
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.params.strided import placements
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
+from autoshard.runtime.unused import as_zeros, form_of, results_behind
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
@@ -95,6 +96,7 @@ class Step:
         self.shards = tuple(_pieces(spec, place) for spec in self.user_specs)
         tangents = {op.target for op in graph.of_kind("tangent")}
         self.constants = tuple(i for i in range(self.n_users) if i not in tangents)
+        self.trained = tuple(sorted(tangents))
         self.takes = tuple((p.kind, p.name) for p in self.forward.takes)
         used = {name for kind, name in self.takes if kind == "input"}
         self.reads = tuple((int(name.removeprefix("input:")), name, spec) for name, spec in self.input_specs.items() if name in used)
@@ -207,6 +209,15 @@ class Step:
         return as_stored(tangent)
 
     @cached_property
+    def _behind(self) -> dict[str, frozenset[int]]:
+        return results_behind(self.graph)
+
+    def without(self, missing: frozenset[int], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients, None where they are computed from results alone to which no gradient came."""
+        behind = [self._behind[name] for name in self.grad_names]
+        return [None if results and results <= missing else g for results, g in zip(behind, grads, strict=True)]
+
+    @cached_property
     def deferred(self) -> tuple[Function, Function]:
         """Backward without the reduction of parameters' gradients, and that reduction. See `no_sync`."""
         backward, reduction = lower_deferred(self.graph, self.plan, self.within.mesh, route_of(self.plan), self.lowered.forward)
@@ -259,18 +270,24 @@ class _Node(torch.autograd.Function):
         outs = step.forward.call(arguments)
         n, m = step.n_users, len(step.mutated)
         ctx.save_for_backward(*kept, *outs[n + m:])
-        ctx.step, ctx.model, ctx.seed, ctx.apart = step, model, seed, apart
+        ctx.step, ctx.model, ctx.seed, ctx.apart, ctx.leaves = step, model, seed, apart, leaves
         ctx.borders = {step.grad_names[i]: Border.of(leaves[i], step.grad_names[i] in step.given) for i in step.input_grads}
         step.write_back(outs[n:n + m])
         ctx.versions = step.versions()
         ctx.mark_non_differentiable(*(outs[i] for i in step.constants))
+        if len(step.trained) > 1:  # else a gradient arrives at that one
+            ctx.set_materialize_grads(False)
+            ctx.forms = {i: form_of(outs[i]) for i in step.trained}
         return tuple(outs[:n])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+    @differentiable_once
+    def backward(ctx: Any, *tangents: Any) -> Any:
         step, model = ctx.step, ctx.model
         step.check_versions(ctx.versions)
+        missing = frozenset(i for i in step.trained if tangents[i] is None)
+        if missing:
+            tangents = as_zeros(tangents, {i: ctx.forms[i] for i in missing})
         function = model.gradient_function(step)
         arguments = step.backward_arguments(function, ctx.saved_tensors, tangents, ctx.seed)
         del tangents
@@ -280,6 +297,8 @@ class _Node(torch.autograd.Function):
         except (AutoshardError, RuntimeError) as e:
             model.name_who_left(e)
             raise
+        if missing and function is step.backward:  # else what is kept of other passes is in them
+            grads = step.without(missing, grads)
         borders = ctx.borders
         if step.place.device_mesh is None and not borders:
             return (*NO_GRADIENTS, *grads)
