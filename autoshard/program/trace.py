@@ -14,6 +14,7 @@ from autoshard.base.graph import Graph, TensorMeta
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError
 from autoshard.experts.capacity import EXPERT_CAPACITY
+from autoshard.program.around import own_hooks
 from autoshard.program.calling import Traced
 from autoshard.program.known_ranges import with_known_ranges
 from autoshard.program.opaque.opaque_probe import CannotRunWhole
@@ -56,7 +57,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
         training = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *inputs))
 
     def run(whole: Collection[str], survey: Survey | None = None, mode: str = MODES[-1]) -> Traced:
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=()), own_hooks():
             return OneTrace(model, args, kwargs or {}, loss_fn, training, precision, marks or {}, whole, survey,
                             mode=mode, hooks_run=hooks_run, expert_capacity=expert_capacity, any_size=any_size, without=without).traced()
 

@@ -20,6 +20,7 @@ from autoshard.collectives import KIND_OF
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, call_of, lower_deferred
 from autoshard.lower.schedule import CollectiveCall
+from autoshard.program.around import in_checkpoint
 from autoshard.program.calling import Calling, as_stored
 from autoshard.program.output_modes import DTENSOR, LOCAL, modes_of
 from autoshard.rules.states import states
@@ -98,6 +99,7 @@ class Step:
         self.constants = tuple(i for i in range(self.n_users) if i not in tangents)
         self.trained = tuple(sorted(tangents))
         self.takes = tuple((p.kind, p.name) for p in self.forward.takes)
+        self.draws = any(kind == "seed" for kind, _ in self.takes)
         used = {name for kind, name in self.takes if kind == "input"}
         self.reads = tuple((int(name.removeprefix("input:")), name, spec) for name, spec in self.input_specs.items() if name in used)
         self.grad_names: tuple[str, ...] = ()
@@ -161,6 +163,9 @@ class Step:
 
     def run(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
         """User outputs of one call, local."""
+        if self.draws and in_checkpoint():
+            raise UsageError("the compiled model draws random numbers (dropout), and torch.utils.checkpoint around its call would draw others when "
+                             "it runs it again: use it inside of the model, where the trace follows it, or let memory_budget= decide what runs again")
         arguments = self.arguments(tensors, given, seed)
         if self.backward is None or not torch.is_grad_enabled():
             with torch.no_grad():

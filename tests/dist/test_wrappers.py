@@ -1,4 +1,4 @@
-"""Wrappers of torch around a compiled model end with a sentence, and leave it as it was."""
+"""Wrappers of torch around a compiled model, or around a call of it, end with a sentence, and leave it as it was."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness import on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.errors import UsageError
@@ -34,6 +35,11 @@ def wrapped() -> tuple[float, float]:
         refused(lambda: replicate(model), r"replicate\w*\(\) on a compiled model")
         loss = model(x).square().mean()
         loss.backward()
+    drops = autoshard.compile(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), "d=2", cluster="cpu-gloo", cache=False)
+    for reentrant in (False, True):  # gradients were of another dropout than the result
+        refused(lambda again=reentrant: checkpoint(drops, x.requires_grad_(), use_reentrant=again), "draws random numbers.*torch.utils.checkpoint")
+    checkpoint(drops.eval(), x, use_reentrant=False).sum().backward()
+    assert drops.get_submodule("0").bias.grad.full_tensor().eq(8).all()
     return loss.item(), original(x).square().mean().item()
 
 

@@ -1,4 +1,4 @@
-"""What autograd asks of the one node that a program is: gradients of gradients, and results that a loss leaves out."""
+"""What autograd asks of the one node that a program is: gradients of gradients, results that a loss leaves out, a checkpoint around it."""
 from __future__ import annotations
 
 import copy
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.errors import UsageError
@@ -98,3 +99,14 @@ def test_results_left_out_of_the_last_pass_that_accumulates() -> None:
                 m(x)[result].sum().backward()
     fast, model = ({n: p.grad for n, p in m.named_parameters() if n != "scale"} for m in models)
     assert all(torch.allclose(fast[name], model[name]) for name in model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_call(reentrant: bool) -> None:
+    """The first call is traced in it, and nothing is run again for the trace. Over ranks: tests/dist/test_wrappers.py."""
+    x, results = rows(), []
+    for m in pair(nn.Sequential(nn.Linear(6, 6), nn.Tanh())):
+        given = x.clone().requires_grad_()
+        checkpoint(m, given, use_reentrant=reentrant).square().sum().backward()
+        results.append((given.grad, *(p.grad for p in m.parameters())))
+    assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
