@@ -19,6 +19,7 @@ from autoshard.program.calling import Traced
 from autoshard.program.known_ranges import with_known_ranges
 from autoshard.program.opaque.opaque_probe import CannotRunWhole
 from autoshard.program.simplify import simplify
+from autoshard.program.taken import check_taken
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.one_trace import OneTrace
 from autoshard.program.tracing.survey import ReadsData, Survey
@@ -52,6 +53,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     data-dependent control flow and what else cannot be one graph: all places at once, as far as they can be found.
     """
     find_packages()
+    check_taken(model)
     if training is None:
         inputs = [t for t in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(t, torch.Tensor)]
         training = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *inputs))

@@ -21,12 +21,14 @@ from autoshard.errors import PlanError, UsageError
 from autoshard.lower.lower import Lowered, lower
 from autoshard.lower.schedule import Schedule, schedule
 from autoshard.program.calling import Traced
+from autoshard.program.taken import check_taken
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.cache import cached, key_of
 from autoshard.runtime.check_plan import check_fits
 from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.microbatches import MicroStep
 from autoshard.runtime.params.host_state import keep_on_host
+from autoshard.runtime.params.overlaps import check_overlaps
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.conditions import warn_of_other_conditions
@@ -183,10 +185,14 @@ class Variant:
 
 
 def check_compilable(model: nn.Module, mesh: Mesh, options: Options) -> None:
-    """Before ranks meet. Raises UsageError for a backend there is not and for gradient hooks, MeshError for batch axes that the mesh lacks.
+    """Before ranks meet. Raises UsageError for a backend there is not, for gradient hooks, and for modules and tensors that cannot be copied
+    as they are, MeshError for batch axes that the mesh lacks.
 
     Compiling copies the model, and a copy of a parameter has no hooks: they would be lost without a word."""
     backend_of(options.running.backend)
+    check_taken(model)
+    if model.training:
+        check_overlaps(model)
     for name, p in model.named_parameters():
         if p.requires_grad and _torch.has_gradient_hook(p):
             raise UsageError(f"parameter {name!r} has a gradient hook (register_hook or register_post_accumulate_grad_hook), and the compiled model "

@@ -13,6 +13,7 @@ from autoshard.decide.options import Passing
 from autoshard.errors import MeshError, PlanError, UsageError
 from autoshard.program.calling import as_stored
 from autoshard.program.output_modes import DTENSOR
+from autoshard.program.taken import check_dense
 from autoshard.runtime.params.strided import placements
 from autoshard.runtime.ranks.place import Place
 
@@ -44,6 +45,7 @@ def _spec_of(t: DTensor, place: Place) -> Spec:
 
 def as_global(t: torch.Tensor, spec: Spec | None, place: Place) -> torch.Tensor:
     """A stand-in with the input's global shape, for tracing."""
+    check_dense(t)
     if spec is None or isinstance(t, DTensor):
         return torch.empty(t.shape, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
     shape = place.whole_shape(tuple(t.shape), spec)

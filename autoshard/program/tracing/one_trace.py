@@ -38,6 +38,7 @@ from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain
 from autoshard.program.reads.data_reads import DataReads
 from autoshard.program.reads.masked_writes import MaskedWrites
+from autoshard.program.taken import check_dense
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
@@ -140,6 +141,7 @@ class OneTrace:
         self.targets: set[int] = set()   # tensor inputs that belong to the loss's target
         for (path, value), name in zip(pytree.tree_flatten_with_path(bound)[0], self.binding.names(self.in_spec), strict=True):
             if isinstance(value, torch.Tensor):
+                check_dense(value)
                 self.leaves.append(TensorLeaf(len(out)))
                 shape = self.any_size and self.any_size.shape(len(out), value.shape)
                 t = self._placeholder("input", f"input:{len(out)}", value, shape=shape)

@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from autoshard import _torch
 from autoshard.base.graph import Op, Phase, Ref, TensorMeta
 from autoshard.errors import TraceError
+from autoshard.program.taken import DENSE
 from autoshard.program.tracing.any_size import plain
 from autoshard.program.tracing.ways_out import on_higher_order
 
@@ -124,6 +125,8 @@ class Tape:
         elif t.requires_grad:
             self.refuse(f"a trainable tensor of shape {tuple(t.shape)} that is not a parameter of the model is "
                         f"used{self._at()}; register it as an nn.Parameter, or detach it")
+        elif t.layout is not torch.strided:
+            self.refuse(f"a sparse tensor of shape {tuple(t.shape)} is used{self._at()}; {DENSE}")
         name = f"_constant_{len(self.constants)}"
         with _torch.no_modes():  # an op of this package is recorded where modes are on, which would make a fake tensor of it
             self.constants[name] = t.detach()
@@ -133,6 +136,11 @@ class Tape:
 
     def _at(self) -> str:
         return user_line()
+
+    def _forward_line(self) -> str:
+        """" at file:line: text" of what a gradient is of."""
+        _, source, code = self._origin.get(_torch.backward_sequence_number(), ("", "", ""))
+        return f" at {source}: {code}" if source else ""
 
     def add(self, op: Op) -> None:
         self.ops.append(op)
@@ -147,6 +155,9 @@ class Tape:
                         "use the out-of-place form")
         kwargs = {k: v for k, v in kwargs.items() if k not in DEVICE_KWARGS and v is not torch.strided}
         results = result if isinstance(result, (tuple, list)) else (result,)
+        if any(isinstance(r, torch.Tensor) and r.layout is not torch.strided for r in results):
+            self.refuse(f"{target} makes a sparse tensor in the {self.phase} pass{self._at() or self._forward_line()}; tensors of a compiled "
+                        "model are dense: leave sparse=True out, or call .to_dense() before the model is called")
         self.record(target, target._schema.name.split("::")[-1], args, kwargs, results)
 
     def on_higher_order(self, name: str) -> None:

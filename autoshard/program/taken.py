@@ -1,0 +1,28 @@
+"""What a model may be made of: modules whose Python runs, and tensors that lie in memory element by element."""
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from autoshard.errors import UsageError
+
+DENSE = "make it dense (.to_dense()), or do before the call what needs it"
+
+
+def check_taken(model: nn.Module) -> None:
+    """Raises UsageError for modules and stored tensors that can be neither copied nor traced."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(f"{path or 'the model'} is a scripted module (torch.jit), whose Python is gone; use the module that it was made of")
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(t, UninitializedTensorMixin):
+            raise UsageError(f"{name} has no shape yet (a lazy module of torch); call the model once with a small batch before")
+        if t.layout is not torch.strided:
+            raise UsageError(f"{name} is no dense tensor ({t.layout}); {DENSE}")
+
+
+def check_dense(t: torch.Tensor) -> None:
+    """Raises UsageError for an input that is sparse or nested."""
+    if t.layout is not torch.strided:
+        raise UsageError(f"an input is no dense tensor ({t.layout}); {DENSE}")
