@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from small_models import Block, Stack
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -349,6 +350,14 @@ def test_what_forward_assigns_is_told(caplog):
     assert "forward assigns calls, kept, seen, mean: calls of the compiled model do not" in caplog.text
     caplog.clear()
     trace(Block(), (x48(),))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, nn.utils.weight_norm, lambda layer: nn.utils.prune.random_unstructured(layer, "weight", 0.5)],
+                         ids=["spectral norm", "weight norm", "prune"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_torch_makes_of_a_parameter_before_every_call_is_not_told(wrap, caplog):
+    trace(nn.Sequential(wrap(nn.Linear(8, 8))), (x48(),))
     assert not caplog.text
 
 

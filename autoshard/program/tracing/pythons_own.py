@@ -12,6 +12,8 @@ from torch import nn
 
 log = logging.getLogger("autoshard")
 COMPARED = (bool, int, float, str, type(None), torch.Tensor)
+MADE_FROM = ("_orig", "_g")
+"""What torch's spectral_norm, prune and weight_norm append to the name of the parameter that they make an attribute from, before every call."""
 State = dict[str, Any]
 
 
@@ -31,7 +33,7 @@ def _attributes(model: nn.Module) -> State:
     out: State = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name.startswith("_") or name == "training":
+            if name.startswith("_") or name == "training" or any(name + end in module._parameters for end in MADE_FROM):
                 continue
             if isinstance(value, (list, dict)):
                 out[f"{path}.{name}".lstrip(".")] = len(value)
