@@ -133,11 +133,15 @@ ORDERS = {  # gradients come transposed to an op whose other input is not
     for name, f in {"softplus": F.softplus, "elu": F.elu, "relu6": F.relu6, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid,
                     "dropout": lambda x: F.dropout(x, 0.3), "logsigmoid": F.logsigmoid, "copysign": lambda x: torch.copysign(x, x.detach())}.items()
 }
+FLOAT8 = {
+    "there and back": (lambda m, x: m.l(x).to(torch.float8_e4m3fn).to(x.dtype) @ m.w, X),
+    "of products": (lambda m, x: (m.l(x) @ m.w).detach().to(torch.float8_e5m2).to(x.dtype) + m.l(x), X),
+}
 RESULTS = {
     "dataclass": (lambda m, x: Pair(m.l(x), x @ m.w), X),
 }
 ALL = {f"{family}: {name}": case for family, table in (("empty", EMPTY), ("conj", CONJUGATES), ("pairs", PAIRS), ("checkpoint", CHECKPOINTS), ("linalg", LINALG),
-                                                        ("order", ORDERS), ("result", RESULTS)) for name, case in table.items()}
+                                                        ("order", ORDERS), ("float8", FLOAT8), ("result", RESULTS)) for name, case in table.items()}
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

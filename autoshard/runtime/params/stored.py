@@ -267,8 +267,9 @@ class Stored:
         if self.place.mesh.size == 1:
             return whole
         whole = whole.detach().clone(memory_format=torch.contiguous_format)
+        sent = whole.view(-1).view(torch.uint8)  # gloo knows few dtypes
         for axis in self.place.mesh.names:
-            dist.broadcast(whole, group=self.place.device_mesh.get_group(axis), group_src=0)
+            dist.broadcast(sent, group=self.place.device_mesh.get_group(axis), group_src=0)
         return whole
 
     # --- meta models ---
