@@ -56,6 +56,7 @@ def test_gradients_of_gradients_of_parameters_are_refused(microbatches: int) -> 
         torch.autograd.grad(grads[0].square().sum(), list(fast.parameters()), allow_unused=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*create_graph=True will create a reference cycle")
 def test_create_graph_alone_changes_nothing() -> None:
     x, models = rows(), pair(Heads())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in models]
