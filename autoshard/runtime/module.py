@@ -172,6 +172,7 @@ class CompiledModule(Guidance, nn.Module):
                  tuple([values.get(name) for values, name, _ in self._plain]), numbers_read(self.settings.loss_fn))
         return (modes, tree, shapes, given), flat, tensors
 
+    @torch.compiler.disable  # the first call may be in a program of torch.compile, which would take planning apart
     def _enter(self, key: Any, flat: list[Any], replan: bool = False,
                tensors: list[torch.Tensor] | None = None) -> Step:
         """Change to another variant, which all ranks do in the same call: a rank alone would wait in a collective. `tensors`: the
@@ -357,8 +358,7 @@ class CompiledModule(Guidance, nn.Module):
         if assign:
             raise UsageError("load_state_dict(assign=True) would replace the sharded parameters; load without assign")
         if not self._stored.specs and self._stored.is_virtual:
-            raise UsageError("the model was built on the meta device and has no memory yet; call it once (or pass "
-                             "example_inputs) before loading")
+            raise UsageError("the model was built on the meta device and has no memory yet; call it once (or pass example_inputs) before loading")
         return super().load_state_dict({k: self._as_stored(k, v) for k, v in state_dict.items()}, strict)
 
     def _as_stored(self, name: str, value: Any) -> Any:

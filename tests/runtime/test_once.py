@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -111,3 +112,14 @@ def test_a_checkpoint_around_a_call(reentrant: bool) -> None:
         checkpoint(m, given, use_reentrant=reentrant).square().sum().backward()
         results.append((given.grad, *(p.grad for p in m.parameters())))
     assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_first_call_in_a_program_of_torch_compile() -> None:
+    """It ended where the trace asks torch.compile to stand back."""
+    torch.compiler.reset()
+    fast, model = pair(nn.Sequential(nn.Linear(6, 4), nn.Tanh()))
+    x = rows()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's, of functions that it leaves to Python
+        got = torch.compile(fast, backend="eager")(x)
+    assert torch.equal(got, model(x))
