@@ -19,7 +19,7 @@ from autoshard.search.partition import rank_bytes
 def by_trying_all(pricer, shape, limit):
     """Every partition, at the first lean level at which one fits."""
     table = shape.table()
-    for lean in range(pricer.corners(True)[-1] + 1):
+    for lean in range(pricer.corners()[-1] + 1):
         chain = chain_from(pricer.labels, lambda a, b: pricer.price(a, b, shape.slot, lean, table.split_backward))
         chain = chain if table.split_backward else chain.undivided()
         cuts = all_cuts(len(pricer.labels), shape.stages)
@@ -88,7 +88,7 @@ def test_what_a_byte_costs_leaves_lean_levels_unsearched():
 
         cost = 0.0
 
-        def corners(self, split):
+        def corners(self):
             return (0, 1, 2)
 
         def price(self, first, end, slot, lean, split):

@@ -59,7 +59,7 @@ def test_no_plan_is_better_at_the_rate(pricer):
 
 
 def test_blocks_get_leaner_and_slower(pricer):
-    prices = [pricer.price(1, 3, SLOT, lean, True) for lean in range(pricer.corners(False)[-1] + 1)]
+    prices = [pricer.price(1, 3, SLOT, lean, True) for lean in range(pricer.corners()[-1] + 1)]
     assert len(prices) == PARTS * (len(RATES) - 1) + 1 and prices[0] == pricer.price(3, 5, SLOT, 0, True)
     held = [p.stored + FLYING * p.saved for p in prices]
     assert held[-1] < 0.8 * held[0] and prices[-1].microbatch > prices[0].microbatch

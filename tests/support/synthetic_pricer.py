@@ -59,7 +59,7 @@ class Synthetic:
             stored=self.state * work / slot.tp, saved=saved * (LEAN_BYTES if lean else 1), between=saved * 0.1,
             wire_out=self.hop * rows, wire_in=self.hop * rows)
 
-    def corners(self, split: bool) -> Sequence[int]:
+    def corners(self) -> Sequence[int]:
         return (0, 1)
 
     def rate(self, tried: object) -> float:

@@ -64,7 +64,7 @@ class Pricer(Protocol):
     def floor(self, slot: Slot, look: int) -> Floor:
         """The same by blocks; `look`: from 1 to `LOOKS`, the last is as high as can be shown."""
 
-    def corners(self, split: bool) -> Sequence[int]:
+    def corners(self) -> Sequence[int]:
         """Lean levels whose prices take searches; those between them are means. The first is 0, the last the leanest."""
 
     def rate(self, tried: Tried) -> float:
@@ -211,8 +211,9 @@ class _Search:
         run, floor = self.run(shape), self.floor(shape.slot, look)
         return least_played(run.computed, run.course, floor) if look == OWN or floor.priced is not None else 0.0
 
-    def corners(self, shape: Shape) -> Sequence[int]:
-        return self.pricer.corners(self.run(shape).table.split_backward) if np.isfinite(self.limit) else (0,)
+    @cached_property
+    def corners(self) -> Sequence[int]:
+        return self.pricer.corners() if np.isfinite(self.limit) else (0,)
 
     def is_planned(self, shape: Shape) -> bool:
         """Whether the shape is planned as it is, instead of priced by blocks."""
@@ -238,7 +239,7 @@ class _Search:
         return replace(found, bound=max(tried.bound, found.bound))
 
     def _searched(self, tried: Tried) -> Tried:
-        for lean in range(tried.lean, 1 + self.corners(tried.shape)[-1]):
+        for lean in range(tried.lean, 1 + self.corners[-1]):
             try:
                 chain = self.chain(tried.shape.slot, lean, self.run(tried.shape).table.split_backward)
             except InfeasibleError as e:
@@ -293,10 +294,10 @@ class _Looked:
             return replace(tried, seconds=MARGIN * search.best, why=FAR_OFF)
         elif self.fits or search.is_planned(self.shape):
             return search.searched(tried)
-        elif looks - LOOKS == len(search.corners(self.shape)):
+        elif looks - LOOKS == len(search.corners):
             return replace(tried, why=NOT_FOUND)
         else:
-            return self._outlined(search.corners(self.shape)[looks - LOOKS])
+            return self._outlined(search.corners[looks - LOOKS])
         return None
 
     def _outlined(self, lean: int) -> Tried | None:

@@ -316,9 +316,8 @@ class MeshPricer:
         main = self._ample(at, at + 1, slot, split)
         return self.sizes.rows / slot.rows * main.forward / (self._pp(slot) * main.saved) if main.saved else 0.0
 
-    def corners(self, split: bool) -> Sequence[int]:
-        """With backward in two windows what the first keeps for the second is as much as forward's values: the highest rate saves none of it."""
-        return range(0, PARTS * (len(RATES) - split), PARTS)
+    def corners(self) -> Sequence[int]:
+        return range(0, PARTS * len(RATES), PARTS)
 
     def rate(self, tried: Tried) -> float:
         """At which stages of a shape were priced that was searched: seconds for a byte, the higher one between two; 0 in ample memory."""
