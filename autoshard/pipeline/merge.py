@@ -15,7 +15,7 @@ from autoshard.pipeline.cutting.cut import Stage
 from autoshard.pipeline.cutting.layout import layout_of
 from autoshard.pipeline.exchange import exchange_seconds
 from autoshard.pipeline.pipelined import Pipelined
-from autoshard.pipeline.plan_stages import in_flight, wire_bytes, wire_seconds
+from autoshard.pipeline.plan_stages import wire_bytes, wire_seconds
 from autoshard.pipeline.playback import played
 from autoshard.search.problem import Status
 
@@ -25,7 +25,7 @@ OPTIMAL = (Status.OPTIMAL.value, Status.OPTIMAL_TIED.value, OPTIMAL_REFINED)  # 
 
 def merged(made: Pipelined, plans: Sequence[Plan], wire: AxisLink) -> Plan:
     """One plan of all stages. `predicted` is of the busiest rank: its parts add up to the step."""
-    stages = tuple(_stage(made, s, p, n, wire) for s, p, n in zip(made.cut.stages, plans, in_flight(made), strict=True))
+    stages = tuple(_stage(made, s, p, n, wire) for s, p, n in zip(made.cut.stages, plans, made.table.in_flight, strict=True))
     transfers = _transfers(made, plans, wire)
     playback = played(made.table, stages, transfers)
     exchange = _exchange(made, plans, wire)

@@ -9,6 +9,7 @@ from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import RECOMPUTE_SUFFIX, Plan
 from autoshard.base.roles import Role
+from autoshard.base.turns import Turn
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.pipeline_options import AUTO, Pipeline
 from autoshard.errors import MeshError, PlanError, UsageError
@@ -22,7 +23,7 @@ from autoshard.pipeline.cutting.layout import starts_of
 from autoshard.pipeline.cutting.pinned import allowed, check_pinned
 from autoshard.pipeline.cutting.split import split_backward
 from autoshard.pipeline.playback import named_schedule, table_of
-from autoshard.pipeline.turns import CROSSING
+from autoshard.pipeline.turns import CROSSING, turns_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,11 @@ class Pipelined:
     def submesh(self) -> Mesh:
         """The mesh of every stage."""
         return submesh(self.mesh, self.options.axis)
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Turn, ...], ...]:
+        """Per rank of the pipeline."""
+        return tuple(turns_of(self.table, self.cut.stages, rank) for rank in range(len(self.table.ranks)))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages on a coordinate of the pipeline's axis."""

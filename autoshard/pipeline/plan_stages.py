@@ -4,8 +4,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from autoshard import collectives
 from autoshard.base import quantities
 from autoshard.base.plan import Plan, StagePlan
@@ -15,7 +13,6 @@ from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster
 from autoshard.cost.memory import value_bytes
 from autoshard.errors import InfeasibleError
-from autoshard.pipeline.action_lists.play import held
 from autoshard.pipeline.cutting.cut import Hop
 from autoshard.pipeline.pipelined import Pipelined
 from autoshard.pipeline.rank_memory import duties, rank_timelines
@@ -79,7 +76,7 @@ def _each(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, sha
           rate: float = 0.0) -> tuple[Plan, ...]:
     """One after the other, from the last stage, which has the head and the loss. What a stage chose for values that it exchanges, and for
     parameters that others have too, is fixed for those that come after."""
-    chosen, plans, flying, duty = dict(fixed), {}, in_flight(made), duties(made)
+    chosen, plans, flying, duty = dict(fixed), {}, made.table.in_flight, duties(made)
     most = max(d.fullest for d in duty) if rate else None  # so that stages that are alike are one search
     for stage in reversed(made.cut.stages):
         s = stage.index
@@ -92,12 +89,6 @@ def _each(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, sha
         chosen |= plan.placements
         chosen |= {h.send: plan.ops[h.recv].outputs[0] for h in stage.receives} | {h.recv: plan.ops[h.send].inputs[0] for h in stage.sends}
     return tuple(plans[s] for s in range(len(plans)))
-
-
-def in_flight(made: Pipelined) -> tuple[int, ...]:
-    """Per stage, the micro-batches whose saved values are alive at once, counted from the table."""
-    n = made.table.stages
-    return tuple(max(1, int(held(made.table, np.eye(n)[s])[made.table.rank_of[s]])) for s in range(n))
 
 
 def _share(made: Pipelined, plans: Sequence[Plan], timelines: Mapping[int, Timeline], s: int) -> float:
@@ -132,7 +123,7 @@ def _check(made: Pipelined, plans: Sequence[Plan], timelines: Mapping[int, Timel
 def _named(made: Pipelined, s: int) -> str:
     stage = made.cut.stages[s]
     blocks = f"{stage.blocks[0]} to {stage.blocks[-1]}" if stage.blocks else "no block"
-    return f"stage {s} ({blocks}, {in_flight(made)[s]} micro-batches in flight)"
+    return f"stage {s} ({blocks}, {made.table.in_flight[s]} micro-batches in flight)"
 
 
 def _others(made: Pipelined, s: int) -> str:

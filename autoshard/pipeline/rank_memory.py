@@ -12,7 +12,6 @@ from autoshard.cost.cluster import Cluster
 from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import Redistribution
 from autoshard.pipeline.pipelined import Pipelined
-from autoshard.pipeline.turns import turns_of
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
 from autoshard.recompute.rewrite import with_recompute
@@ -21,8 +20,7 @@ from autoshard.space.cost_table import trained_params
 
 def duties(made: Pipelined) -> tuple[Duty, ...]:
     """Of every stage; without what stages share at the end, whose layout no plan has chosen yet."""
-    turns = [turns_of(made.table, made.cut.stages, r) for r in range(len(made.table.ranks))]
-    return tuple(Duty(s, turns[r], _unread(made, s)) for s, r in enumerate(made.table.rank_of))
+    return tuple(Duty(s, made.turns[r], _unread(made, s)) for s, r in enumerate(made.table.rank_of))
 
 
 def _unread(made: Pipelined, s: int) -> int:
@@ -39,11 +37,11 @@ def rank_timelines(made: Pipelined, plans: Sequence[Plan]) -> dict[int, Timeline
         return {}
     cluster = Cluster.from_snapshot(plans[0].cluster)
     footprints, route = Footprints(made.submesh, cluster), Redistribution(made.submesh, cluster).steps
-    alone = {}
-    for s, duty in ((s, duties(made)[s]) for s in wanted):
+    alone, duty_of = {}, duties(made)
+    for s in wanted:
         graph = with_recompute(made.cut.stages[s].graph, plans[s].recompute)
         alone[s] = timeline(graph, plans[s], route, footprints, str(plans[s].settings.get("optimizer")), trained_params(graph),
-                            cluster.device.updates_together, replace(duty, shared=_shared(made, plans[s], s)))
+                            cluster.device.updates_together, replace(duty_of[s], shared=_shared(made, plans[s], s)))
     return {s: replace(found, others={t: alone[t] for t in made.stages_of(made.table.rank_of[s]) if t != s}) for s, found in alone.items()}
 
 

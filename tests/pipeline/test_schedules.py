@@ -88,3 +88,11 @@ def test_other_numbers_are_refused(arguments, message):
 
 def test_the_names_that_options_take_are_those_there_are():
     assert pipeline_options.SCHEDULES == (pipeline_options.AUTO, *SCHEDULES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_in_flight_are_those_that_a_stage_holds(schedule):
+    for chunks in SCHEDULES[schedule].chunks[:3]:
+        table = make_schedule(schedule, 3, 7, chunks)
+        for stage, rank in enumerate(table.rank_of):
+            assert table.in_flight[stage] == held(table, [float(s == stage) for s in range(table.stages)])[rank]

@@ -20,6 +20,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 COMPUTE = frozenset({"F", "B", "I", "W"})
 TRANSFER = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 ONCE_A_STEP = frozenset({"REDUCE", "UPDATE"})
+LIVES: dict[Kind, int] = {"F": 1, "B": -1, "W": -1}
+"""How many micro-batches more have saved values behind a computation of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,15 @@ class ActionTable:
     def computed(self) -> frozenset[Action]:
         """All computations of all ranks."""
         return frozenset(action for actions in self.ranks for action in actions if action.kind in COMPUTE)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Per stage, the micro-batches whose saved values are alive at once, at most: from F to the end of B or W."""
+        now, most = [0] * self.stages, [1] * self.stages
+        for action in (a for actions in self.ranks for a in actions if a.kind in LIVES):
+            now[action.stage] += LIVES[action.kind]
+            most[action.stage] = max(most[action.stage], now[action.stage])
+        return tuple(most)
 
     @cached_property
     def split_backward(self) -> bool:

@@ -26,7 +26,6 @@ from autoshard.lower.lower import Port
 from autoshard.pipeline.cutting.cut import Hop, Stage
 from autoshard.pipeline.microbatches.results import Results, pieces_of
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
-from autoshard.pipeline.turns import turns_of
 from autoshard.program.calling import Traced
 from autoshard.verification.one_process.collectives import Ranked
 from autoshard.verification.one_process.pieces import Joined, cut, joined
@@ -77,7 +76,7 @@ class StagePrograms:
         self.made: Pipelined = pipelined_as(traced.graph, plan)
         self.mesh = self.made.submesh
         self.programs = [Program(replace(traced, graph=s.graph), stage_plan(plan, self.made, s.index), state, device) for s in self.made.cut.stages]
-        self.turns = [turns_of(self.made.table, self.made.cut.stages, r) for r in range(len(self.made.table.ranks))]
+        self.turns = self.made.turns
         self.stage = self.microbatch = 0
         self.arrived: Callable[[Hop, Ranked], None] = lambda hop, pieces: None
         self.weighed: Callable[[torch.Tensor, int], None] = lambda tangent, loss: None
