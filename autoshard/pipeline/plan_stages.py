@@ -31,6 +31,8 @@ class Room:
 
 
 ALL = Room()
+LEANER = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""What a byte costs where stages do not fit into their shares: at 1, all that they keep costs as many seconds as they take."""
 Tell = Callable[[str], None]
 PlanStage = Callable[..., Plan]
 """(graph of a stage, placements by name that are fixed, micro-batches in flight, its room) -> its plan. Without a room: a stage by itself."""
@@ -39,20 +41,37 @@ PlanStage = Callable[..., Plan]
 def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell = lambda text: None,
                 rates: Sequence[float] = ()) -> tuple[Plan, ...]:
     """At the first of the `rates`, seconds a byte, at which they fit. Where there is none, each with all of its rank's memory first. Where the
-    stages of a rank do not fit together, they are planned once more, and share its memory as they asked for it. `tell` hears of every stage that
-    is planned. Raises InfeasibleError naming the stage."""
+    stages of a rank do not fit together, they are planned once more, and share its memory as they asked for it, or, where one does not fit into
+    its share, all at a rate. `tell` hears of every stage that is planned. Raises InfeasibleError naming the stage."""
     for rate in rates:
         if found := _at_rate(made, fixed, plan_stage, tell, rate):
             return found
     plans = _each(made, fixed, plan_stage, [1.0] * made.table.stages, tell)
     timelines = rank_timelines(made, plans)
     shares = [_share(made, plans, timelines, s) for s in range(len(plans))]
-    if min(shares) < 1.0:
-        plans = _each(made, fixed, plan_stage, shares, tell)
-        timelines = rank_timelines(made, plans)
-        for s in timelines:
-            _check(made, plans, timelines, s)
+    if min(shares) == 1.0:
+        return _as_ranks_hold(plans, timelines)
+    try:
+        return _within_shares(made, fixed, plan_stage, shares, tell)
+    except InfeasibleError:
+        for rate in _leaner(plans):
+            if found := _at_rate(made, fixed, plan_stage, tell, rate):
+                return found
+        raise
+
+
+def _within_shares(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, shares: Sequence[float], tell: Tell) -> tuple[Plan, ...]:
+    plans = _each(made, fixed, plan_stage, shares, tell)
+    timelines = rank_timelines(made, plans)
+    for s in timelines:
+        _check(made, plans, timelines, s)
     return _as_ranks_hold(plans, timelines)
+
+
+def _leaner(plans: Sequence[Plan]) -> list[float]:
+    """Rates at which stages may fit that took too much by themselves."""
+    kept = sum(max(moment.by_category["saved"] for moment in p.stages[0].timeline) for p in plans)
+    return [times * sum(p.objective_s for p in plans) / kept for times in LEANER] if kept else []
 
 
 def _at_rate(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell, rate: float) -> tuple[Plan, ...] | None:

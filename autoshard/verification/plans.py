@@ -41,6 +41,8 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     """Raises UsageError for a name that is no kind of plan, with the nearest one."""
     names = tuple(names)
     for name in names:
+        if not isinstance(name, str):
+            raise UsageError(f"plans= takes names ({', '.join(NAMES[:-1])}, random:SEED), not {type(name).__name__}; pass a plan as plan=")
         kind, _, seed = name.partition(":")
         if name not in NAMES and not (kind == "random" and (not seed or seed.isdigit())):
             near = get_close_matches(name, NAMES, n=1)

@@ -7,6 +7,8 @@ from torch import nn
 from autoshard import Pipeline
 from autoshard.base.mesh import parse_mesh
 from autoshard.decide.options import Options
+from autoshard.errors import InfeasibleError
+from autoshard.pipeline import plan_stages
 from autoshard.pipeline.microbatches.batch import traced
 from autoshard.planner import stage_planner
 from autoshard.planner.stages import plan_traced
@@ -40,3 +42,17 @@ def test_where_the_rate_is_too_low_the_limit_decides(asked):
     made = plan_traced(program, MESH, options, rates=(1e-6 * ample.objective_s / ample.stages[0].memory["total"],))
     assert made.objective_s == by_limit.objective_s and made.recompute == by_limit.recompute
     assert all(s.memory["total"] <= options.memory_budget for s in made.stages)
+
+
+def test_stages_that_do_not_fit_into_their_shares_are_planned_at_a_rate(monkeypatch):
+    """A rank's stages ask for more or less by what their memory is worth; shares of it are by what they take in ample memory."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4)))
+    inputs, pipeline = (torch.randn(4096, 8), torch.randn(4096, 8)), Pipeline(microbatches=4, schedule="zb1p", chunks=2, cuts=("1", "2", "3"))
+    program = traced(model, inputs, {}, pipeline, loss_fn=nn.functional.mse_loss, training=True)
+    ample = plan_traced(program, MESH, Options(cluster="cpu-gloo", pipeline=pipeline))
+    options = Options(cluster="cpu-gloo", pipeline=pipeline, memory_budget=0.8 * max(s.memory["total"] for s in ample.stages))
+    made = plan_traced(program, MESH, options)
+    assert all(s.memory["total"] <= options.memory_budget for s in made.stages) and made.recompute
+    monkeypatch.setattr(plan_stages, "LEANER", ())
+    with pytest.raises(InfeasibleError, match="on its rank with stage|shares its rank's memory with stage"):
+        plan_traced(program, MESH, options)
