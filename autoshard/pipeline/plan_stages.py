@@ -42,7 +42,7 @@ def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStag
                 rates: Sequence[float] = ()) -> tuple[Plan, ...]:
     """At the first of the `rates`, seconds a byte, at which they fit. Where there is none, each with all of its rank's memory first. Where the
     stages of a rank do not fit together, they are planned once more, and share its memory as they asked for it, or, where one does not fit into
-    its share, all at a rate. `tell` hears of every stage that is planned. Raises InfeasibleError naming the stage."""
+    its share and no rates were given, all at one. `tell` hears of every stage that is planned. Raises InfeasibleError naming the stage."""
     for rate in rates:
         if found := _at_rate(made, fixed, plan_stage, tell, rate):
             return found
@@ -53,8 +53,8 @@ def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStag
         return _as_ranks_hold(plans, timelines)
     try:
         return _within_shares(made, fixed, plan_stage, shares, tell)
-    except InfeasibleError:
-        for rate in _leaner(plans):
+    except InfeasibleError as e:
+        for rate in () if rates or e.proven else _leaner(plans):
             if found := _at_rate(made, fixed, plan_stage, tell, rate):
                 return found
         raise

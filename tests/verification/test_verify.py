@@ -262,3 +262,10 @@ def test_gradients_that_are_rounding_alone_are_not_taken_for_an_error():
     report = verify(OnASphere(), "d=4", (torch.randn(8, 16),), plans=("split", "random:0"))
     assert report.ok, str(report)
     assert any(c.run == "sharded" and c.limit > 1.01e-9 * c.size for p in report.plans for c in p.checks), "some were excused"
+
+
+@pytest.mark.parametrize("plans, text", [((object(),), r"plans= takes names \(searched, .*not object; pass a plan as plan="), (("serched",), "did you mean searched"),
+                                         ((), "no plans to verify")])
+def test_plans_are_named(plans, text):
+    with pytest.raises(UsageError, match=text):
+        verify(torch.nn.Linear(4, 4), "d=2", (torch.randn(4, 4),), plans=plans)
