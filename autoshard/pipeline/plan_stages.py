@@ -43,9 +43,8 @@ def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStag
     """At the first of the `rates`, seconds a byte, at which they fit. Where there is none, each with all of its rank's memory first. Where the
     stages of a rank do not fit together, they are planned once more, and share its memory as they asked for it, or, where one does not fit into
     its share and no rates were given, all at one. `tell` hears of every stage that is planned. Raises InfeasibleError naming the stage."""
-    for rate in rates:
-        if found := _at_rate(made, fixed, plan_stage, tell, rate):
-            return found
+    if found := _at_first(made, fixed, plan_stage, tell, rates):
+        return found
     plans = _each(made, fixed, plan_stage, [1.0] * made.table.stages, tell)
     timelines = rank_timelines(made, plans)
     shares = [_share(made, plans, timelines, s) for s in range(len(plans))]
@@ -54,10 +53,9 @@ def plan_stages(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStag
     try:
         return _within_shares(made, fixed, plan_stage, shares, tell)
     except InfeasibleError as e:
-        for rate in () if rates or e.proven else _leaner(plans):
-            if found := _at_rate(made, fixed, plan_stage, tell, rate):
-                return found
-        raise
+        if rates or e.proven or not (found := _at_first(made, fixed, plan_stage, tell, _leaner(plans))):
+            raise
+        return found
 
 
 def _within_shares(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, shares: Sequence[float], tell: Tell) -> tuple[Plan, ...]:
@@ -72,6 +70,11 @@ def _leaner(plans: Sequence[Plan]) -> list[float]:
     """Rates at which stages may fit that took too much by themselves."""
     kept = sum(max(moment.by_category["saved"] for moment in p.stages[0].timeline) for p in plans)
     return [times * sum(p.objective_s for p in plans) / kept for times in LEANER] if kept else []
+
+
+def _at_first(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell, rates: Sequence[float]) -> tuple[Plan, ...] | None:
+    """At the first of the rates at which they fit; None where there is none."""
+    return next((found for rate in rates if (found := _at_rate(made, fixed, plan_stage, tell, rate))), None)
 
 
 def _at_rate(made: Pipelined, fixed: Mapping[str, Spec], plan_stage: PlanStage, tell: Tell, rate: float) -> tuple[Plan, ...] | None:
