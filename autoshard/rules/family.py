@@ -20,6 +20,7 @@ class Facts(NamedTuple):
     cheap        little compute: may join the decision unit of what it reads, and is recomputed first
     repeatable   gives the same values when it runs again, so that backward may recompute it
     any_strides  its kernels are right for tensors with any strides
+    any_rows     likewise, for those whose last dim is the innermost in memory
     """
 
     text: str
@@ -30,6 +31,7 @@ class Facts(NamedTuple):
     cheap: bool = False
     repeatable: bool = True
     any_strides: bool = False
+    any_rows: bool = False
 
 
 class Family(StrEnum):
@@ -41,10 +43,11 @@ class Family(StrEnum):
     cheap: bool
     repeatable: bool
     any_strides: bool
+    any_rows: bool
     _priced_as: str
 
     MATMUL = Facts("matmul", heavy=True, weighted=True, any_strides=True)
-    ATTENTION = Facts("attention", heavy=True)
+    ATTENTION = Facts("attention", heavy=True, any_rows=True)
     CONV = Facts("conv", heavy=True, weighted=True)
     POINTWISE = Facts("pointwise", cheap=True, any_strides=True)
     REDUCTION = Facts("reduction", cheap=True, any_strides=True)

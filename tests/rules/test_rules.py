@@ -1,5 +1,5 @@
 """Every general rule against the numeric oracle, in both directions."""
-from functools import cache
+from functools import cache, reduce
 
 import pytest
 import torch
@@ -79,6 +79,29 @@ def test_families_that_take_any_strides_do(s, monkeypatch):
         monkeypatch.setattr(oracle, "_reordered", stored)
         wrong = [w for row in registry.rows(call) if (w := check_rows(call, tensors, (row,), (2,), strided=True))]
         assert not wrong, "\n".join(map(str, wrong))
+
+
+def wider(x):
+    """Equal to `x`, the first part of longer rows, and of more of them."""
+    return reduce(lambda y, dim: torch.cat([y, torch.full_like(y, 3)], dim), range(x.ndim), x)[tuple(map(slice, x.shape))]
+
+
+def other_order(x):
+    """Equal to `x`, the first part of a tensor whose second dim lies behind the third in memory, as tokens do before heads."""
+    return wider(x.transpose(1, 2)).transpose(1, 2) if x.ndim > 3 else wider(x)
+
+
+ROWS = [s for s in VALUED if registry.rule_of(s.op).family.any_rows]
+
+
+@pytest.mark.parametrize("stored", (wider, other_order))
+@pytest.mark.parametrize("s", ROWS, ids=[f"{i}-{s.op}" for i, s in enumerate(ROWS)])
+def test_families_that_take_any_rows_do(s, stored, monkeypatch):
+    """q, k and v are parts of one tensor."""
+    call, tensors = built(s)
+    monkeypatch.setattr(oracle, "_reordered", stored)
+    wrong = [w for row in registry.rows(call) if (w := check_rows(call, tensors, (row,), (2,), strided=True))]
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("s", [s for s in GENERAL + SEARCHED if s.values], ids=[str(s) for s in GENERAL + SEARCHED if s.values])
