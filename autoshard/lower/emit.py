@@ -172,6 +172,13 @@ class Emitter:
             made = target(*args, **kwargs)
             return target, torch.empty_like(_product(args), dtype=made.dtype) if target in LAID_AS_PRODUCTS else made
 
+    def as_own(self, x: Proxy) -> Proxy:
+        """`x`, for autograd no view: it may be written into."""
+        node, value = self.graph.call_function(aten._unsafe_view.default, (x.node, list(self._shape(x)))), self.value(x)
+        with self.fake, torch.no_grad():
+            node.meta.update(val=aten._unsafe_view.default(value, list(value.shape)), part=x.node.meta["part"])
+        return Proxy(node, self.tracer)
+
     def finish(self, results: Sequence[Proxy]) -> torch.fx.Graph:
         """Close the graph with its outputs and drop what none of them needs, collectives included."""
         self.graph.output(tuple(r.node for r in results))

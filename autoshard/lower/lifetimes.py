@@ -82,3 +82,12 @@ def tensors(node: Node) -> list[torch.Tensor]:
 def storages(node: Node) -> Iterator[int]:
     """Keys of the memory that a node's value looks at: views have that of their base."""
     return (_torch.storage_key(t) for t in tensors(node))
+
+
+def makers(graph: Graph) -> Mapping[int, Node | None]:
+    """Per storage, the node that makes it; None for that of an argument."""
+    out: dict[int, Node | None] = {}
+    for node in graph.nodes:
+        for key in storages(node):
+            out.setdefault(key, None if node.op == "placeholder" else node)
+    return out

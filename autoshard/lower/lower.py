@@ -8,6 +8,7 @@ while building, and `meta["part"]`, what it belongs to, for whoever walks the gr
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from autoshard.collectives import KIND_OF
 from autoshard.errors import LoweringError
 from autoshard.lower.context import Context
 from autoshard.lower.emit import Emitter, Part, Pending, is_dense
+from autoshard.lower.lifetimes import makers, storages
 from autoshard.lower.schedule import (
     CollectiveCall,
     Held,
@@ -242,12 +244,15 @@ class _Lowering:
 
     def _results(self, gives: Sequence[tuple[Port, Held]]) -> list[Any]:
         """Output values. What the user gets is never an argument itself, nor one tensor twice: autograd would
-        attach the model's node to it."""
-        out, seen = [], set()
-        for port, held in gives:
-            value = self._alive(held, f"{port.kind} {port.name}")
+        attach the model's node to it. Nor is it a view of what nobody else sees: the user could not write into it."""
+        out, seen, made_by = [], set(), makers(self.emit.graph)
+        given = [self._alive(held, f"{port.kind} {port.name}") for port, held in gives]
+        times = Counter(key for value in given for key in storages(value.node))
+        for (port, _), value in zip(gives, given, strict=True):
             if port.kind == Role.USER and (value.node.op == "placeholder" or value.node in seen):
                 value = torch.ops.aten.alias.default(value)
+            elif port.kind == Role.USER and all(times[k] == 1 and made_by[k] not in (value.node, None) for k in storages(value.node)):
+                value = self.emit.as_own(value)
             if port.kind == Role.MUTATION:  # the next call takes buffers for contiguous
                 value = torch.ops.aten.contiguous.default(value)
             seen.add(value.node)

@@ -5,17 +5,20 @@ Works in passes over the ops, nearly always two; every fold is exact in floating
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
+from autoshard.base.roles import Role
 from autoshard.program.apart.rewrite import with_parts_apart
 from autoshard.program.flow import gradients_at_once
 from autoshard.program.grouped_heads import with_grouped_heads
+from autoshard.program.joined_in_order import with_joins_in_order
 from autoshard.program.tracing.tape import is_random
+from autoshard.rules import registry
 
 aten = torch.ops.aten
 EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
@@ -30,17 +33,24 @@ def simplify(graph: Graph) -> Graph:
     """An equal graph with fewer ops, the last of every gradient as soon as it can be. Names, phases and source lines of the ops
     that stay are kept. Sharing equal ops and dropping dead ones can free a view for a fold, so passes run until one finds nothing:
     simplifying twice must not give another graph, or a plan of the one would not fit the other."""
-    while (smaller := with_parts_apart(with_grouped_heads(_one_pass(graph)))).ops != graph.ops:
+    while (smaller := with_joins_in_order(with_parts_apart(with_grouped_heads(_one_pass(graph))))).ops != graph.ops:
         graph = smaller
     return gradients_at_once(smaller)
 
 
 def _one_pass(graph: Graph) -> Graph:
-    state = _State({r: len(u) for r, u in graph.users.items()},
-                   frozenset(op.args[0] for op in graph.of_kind("output")))
+    state = _State({r: len(u) for r, u in graph.users.items()}, frozenset(_returned(graph)))
     for op in graph.ops:
         state.visit(op)
     return _without_dead(replace(graph, ops=tuple(state.ops.values())))
+
+
+def _returned(graph: Graph) -> Iterator[Any]:
+    """What leaves the graph; and what the user gets a view of."""
+    for op in graph.of_kind("output"):
+        yield (ref := op.args[0])
+        while op.target.role is Role.USER and isinstance(ref, Ref) and registry.is_view(graph.op(ref.op)) and graph.op(ref.op).refs:
+            yield (ref := graph.op(ref.op).refs[0])
 
 
 @dataclass

@@ -68,7 +68,38 @@ def merged_dims() -> None:
             assert_near(f"{seed}: gradient of {name}", p.grad, reference.get_parameter(name).grad, 1e-9)
 
 
+def written_into() -> None:
+    """Results belong to the user, as a view that ends a model does: logits by a temperature, masked ones, beside another result."""
+    writes = {"divided": lambda y: y.div_(2.0), "masked": lambda y: y[:, -1].fill_(0.0), "behind autograd": lambda y: y.detach().mul_(3.0)}
+    for name, write in writes.items():
+        for tokens in (12, 10):
+            (model, (ids, _)), (reference, _) = build(tokens=tokens), build(tokens=tokens)
+            fast = autoshard.compile(Beside(model), "dp=2", cluster="cpu-gloo", cache=False, outputs="replicate")
+            for net in (fast, Beside(reference)):
+                logits, given = net(ids)
+                write(logits)
+                write(given)
+                (logits.square().sum() + given.sum()).backward()
+            assert torch.equal(ids, build(tokens=tokens)[1][0]), f"{name}: the input is the user's too"
+            grads = {n.removeprefix("net."): p.grad for n, p in fast.named_parameters()}
+            for n, p in reference.named_parameters():
+                assert_near(f"{name}, {tokens} tokens: gradient of {n}", grads[n], p.grad, 1e-9)
+
+
+class Beside(nn.Module):
+    """Logits as a view, and a view of a copy of what backward reads."""
+
+    def __init__(self, net: Words):
+        super().__init__()
+        self.net = net
+
+    def forward(self, ids):
+        hidden = torch.tanh(self.net.words(ids))
+        return self.net.head(hidden), hidden.clone().transpose(0, 1)
+
+
 def work() -> None:
+    written_into()
     beside_a_loss()
     merged_dims()
 
