@@ -217,6 +217,22 @@ def test_dropout_whose_mask_nobody_keeps():
     assert autoshard.verify(model, "d=2", (torch.randn(*X),), plans=("split", "random:0"), training=False).ok
 
 
+@pytest.mark.parametrize("make", [
+    lambda: nn.LSTM(12, 6, 2, dropout=0.3), lambda: nn.LSTM(12, 6, 3, dropout=0.3, bidirectional=True, batch_first=True, proj_size=4, bias=False),
+    lambda: nn.GRU(12, 6, 2, dropout=0.3, bidirectional=True), lambda: nn.RNN(12, 6, 2, dropout=1.0),
+    lambda: nn.RNN(12, 6, 2, dropout=0.3, nonlinearity="relu", batch_first=True)], ids=["lstm", "projected", "gru", "all dropped", "relu"])
+def test_dropout_between_recurrent_layers(make):
+    """torch's decomposition of these drops nothing; verify compares with the model under the same numbers of torch's generator."""
+    torch.manual_seed(0)
+    report = autoshard.verify(make(), "d=2", (torch.randn(5, 4, 12),), plans=("split", "random:0"))
+    assert report.ok, str(report)
+
+
+def test_dropout_between_recurrent_layers_of_one_sequence():
+    report = autoshard.verify(nn.LSTM(12, 6, 2, dropout=0.3), "d=2", (torch.randn(5, 12), (torch.randn(2, 6), torch.randn(2, 6))), plans=("split",))
+    assert report.ok, str(report)
+
+
 # --- verify runs what the runtime runs
 
 def test_an_op_that_overwrites_what_is_read_later_is_seen(monkeypatch):
