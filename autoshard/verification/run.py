@@ -225,13 +225,20 @@ class PlanRun:
             torch.manual_seed(SEED)
             want = self.subject.call.eager(own.traced).step(own.args, own.kwargs)
             torch.manual_seed(SEED)
-            got = Interpreted(own.traced, own.state).step(own.args, own.kwargs, {})
+            got = Interpreted(own.traced, own.state).step(own.args, own.kwargs, self._models_numbers())
         limits = Limits(self.tolerance or self.subject.tolerance)
         if self.subject.exact is not None:
             numbers = self._drawn_in(got.values)
             limits = self._rounded(got, self._exactly(Interpreted(self.subject.exact.traced, self.subject.exact.state), numbers))
         outcome = Outcome(tuple(Joined(t, 0.0) for t in got.users), _whole(got.grads), _whole(got.buffers))
         return self._compare("trace", 0, outcome, want, limits)
+
+    def _models_numbers(self) -> Numbers:
+        """What random ops draw in the model, where micro-batches or padded dims would draw otherwise."""
+        own, before = self.subject.own, self.subject.before
+        if not self.random or before.draw_as(own.traced):
+            return {}
+        return before.numbers(own.traced, self.random, Interpreted(before.whole, own.state).step(own.args, own.kwargs, {}).values)
 
     def _compare(self, run: Run, step: int, outcome: Outcome, expected: Expected, limits: Limits) -> list[Check]:
         if len(outcome.users) != len(expected.users):

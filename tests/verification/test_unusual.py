@@ -217,6 +217,15 @@ def test_dropout_whose_mask_nobody_keeps():
     assert autoshard.verify(model, "d=2", (torch.randn(*X),), plans=("split", "random:0"), training=False).ok
 
 
+@pytest.mark.parametrize("pad", ["weights", "all"])
+def test_dropout_of_a_padded_dim(pad):
+    """16 features on three ranks are computed as 18, five rows as six: torch's generator would give other numbers than it gives the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.3), nn.Linear(16, 12), nn.Dropout1d(0.2))
+    report = autoshard.verify(model, "d=3", (torch.randn(5, 12),), plans=("split", "random:0"), pad=pad)
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("make", [
     lambda: nn.LSTM(12, 6, 2, dropout=0.3), lambda: nn.LSTM(12, 6, 3, dropout=0.3, bidirectional=True, batch_first=True, proj_size=4, bias=False),
     lambda: nn.GRU(12, 6, 2, dropout=0.3, bidirectional=True), lambda: nn.RNN(12, 6, 2, dropout=1.0),

@@ -47,6 +47,30 @@ def test_random_numbers_are_those_of_the_ranks() -> None:
     assert report.ok, [p.first_wrong for p in report.plans]
 
 
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "pp=2,dp=2"])
+def test_two_dropouts_draw_what_the_model_does(mesh: str) -> None:
+    """Of the batch all numbers of the first come before those of the second, of micro-batches some; three ranks pad the hidden features."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.3), nn.Linear(16, 12), nn.Dropout(0.2))
+    report = autoshard.verify(model, mesh, (torch.randn(4, 12), torch.randn(4, 12)), loss_fn=F.mse_loss, plans=("split",), pipeline=Pipeline(2))
+    assert report.ok, str(report)
+
+
+def test_dropout_of_samples_that_lie_along_the_second_dim() -> None:
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = F.dropout(self.a(x).reshape(-1, 12), 0.3)
+            return F.dropout(self.b(rows).view(x.shape), 0.3)
+
+    report = autoshard.verify(Sequences(), "dp=2", (torch.randn(5, 4, 12), torch.randn(5, 4, 12)), loss_fn=F.mse_loss, plans=("split",),
+                              pipeline=Pipeline(2, batch_dims={"x": 1, "target": 1}))
+    assert report.ok, str(report)
+
+
 def test_precision() -> None:
     report = checked(Net(), precision=autoshard.Precision("bf16"), plans=("fully_sharded",))
     assert report.ok, [p.first_wrong for p in report.plans]

@@ -19,6 +19,7 @@ from autoshard.runtime.check_plan import check_fits
 from autoshard.runtime.pipeline.check_stages import check_stages
 from autoshard.verification.models.copies import cast, default_dtype, own_copy
 from autoshard.verification.models.forms import Form, floats, in_float64
+from autoshard.verification.references.numbers import Forerunners
 from autoshard.verification.references.reference import Eager
 
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -39,10 +40,16 @@ class Call:
     mesh: Mesh | None = None
 
     def traced(self) -> Traced:
+        return self.programs()[0]
+
+    def programs(self) -> tuple[Traced, Forerunners]:
+        """As ranks of the mesh run it, and what that was made of."""
+        how = {"loss_fn": self.loss_fn, "training": self.training, "marks": self.options.marks, "fallback": self.options.fallback,
+               "expert_capacity": self.options.expert_capacity, "pad": self.options.pad, "precision": self.options.precision}
+        asked, pipeline = batch.Batch(self.model, self.args, self.kwargs, how), self.options.pipeline
         with self.casting():
-            return batch.traced(self.model, self.args, self.kwargs, self.options.pipeline, self.mesh, loss_fn=self.loss_fn, training=self.training,
-                                marks=self.options.marks, fallback=self.options.fallback, expert_capacity=self.options.expert_capacity,
-                                pad=self.options.pad, precision=self.options.precision)
+            part = asked.cut(pipeline)
+            return part if self.mesh is None else asked.on(self.mesh, pipeline), Forerunners(asked.whole, part)
 
     def casting(self) -> Any:
         """The autocast context that the model is called in."""
@@ -56,10 +63,12 @@ class Call:
 @dataclass(frozen=True, eq=False)
 class Subject:
     """What is run: a copy of the model in `dtype`, and its graph. `own`: the graph with its numbers; `exact`: the same ops in
-    float64, where the graph has floats of less and its ops can do that; `tolerance`: of own numbers where they cannot."""
+    float64, where the graph has floats of less and its ops can do that; `before`: what the graph was made of; `tolerance`: of own numbers where
+    they cannot."""
 
     call: Call
     own: Form
+    before: Forerunners
     exact: Form | None
     dtype: torch.dtype
     tolerance: float
@@ -113,14 +122,14 @@ def _in_dtype(call: Call, dtype: torch.dtype | None) -> Subject:
     present = [t.dtype for t in model.parameters() if t.is_floating_point()] or [torch.float32]
     used = dtype or min(present, key=lambda d: -TOLERANCE.get(d, 1.0))
     with default_dtype(used):
-        traced = twin.traced()
+        traced, before = twin.programs()
         twin.eager(traced).step(args, kwargs)  # whether torch can run it at all
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     state = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
     own = Form(traced, state, args, kwargs, used)
     exact = in_float64(own) if any(torch.finfo(d).eps > torch.finfo(torch.float64).eps for d in floats(traced.graph)) else None
     notes = (f"rounding could not be told from errors, because float64 fails: {exact}",) if isinstance(exact, str) else ()
-    return Subject(twin, own, None if isinstance(exact, str) else exact, used, _tolerance(traced.graph), device, notes)
+    return Subject(twin, own, before, None if isinstance(exact, str) else exact, used, _tolerance(traced.graph), device, notes)
 
 
 def _tolerance(graph: Graph) -> float:
