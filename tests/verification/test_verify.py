@@ -217,6 +217,13 @@ class Compiled(nn.Module):
         return self.linear(x) * (1.0 if x.sum() > -1e9 else 2.0)
 
 
+def test_a_gradient_that_nobody_wants_in_low_precision():
+    """Backward of a norm right behind the input makes no gradient of its first argument."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+    report = verify(model, "dp=2", (torch.randn(8, 16),), plans=("split",), precision=Precision())
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("precision", [None, Precision()])
 def test_a_trace_that_is_another_model_is_told(precision):
     report = verify(Compiled(), "tp=2", (torch.randn(8, 16),), plans=("split",), precision=precision)

@@ -66,7 +66,7 @@ def _obstacle(form: Form) -> str:
         except (RuntimeError, NotImplementedError) as e:
             return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
     for op in form.traced.graph.of_kind("call"):
-        if any(m is not None and m.dtype != t.dtype for t, m in zip(found[op.name], op.outputs, strict=True)):
+        if any(m is not None and t is not None and m.dtype != t.dtype for t, m in zip(found[op.name], op.outputs, strict=True)):
             return f"{op.where} has no float64"
     return ""
 
