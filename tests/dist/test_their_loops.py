@@ -159,12 +159,16 @@ def optimizers() -> None:
     def rmsprop(m: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(m.parameters(), lr=1e-3, **kwargs)
 
+    def adagrad(m: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
+        """Makes its state at once, before the first call places the parameters."""
+        return torch.optim.Adagrad(m.parameters(), lr=1e-2, eps=1e-5, **kwargs)
+
     def local(make: Callable[..., Any], m: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
         return local_update(make(m, **kwargs)) if isinstance(m, CompiledModule) else make(m, **kwargs)
 
     wrong = []
     for seed, (make, kwargs) in enumerate(((adamw, {"foreach": True}), (adamw, {"fused": True}), (adamw, {"amsgrad": True, "maximize": True}),
-                                           (sgd, {"foreach": True}), (rmsprop, {"foreach": True}))):
+                                           (sgd, {"foreach": True}), (rmsprop, {"foreach": True}), (adagrad, {}))):
         for how, of in (("as it is", partial(make, **kwargs)), ("local_update", partial(local, make, **kwargs))):
             try:
                 steps(both(seed), of)

@@ -79,7 +79,7 @@ class _Swap:
             group["params"] = [self._piece(p) for p in group["params"]]
         for piece, p in self.owners.items():
             if p in optimizer.state:
-                optimizer.state[piece] = {name: self._local(value) for name, value in optimizer.state.pop(p).items()}
+                optimizer.state[piece] = {name: self._local(value, p) for name, value in optimizer.state.pop(p).items()}
         self._update_marked(optimizer)
 
     @torch.no_grad()
@@ -119,9 +119,12 @@ class _Swap:
         self.owners[piece] = p
         return piece
 
-    def _local(self, value: Any) -> Any:
+    def _local(self, value: Any, p: DTensor) -> Any:
+        """A piece of the state. What an optimizer made before the first call (Adagrad's sums) is whole still, and is cut as the parameter is."""
         if not isinstance(value, DTensor):
             return value
+        if value.shape == p.shape and value.placements != p.placements:
+            value = value.redistribute(p.device_mesh, p.placements)
         local = value.to_local()
         self.wholes[local] = value
         return local
