@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.decide.how import How
-from autoshard.decide.memory.fit import search_ample, search_within
+from autoshard.decide.memory.fit import CLOSED, search_ample, search_on, search_within
 from autoshard.decide.memory.memory_problems import leaves_room, stored_is_too_much
 from autoshard.decide.memory.offload import move_to_fit, search_offloading
 from autoshard.decide.program import NOTHING, Program, settled
@@ -140,6 +140,11 @@ def _time_is_left(variants: Variants, so_far: Outcome) -> bool:
     return not variants.how.clock.expired()
 
 
+def _may_be_cheaper(variants: Variants, so_far: Outcome) -> bool:
+    """Time was kept for the case that nothing is found, and something was."""
+    return so_far.found and so_far.solution.cost - so_far.bound > CLOSED * so_far.solution.cost and _time_is_left(variants, so_far)
+
+
 def _missed(variants: Variants, so_far: Outcome) -> bool:
     """Nothing was found, though a plan fits."""
     return not so_far.found and _time_is_left(variants, so_far) and variants.leanest_fits
@@ -155,6 +160,7 @@ LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
 TRAINING = (
     Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True, ample=True),
     Attempt(lambda v: v.open, _search_tight, _sure_share, due=_time_is_left, covers=True),
+    Attempt(lambda v: v.open, search_on, due=_may_be_cheaper),
     Attempt(lambda v: v.plain, _search_tight, lambda plain: PLAIN, due=_missed),
     Attempt(lambda v: v.lean, _search_tight, due=_missed),
     START,

@@ -14,7 +14,7 @@ import numpy as np
 
 from autoshard.decide.how import How
 from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, leaves_room, memory_priced, possible, rows_of
-from autoshard.decide.program import Program, settled
+from autoshard.decide.program import NOTHING, Program, settled
 from autoshard.formulate.floor_rows import Floors, floored_ops, with_floor
 from autoshard.formulate.memory_rows import limited, with_row, without_idle
 from autoshard.formulate.problem_of import Formulation
@@ -32,6 +32,7 @@ NEAR = 6  # moments behind the fullest one that may have a floor row; the row co
 CLOSED = 2e-3  # a gap that needs no more searches
 TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
 MOMENTS = 6  # stretches of a step whose fullest moments get rows in one round
+ROUGH = 0.1  # of the share that a plan is over: the gap at which the next search may end, for limits as far off are moved again
 STEP = 0.01  # of the limit, taken off per round
 FILLED, FILLING, AROUND = 8, 0.5, 0.5  # searches that use what a plan leaves free; shares of the time left
 FULL = 0.9  # of the limit; a moment as full may be too full in a plan that keeps more
@@ -56,6 +57,12 @@ def search_within(program: Program, how: How) -> Solution:
         found = _bounded(program, answer, _filled(program, found, how.part(FILLING)), how)
     learned.keep(found)
     return found
+
+
+def search_on(program: Program, how: How) -> Solution:
+    """The cheapest plan met that fits, made cheaper in the time left; it proves nothing."""
+    best = program.cheapest_fitting((*possible(program.formulation.problem, program.learned.choices), *program.starts))
+    return NOTHING if best is None else _filled(program, settled(NOTHING, *best), replace(how, enough=max(how.enough, TIGHT)))
 
 
 def _solved(problem: Problem, starts: Sequence[np.ndarray], near: Sequence[np.ndarray], how: How) -> Solution:
@@ -143,23 +150,25 @@ def _corrected(program: Program, first: Solution, how: How) -> Solution:
     later limits are corrected by one plan and prove nothing."""
     aim, timelines = program.formulation.budget.peak, program.timelines
     last, met, near, lowered, by_rows = first, list(program.starts), first.near, program.formulation, program.formulation
-    found, over = first, timelines(first.choice).peak - aim
+    over, part = timelines(first.choice).peak - aim, 1.0
     for n in range(ROUNDS):
         if over <= 0 or how.clock.expired():
             break
-        if n < LOWERED and found.choice is None:
-            continue
         if n < LOWERED:
-            grown = lowered = _lowered(lowered, timelines(last.choice), last.choice, aim)
+            grown = _lowered(lowered, timelines(last.choice), last.choice, aim, part)
         else:
             grown = by_rows = _grown(by_rows, timelines(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
         share = min(1.0, 2 / (ROUNDS - n))  # a search that is cut short is worth little: most end long before, and few rounds are needed
-        found = _again(grown.problem, program, first, last.choice, near, how.part(share))
+        rough = replace(how.part(share), enough=max(how.enough, ROUGH * over / aim))
+        found = _again(grown.problem, program, first, last.choice, near, rough)
+        near = _met(found.near, near)
+        met += [choice for choice in near if np.isfinite(evaluate(grown.problem, choice))]  # cheaper ones that were found may not fit
         if found.choice is not None:
-            last, over, near = found, timelines(found.choice).peak - aim, _met(found.near, near)
+            last, over = found, timelines(found.choice).peak - aim
             met.append(found.choice)
         elif n >= LOWERED:
             break
+        lowered, part = (grown, part) if found.choice is not None and n < LOWERED else (lowered, part / 2)
     if last is first and over <= 0:
         return first
     best = program.cheapest_fitting(met)  # a row corrected by one plan may forbid another one that fits
@@ -183,6 +192,7 @@ def _filled(program: Program, found: Solution, how: How) -> Solution:
         else:
             answer = _solved(rows.problem, starts, near, how.part(1 / (FILLED - n)))
             near = _met(answer.near, near)
+            best = _cheapest_met(program, rows.problem, best, near)
         if answer.choice is None or answer.cost >= best.cost * (1.0 - LITTLE):
             if not around:
                 break
@@ -197,6 +207,12 @@ def _filled(program: Program, found: Solution, how: How) -> Solution:
     return best
 
 
+def _cheapest_met(program: Program, problem: Problem, best: Solution, near: Sequence[np.ndarray]) -> Solution:
+    """The cheapest of the choices met that are within the rows of `problem`, where it fits and is cheaper than `best`."""
+    fits = program.cheapest_fitting(c for c in near if evaluate(problem, c) < best.cost * (1.0 - LITTLE))
+    return best if fits is None else settled(best, *fits)
+
+
 def _around(problem: Problem, best: Solution, starts: Sequence[np.ndarray], how: How) -> Solution:
     """What neighbourhoods make of the last of `starts` that is feasible; without a choice where none is."""
     known = neighbourhoods_of(problem)
@@ -204,10 +220,10 @@ def _around(problem: Problem, best: Solution, starts: Sequence[np.ndarray], how:
     return replace(best, choice=None) if better is None else settled(best, *better)
 
 
-def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float) -> Formulation:
-    """Lower limits of the rows there are, by what the plan's timeline is over where they count: of every stretch of the step that of its floor
-    rows, which miscount little, and of stretches without one that of the turn, since most moments are fuller than the turn by as much in all plans
-    near this one."""
+def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim: float, part: float) -> Formulation:
+    """Lower limits of the rows there are, by a part of what the plan's timeline is over where they count: of every stretch of the step that of its
+    floor rows, which miscount little, and of stretches without one that of the turn, since most moments are fuller than the turn by as much in all
+    plans near this one."""
     total, loads = timeline.live.sum(axis=1), row_loads(formulation.problem, without_idle(formulation, choice))
     last, over = max(1, len(total) - 1), {"update": float(total[-1]) - aim}  # in inference there is no row of the update
     runs = {row: timeline.begins(op) for row, op in floored_ops(formulation).items()}
@@ -217,7 +233,7 @@ def _lowered(formulation: Formulation, timeline: Timeline, choice: np.ndarray, a
             over[row] = max(over.get(row, 0.0), most)
     for row, more in over.items():
         if more > 0 and row in formulation.memory_rows:
-            formulation = limited(formulation, row, loads[formulation.memory_rows[row]] - more)
+            formulation = limited(formulation, row, loads[formulation.memory_rows[row]] - part * more)
     return formulation
 
 
