@@ -281,7 +281,7 @@ def _readable(emit: Emitter, op: Op, x: Any) -> Any:
     """A dense tensor for kernels that read memory by shape alone: layer_norm's backward takes a slice's
     strides for granted and is silently wrong, and so is flash attention on CPU where the last dim is not the innermost,
     as after a gather along it. One device never sees such slices, so nothing is lost there. Attention takes q, k and v as the parts of one
-    tensor that they are: copies of them would cost more than what it computes of short sequences."""
+    tensor that they are, without a copy of each in every layer."""
     t, family = emit.value(x), registry.rule_of(op.target).family
     innermost = not t.ndim or t.shape[-1] == 1 or t.stride(-1) == 1
     if emit.mesh.size == 1 or family.any_strides or innermost and (family.any_rows or is_dense(t)):

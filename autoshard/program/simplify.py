@@ -16,7 +16,6 @@ from autoshard.base.roles import Role
 from autoshard.program.apart.rewrite import with_parts_apart
 from autoshard.program.flow import gradients_at_once
 from autoshard.program.grouped_heads import with_grouped_heads
-from autoshard.program.joined_in_order import with_joins_in_order
 from autoshard.program.tracing.tape import is_random
 from autoshard.rules import registry
 
@@ -33,7 +32,7 @@ def simplify(graph: Graph) -> Graph:
     """An equal graph with fewer ops, the last of every gradient as soon as it can be. Names, phases and source lines of the ops
     that stay are kept. Sharing equal ops and dropping dead ones can free a view for a fold, so passes run until one finds nothing:
     simplifying twice must not give another graph, or a plan of the one would not fit the other."""
-    while (smaller := with_joins_in_order(with_parts_apart(with_grouped_heads(_one_pass(graph))))).ops != graph.ops:
+    while (smaller := with_parts_apart(with_grouped_heads(_one_pass(graph)))).ops != graph.ops:
         graph = smaller
     return gradients_at_once(smaller)
 

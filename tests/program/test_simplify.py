@@ -238,32 +238,3 @@ def twice(y):
 @pytest.mark.parametrize("body", [with_steps, across, overlapping, twice, lambda y: filled(y, y.new_zeros(4, 8), 3)])
 def test_what_is_not_filled_so_is_left(body):
     assert "slice_scatter" in folded(body)
-
-@pytest.mark.parametrize("body, left", [
-    (lambda a, b: torch.cat([a, b, a], 1).transpose(1, 2).contiguous().view(-1), ["permute", "permute", "cat", "view"]),
-    (lambda a, b: torch.cat([a, b], -1).permute(2, 0, 1).contiguous(), ["permute", "permute", "cat"]),
-    (lambda a, b: torch.cat([a, b]).transpose(0, 1).contiguous() + 1, ["permute", "permute", "cat", "add"]),
-    (lambda a, b: torch.cat([a, torch.empty(0)], 1).transpose(1, 2).contiguous(), None),
-    (lambda a, b: (y := torch.cat([a, b], 1)).transpose(1, 2).contiguous().sum() + y.sum(), None),
-    (lambda a, b: torch.cat([a, b], 1).transpose(1, 2).clone(), None),
-], ids=["of three", "of the last dim", "of the first dim", "with an empty one", "read elsewhere", "in its own order"])
-def test_turned_joins_are_joined_in_order(body, left):
-    """Instead of being copied into it; `left`: None where the copy, or the join as it is, is needed."""
-    def forward(m, x):
-        y = (x * m.w).view(2, 4, 4)
-        return body(y, y.sin())
-
-    traced = check_parity(Weighted(forward), (torch.randn(4, 8),), rewrite=simplify)
-    simple = simplify(traced.graph)
-    made = [str(op.target).split(".")[1] for op in simple.of_kind("call") if op.phase == "forward"]
-    assert made[3:] == left if left is not None else "permute" not in made and "cat" in made
-    assert simplify(simple) == simple
-
-
-def test_gradients_of_one_projection_are_joined_in_its_order():
-    """q, k and v of each head side by side in one weight, as in GPT-NeoX: no copy of the joined gradients."""
-    model, example = MODELS["gpt"].build("tiny")
-    graph = simplify(check_parity(model, example, loss_fn=MODELS["gpt"].loss, rewrite=simplify).graph)
-    joins = calls(graph, aten.cat.default)
-    assert joins and not calls(graph, aten.clone.default)
-    assert all(op.phase == "backward" and {graph.op(r.op).target for r in op.refs} == {aten.permute.default} for op in joins)

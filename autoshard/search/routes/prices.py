@@ -45,6 +45,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
             break
         prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None) if planes else (_first_prices(core), math.inf)
         if best is None:
+            prices = _within_sight(core, planes, prices)
             enough = WHOLE if begun else 0.0 if planes else FIRST
             priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike)
         elif _promises_more(best, promised, 2 * WHOLE if begun else gain) and (new := _not_asked(prices, best, asked)) is not None:
@@ -113,6 +114,15 @@ def _first_prices(core: Core) -> np.ndarray:
     """Half of what excess costs; nothing for hard rows, which often do not bind, nor in large problems: llama 1B on (2, 4, 8) ended
     at worse prices from there, and its untied prices took three times as long with sweeps along the layers."""
     return np.where(np.isfinite(core.price) & (stored_entries(core) <= STORED), core.price / 2, 0.0)
+
+
+def _within_sight(core: Core, planes: list[Plane], prices: np.ndarray) -> np.ndarray:
+    """`prices` to begin with, without those of hard rows that no plane limits, as where all choices known exceed the row: from the largest price
+    that is allowed the way back is long."""
+    if not planes:
+        return prices
+    unlimited = np.isinf(core.price) & (prices >= (1.0 - SAME) * _cap(core, planes))
+    return np.where(unlimited, 0.0, prices)
 
 
 def _in_steps(core: Core, planes: list[Plane]) -> bool:
