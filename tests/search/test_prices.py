@@ -11,7 +11,7 @@ from autoshard.search.clock import Clock
 from autoshard.search.problem import Items, Problem
 from autoshard.search.reductions.core import build
 from autoshard.search.routes.priced import solve_priced
-from autoshard.search.routes.prices import FAR, STRIDE, next_prices, search_prices
+from autoshard.search.routes.prices import FAR, STRIDE, next_prices, planes_of, search_prices
 
 
 def core_with(*price: float) -> SimpleNamespace:
@@ -63,3 +63,24 @@ def test_a_small_problem_near_zero_takes_few_answers(monkeypatch) -> None:
     monkeypatch.setattr("autoshard.search.routes.prices.solve_priced", answer)
     best, _, _ = search_prices(Board(problem, Clock(20.0)), build(problem)[0], [], 0)
     assert best is not None and best.bound == pytest.approx(0.5) and asked == pytest.approx([2.0, 0.0, 1.0])
+
+
+def test_rows_that_no_choice_known_limits_begin_without_a_price(monkeypatch) -> None:
+    """A choice near the optimum exceeds a hard row by a little. Its plane alone promises most at the largest price, at which the bound is far
+    below what it is without any: the first answer is there."""
+    problem = Problem((np.array([10.0, 11.0]),), (), np.array([0.9]), np.array([np.inf]), Items(np.array([0]), np.array([0]), np.array([0]), np.array([1.0])))
+    asked: list[float] = []
+
+    def answer(board, core, prices, *rest, **more):
+        asked.append(float(prices[0]))
+        return solve_priced(board, core, prices, *rest, **more)
+
+    monkeypatch.setattr("autoshard.search.routes.prices.solve_priced", answer)
+    board = Board(problem, Clock(20.0))
+    board.near = [np.array([0])]
+    core = build(problem)[0]
+    planes = planes_of(board, core)
+    assert next_prices(core, planes)[0][0] > 10.0, "what the plane says"
+    best, _, _ = search_prices(board, core, planes, 0)
+    assert asked[0] == 0.0
+    assert best is not None and best.bound == pytest.approx(11.0)
