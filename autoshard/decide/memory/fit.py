@@ -166,9 +166,11 @@ def _corrected(program: Program, first: Solution, how: How) -> Solution:
         if found.choice is not None:
             last, over = found, timelines(found.choice).peak - aim
             met.append(found.choice)
+            lowered = grown if n < LOWERED else lowered
         elif n >= LOWERED:
             break
-        lowered, part = (grown, part) if found.choice is not None and n < LOWERED else (lowered, part / 2)
+        else:
+            part /= 2
     if last is first and over <= 0:
         return first
     best = program.cheapest_fitting(met)  # a row corrected by one plan may forbid another one that fits
