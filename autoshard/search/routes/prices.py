@@ -97,7 +97,7 @@ def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int
     for choice in found[len(first):]:
         board.offer(choice, "row prices")
     alike = Alike(like.choice) if like is not None and like.choice is not None else None
-    best, planes, more = search_prices(board, core, planes, seed, like, rough, alike, SETTLED)
+    best, planes, more = search_prices(board, core, planes, seed, like, rough, alike, SETTLED, gain=SETTLED)
     return best, planes, [*found, *more]
 
 
