@@ -53,6 +53,21 @@ class Reader:
     path: tuple[tuple[Ref, str, int], ...]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Copied:
+    """A copy node of the formulation, by number. `made`: the order of its last reader of forward, after which it is there if it is kept; `until`: of
+    the first op of backward that may read it or what shares its buffer, -1 where none does; `last`: its last reader, and the input; `needed`: the
+    order of that one where it surely runs and the copy is of a parameter, else -1."""
+
+    node: int
+    copy: CopyNode
+    root: Ref
+    made: int
+    until: int
+    last: tuple[str, int]
+    needed: int
+
+
 @dataclass(eq=False)
 class Floors(FloorWeights):
     """What floor rows of one formulation have in common."""
@@ -90,10 +105,9 @@ class Floors(FloorWeights):
                 for node, amounts in self._early(root, now, read) if op.phase == "forward" else self._value(root, now):
                     least[self._home(root)] = float(amounts[amounts > 0].min(initial=np.inf))
                     yield node, amounts
-        for i, copy in enumerate(self.formulation.copies, len(self.formulation.units.units)):
-            root = storage_root(self.graph, copy.value)
-            if root not in self.outputs:
-                yield from self._copy(i, copy, now, op, read, plan, least.get(root, 0.0))
+        for copy in self._copies_at(now, op):
+            if copy.root not in self.outputs:
+                yield from self._copy(copy, now, op, read, plan, least.get(copy.root, 0.0))
 
     def load(self, moment: str, choice: np.ndarray) -> float:
         """What a choice surely holds."""
@@ -268,31 +282,44 @@ class Floors(FloorWeights):
         value = Ref(op.kept[0].op, root.index) if is_source(op) and op.kept else root
         return storage_root(self.graph, value) if value in op.kept else root
 
-    def _copy(self, node: int, copy: CopyNode, now: int, op: Op, read: set[Ref], plan: np.ndarray, least: float) -> Iterator[Amounts]:
+    @cached_property
+    def _copies(self) -> tuple[Copied, ...]:
+        return tuple(self._copied(node, copy) for node, copy in enumerate(self.formulation.copies, len(self.formulation.units.units)))
+
+    def _copied(self, node: int, copy: CopyNode) -> Copied:
+        graph, root = self.graph, storage_root(self.graph, copy.value)
+        forward, backward = ([r for r in copy.readers if graph.op(r[0]).phase == phase] for phase in ("forward", "backward"))
+        last = max(copy.readers, key=lambda reader: graph.order[reader[0]])
+        sure = graph.op(last[0]).kind == "call" and not is_source(graph.op(last[0])) and graph.op(root.op).kind == "param"
+        return Copied(node, copy, root, max((graph.order[name] for name, _ in forward), default=len(graph.ops)),
+                      self._family_first(copy.value, backward) if backward else -1, last, graph.order[last[0]] if sure else -1)
+
+    def _copies_at(self, now: int, op: Op) -> list[Copied]:
+        """Those that may count while the op runs."""
+        made, until, needed = self._once("times of copies", lambda: np.array([(c.made, c.until, c.needed) for c in self._copies]).reshape(-1, 3).T)
+        readers = self._once("readers of copies", lambda: _by_reader(self._copies))
+        lie = made < now if op.phase == "forward" else (now < until) | (now < needed)
+        return [self._copies[i] for i in sorted({*np.flatnonzero(lie).tolist(), *readers.get(op.name, ())})]
+
+    def _copy(self, copied: Copied, now: int, op: Op, read: set[Ref], plan: np.ndarray, least: float) -> Iterator[Amounts]:
         """Bytes of a copy where it surely lies there, but for the `least` that is counted of the value itself: if all that read the value read kept
         copies, it is not there. Of a parameter's copy that something that may be off reads before the op, the bytes if the last reader reads it."""
-        lies, (last, i) = self._lies(copy, now, op, read), max(copy.readers, key=lambda reader: self.graph.order[reader[0]])
-        root, units = storage_root(self.graph, copy.value), self.formulation.units
-        behind = self.graph.order[last] > now and self.graph.op(last).kind == "call" and not is_source(self.graph.op(last))
+        copy, node, units = copied.copy, copied.node, self.formulation.units
+        lies, nbytes = self._lies(copied, now, op, read), self._local(copy.value, copy.spec)
         if lies is not None:
-            yield node, np.where(lies, max(0.0, self._local(copy.value, copy.spec) - least), 0.0)
-        elif self.graph.op(root.op).kind == "param" and behind and op.phase == "backward" and root not in read:
+            yield node, max(0.0, nbytes - least) * np.array(lies, dtype=float)
+        elif now < copied.needed and op.phase == "backward" and copied.root not in read:
+            last, i = copied.last
             specs = units.inputs(last, i)
             reads = np.array([s == copy.spec for s in specs.specs])[specs.index]
             kept = np.array([s.name == KEPT and s.serves[self.graph.window_of(last)] for s in copy.states])
-            yield from exact_near(plan, (units.index(last), node), np.outer(reads, kept) * self._local(copy.value, copy.spec))
+            yield from exact_near(plan, (units.index(last), node), np.outer(reads, kept) * nbytes)
 
-    def _lies(self, copy: CopyNode, now: int, op: Op, read: set[Ref]) -> list[bool] | None:
+    def _lies(self, copied: Copied, now: int, op: Op, read: set[Ref]) -> list[bool] | None:
         """Per state, whether the copy surely lies there: made in forward before the op and kept, and not read yet in backward; or, of a parameter,
         read by the op and by no other of its window. Other copies of what the op reads are counted with the op."""
-        if op.phase == "forward":
-            made = self._once(("read in forward", copy.value, copy.spec), lambda: max(
-                (self.graph.order[name] for name, _ in copy.readers if self.graph.op(name).phase == "forward"), default=len(self.graph.ops))) < now
-        else:
-            later = self._once(("later", copy.value, copy.spec), lambda: [
-                (name, i) for name, i in copy.readers if self.graph.op(name).phase == "backward"])
-            made = bool(later) and now < self._once(("family first", copy.value, copy.spec), lambda: self._family_first(copy.value, later))
-        root = storage_root(self.graph, copy.value)
+        copy, root = copied.copy, copied.root
+        made = copied.made < now if op.phase == "forward" else now < copied.until
         if made and root not in read:
             return [s.name == KEPT for s in copy.states]
         if self.graph.op(root.op).kind == "param" and self._reads_alone(copy, op):
@@ -305,6 +332,14 @@ class Floors(FloorWeights):
         roots = {storage_root(self.graph, self.graph.op(name).refs[i]) for name, i in later}
         orders = [r.order for root in roots for r in self.readers.get(root, ())] + [self.graph.order[name] for name, _ in later]
         return min(orders)
+
+
+def _by_reader(copies: Sequence[Copied]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for i, copied in enumerate(copies):
+        for name, _ in copied.copy.readers:
+            found[name].append(i)
+    return found
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ whole plan, so the row's limit is corrected by what the timeline of the plan fou
 """
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from autoshard.base.plan import RECOMPUTE_SUFFIX
 from autoshard.base.roles import Role
 from autoshard.base.windows import is_accumulator, is_hold
 from autoshard.cost.memory import stored_parts
-from autoshard.formulate.copies import KEPT, MADE, OWN, CopyNode, State, own
+from autoshard.formulate.copies import KEPT, MADE, OWN, CopyNode, own
 from autoshard.formulate.problem_of import Formulation
 from autoshard.formulate.values import local_bytes, storage_root
 from autoshard.program.flow import param_derived
@@ -29,14 +30,24 @@ from autoshard.space.strategies import SpecIndex
 
 Amounts = tuple[int, np.ndarray]
 """A node, and bytes per strategy of it."""
+Spans = tuple[tuple[float, float], ...]
 
 
 def with_row(formulation: Formulation, moment: str) -> Formulation:
     """The formulation with a row for `moment` (an op's name), without a limit yet. Nothing to do where it has one."""
-    if moment in formulation.memory_rows:
+    return with_rows(formulation, (moment,))
+
+
+def with_rows(formulation: Formulation, moments: Iterable[str]) -> Formulation:
+    """`with_row` for each of `moments`, in the time of little more than one: when copies lie is found out once for all."""
+    new = [moment for moment in dict.fromkeys(moments) if moment not in formulation.memory_rows]
+    if not new:
         return formulation
-    row, problem = len(formulation.problem.row_limit), with_items(formulation.problem, _amounts(formulation, moment), np.inf)
-    return replace(formulation, problem=problem, memory_rows={**formulation.memory_rows, moment: row})
+    lives, problem = _lives(formulation), formulation.problem
+    for moment in new:
+        problem = with_items(problem, _amounts(formulation, moment, lives), np.inf)
+    first = len(formulation.problem.row_limit)
+    return replace(formulation, problem=problem, memory_rows={**formulation.memory_rows, **{m: first + i for i, m in enumerate(new)}})
 
 
 def with_items(problem: Problem, amounts: Iterable[Amounts], limit: float) -> Problem:
@@ -80,14 +91,13 @@ def limited(formulation: Formulation, moment: str, limit: float) -> Formulation:
     return replace(formulation, problem=replace(problem, row_limit=limits))
 
 
-def _amounts(formulation: Formulation, moment: str) -> Iterator[Amounts]:
+def _amounts(formulation: Formulation, moment: str, lives: Iterable[Life]) -> Iterator[Amounts]:
     now = formulation.table.graph.order[moment]
     yield from _stored(formulation, now)
     yield from _values(formulation, now)
-    for i, copy in enumerate(formulation.copies):
-        amounts = _copy(formulation, copy, now)
-        if amounts.any():
-            yield len(formulation.units.units) + i, amounts
+    for life in lives:
+        if life.first <= now <= life.last and any(lies := [_is_alive(spans, now) for spans in life.spans]):
+            yield life.node, life.nbytes * np.array(lies, dtype=float)
     yield from _gathered(formulation, moment)
     yield from ((node, others * amounts) for node, amounts, others in formulation.saved)
 
@@ -144,24 +154,50 @@ def last_reads(graph: Graph) -> dict[Ref, int]:
     return out
 
 
-def _copy(formulation: Formulation, copy: CopyNode, now: int) -> np.ndarray:
+@dataclass(frozen=True, slots=True)
+class Life:
+    """When a copy node's copy, of so many bytes, lies somewhere: per state of it spans from op to op, by order; `first`, `last`: of all of them."""
+
+    node: int
+    nbytes: float
+    spans: tuple[Spans, ...]
+    first: float
+    last: float
+
+
+def _lives(formulation: Formulation) -> tuple[Life, ...]:
+    found = []
+    for node, copy in enumerate(formulation.copies, len(formulation.units.units)):
+        spans = tuple(_spans(formulation, copy))
+        ends = [end for each in spans for span in each for end in span]
+        if ends:
+            found.append(Life(node, local_bytes(formulation.table, copy.value, copy.spec), spans, min(ends), max(ends)))
+    return tuple(found)
+
+
+def _spans(formulation: Formulation, copy: CopyNode) -> Iterator[Spans]:
+    """Per state: from the first reader of a window that makes the copy to its last one, or to the last of the windows it is kept for. What is held
+    for the step lies there all the time."""
     graph = formulation.table.graph
-    nbytes = local_bytes(formulation.table, copy.value, copy.spec)
     if any(is_hold(graph.op(name)) for name, _ in copy.readers):
-        return np.array([nbytes if s.name == MADE else 0.0 for s in copy.states])
-    spans = [[graph.order[name] for name, _ in copy.readers if graph.window_of(name) == w] for w in range(len(graph.windows))]
-    return np.array([nbytes if _is_alive(s, spans, now) else 0.0 for s in copy.states])
+        yield from (((-np.inf, np.inf),) if s.name == MADE else () for s in copy.states)
+        return
+    windows: dict[int, list[int]] = defaultdict(list)
+    for name, _ in copy.readers:
+        windows[graph.window_of(name)].append(graph.order[name])
+    read = {w: (min(orders), max(orders)) for w, orders in windows.items()}
+    for state in copy.states:
+        alive: list[tuple[float, float]] = []
+        for window, (first, last) in sorted(read.items()):
+            if state.times[window]:
+                alive.append((first, last))
+            elif state.serves[window] and state.name == KEPT:
+                alive[-1] = alive[-1][0], last
+        yield tuple(alive)
 
 
-def _is_alive(state: State, spans: list[list[int]], now: int) -> bool:
-    """From the first reader of a window that makes the copy to its last one, or to the last of the windows it is kept for."""
-    alive: list[tuple[int, int]] = []
-    for served, times, span in zip(state.serves, state.times, spans, strict=True):
-        if times and span:
-            alive.append((min(span), max(span)))
-        elif served and span and state.name == KEPT:
-            alive[-1] = alive[-1][0], max(span)
-    return any(first <= now <= last for first, last in alive)
+def _is_alive(spans: Spans, now: int) -> bool:
+    return any(first <= now <= last for first, last in spans)
 
 
 def _gathered(formulation: Formulation, moment: str) -> Iterator[Amounts]:

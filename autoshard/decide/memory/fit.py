@@ -16,7 +16,7 @@ from autoshard.decide.how import How
 from autoshard.decide.memory.memory_problems import ample, fits_rows, least_memory, leaves_room, memory_priced, possible, rows_of
 from autoshard.decide.program import NOTHING, Program, settled
 from autoshard.formulate.floor_rows import Floors, floored_ops, with_floor
-from autoshard.formulate.memory_rows import limited, with_row, without_idle
+from autoshard.formulate.memory_rows import limited, with_rows, without_idle
 from autoshard.formulate.problem_of import Formulation
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline
@@ -243,14 +243,13 @@ def _grown(formulation: Formulation, timeline: Timeline, choice: np.ndarray, aim
     """A row, or a lower limit of the row there is, for the fullest moment of every stretch of the step that takes more than `aim`, or than `full`;
     the row's limit makes up for what the row miscounts of this plan."""
     full = aim if full is None else full
-    total, choice = timeline.live.sum(axis=1), without_idle(formulation, choice)
-    for stretch in np.array_split(np.arange(len(total)), min(MOMENTS, len(total))):
-        t = int(stretch[np.argmax(total[stretch])])
-        if total[t] > full:
-            moment = timeline.moment_of(t)
-            formulation = with_row(formulation, moment)
-            load = row_loads(formulation.problem, choice)[formulation.memory_rows[moment]]
-            formulation = limited(formulation, moment, aim - (total[t] - load))
+    total = timeline.live.sum(axis=1)
+    fullest = [int(stretch[np.argmax(total[stretch])]) for stretch in np.array_split(np.arange(len(total)), min(MOMENTS, len(total)))]
+    moments = {t: timeline.moment_of(t) for t in fullest if total[t] > full}
+    formulation = with_rows(formulation, moments.values())
+    loads = row_loads(formulation.problem, without_idle(formulation, choice))
+    for t, moment in moments.items():
+        formulation = limited(formulation, moment, aim - (total[t] - loads[formulation.memory_rows[moment]]))
     return formulation
 
 

@@ -6,7 +6,8 @@ Nothing here needs a compiler: the Python work is a few microseconds a step and 
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -342,12 +343,18 @@ def _restricted(core: Core, edge: Edge, u_kept: np.ndarray | None, v_kept: np.nd
 
 def table_entries(core: Core) -> int:
     """Entries of all tables."""
-    return sum(t.size for tables in core.adj for t in tables.values()) // 2
+    every = [t for tables in core.adj for t in tables.values()]
+    uses = Counter(map(id, every))  # few tables, many edges
+    return sum(uses[id(t)] * t.size for t in _each_once(every)) // 2
 
 
 def stored_entries(core: Core) -> int:
     """Entries of all tables, those that many edges share once."""
-    return sum({id(t): t.size for tables in core.adj for t in tables.values()}.values()) // 2  # and once as transposed
+    return sum(t.size for t in _each_once(t for tables in core.adj for t in tables.values())) // 2  # and once as transposed
+
+
+def _each_once(tables: Iterable[Table]) -> Iterable[Table]:
+    return {id(t): t for t in tables}.values()
 
 
 def connected(core: Core, start: int) -> list[int]:
