@@ -18,6 +18,7 @@ from autoshard.formulate.problem_of import Formulation
 from autoshard.lower.seconds import saved_by_buckets
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
+from autoshard.program.flow import is_passing
 from autoshard.recompute.undecided import decided, first_run
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
@@ -152,12 +153,20 @@ def collectives(chosen: Chosen) -> tuple[Collective, ...]:
 
 def _redistribution(chosen: Chosen, op: Op, ref: Ref, source: Spec, wanted: Spec) -> list[Collective]:
     table, meta = chosen.table, chosen.table.graph.meta(ref)
-    producer = table.graph.op(ref.op)
-    shown = op if op.module or op.source else producer
+    shown = _shown(table.graph, op, ref)
     return [Collective(step.kind, table.mesh.label(step.axes), int(step.nbytes), table.step_seconds(ref, step), op.phase, str(ref), op.name,
                        step.reduce_op or "", str(meta.dtype).removeprefix("torch."), table.hideable(ref), False,
                        shown.module, shown.source)
             for step in table.steps(meta, source, wanted) if step.kind != "slice"]
+
+
+def _shown(graph: Graph, op: Op, ref: Ref) -> Op:
+    """Of the op that reads a value, the one that made it, and those whose value it is but for views and casts, the first that the user knows. The
+    casts of a precision policy are in no module and at no line."""
+    seen = [op, made := graph.op(ref.op)]
+    while seen[-1].kind == "call" and is_passing(seen[-1]):
+        seen.append(graph.op(seen[-1].refs[0].op))
+    return next((each for each in seen if each.module or each.source), made)
 
 
 def _inner(chosen: Chosen, op: Op, mesh) -> list[Collective]:

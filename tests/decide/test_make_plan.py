@@ -19,3 +19,14 @@ def test_windows_and_update_add_up_to_the_step(cluster, training):
     assert stage.once_s == plan.predicted["optimizer_s"] and (stage.once_s > 0) == training
     assert stage.submesh == plan.mesh == Mesh(("a", "b"), (2, 2)) and (stage.first, stage.last, stage.in_flight) == ("", "", 1)
     assert autoshard.Plan.from_json(plan.to_json()) == plan and autoshard.Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+def test_reductions_of_gradients_stand_at_the_module_of_their_parameter():
+    """Under a precision policy they are of a cast, which is in no module: a report listed each by the name of its op, instead of one row for all
+    layers."""
+    spec = load_model("gpt:tiny", batch=8)
+    plan = autoshard.plan(spec.model, "dp=4", spec.example_inputs, loss_fn=spec.loss_fn,
+                          precision=autoshard.Precision("bf16", reduce="fp32"), cluster="h100-dgx", seeds={"input:*": "dp,-"}, search="propagate")
+    reductions = [c for c in plan.collectives if c.hideable and c.phase == "backward"]
+    modules = {name for name, _ in spec.model.named_modules() if name}
+    assert reductions and all(c.module in modules for c in reductions), [(c.op, c.module) for c in reductions]
