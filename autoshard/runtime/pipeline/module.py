@@ -42,11 +42,7 @@ class PipelineModule(CompiledModule):
 
     def is_first_holder(self, name: str) -> bool:
         """Of a parameter that several stages have, the first one's rank counts it."""
-        if self._latest is None:
-            return True
-        made = self._latest[1].made
-        stages = dict(made.cut.tied).get(name)
-        return stages is None or made.table.rank_of[stages[0]] == self.place.coordinates[0]
+        return self._settled.first_rank.get(name) == self.place.coordinates[0]
 
     def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
         here = {name: stage_spec(spec, self._stage_place) for name, spec in fixed.items()}

@@ -30,9 +30,10 @@ from autoshard.runtime.route import route_of
 
 @dataclass(eq=False)
 class Settled:
-    """Placements of parameters and buffers, and where stages begin; empty before the first variant."""
+    """Placements of parameters and buffers, the rank of the first stage that has each, and where stages begin; empty before the first variant."""
 
     placements: dict[str, Spec] = field(default_factory=dict)
+    first_rank: dict[str, int] = field(default_factory=dict)
     options: Pipeline | None = None
 
 
@@ -71,7 +72,7 @@ class PipelineVariant(Variant):
             self.stored.settle({n: p for n, p in plan.placements.items() if n in self.stored.params or n in self.stored.buffers}, self.seed,
                                running.checkpoint, graph=self.traced.graph)
             warn_of_other_conditions(plan.cluster, self.place)
-            self.first.placements, self.first.options = dict(plan.placements), made.options
+            self.first.placements, self.first.first_rank, self.first.options = dict(plan.placements), _first_ranks(made), made.options
         elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers}):
             raise PlanError(f"{lost[0]} is in another stage than where this rank's parameters are; plan this variant again")
         wires = self._wires(made)
@@ -109,6 +110,11 @@ class PipelineVariant(Variant):
 
         skips = sorted({h.channel for h in made.cut.hops if h.skips})
         return Wires(group, place.coordinates[0], place.device, trouble, (*ORDERED, *skips), pairs)
+
+
+def _first_ranks(made: Pipelined) -> dict[str, int]:
+    """Of every parameter, the rank of the first stage that has it."""
+    return {n: made.table.rank_of[s.index] for s in reversed(made.cut.stages) for n in _names(made, (s.index,))}
 
 
 def _names(made: Pipelined, mine: tuple[int, ...]) -> frozenset[str]:
