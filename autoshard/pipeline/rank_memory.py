@@ -31,7 +31,7 @@ def _unread(made: Pipelined, s: int) -> int:
 
 def rank_timelines(made: Pipelined, plans: Sequence[Plan]) -> dict[int, Timeline]:
     """Of the stages that share a rank with others, or parameters with other stages: their own plans do not know of that."""
-    tied = {s for _, stages in made.cut.tied for s in stages}
+    tied = {s for name, _ in made.cut.tied for s in made.cut.readers(name)}
     wanted = [s for s in range(len(plans)) if s in tied or len(made.stages_of(made.table.rank_of[s])) > 1]
     if not wanted:
         return {}
@@ -50,7 +50,7 @@ def _shared(made: Pipelined, plan: Plan, s: int) -> int:
     graph, rank_of, out = made.cut.stages[s].graph, made.table.rank_of, 0
     params = {op.target: op for op in graph.of_kind("param")}
     for name, stages in made.cut.tied:
-        if s in stages:
+        if name in params:
             nbytes = value_bytes(graph.meta(Ref(params[name].name)), plan.ops[params[name].name].outputs[0], made.submesh)
-            out += nbytes * (1 + sum(rank_of[t] != rank_of[s] for t in stages))
+            out += nbytes * ((len(stages) > 1) + sum(rank_of[t] != rank_of[s] for t in stages))
     return out

@@ -8,6 +8,8 @@ import pytest
 import torch
 from cut_models import MODELS, even_cuts, subject
 from pipeline_ranks import Threads, gradients, ranks_of, train
+from torch import nn
+from torch.nn import functional as F
 
 from autoshard import Pipeline
 from autoshard.base.mesh import parse_mesh
@@ -65,6 +67,38 @@ def test_uneven_counts_under_ignore_index():
     for n, its in gradients(steps).items():
         expected = dict(what.model.named_parameters())[n].grad
         assert all(torch.allclose(g, expected, rtol=1e-9, atol=1e-13) for g in its), n
+
+
+class Detached(nn.Module):
+    """Words and head are one weight, read without a gradient in one of the two."""
+
+    def __init__(self, in_head: bool) -> None:
+        super().__init__()
+        self.words, self.layers, self.in_head = nn.Embedding(11, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), in_head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        w = self.words.weight
+        x = F.embedding(ids, w if self.in_head else w.detach())
+        for layer in self.layers:
+            x = layer(x).relu()
+        return F.linear(x, w.detach() if self.in_head else w)
+
+
+@pytest.mark.parametrize("in_head", [True, False])
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_tied_weight_without_a_gradient_in_one_stage(in_head, m):
+    """That stage gets the other one's: its copy would not be trained."""
+    torch.manual_seed(0)
+    model, ids, target = Detached(in_head).double(), torch.randint(11, (4, 3)), torch.randint(11, (4, 3))
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+    _, steps = ranks_of(model, (ids, target), "pp=2", Pipeline(microbatches=m, cuts=("layers.1",)), loss)
+    train(steps, (ids, target))
+    loss(model(ids), target).backward()
+    found = gradients(steps)["words.weight"]
+    assert len(found) == 2 and all(torch.allclose(g, model.words.weight.grad, rtol=1e-9) for g in found)
 
 
 def test_what_is_sent_is_what_is_planned():

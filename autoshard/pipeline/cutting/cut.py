@@ -8,6 +8,7 @@ read is a part in each of them; the sum of the parts is taken once a step (`Cut.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -93,7 +94,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Cut:
-    """`starts`: the blocks at which stages begin, but for the first. `tied`: (parameter, stages that have a part of its gradient)."""
+    """`starts`: the blocks at which stages begin, but for the first. `tied`: (parameter, stages that have a part of its gradient), of those that
+    several stages read."""
 
     graph: Graph
     blocks: Blocks
@@ -106,6 +108,10 @@ class Cut:
     def names(self) -> tuple[str, ...]:
         """Of the modules at which stages begin, as a user gives them."""
         return names_of(self.blocks, self.starts)
+
+    def readers(self, name: str) -> tuple[int, ...]:
+        """Stages that have the parameter: some may have no part of its gradient (`words.weight.detach()`), and need that of the others."""
+        return tuple(s.index for s in self.stages if name in s.names("param"))
 
 
 def cut(graph: Graph, starts: Sequence[int], blocks: Blocks | None = None) -> Cut:
@@ -203,9 +209,10 @@ class _Cutter:
 
     def _tied(self, stages: Sequence[Stage]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """In the order of the model's parameters, which is the same on all ranks."""
+        read = Counter(name for s in stages for name in s.names("param"))
         for op in self.graph.of_kind("param"):
             where = tuple(s.index for s in stages if op.target in s.graph.outputs(Role.GRADIENT))
-            if len(where) > 1:
+            if where and read[op.target] > 1:
                 yield op.target, where
 
     def stage(self, s: int, hops: Sequence[Hop]) -> Stage:

@@ -59,7 +59,8 @@ class PipelineStep:
         self.wraps = DTENSOR in self.modes
         self.loss = next((op.target for op in self.graph.of_kind("tangent")), None)
         self.weighted = any(how == WEIGHTS for how, _ in self.ways)
-        self.grad_names = tuple(dict.fromkeys(n for program in runner.programs.values() for n in program.grad_names))
+        own = (n for program in runner.programs.values() for n in program.grad_names)
+        self.grad_names = tuple(dict.fromkeys((*own, *self.tied.names)))
 
     @property
     def status(self) -> str:

@@ -1,4 +1,4 @@
-"""Parameters that several stages read: every stage has them, with a part of their gradient each; parts are summed once a step."""
+"""Parameters that several stages read: every stage has them, most with a part of their gradient; parts are summed once a step."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -20,12 +20,16 @@ class Tied:
     stored: Stored
 
     def _held(self) -> Iterator[tuple[str, tuple[int, ...], list[int]]]:
-        """(name, stages, other ranks that have it) of parameters that this rank shares."""
+        """(name, stages with a part of its gradient, other ranks that have it) of parameters that this rank shares."""
         rank_of = self.made.table.rank_of
         for name, stages in self.made.cut.tied:
-            holders = sorted({rank_of[s] for s in stages})
+            holders = sorted({rank_of[s] for s in self.made.cut.readers(name)})
             if self.wires.me in holders:
                 yield name, stages, [r for r in holders if r != self.wires.me]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _, _ in self._held())
 
     def _part(self, name: str, stage: int, target: int) -> Message:
         return Message(f"grad:{name}@{stage}", ONCE, self.made.table.rank_of[stage], target, STEP)
@@ -36,7 +40,7 @@ class Tied:
         tied, me, rank_of = dict(self.made.cut.tied), self.wires.me, self.made.table.rank_of
         out = {name: g for (_, name), g in grads.items() if name not in tied}
         for name, stages, others in self._held():
-            like = next(grads[s, name] for s in stages if rank_of[s] == me)
+            like = self.stored.local(name)
             for stage in stages:
                 if rank_of[stage] in others:
                     self.wires.post(self._part(name, stage, me), like.shape, like.dtype)
