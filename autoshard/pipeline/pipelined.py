@@ -69,6 +69,7 @@ def pipelined(graph: Graph, mesh: Mesh, options: Pipeline, cluster: Cluster | No
                          f"{', '.join(blocks.names)}; use a shorter pipeline")
     made = cut(graph, _starts(blocks, options, table.stages, cluster), blocks)
     _check_loss(made)
+    _check_buffers(made)
     _check_skips(made, table)
     found = replace(options, cuts=made.names, layout="", schedule=named_schedule(options), microbatches=graph.microbatches)
     return Pipelined(split_backward(made) if table.split_backward else made, table, mesh, found)
@@ -106,6 +107,15 @@ def _check_loss(made: Cut) -> None:
     shapes = [made.graph.meta(made.graph.outputs(Role.USER)[op.target].refs[0]).shape for op in made.graph.of_kind("tangent")]
     if len(shapes) != 1 or shapes[0]:
         raise UsageError("a pipeline needs the loss in the graph: one differentiable number; pass loss_fn=, or return {\"loss\": loss, ...}")
+
+
+def _check_buffers(made: Cut) -> None:
+    """Every stage has a copy of the buffers that it reads, and is not told what another one writes."""
+    for stage in made.stages:
+        for name in stage.graph.outputs(Role.MUTATION):
+            if others := [s.index for s in made.stages if s is not stage and name in s.names("buffer")]:
+                raise UsageError(f"the buffer {name} is written in stage {stage.index}, and stage {others[0]} has a copy of it, which would stay behind; "
+                                 "cut where one stage reads and writes it, or give each stage a buffer of its own")
 
 
 def _check_skips(made: Cut, table: ActionTable) -> None:

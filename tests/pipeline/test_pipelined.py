@@ -128,6 +128,27 @@ def test_a_cut_at_a_module_that_runs_twice(model, cut):
                        pipeline=Pipeline(microbatches=2, cuts=[cut]))
 
 
+class Follows(nn.Module):
+    """The first layer reads what the last one wrote in the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x - self.mean))
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x
+
+
+def test_a_buffer_that_another_stage_writes():
+    """The first stage's copy would stay as it was."""
+    with pytest.raises(UsageError, match="the buffer mean is written in stage 1, and stage 0 has a copy of it"):
+        autoshard.plan(Follows(), "pp=2", (torch.randn(4, 8), torch.randn(4, 8)), loss_fn=nn.functional.mse_loss, cluster="cpu-gloo",
+                       pipeline=Pipeline(1, cuts=["layers.1"]))
+
+
 @pytest.mark.parametrize("options", [Pipeline(), Pipeline(2, "1f1b"), Pipeline(2, "zb1p", ["1"])])
 def test_a_loss_outside_of_the_graph(options):
     with pytest.raises(UsageError, match="loss_fn"):
