@@ -114,8 +114,8 @@ def _check_buffers(made: Cut) -> None:
     for stage in made.stages:
         for name in stage.graph.outputs(Role.MUTATION):
             if others := [s.index for s in made.stages if s is not stage and name in s.names("buffer")]:
-                raise UsageError(f"the buffer {name} is written in stage {stage.index}, and stage {others[0]} has a copy of it, which would stay behind; "
-                                 "cut where one stage reads and writes it, or give each stage a buffer of its own")
+                raise UsageError(f"the buffer {name} is written in stage {stage.index}, and stage {others[0]} has a copy of it, which would stay "
+                                 "behind; cut where one stage reads and writes it, or give each stage a buffer of its own")
 
 
 def _check_skips(made: Cut, table: ActionTable) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Pipeline
+from autoshard.errors import UsageError
 
 
 def test_two_processes():
@@ -99,6 +100,27 @@ def _clipped_beside_a_frozen_stage() -> list[float]:
             wanted = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1, norm)
             off.append(abs(autoshard.clip_grad_norm_(compiled, 0.1, norm).item() - wanted.item()))
     return off
+
+
+def _unfrozen() -> str:
+    """In the first stage, whose rank alone sees it; calls without gradients do not mind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8).requires_grad_(False), nn.Linear(8, 8), nn.Linear(8, 3))
+    x, target = torch.randn(4, 6), torch.randint(3, (4,))
+    compiled = autoshard.compile(model, "pp=2", (x, target), loss_fn=F.cross_entropy, cache=False, pipeline=Pipeline(microbatches=2, cuts=["2"]))
+    compiled.requires_grad_(True)
+    with torch.no_grad():
+        compiled(x, target)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(UsageError) as refused:
+        compiled(x, target)
+    return str(refused.value)
+
+
+def test_unfreezing_is_refused():
+    """The program of a pipeline is not made anew for it, and would not train the parameter."""
+    assert "0.weight.requires_grad became True behind autoshard.compile" in on_ranks(2, _unfrozen)[0]
 
 
 class Wide(nn.Module):

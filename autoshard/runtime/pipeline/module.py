@@ -29,8 +29,9 @@ class PipelineModule(CompiledModule):
         super().__init__(model, place, settings)
         self.__dict__["_skeleton"] = _without_memory(model)
         self.__dict__["_settled"] = Settled()
+        self.__dict__["_trains"] = {name: p.requires_grad for name, p in model.named_parameters()}
         self._names = frozenset(self.state_dict())
-        self._trainable = ()  # they differ between ranks, and what they are is settled
+        self._trainable = ()  # they differ between ranks, and may not change
 
     @property
     def _stores_at(self) -> Place:
@@ -47,6 +48,18 @@ class PipelineModule(CompiledModule):
     def _variant(self, traced: Traced, fixed: Mapping[str, Any], replan: bool) -> Variant:
         here = {name: stage_spec(spec, self._stage_place) for name, spec in fixed.items()}
         return PipelineVariant(traced, self.place, self._stored, self.settings, here, self._seed, replan, (), self._stage_place, self._settled)
+
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], list[torch.Tensor]]:
+        if torch.is_grad_enabled():
+            self._check_trainable()
+        return super()._key(args, kwargs)
+
+    def _check_trainable(self) -> None:
+        """Raises UsageError: ranks of other stages do not see what is frozen here, and all have parts of one program."""
+        for name, p in self._stored.params.items():
+            if p.requires_grad != self._trains[name]:
+                raise UsageError(f"{name}.requires_grad became {p.requires_grad} behind autoshard.compile, which pipelines do not follow; set it on "
+                                 "the model before, and to change it save a checkpoint and compile again")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
