@@ -17,7 +17,7 @@ TRIALS = 16
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
 LOOSELY, LOOSELY_PAIRED, ROOM = 1e-2, 0.1, 3e-4  # relative: how close the first two prices are answered where tables are large, without and with
 # pairs; what costs so much more there is hardly the best at others
-SETTLED = 3e-4  # relative gap of the best choice known at which large problems are asked no further prices
+SETTLED = 3e-4  # relative gap of the best choice known at which large problems are asked no further prices; and what others must promise
 WHOLE = 5e-4  # relative gap at which to leave the best prices of a large problem: what is left when dear strategies go settles the rest
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
 FAR, STRIDE = 2e-3, 0.1  # of the best bound: prices that promise more are asked in steps of half of it, at most so long
