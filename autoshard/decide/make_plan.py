@@ -18,7 +18,7 @@ from autoshard.formulate.problem_of import Formulation
 from autoshard.lower.seconds import saved_by_buckets
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline, timeline
-from autoshard.program.flow import is_passing
+from autoshard.program.flow import passed_on
 from autoshard.recompute.undecided import decided, first_run
 from autoshard.rules import registry
 from autoshard.search.problem import Solution
@@ -163,10 +163,8 @@ def _redistribution(chosen: Chosen, op: Op, ref: Ref, source: Spec, wanted: Spec
 def _shown(graph: Graph, op: Op, ref: Ref) -> Op:
     """Of the op that reads a value, the one that made it, and those whose value it is but for views and casts, the first that the user knows. The
     casts of a precision policy are in no module and at no line."""
-    seen = [op, made := graph.op(ref.op)]
-    while seen[-1].kind == "call" and is_passing(seen[-1]):
-        seen.append(graph.op(seen[-1].refs[0].op))
-    return next((each for each in seen if each.module or each.source), made)
+    made = [graph.op(value.op) for value in passed_on(graph, ref)]
+    return next((each for each in (op, *made) if each.module or each.source), made[0])
 
 
 def _inner(chosen: Chosen, op: Op, mesh) -> list[Collective]:

@@ -296,10 +296,23 @@ class Floors(FloorWeights):
 
     def _copies_at(self, now: int, op: Op) -> list[Copied]:
         """Those that may count while the op runs."""
-        made, until, needed = self._once("times of copies", lambda: np.array([(c.made, c.until, c.needed) for c in self._copies]).reshape(-1, 3).T)
-        readers = self._once("readers of copies", lambda: _by_reader(self._copies))
+        made, until, needed = self._times
         lie = made < now if op.phase == "forward" else (now < until) | (now < needed)
-        return [self._copies[i] for i in sorted({*np.flatnonzero(lie).tolist(), *readers.get(op.name, ())})]
+        return [self._copies[i] for i in sorted({*np.flatnonzero(lie).tolist(), *self._read_by.get(op.name, ())})]
+
+    @cached_property
+    def _times(self) -> np.ndarray:
+        """(3, copies): `made`, `until` and `needed` of each."""
+        return np.array([(c.made, c.until, c.needed) for c in self._copies]).reshape(-1, 3).T
+
+    @cached_property
+    def _read_by(self) -> Mapping[str, list[int]]:
+        """Per op, which of the copies it reads."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for i, copied in enumerate(self._copies):
+            for name, _ in copied.copy.readers:
+                found[name].append(i)
+        return found
 
     def _copy(self, copied: Copied, now: int, op: Op, read: set[Ref], plan: np.ndarray, least: float) -> Iterator[Amounts]:
         """Bytes of a copy where it surely lies there, but for the `least` that is counted of the value itself: if all that read the value read kept
@@ -332,14 +345,6 @@ class Floors(FloorWeights):
         roots = {storage_root(self.graph, self.graph.op(name).refs[i]) for name, i in later}
         orders = [r.order for root in roots for r in self.readers.get(root, ())] + [self.graph.order[name] for name, _ in later]
         return min(orders)
-
-
-def _by_reader(copies: Sequence[Copied]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
-    for i, copied in enumerate(copies):
-        for name, _ in copied.copy.readers:
-            found[name].append(i)
-    return found
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:

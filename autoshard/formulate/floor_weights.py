@@ -18,7 +18,7 @@ from autoshard.formulate.memory_rows import Amounts
 from autoshard.formulate.problem_of import Formulation
 from autoshard.formulate.values import local_bytes, storage_root
 from autoshard.play.footprint import Footprints
-from autoshard.program.flow import is_passing
+from autoshard.program.flow import passed_on
 from autoshard.space.strategies import SpecIndex
 
 
@@ -131,7 +131,7 @@ class FloorWeights:
         by_target = {op.target: op.name for op in self.graph.of_kind("param")}
         for name, op in self.graph.outputs(Role.GRADIENT).items():
             if name in by_target and op.refs:
-                root = self._chain(op.refs[0])[-1]
+                root = passed_on(self.graph, op.refs[0])[-1]
                 if self.graph.op(root.op).kind == "call" and root not in seen:
                     out[by_target[name]] = self.graph.order[root.op]
                 seen.add(root)
@@ -139,21 +139,14 @@ class FloorWeights:
 
     @cached_property
     def _first_gradients(self) -> frozenset[Ref]:
-        return frozenset(self._chain(op.refs[0])[-1] for op in self.graph.outputs(Role.GRADIENT).values() if op.refs)
-
-    def _chain(self, ref: Ref) -> list[Ref]:
-        """A value and what views and casts make it of, to the first."""
-        out = [ref]
-        while is_passing(self.graph.op(out[-1].op)) and self.graph.op(out[-1].op).kind == "call":
-            out.append(self.graph.op(out[-1].op).refs[0])
-        return out
+        return frozenset(passed_on(self.graph, op.refs[0])[-1] for op in self.graph.outputs(Role.GRADIENT).values() if op.refs)
 
     def _least_gradient(self, op: Op, specs: SpecIndex) -> np.ndarray:
         """Per stored spec, the least bytes of the gradient from its first form to the stored one."""
         output = self.graph.outputs(Role.GRADIENT).get(op.target)
         if output is None or not output.refs:
             return np.zeros(len(specs.specs))
-        chain, units = self._chain(output.refs[0]), self.formulation.units
+        chain, units = passed_on(self.graph, output.refs[0]), self.formulation.units
         if len({self.graph.meta(ref).numel for ref in chain}) > 1:
             return np.zeros(len(specs.specs))
         on_the_way = [local_bytes(self.formulation.table, ref, s) for ref in chain for s in units.outputs(ref).specs]

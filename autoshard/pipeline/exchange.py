@@ -31,7 +31,7 @@ def parts(made: Pipelined, plans: Sequence[Plan]) -> Iterator[Part]:
     """Every message. `plans`: one per stage, of which `ops` is read."""
     rank_of = made.table.rank_of
     for name, stages in made.cut.tied:
-        holders = sorted({rank_of[s] for s in made.cut.readers(name)})
+        holders = made.holders(name)
         for s in stages:
             graph = made.cut.stages[s].graph
             grad = graph.outputs(Role.GRADIENT)[name]

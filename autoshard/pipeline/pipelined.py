@@ -49,6 +49,10 @@ class Pipelined:
         """Stages on a coordinate of the pipeline's axis."""
         return tuple(s for s, r in enumerate(self.table.rank_of) if r == rank)
 
+    def holders(self, name: str) -> list[int]:
+        """Coordinates on the pipeline's axis of the stages that have the parameter."""
+        return sorted({self.table.rank_of[s] for s in self.cut.readers(name)})
+
 
 def submesh(mesh: Mesh, axis: str) -> Mesh:
     """The mesh without the pipeline's axis; of that alone, one rank. Raises MeshError where it is not the first: stages are neighbours of whole

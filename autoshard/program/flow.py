@@ -39,6 +39,14 @@ def is_passing(op: Op) -> bool:
     return (registry.is_view(op) or registry.is_cast(op) or is_accumulator(op)) and len(op.refs) - len(op.kept) == 1
 
 
+def passed_on(graph: Graph, ref: Ref) -> list[Ref]:
+    """A value and what views and casts make it of, to the first."""
+    out = [ref]
+    while graph.op(out[-1].op).kind == "call" and is_passing(graph.op(out[-1].op)):
+        out.append(graph.op(out[-1].op).refs[0])
+    return out
+
+
 @once
 def param_derived(graph: Graph) -> frozenset[Ref]:
     """Parameters and what views and casts make of them alone: their gathers may be issued early."""

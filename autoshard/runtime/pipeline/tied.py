@@ -1,8 +1,9 @@
 """Parameters that several stages read: every stage has them, most with a part of their gradient; parts are summed once a step."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -19,17 +20,15 @@ class Tied:
     wires: Wires
     stored: Stored
 
-    def _held(self) -> Iterator[tuple[str, tuple[int, ...], list[int]]]:
+    @cached_property
+    def _held(self) -> tuple[tuple[str, tuple[int, ...], list[int]], ...]:
         """(name, stages with a part of its gradient, other ranks that have it) of parameters that this rank shares."""
-        rank_of = self.made.table.rank_of
-        for name, stages in self.made.cut.tied:
-            holders = sorted({rank_of[s] for s in self.made.cut.readers(name)})
-            if self.wires.me in holders:
-                yield name, stages, [r for r in holders if r != self.wires.me]
+        me, found = self.wires.me, ((name, stages, self.made.holders(name)) for name, stages in self.made.cut.tied)
+        return tuple((name, stages, [r for r in ranks if r != me]) for name, stages, ranks in found if me in ranks)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _, _ in self._held())
+        return tuple(name for name, _, _ in self._held)
 
     def _part(self, name: str, stage: int, target: int) -> Message:
         return Message(f"grad:{name}@{stage}", ONCE, self.made.table.rank_of[stage], target, STEP)
@@ -39,16 +38,16 @@ class Tied:
         All receives are posted before anything is sent: nobody waits in a circle."""
         tied, me, rank_of = dict(self.made.cut.tied), self.wires.me, self.made.table.rank_of
         out = {name: g for (_, name), g in grads.items() if name not in tied}
-        for name, stages, others in self._held():
+        for name, stages, others in self._held:
             like = self.stored.local(name)
             for stage in stages:
                 if rank_of[stage] in others:
                     self.wires.post(self._part(name, stage, me), like.shape, like.dtype)
-        for name, stages, others in self._held():
+        for name, stages, others in self._held:
             for stage in stages:
                 for other in others if rank_of[stage] == me else ():
                     self.wires.send(self._part(name, stage, other), grads[stage, name])
-        for name, stages, _ in self._held():
+        for name, stages, _ in self._held:
             parts = [grads[s, name] if rank_of[s] == me else self.wires.take(self._part(name, s, me)) for s in stages]
             out[name] = sum(parts[1:], parts[0])
         self.wires.flush()
@@ -57,7 +56,7 @@ class Tied:
     def make_equal(self) -> None:
         """Give every stage the numbers of the first one that has the parameter: ranks may have initialised the model differently."""
         rank_of = self.made.table.rank_of
-        for name, stages, others in self._held():
+        for name, stages, others in self._held:
             first, local = rank_of[stages[0]], self.stored.local(name)
             if self.wires.me == first:
                 for other in others:

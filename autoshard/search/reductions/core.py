@@ -7,8 +7,9 @@ Nothing here needs a compiler: the Python work is a few microseconds a step and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -343,18 +344,17 @@ def _restricted(core: Core, edge: Edge, u_kept: np.ndarray | None, v_kept: np.nd
 
 def table_entries(core: Core) -> int:
     """Entries of all tables."""
-    every = [t for tables in core.adj for t in tables.values()]
-    uses = Counter(map(id, every))  # few tables, many edges
-    return sum(uses[id(t)] * t.size for t in _each_once(every)) // 2
+    return sum(uses * t.size for t, uses in Counter(_tables(core)).items()) // 2  # few tables, many edges
 
 
 def stored_entries(core: Core) -> int:
     """Entries of all tables, those that many edges share once."""
-    return sum(t.size for t in _each_once(t for tables in core.adj for t in tables.values())) // 2  # and once as transposed
+    return sum(t.size for t in set(_tables(core))) // 2  # and once as transposed
 
 
-def _each_once(tables: Iterable[Table]) -> Iterable[Table]:
-    return {id(t): t for t in tables}.values()
+def _tables(core: Core) -> Iterator[Table]:
+    """Of every edge, in both directions. Tables are told apart by identity."""
+    return chain.from_iterable(tables.values() for tables in core.adj)
 
 
 def connected(core: Core, start: int) -> list[int]:
