@@ -4,6 +4,7 @@ The rows of the turn and of the update do not see what ops need to run, nor what
 parameters. A floor row is the turn's row, moved to an op. While op X runs there are
 
     stored tensors              as they are stored; optimizer state on the device (`FloorWeights`)
+    gathered parameters         that ops behind X read and whose gathers are issued before it, or that ops before and behind it read (`FloorGathers`)
     gradients of parameters     those made before X, in the least bytes that they may have on their way to where they are stored; the last of
                                 them in what its reduction sends
     results                     of forward, as the user gets them
@@ -29,7 +30,8 @@ from autoshard.base.plan import OpPlan
 from autoshard.base.roles import Role
 from autoshard.base.spec import local_tensor_shape
 from autoshard.formulate.copies import KEPT, MADE, CopyNode
-from autoshard.formulate.floor_weights import FloorWeights, exact_near
+from autoshard.formulate.floor_gathers import FloorGathers
+from autoshard.formulate.floor_weights import exact_near
 from autoshard.formulate.memory_rows import Amounts, with_items
 from autoshard.formulate.problem_of import Formulation
 from autoshard.formulate.values import storage_root
@@ -69,7 +71,7 @@ class Copied:
 
 
 @dataclass(eq=False)
-class Floors(FloorWeights):
+class Floors(FloorGathers):
     """What floor rows of one formulation have in common."""
 
     @property
@@ -98,6 +100,7 @@ class Floors(FloorWeights):
         yield from self._stored(now, gathered, plan)
         yield from self._own(op)
         yield from self._handed_out(op, read)
+        yield from self._under_way(op, now, plan)
         yield from ((self.formulation.units.index(moment), amounts) for _, amounts in gathered.values())
         least: dict[Ref, float] = {}
         for root in self.roots:

@@ -31,6 +31,8 @@ Route = Callable[[tuple[int, ...], Any, Spec, Spec], tuple[Step, ...]]
 STORED = ("param", "buffer")
 COMPUTE = "compute"
 """The stream of everything but collectives."""
+PREFETCH = 2
+"""Gathers ahead of its use that a gather is issued."""
 IN_FLIGHT = 64 << 20
 """Bytes of gradients on their way to other ranks at once. A collective keeps what it sends, so without a bound every rank would
 hold all gradients unreduced at the end of backward."""
@@ -123,7 +125,7 @@ class Schedule:
         return tuple(call for w in self.windows for call in w.calls)
 
 
-def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int = 2) -> Schedule:
+def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int = PREFETCH) -> Schedule:
     """Play `plan`. Hideable gathers are issued `prefetch` gathers ahead of their use; gradient reductions as soon as the
     gradient exists, waited for at the end, where the casts of what they give come too, or, the oldest first, when more than
     `IN_FLIGHT` bytes are on their way, or all at the end where the plan's settings say so. Small ones share calls (buckets.py).

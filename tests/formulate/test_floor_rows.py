@@ -72,7 +72,7 @@ def random_choice(formulation: Formulation, seed: int) -> np.ndarray:
     for n, s, amount in zip(problem.items.node[on], problem.items.strategy[on], problem.items.amount[on], strict=True):
         costs[n][s] += byte * amount  # idle ones are worth nothing
     edges = tuple(Edge(e.u, e.v, e.table * rng.uniform(0.01, 10.0), e.rows, e.cols) for e in problem.edges)
-    found = solve(Problem(tuple(costs), edges), time_limit=30.0)
+    found = solve(Problem(tuple(costs), edges), time_limit=120.0, enough=0.2)
     assert found.choice is not None, "a random plan exists"
     return tidied(formulation, without_idle(formulation, found.choice))
 

@@ -103,3 +103,10 @@ def test_a_worker_ends_with_its_parent(tmp_path):
             return
         time.sleep(0.1)
     pytest.fail(f"solver process {pid} outlived its parent")
+
+
+def test_no_time_is_left_for_a_long_program(monkeypatch):
+    monkeypatch.setattr(guarded, "AT_ONCE", 10)
+    late, early = (solve_program(knapsack(5), 3, solver="milp", seconds=s, seed=0) for s in (0.0, 10.0))
+    assert (late.reason, late.limit, late.bound, late.values) == ("KILLED", "TIME", -np.inf, None)
+    assert early.reason == "OPTIMAL"

@@ -28,6 +28,7 @@ FLOORED = 3  # searches with floor rows
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
 BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
+ABOUT = 1e-2  # a gap at which searches end whose plans are starts of others, which see more of what is too full; what they lack is looked for last
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
 CLOSED = 2e-3  # a gap that needs no more searches
 TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
@@ -46,7 +47,8 @@ def search_within(program: Program, how: How) -> Solution:
     problem, learned = program.formulation.problem, program.learned
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     floors = Floors(program.formulation, Footprints(program.formulation.table.mesh, program.formulation.table.cluster))
-    answer = _solved(problem, program.starts, possible(problem, learned.near), how.part(BEFORE if floors.possible else FIRST))
+    begin = replace(how.part(BEFORE), enough=max(how.enough, ABOUT)) if floors.possible else how.part(FIRST)
+    answer = _solved(problem, program.starts, possible(problem, learned.near), begin)
     how = replace(how, enough=max(how.enough, TIGHT))
     if answer.choice is not None and floors.possible:
         program, answer = _floored(program, floors, answer, how.part(SEEN))
@@ -111,7 +113,8 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
         grown = program.formulation
         for moment in full:
             grown = with_floor(grown, floors, moment, found.choice)
-        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(FIRST))
+        about = replace(how.part(FIRST), enough=max(how.enough, ABOUT))
+        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), about)
         program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer
@@ -184,13 +187,15 @@ def _filled(program: Program, found: Solution, how: How) -> Solution:
     if found.choice is None:
         return found
     aim, timelines, near, best = program.formulation.budget.peak, program.timelines, found.near, found
-    rows, around = _grown(program.formulation, timelines(best.choice), best.choice, aim, FULL * aim), True
+    rows = _grown(program.formulation, timelines(best.choice), best.choice, aim, FULL * aim)
+    around = (aim, best.choice.tobytes()) not in program.learned.best_around
     for n in range(FILLED):
         if best.gap <= CLOSED or how.clock.expired():
             break
         starts = (best.choice, without_idle(program.formulation, best.choice))
         if around:
-            answer = _around(rows.problem, best, starts, how.part(AROUND))
+            part = how.part(AROUND)
+            answer = _around(rows.problem, best, starts, part)
         else:
             answer = _solved(rows.problem, starts, near, how.part(1 / (FILLED - n)))
             near = _met(answer.near, near)
@@ -199,6 +204,7 @@ def _filled(program: Program, found: Solution, how: How) -> Solution:
             if not around:
                 break
             around = False
+            program.learned.best_around |= set() if part.clock.expired() else {(aim, best.choice.tobytes())}
             continue
         timeline, around = timelines(answer.choice), True
         if timeline.peak <= aim:

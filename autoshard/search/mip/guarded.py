@@ -26,6 +26,8 @@ GRACE, PER_BYTE, MOST = 1.0, 2e-6, 10.0
 """Past its limit, before a solver is taken to hang: seconds, seconds per byte of the program, and the most of both. It looks at its clock between LP
 solves only, whose length grows with the program; where it does hang, which its presolve does, it takes the time from what is searched after it."""
 SHORTEST = 0.05
+AT_ONCE = 150_000
+"""Bytes of the longest program that is solved when there is no time any more: the first LP of longer ones takes seconds, which no clock ends."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ def solve_program(program: bytes, columns: int, *, solver: str, seconds: float, 
                   nodes: int | None = None, overdue: Callable[[], bool] = never) -> Answer:
     """Solve a serialized MathOpt model with `solver` ("milp" or "cp_sat") for at most `seconds` and, the same on every
     machine, at most `nodes` of its search tree. Once it is `overdue` its process is ended."""
+    if seconds < SHORTEST and len(program) > AT_ONCE:
+        return Answer("KILLED", "TIME", -np.inf, None)
     request = {"columns": columns, "solver": solver, "seconds": max(SHORTEST, seconds), "seed": seed, "nodes": nodes}
     with _workers().borrowed() as worker:
         return worker.ask(request, program, overdue)

@@ -9,10 +9,10 @@ from autoshard.search.reductions.core import Core
 
 
 class Infeasible(Exception):
-    """A node has no strategy left: no choice is feasible. `node` is where it showed."""
+    """No choice is feasible: a node has no strategy left, `node`, or where that is None every choice is over some row."""
 
-    def __init__(self, node: int):
-        super().__init__(f"node {node} has no strategy left")
+    def __init__(self, node: int | None):
+        super().__init__("every choice is over some row" if node is None else f"node {node} has no strategy left")
         self.node = node
 
 

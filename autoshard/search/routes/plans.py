@@ -41,6 +41,7 @@ NEARBY = 1e-3  # the same of the least cost known: then the best tied choice is 
 NEARLY = 1e-4  # relative gap at its best prices at which a large tied problem counts as solved there
 MIXED = 5e-4  # relative gap of a mixture of two choices that needs no other
 COPIES = 8  # times more, of layers that look the same: no more may be distinct
+HARD, HARD_SHARE = 8e-8, 0.25  # seconds per squared entry that a MIP takes where a hard row is full, about; the part of the time left that it may
 UNLIKELY = 0.3  # of what a bound lacks at its own prices: the optimum is hardly nearer to it
 TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied problem
 TIED_NODES = 200  # of a MIP's tree: what is best among tied choices helps, but proves nothing
@@ -108,7 +109,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         reduce_core(core, board.clock.expired)
     place = quotient.tied.place if quotient is not None else None
     alike = quotient.alike(stored_entries(core) > STORED) if quotient is not None else None
-    best, _, found = search_prices(board, core, planes, seed, tied_best, alike=alike)
+    best, _, found = search_prices(board, core, planes, seed, tied_best, alike=alike, doubtful=layers is not None and quotient is None)
     near = False
     if not board.done:  # a choice near the bound tells most strategies to be too dear
         _mix(board, core, best, [*pool, *found], seed)
@@ -239,7 +240,8 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
             upper = board.cost
         try:
             small = _narrowed(board, core, best, upper, seed, place)
-            if not _fits_mip(small, upper - max(best.bound, board.bound) <= NEARBY * unit):
+            hard = prices_hard_rows(core, best.prices)
+            if not _fits_mip(small, upper - max(best.bound, board.bound) <= NEARBY * unit, board.clock.left if hard else math.inf):
                 return
             answer = solve_left(board, small, seed, nodes)
         except Infeasible:
@@ -252,9 +254,12 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
             return
 
 
-def _fits_mip(core: Core, near: bool) -> bool:
-    """Whether a MIP is likely to solve it. `near`: whether the assumed cost is within `NEARBY` of the bound."""
+def _fits_mip(core: Core, near: bool, seconds: float) -> bool:
+    """Whether a MIP is likely to solve it. `near`: whether the assumed cost is within `NEARBY` of the bound; `seconds`: the time there is, where a
+    hard row is full."""
     entries = table_entries(core)
+    if HARD * entries**2 > HARD_SHARE * seconds:
+        return False
     return entries <= TABLES or near and entries <= COPIES * TABLES and stored_entries(core) <= TABLES
 
 

@@ -10,17 +10,22 @@ from autoshard.search.board import MARGIN, Board
 from autoshard.search.dual.copies import Alike
 from autoshard.search.problem import row_loads
 from autoshard.search.reductions import Infeasible, reduce_core
-from autoshard.search.reductions.core import Core, stored_entries
+from autoshard.search.reductions.core import Core, stored_entries, table_entries
+from autoshard.search.routes.keeping import most_cost, steep_prices
 from autoshard.search.routes.priced import LARGEST_PAIR, STORED, TABLES, Priced, choice_value, keep_possible, solve_priced, tighten
 
 TRIALS = 16
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
 LOOSELY, LOOSELY_PAIRED, ROOM = 1e-2, 0.1, 3e-4  # relative: how close the first two prices are answered where tables are large, without and with
 # pairs; what costs so much more there is hardly the best at others
+ROUGHLY = 1e-2  # relative: how close a choice that is over hard rows by as little as possible is looked for
 SETTLED = 3e-4  # relative gap of the best choice known at which large problems are asked no further prices; and what others must promise
 WHOLE = 5e-4  # relative gap at which to leave the best prices of a large problem: what is left when dear strategies go settles the rest
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
-FAR, STRIDE = 2e-3, 0.1  # of the best bound: prices that promise more are asked in steps of half of it, at most so long
+FAR, STRIDE, PART = 2e-3, 0.1, 0.5  # of the best bound: prices that promise more are asked in steps of a part of it, at most so long
+KEPT, LONGER = 0.8, 2.0  # of what a step promised: where the answer kept as much, the planes are right there, and the next step is longer
+
+WHEN = 2  # answers after which it is asked whether any choice keeps the hard rows, if those found do not
 
 Plane = tuple[np.ndarray, float, np.ndarray]
 """(prices, cost of some choice at these prices, its loads above the limits): the bound at other prices is at most
@@ -28,22 +33,27 @@ cost + excess x change of prices."""
 
 
 def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like: Priced | None = None, rough: float = 0.0,
-                  alike: Alike | None = None, settled: float = 0.0, gain: float = MARGIN) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
+                  alike: Alike | None = None, settled: float = 0.0, gain: float = MARGIN,
+                  doubtful: bool = False) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """Raise the bound over the row prices. Starts from `planes`, which hold for this problem if they hold for a part of
     its choices, and at the prices of `like`. What costs most of an answer is left out where it is within `rough` without.
     `alike`: of a large problem at the first prices; `settled`: the relative gap of the best choice known that is enough; `gain`: what other
-    prices must promise, relative.
+    prices must promise, relative; `doubtful`: whether it is likely that no choice keeps the rows.
     Returns the best prices' answer, all planes and the choices found."""
     best: Priced | None = None
     found: list[np.ndarray] = []
     begun = alike is not None and alike.tied is not None
     planes, largest, rough = list(planes), like.largest if like else LARGEST_PAIR, max(rough, board.enough / 4)
     around: frozenset[int] = frozenset()
-    asked = [at for at, *_ in planes]
+    asked, stride = [at for at, *_ in planes], 1.0
     for _ in range(TRIALS):
         if board.done or best is not None and board.cost - best.bound <= settled * abs(best.bound):
             break
-        prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None) if planes else (_first_prices(core), math.inf)
+        if len(found) == (0 if doubtful and board.near else WHEN):
+            kept = _keeping(board, core, [*board.near, *found], seed)
+            found += kept
+            planes += [_plane(board, core, np.zeros(len(core.limit)), choice) for choice in kept]
+        prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None, stride) if planes else (_first_prices(core), math.inf)
         if best is None:
             prices = _within_sight(core, planes, prices)
             enough = WHOLE if begun else 0.0 if planes else FIRST
@@ -57,6 +67,9 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
             break
         largest, around = priced.largest, priced.around
         board.raise_bound(priced.bound, "row prices")
+        if best is not None and priced is not best:
+            right = priced.bound >= best.bound + KEPT * (_level(best, promised, stride) - best.bound)
+            stride = stride * LONGER if right else 1.0
         if best is None or priced.bound > best.bound:
             best = priced
         if priced.choice is None:
@@ -66,6 +79,24 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         asked.append(priced.prices)
         planes.append(_plane(board, core, priced.prices, priced.choice))
     return best, planes, found
+
+
+def _keeping(board: Board, core: Core, found: list[np.ndarray], seed: int) -> list[np.ndarray]:
+    """Choices that are over hard rows by as little as possible, where those `found` and all their mixtures are over some and answers do not take
+    long. Raises Infeasible where every choice is over some row."""
+    new: list[np.ndarray] = []
+    while board.choice is None and table_entries(core) <= TABLES and not board.clock.expired():
+        steep = steep_prices(board.problem, core.price > 0, [*found, *new])
+        if steep is None:
+            break
+        answer = solve_priced(board, core, steep, seed, FIRST, ROUGHLY)
+        if answer.bound > most_cost(board.problem):
+            raise Infeasible(None)
+        if answer.choice is None or any(np.array_equal(answer.choice, choice) for choice in new):
+            break
+        board.offer(answer.choice, "least excess")
+        new.append(answer.choice)
+    return new
 
 
 def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int,
@@ -162,11 +193,16 @@ def _plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> 
     return prices, choice_value(board, core, prices, choice), np.where(core.price > 0, excess, 0.0)
 
 
-def next_prices(core: Core, planes: list[Plane], best: Priced | None = None) -> tuple[np.ndarray, float]:
+def _level(best: Priced, promised: float, stride: float) -> float:
+    """The height to ask for next, where `promised` is the highest."""
+    return best.bound + min(stride * STRIDE * abs(best.bound), min(1.0, stride * PART) * (promised - best.bound))
+
+
+def next_prices(core: Core, planes: list[Plane], best: Priced | None = None, stride: float = 1.0) -> tuple[np.ndarray, float]:
     """Kelley's cutting planes: every priced solve is a plane over the prices that the bound stays below, so the highest
     point under all planes is the next to try, and its height what is still possible. Where that is far above the `best` bound, the next to try is
     the point nearest to its prices that promises a part of it, as in level methods (Lemarechal, Nemirovskii and Nesterov, 1995): the first planes
-    know nothing of high prices, and answers there take longest."""
+    know nothing of high prices, and answers there take longest. `stride`: how many times as long as the first such step this one may be."""
     model = mathopt.Model()
     caps = np.where(np.isfinite(core.price), core.price, _cap(core, planes))
     height = model.add_variable(lb=-math.inf, ub=math.inf)
@@ -182,7 +218,7 @@ def next_prices(core: Core, planes: list[Plane], best: Priced | None = None) -> 
         return planes[-1][0], -math.inf
     promised = float(result.objective_value()) * unit
     if best is not None and promised > best.bound + FAR * abs(best.bound):
-        height.lower_bound = (best.bound + min(STRIDE * abs(best.bound), (promised - best.bound) / 2)) / unit
+        height.lower_bound = _level(best, promised, stride) / unit
         nearest = _nearest(model, share, np.minimum(best.prices / np.where(caps > 0, caps, 1.0), 1.0))
         result = nearest if nearest.has_primal_feasible_solution() else result
     return caps * np.clip([result.variable_values(x) for x in share], 0.0, 1.0), promised
