@@ -44,6 +44,13 @@ def test_steep_prices_charge_every_mixture_of_the_choices():
     assert steep_prices(problem, np.zeros(2, dtype=bool), choices) is None
 
 
+def test_a_row_that_nothing_may_load():
+    problem = two_rows(0.0)
+    prices = steep_prices(problem, np.ones(2, dtype=bool), [np.zeros(4, dtype=int)])
+    assert prices is not None and prices[0] > 0.0 and np.isfinite(prices).all()
+    assert steep_prices(two_rows(4.0), np.ones(2, dtype=bool), [np.zeros(4, dtype=int)]) is None
+
+
 def asked(problem: Problem, monkeypatch) -> tuple[Board, list[np.ndarray]]:
     from autoshard.search.routes import prices
 

@@ -27,12 +27,13 @@ def most_cost(problem: Problem) -> float:
 def steep_prices(problem: Problem, rows: np.ndarray, choices: Sequence[np.ndarray]) -> np.ndarray | None:
     """Prices of the hard ones among `rows` (a mask) at which nothing else counts, such that all of `choices`, and all mixtures of them, pay for what
     they are over these rows together; None where there are none. Where a bound at them is above `most_cost`, every choice is over some row: Farkas'
-    lemma. A linear program: the prices with the largest least payment, for excess in parts of the limits."""
+    lemma. A linear program: the prices with the largest least payment, for excess in parts of the limits or of the loads, if these are more."""
     hard = np.flatnonzero(rows & np.isinf(problem.row_price))
     if not len(hard):
         return None
-    unit = np.maximum(np.abs(problem.row_limit[hard]), 1e-30)
-    excess = [(row_loads(problem, choice)[hard] - problem.row_limit[hard]) / unit for choice in choices]
+    loads = np.array([row_loads(problem, choice)[hard] for choice in choices]).reshape(-1, len(hard))
+    unit = np.maximum(np.abs(problem.row_limit[hard]), np.abs(loads).max(axis=0, initial=1e-30))
+    excess = (loads - problem.row_limit[hard]) / unit
     model = mathopt.Model()
     least = model.add_variable()
     share = [model.add_variable(lb=0.0) for _ in hard]
