@@ -18,7 +18,7 @@ import torch
 
 from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta
 from autoshard.base.roles import Role
-from autoshard.experts.ops import EXPERTS
+from autoshard.experts.ops import EXPERTS, EXPERTS_BACKWARD
 from autoshard.rules import registry
 
 aten = torch.ops.aten
@@ -184,15 +184,17 @@ class _Walk:
                     (op.refs[other], d) if other < len(op.refs) else (Ref(op.name, other - len(op.refs)), d))
 
     def tied(self, of: Dim) -> Iterator[Dim]:
-        """A parameter's dim and that of its gradient."""
+        """A parameter's dim and that of its gradient, which a layer of experts makes for frozen ones too."""
         ref, dim = of
         gradients, op = self.graph.outputs(Role.GRADIENT), self.graph.op(ref.op)
         if op.kind == "param" and op.target in gradients:
             yield gradients[op.target].refs[0], dim
-        for name, _ in self.graph.users.get(ref, ()):
+        for name, slot in self.graph.users.get(ref, ()):
             user = self.graph.op(name)
             if user.kind == "output" and user.target.role is Role.GRADIENT:
                 yield Ref(self.graph.ties[name]), dim
+            if user.target is EXPERTS_BACKWARD and slot == UP + 1:  # the gradient that comes in is before it
+                yield Ref(name, 2), dim
 
     def _links(self, call: Call) -> Links:
         if call not in self.links:

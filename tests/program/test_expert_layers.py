@@ -34,6 +34,16 @@ def test_layers_of_transformers_are_one_op_each(name):
     assert all(Ref(op.name, i) in read for op in found for i in (1, 2, 3))
 
 
+def test_frozen_experts_have_the_parts_in_the_gradient_that_nobody_reads():
+    """Without them a share of the hidden dim, which is split so, was cut out of another dim there, and such a plan could not be lowered."""
+    model, (ids,) = build("exact")
+    model.experts.requires_grad_(False)
+    graph = traced(model, ids)
+    for op in layers(graph, EXPERTS_BACKWARD):
+        up, gradient = graph.meta(op.refs[4]), op.outputs[2]
+        assert (gradient.factors, gradient.part_dims) == (up.factors, up.part_dims) != ((), ())
+
+
 def test_the_loop_over_experts_can_be_traced_as_the_op():
     model, (ids,) = build("exact")
     for layer in model.experts:
