@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def write(folder: Path, mesh: str, *, prompts: Sequence[str] = (), tokens: Seque
     Raises ModelError for a folder that cannot be used, UsageError, and what `autoshard.generator` raises."""
     if new < 1:
         raise UsageError(f"new={new}: give a positive number of tokens")
+    _check_sampling(sampling or {})
     if bool(prompts) == bool(tokens):
         raise UsageError("give the text to continue, with --prompt, or its tokens, with --tokens" + (", not both" if prompts else ""))
     model, tokenizer = load_model(folder, random, dtype), _tokenizer(folder) if prompts else None
@@ -78,6 +80,17 @@ def write(folder: Path, mesh: str, *, prompts: Sequence[str] = (), tokens: Seque
     return Written(made.tolist(), None if tokenizer is None else tokenizer.batch_decode(made, skip_special_tokens=True), *clock.seconds,
                    phases.prompt.objective_s, phases.token.objective_s, sum(getattr(b, "_local_tensor", b).nbytes for b in buffers),
                    sum(b.numel() * b.element_size() for b in buffers))
+
+
+def _check_sampling(given: Mapping[str, Any]) -> None:
+    """transformers raises a traceback for some of these, and takes others for no limit at all."""
+    temperature, top_k, top_p = (given.get(name, good) for name, good in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)))
+    if not 0 < temperature < inf:
+        raise UsageError(f"temperature={temperature}: give a positive number; for the likeliest token, give neither temperature, top_k nor top_p")
+    if top_k < 0:
+        raise UsageError(f"top_k={top_k}: give a number of tokens, or 0 for all of them")
+    if not 0 < top_p <= 1:
+        raise UsageError(f"top_p={top_p}: give a share above 0 and up to 1")
 
 
 def load_model(folder: Path, random: bool, dtype: str | None) -> Any:

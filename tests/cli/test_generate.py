@@ -57,6 +57,7 @@ def test_a_config_alone_and_sampling(run, folder, tmp_path):
     (("--prompt", ""), "no token"), (("--prompt", "a", "--new", "0"), "new=0"), (("--prompt", "abcdef", "--context", "4"), "larger context"),
     (("--prompt", "a", "--dtype", "int3"), "dtype"), (("--prompt", "a", "--mesh", "tp=2"), "needs 2 processes"), (("--prompt", "a", "--cluster", "moon"), "moon"),
     (("--prompt", "a", "--seed", "keys_*=-,tp,-"), "keys_"),
+    (("--prompt", "a", "--temperature", "0"), "temperature=0.0"), (("--prompt", "a", "--top-p", "2"), "top_p=2.0"), (("--prompt", "a", "--top-k", "-1"), "top_k=-1"),
 ])
 def test_bad_input_is_refused_in_a_sentence(run, folder, arguments, words):
     code, out, err = run("generate", folder, *arguments)
