@@ -50,6 +50,7 @@ class Generator:
     batch: int
     phases: Phases | None
     _dtype: torch.dtype
+    _table: tuple[str, int] | None
     _seen: Counted | None = None
     _turns: Turns | None = None
     _settings: dict[str, Any]
@@ -101,6 +102,7 @@ class Generator:
         if max_cache_length > length and self.caches.has_rows:
             raise UsageError(f"prompt and new tokens are {max_cache_length + 1} in all, and the caches hold {length}, which is enough for "
                              f"{length + 1}; ask for fewer new tokens, or give a larger max_cache_len")
+        self._check_positions(model_kwargs.get("attention_mask"), max_cache_length)
         given = model_kwargs.get(name)
         if given is None:
             self._seen = model_kwargs[name] = Counted(self.caches)
@@ -109,6 +111,17 @@ class Generator:
                              "one that the last generate(return_dict_in_generate=True) returned")
         self._settings |= {name: value for name, value in vars(generation_config).items() if not name.startswith("_")}
         self._settings |= {"cached_tokens": self._seen.get_seq_length(), "batch_size": batch_size, "max_length": max_cache_length + 1}
+
+    def _check_positions(self, mask: torch.Tensor | None, tokens: int) -> None:
+        """Raises UsageError where tokens would be read behind a table of learned positions. On one device that is an error of torch's; of a table
+        that is split it would be zeros, and other text."""
+        if self._table is None or tokens <= self._table[1]:
+            return
+        padding = int((mask == 0).sum(1).min()) if mask is not None and mask.dim() == 2 else 0
+        where, most = self._table
+        if tokens - padding > most:
+            raise UsageError(f"prompt and new tokens are {tokens - padding + 1} in all, and {where} has {most} positions, which is enough for "
+                             f"{most + 1}; ask for fewer new tokens, or shorten the prompt")
 
     def _valid_auto_compile_criteria(self, model_kwargs: Any, generation_config: Any) -> bool:
         return False
@@ -199,6 +212,15 @@ def example_step(cached: CachedModel, batch: int, new: int, start: int = 0) -> t
     return step_inputs(cached.caches, ids, ids, start, given.get("attention_mask"))
 
 
+def learned_positions(model: nn.Module) -> tuple[str, int] | None:
+    """The table of learned positions, if there is one, and how many it has. Some families put two rows before them."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    found = (name for name, m in model.named_modules()
+             if isinstance(m, nn.Embedding) and m is not words and most is not None and most <= m.num_embeddings <= most + 2)
+    return next(((name, most) for name in found), None)
+
+
 def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel, batch: int, phases: Phases | None = None) -> Any:
     """An object of the model's class, and of `Generator` before it, without weights of its own."""
     kind = type(model)
@@ -217,5 +239,6 @@ def generator_of(model: nn.Module, compiled: CompiledModule, cached: CachedModel
     nn.Module.__init__(made)
     tables = set(vars(made))
     made.__dict__.update({name: value for name, value in vars(model).items() if name not in tables})
-    made.__dict__.update(compiled=compiled, caches=cached.caches, batch=batch, phases=phases, _dtype=model.dtype)
+    made.__dict__.update(compiled=compiled, caches=cached.caches, batch=batch, phases=phases, _dtype=model.dtype,
+                         _table=learned_positions(model))
     return made.eval()

@@ -119,6 +119,17 @@ def test_what_split_caches_cannot_do_is_refused(how, words):
         pair()[1].generate(prompt(), **{"max_new_tokens": 4, **how})
 
 
+def test_tokens_behind_the_learned_positions_are_refused():
+    """Where their table is split such a token would read zeros, and go on with other text."""
+    model = tiny("gpt2", n_positions=10)
+    served = autoshard.generator(model, "d=1", batch=2, max_cache_len=LENGTH, cluster="cpu-gloo", cache=False)
+    with pytest.raises(autoshard.AutoshardError, match="are 12 in all, and transformer.wpe has 10 positions, which is enough for 11"):
+        served.generate(prompt(), max_new_tokens=7)
+    padded, mask = torch.cat([prompt(), prompt()], 1), torch.tensor([[0] * 4 + [1] * 6, [0] * 3 + [1] * 7])  # positions do not count padding
+    for ids, how in ((prompt(), {"max_new_tokens": 6}), (padded, {"attention_mask": mask, "max_new_tokens": 4})):
+        assert torch.equal(served.generate(ids, do_sample=False, **how), model.generate(ids, do_sample=False, **how))
+
+
 def test_embeddings_in_place_of_tokens_are_refused():
     with pytest.raises(autoshard.AutoshardError, match="inputs_embeds without tokens"):
         pair()[1].generate(inputs_embeds=torch.randn(2, 4, 32), max_new_tokens=3)
