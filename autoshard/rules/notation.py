@@ -18,6 +18,7 @@ addend), "all" operands only together, or "none".
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,6 +34,7 @@ from autoshard.rules.family import Family
 from autoshard.rules.types import LocalImpl, Row, Rule
 
 Passes = Literal["each", "all", "none"]
+NAME = re.compile(r"@?\w+|\.\.\.\w*")
 REDUCE = {"sum": PSUM, "max": PMAX, "min": PMIN}
 
 
@@ -74,7 +76,9 @@ def parse(text: str) -> Notation:
         linear = not part.strip().startswith("~")
         marked = part.strip().lstrip("~").split()
         whole.update(letter[:-1] for letter in marked if letter.endswith("!"))
-        letters = tuple(letter.rstrip("!") for letter in marked)
+        letters = tuple(letter.removesuffix("!") for letter in marked)
+        if odd := next((letter for letter in letters if not NAME.fullmatch(letter)), ""):
+            raise ValueError(f"notation {text!r} has {odd!r}, which is no name of a dim; '!' is behind one, 'k!', and '~' before an operand, '~m k'")
         if len(set(letters) - {"1"}) != len([letter for letter in letters if letter != "1"]):
             raise ValueError(f"notation {text!r} repeats a letter in {part.strip()!r}")
         return Term(letters, addend, linear)

@@ -14,7 +14,7 @@ from autoshard.base.graph import Call
 from autoshard.errors import UsageError
 from autoshard.rules import registry
 from autoshard.rules.family import Family
-from autoshard.rules.notation import Passes, rule
+from autoshard.rules.notation import NotationMismatch, Passes, parse, rule
 from autoshard.rules.types import LocalImpl
 
 log = logging.getLogger("autoshard")
@@ -46,14 +46,51 @@ def register_rule(op: Any, notation: str | Callable[[Call], str], *, partial: Pa
     known = {f.value: f for f in Family}
     if family not in known:
         raise UsageError(f"family={family!r} is not one of {', '.join(known)}")
+    _check_forms(target, notation, flops, local, sizes or {})
     if target._schema.is_mutable:
         raise UsageError(f"{target} writes its arguments; a graph has ops that return new tensors: register a functional form with torch.library")
     try:
-        made = rule(notation, partial=partial, family=known[family], reduce=reduce, flops=flops, local=local, sizes=tuple((sizes or {}).items()))
+        line = notation if isinstance(notation, str) else _told(target, notation)
+        made = rule(line, partial=partial, family=known[family], reduce=reduce, flops=flops, local=local, sizes=tuple((sizes or {}).items()))
     except ValueError as e:
         raise UsageError(f"the rule of {target}: {e}") from None
     says = f"{notation if isinstance(notation, str) else _text(notation)}|{partial}|{family}|{reduce}|{sizes}|{_text(flops)}|{_text(local)}"
     registry.add(target, made, says)
+
+
+def _check_forms(target: Any, notation: Any, flops: Any, local: Any, sizes: dict[str, str]) -> None:
+    """Raises UsageError for what would end in the middle of a search or of a lowering."""
+    if not isinstance(notation, str) and not callable(notation):
+        raise UsageError(f"the rule of {target} is {notation!r:.80}; give a line, 'm k, k n -> m n', or a function from the call to one")
+    for name, given in (("flops", flops), ("local", local)):
+        if given is not None and not callable(given):
+            raise UsageError(f"{name}={given!r:.80} of the rule of {target} is no function")
+    arguments = [a.name for a in target._schema.arguments]
+    for name in sizes:
+        if name not in arguments:
+            raise UsageError(f"sizes={sizes}: {target} has no argument {name!r}; it has {', '.join(arguments)}")
+
+
+def _told(target: Any, notation: Callable[[Call], str]) -> Callable[[Call], str]:
+    """The function from the call to a line. What it raises, and lines that are none, are told with the op and where the function is."""
+    def line(call: Call) -> str:
+        code = getattr(notation, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        try:
+            made = notation(call)
+        except NotationMismatch:
+            raise
+        except Exception as e:
+            raise UsageError(f"the rule of {target}{where} raised {type(e).__name__}: {e}") from e
+        if not isinstance(made, str):
+            raise UsageError(f"the rule of {target}{where} gave {made!r:.80} for a call, and not a line, 'm k, k n -> m n'")
+        try:
+            parse(made)
+        except ValueError as e:
+            raise UsageError(f"the rule of {target}{where}: {e}") from None
+        return made
+
+    return line
 
 
 def check_rule(op: Any, *args: Any, **kwargs: Any) -> list[str]:

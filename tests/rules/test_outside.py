@@ -72,6 +72,10 @@ def test_without_a_rule_an_op_runs_whole_and_with_one_it_is_split():
     (torch.relu, "... -> ...", {}, "is no op of torch.library"),
     (torch.ops.aten.relu.default, "... -> ...", {}, "has a rule of autoshard's own"),
     (shifted, "... ...", {}, "lacks '->'"),
+    (shifted, "a !b -> a !b", {}, "has '!b', which is no name of a dim; '!' is behind one, 'k!'"),
+    (shifted, None, {}, "is None; give a line"),
+    (shifted, "... -> ...", {"flops": 3}, "flops=3 of the rule of outside_test.shifted.default is no function"),
+    (shifted, "... -> ...", {"sizes": {"size": "out0"}}, "has no argument 'size'; it has x, by"),
     (shifted, "... -> ...", {"partial": "some"}, "partial is one of each, all, none"),
     (shifted, "... -> ...", {"family": "odd"}, "family='odd' is not one of"),
     (written, "... -> ...", {}, "writes its arguments"),
@@ -88,6 +92,17 @@ class Entry:
 
     def __init__(self, name, function) -> None:
         self.name, self.load = name, lambda: function
+
+
+@pytest.mark.parametrize(("line", "text"), [
+    (lambda call: 1 / 0, r"test_outside.py:\d+\) raised ZeroDivisionError: division by zero"),
+    (lambda call: None, r"test_outside.py:\d+\) gave None for a call, and not a line"),
+    (lambda call: "a ?b -> a", r"test_outside.py:\d+\): notation 'a \?b -> a' has '\?b', which is no name"),
+])
+def test_a_function_that_makes_no_line_is_named(line, text):
+    autoshard.register_rule(shifted, line)
+    with pytest.raises(UsageError, match=r"the rule of outside_test.shifted.default \(.*" + text):
+        autoshard.check_rule(shifted, torch.randn(4, 8), 0.5)
 
 
 def test_installed_packages_are_found_and_one_that_fails_is_said(monkeypatch, caplog):
