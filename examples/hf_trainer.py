@@ -33,6 +33,9 @@ class ShardedTrainer(transformers.Trainer):
     """Trainer whose model is sharded over `mesh`; `options` are those of autoshard.compile. `model` is the original, on every process alike."""
 
     def __init__(self, model: transformers.PreTrainedModel, mesh: DeviceMesh, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if kwargs["args"].label_smoothing_factor:
+            raise ValueError("label_smoothing_factor: Trainer would compute that loss outside of the model, from the logits of the batch of all "
+                             "processes and the labels of its own; let the model compute it, in its forward")
         self.original = model
         compiled = autoshard.compile(model, mesh, inputs="local", batch_axes=mesh.mesh_dim_names, **(options or {}))
         compiled.hf_device_map = {}  # for Accelerate: the model places its own parameters
