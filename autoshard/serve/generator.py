@@ -215,9 +215,8 @@ def example_step(cached: CachedModel, batch: int, new: int, start: int = 0) -> t
 def learned_positions(model: nn.Module) -> tuple[str, int] | None:
     """The table of learned positions, if there is one, and how many it has. Some families put two rows before them."""
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    words = model.get_input_embeddings()
-    found = (name for name, m in model.named_modules()
-             if isinstance(m, nn.Embedding) and m is not words and most is not None and most <= m.num_embeddings <= most + 2)
+    found = (name for name, m in model.named_modules() if most is not None and isinstance(m, nn.Embedding)
+             and most <= m.num_embeddings <= most + 2 and m is not model.get_input_embeddings())
     return next(((name, most) for name in found), None)
 
 
