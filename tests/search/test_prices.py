@@ -83,26 +83,3 @@ def test_rows_that_no_choice_known_limits_begin_without_a_price(monkeypatch) -> 
     assert next_prices(core, planes)[0][0] > 10.0, "what the plane says"
     best, _, _ = search_prices(board, core, planes, 0)
     assert asked[0] == 0.0 and best is not None and best.bound >= 10.0 * (1 - 1e-9)
-
-
-def test_a_longer_step_asks_for_more_of_the_promise() -> None:
-    planes = [(np.zeros(1), 10.0, np.array([50.0]))]
-    near, far = (next_prices(core_with(0.02), planes, answered(10.0, 0.0), stride)[0][0] for stride in (1.0, 2.0))
-    assert near == pytest.approx(0.01) and far == pytest.approx(0.02)  # half of what the largest price promises, and all
-
-
-def test_steps_grow_where_answers_are_what_was_promised(monkeypatch) -> None:
-    """The best price of a row is 0, and the bound rises evenly on the way there from the first price."""
-    problem = Problem((np.array([10.0, 30.0]),), (), np.array([8.0]), np.array([4.0]), Items(np.array([0]), np.array([0]), np.array([0]), np.array([4.0])))
-    asked: list[float] = []
-
-    def answer(board, core, prices, *rest, **more):
-        asked.append(float(prices[0]))
-        return solve_priced(board, core, prices, *rest, **more)
-
-    monkeypatch.setattr("autoshard.search.routes.prices.solve_priced", answer)
-    monkeypatch.setattr("autoshard.search.routes.prices._in_steps", lambda core, planes: True)
-    best, _, _ = search_prices(Board(problem, Clock(20.0)), build(problem)[0], [], 0)
-    steps = -np.diff(asked)
-    assert best is not None and best.bound == pytest.approx(10.0) and asked[-1] == 0.0
-    assert (steps[1:-1] > 1.9 * steps[:-2]).all() and len(steps) == 5

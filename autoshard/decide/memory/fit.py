@@ -28,7 +28,8 @@ FLOORED = 3  # searches with floor rows
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
 BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
-ABOUT = 1e-2  # a gap at which searches end whose plans are starts of others, which see more of what is too full; what they lack is looked for last
+ABOUT, MANY = 1e-2, 3000  # a gap at which searches of so many nodes end if their plans are starts of others, which see more of what is too full: the
+# rest of the time says more there, and what is lacking is looked for last
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
 CLOSED = 2e-3  # a gap that needs no more searches
 TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
@@ -47,7 +48,7 @@ def search_within(program: Program, how: How) -> Solution:
     problem, learned = program.formulation.problem, program.learned
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     floors = Floors(program.formulation, Footprints(program.formulation.table.mesh, program.formulation.table.cluster))
-    begin = replace(how.part(BEFORE), enough=max(how.enough, ABOUT)) if floors.possible else how.part(FIRST)
+    begin = _about(program, how.part(BEFORE)) if floors.possible else how.part(FIRST)
     answer = _solved(problem, program.starts, possible(problem, learned.near), begin)
     how = replace(how, enough=max(how.enough, TIGHT))
     if answer.choice is not None and floors.possible:
@@ -71,6 +72,11 @@ def _solved(problem: Problem, starts: Sequence[np.ndarray], near: Sequence[np.nd
     """What a search finds from `starts`, and from choices met where rows had other limits: of these some need less memory, and where time is short
     nothing else may be found."""
     return how.solve(problem, (*starts, *near), near)
+
+
+def _about(program: Program, how: How) -> How:
+    """`how`, for a search whose plan is a start of others."""
+    return replace(how, enough=max(how.enough, ABOUT)) if program.formulation.problem.n > MANY else how
 
 
 def _again(problem: Problem, program: Program, first: Solution, last: np.ndarray, near: Sequence[np.ndarray], how: How) -> Solution:
@@ -113,8 +119,7 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
         grown = program.formulation
         for moment in full:
             grown = with_floor(grown, floors, moment, found.choice)
-        about = replace(how.part(FIRST), enough=max(how.enough, ABOUT))
-        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), about)
+        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), _about(program, how.part(FIRST)))
         program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer

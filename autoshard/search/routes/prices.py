@@ -22,9 +22,7 @@ ROUGHLY = 1e-2  # relative: how close a choice that is over hard rows by as litt
 SETTLED = 3e-4  # relative gap of the best choice known at which large problems are asked no further prices; and what others must promise
 WHOLE = 5e-4  # relative gap at which to leave the best prices of a large problem: what is left when dear strategies go settles the rest
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
-FAR, STRIDE, PART = 2e-3, 0.1, 0.5  # of the best bound: prices that promise more are asked in steps of a part of it, at most so long
-KEPT, LONGER = 0.8, 2.0  # of what a step promised: where the answer kept as much, the planes are right there, and the next step is longer
-
+FAR, STRIDE = 2e-3, 0.1  # of the best bound: prices that promise more are asked in steps of half of it, at most so long
 WHEN = 2  # answers after which it is asked whether any choice keeps the hard rows, if those found do not
 
 Plane = tuple[np.ndarray, float, np.ndarray]
@@ -45,7 +43,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     begun = alike is not None and alike.tied is not None
     planes, largest, rough = list(planes), like.largest if like else LARGEST_PAIR, max(rough, board.enough / 4)
     around: frozenset[int] = frozenset()
-    asked, stride = [at for at, *_ in planes], 1.0
+    asked = [at for at, *_ in planes]
     for _ in range(TRIALS):
         if board.done or best is not None and board.cost - best.bound <= settled * abs(best.bound):
             break
@@ -53,7 +51,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
             kept = _keeping(board, core, [*board.near, *found], seed)
             found += kept
             planes += [_plane(board, core, np.zeros(len(core.limit)), choice) for choice in kept]
-        prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None, stride) if planes else (_first_prices(core), math.inf)
+        prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None) if planes else (_first_prices(core), math.inf)
         if best is None:
             prices = _within_sight(core, planes, prices)
             enough = WHOLE if begun else 0.0 if planes else FIRST
@@ -67,9 +65,6 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
             break
         largest, around = priced.largest, priced.around
         board.raise_bound(priced.bound, "row prices")
-        if best is not None and priced is not best:
-            right = priced.bound >= best.bound + KEPT * (_level(best, promised, stride) - best.bound)
-            stride = stride * LONGER if right else 1.0
         if best is None or priced.bound > best.bound:
             best = priced
         if priced.choice is None:
@@ -193,16 +188,11 @@ def _plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> 
     return prices, choice_value(board, core, prices, choice), np.where(core.price > 0, excess, 0.0)
 
 
-def _level(best: Priced, promised: float, stride: float) -> float:
-    """The height to ask for next, where `promised` is the highest."""
-    return best.bound + min(stride * STRIDE * abs(best.bound), min(1.0, stride * PART) * (promised - best.bound))
-
-
-def next_prices(core: Core, planes: list[Plane], best: Priced | None = None, stride: float = 1.0) -> tuple[np.ndarray, float]:
+def next_prices(core: Core, planes: list[Plane], best: Priced | None = None) -> tuple[np.ndarray, float]:
     """Kelley's cutting planes: every priced solve is a plane over the prices that the bound stays below, so the highest
     point under all planes is the next to try, and its height what is still possible. Where that is far above the `best` bound, the next to try is
     the point nearest to its prices that promises a part of it, as in level methods (Lemarechal, Nemirovskii and Nesterov, 1995): the first planes
-    know nothing of high prices, and answers there take longest. `stride`: how many times as long as the first such step this one may be."""
+    know nothing of high prices, and answers there take longest."""
     model = mathopt.Model()
     caps = np.where(np.isfinite(core.price), core.price, _cap(core, planes))
     height = model.add_variable(lb=-math.inf, ub=math.inf)
@@ -218,7 +208,7 @@ def next_prices(core: Core, planes: list[Plane], best: Priced | None = None, str
         return planes[-1][0], -math.inf
     promised = float(result.objective_value()) * unit
     if best is not None and promised > best.bound + FAR * abs(best.bound):
-        height.lower_bound = _level(best, promised, stride) / unit
+        height.lower_bound = (best.bound + min(STRIDE * abs(best.bound), (promised - best.bound) / 2)) / unit
         nearest = _nearest(model, share, np.minimum(best.prices / np.where(caps > 0, caps, 1.0), 1.0))
         result = nearest if nearest.has_primal_feasible_solution() else result
     return caps * np.clip([result.variable_values(x) for x in share], 0.0, 1.0), promised
