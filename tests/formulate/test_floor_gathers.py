@@ -8,6 +8,7 @@ import pytest
 
 from autoshard.base.mesh import parse_mesh
 from autoshard.decide.make_plan import Timelines
+from autoshard.decide.memory.memory_problems import memory_priced
 from autoshard.decide.options import Options
 from autoshard.decide.program import formulate_within
 from autoshard.formulate.floor_gathers import _while_all_hold
@@ -38,12 +39,8 @@ def split_everywhere() -> tuple[Formulation, np.ndarray]:
     """A plan of a llama whose weights are split where they are stored, and gathered again in backward: kept copies cost most."""
     model, batch = llama.build(layers=4)
     formulation = formulate_within(open_table(prices(trace(model, batch, loss_fn=llama.loss), parse_mesh("dp=4"), OPTIONS)), 1e18)
-    problem, row = formulation.problem, formulation.memory_rows["turn"]
-    costs = [np.asarray(c) * 1.0 for c in problem.node_costs]
-    on = problem.items.row == row
-    for n, s, amount in zip(problem.items.node[on], problem.items.strategy[on], problem.items.amount[on], strict=True):
-        costs[n][s] += 1e-6 * amount
-    choice = solve(Problem(tuple(costs), problem.edges), time_limit=30.0).choice
+    priced = memory_priced(formulation.problem, np.array([formulation.memory_rows["turn"]]), 1e-6)
+    choice = solve(Problem(priced.node_costs, priced.edges), time_limit=30.0).choice
     assert choice is not None, "a lean plan exists"
     return formulation, without_idle(formulation, choice)
 

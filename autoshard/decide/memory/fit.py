@@ -209,7 +209,8 @@ def _filled(program: Program, found: Solution, how: How) -> Solution:
             if not around:
                 break
             around = False
-            program.learned.best_around |= set() if part.clock.expired() else {(aim, best.choice.tobytes())}
+            if not part.clock.expired():
+                program.learned.best_around.add((aim, best.choice.tobytes()))
             continue
         timeline, around = timelines(answer.choice), True
         if timeline.peak <= aim:

@@ -227,7 +227,7 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
     `Priced.possible`."""
     if best is None:
         return
-    unit = abs(best.bound)
+    unit, hard = abs(best.bound), prices_hard_rows(core, best.prices)
     for room in ROOMS:
         if board.done or room > widest:
             return
@@ -240,7 +240,6 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
             upper = board.cost
         try:
             small = _narrowed(board, core, best, upper, seed, place)
-            hard = prices_hard_rows(core, best.prices)
             if not _fits_mip(small, upper - max(best.bound, board.bound) <= NEARBY * unit, board.clock.left if hard else math.inf):
                 return
             answer = solve_left(board, small, seed, nodes)
