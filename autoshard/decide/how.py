@@ -23,7 +23,7 @@ class How:
     """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement. `finer`: whether the plan over
     decision units is refined op by op. `enough`: the relative gap at which a search ends. `known`: solutions of problems that were
     searched to their end, or to the best tied choice where that was enough, by what they say (`Problem.key`): stages of equal blocks are problems
-    with equal numbers, and so is one program with ample memory, whatever the budget."""
+    with equal numbers, and so is one program with ample memory, whatever the budget; in little memory limits corrected by a plan come again."""
 
     clock: Clock
     backend: str = "auto"
@@ -72,12 +72,13 @@ class How:
         return found
 
     def _remembered(self, problem: Problem, search: Callable[[], Solution]) -> Solution:
-        """What is known of the problem; else what `search` finds, which is kept where no limit ended the search."""
+        """What is known of the problem, as near its optimum as asked; else what `search` finds, which is kept where no limit ended the search."""
         if self.known is None:
             return search()
-        found = self.known.get(problem.key)
-        if found is None:
+        key = problem.key
+        found = self.known.get(key)
+        if found is None or found.status is Status.GAP and found.gap > self.enough:
             found = search()
             if found.status in ENDED:
-                self.known[problem.key] = found
+                self.known[key] = found
         return found

@@ -27,7 +27,7 @@ from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Wiring
 from autoshard.formulate.problem_of import Formulation
 from autoshard.search import neighbourhoods_of
-from autoshard.search.board import Event
+from autoshard.search.board import MARGIN, Event
 from autoshard.search.problem import Problem, Solution, Status, evaluate
 from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import are_coarse, singletons
@@ -40,6 +40,7 @@ TWICE = 12_000  # likewise, for the second start: it takes as long as the first,
 SHARE = 0.5  # of the time, kept for refining
 WORTH = 1e-4  # of the step: less is no reason to leave the plans that the bound is about
 LITTLE = 1e-3  # of the step: a wide search that gains less is the last one
+AGREEING = 3  # ends of one cost that say what the rest of the starts would: a small model's plan takes half as long
 FACT = "op_by_op"  # its name among the facts of a search
 
 
@@ -118,7 +119,8 @@ def _improved(program: Program, finer: Formulation, found: Solution, how: How) -
 
     ends = _Ends(finer.problem, replace(how, progress=told if how.progress else None), starts(program, found, finer))
     for start in ends.starts:
-        ends.improve(start)
+        if not ends.agree:
+            ends.improve(start)
     ends.improve_mixture()
     if found.status is not Status.OPTIMAL:
         ends.widen()
@@ -146,6 +148,11 @@ class _Ends:
     @property
     def least(self) -> float:
         return min((cost for _, cost in self.known), default=math.inf)
+
+    @property
+    def agree(self) -> bool:
+        """Whether as many starts as are enough end at the least cost: the rest would say it again."""
+        return sum(cost <= self.least * (1.0 + MARGIN) for _, cost in self.ends) >= AGREEING
 
     def improve(self, start: np.ndarray, wide: bool = False) -> None:
         """One more end, and the mixture with it, which is never dearer than the one before."""

@@ -104,18 +104,18 @@ class FloorGathers(FloorWeights):
                 continue
             if any(reader.order == now for reader in gather.readers):
                 continue  # counted with the op
-            last = next((r for r in reversed(gather.readers) if r.sure and r.order > now and _holds(r.reads, plan)), None)
+            last = next((r for r in reversed(gather.readers) if r.sure and r.order > now and holds_in(r.reads, plan)), None)
             if last is None:
                 continue
             conditions = [(gather.node, gather.made), *([last.reads] if len(gather.readers) > 1 else [])]
-            before = next((r for r in gather.readers if r.order < now and _holds(r.reads, plan)), None)
+            before = next((r for r in gather.readers if r.order < now and holds_in(r.reads, plan)), None)
             if before is not None:
-                yield from _while_all_hold([*conditions, before.reads], gather.nbytes)
+                yield from while_all_hold([*conditions, before.reads], gather.nbytes)
             elif not far:
                 others = self._between(op.phase, gather, now, last.order)
-                far = len(others) > MOST or sum(not _holds(other, plan) for other in others) >= PREFETCH
+                far = len(others) > MOST or sum(not holds_in(other, plan) for other in others) >= PREFETCH
                 if not far:
-                    yield from _while_all_hold([*conditions, *(other for other in others if _holds(other, plan))], gather.nbytes)
+                    yield from while_all_hold([*conditions, *(other for other in others if holds_in(other, plan))], gather.nbytes)
 
     def _between(self, window: str, gather: Gather, now: int, until: int) -> list[Condition]:
         """The conditions that what else may be issued between `now` and the gather's reader is not."""
@@ -123,12 +123,12 @@ class FloorGathers(FloorWeights):
         return others + [(r.reads[0], ~r.reads[1]) for r in self._views.get(window, ()) if now < r.order <= until]
 
 
-def _holds(condition: Condition, plan: np.ndarray) -> bool:
+def holds_in(condition: Condition, plan: np.ndarray) -> bool:
     node, holds = condition
     return bool(holds[plan[node]])
 
 
-def _while_all_hold(conditions: Sequence[Condition], nbytes: float) -> Iterator[Amounts]:
+def while_all_hold(conditions: Sequence[Condition], nbytes: float) -> Iterator[Amounts]:
     """Amounts of single nodes whose sum is `nbytes` where all conditions hold, and never more than 0 where one does not."""
     of_node: dict[int, np.ndarray] = {}
     for node, holds in conditions:

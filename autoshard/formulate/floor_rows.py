@@ -3,7 +3,7 @@
 The rows of the turn and of the update do not see what ops need to run, nor what backward makes: recomputed values, their gradients, gradients of
 parameters. A floor row is the turn's row, moved to an op. While op X runs there are
 
-    stored tensors              as they are stored; optimizer state on the device (`FloorWeights`)
+    stored tensors              as they are stored; optimizer state on the device; inputs, as ranks are given them (`FloorWeights`)
     gathered parameters         that ops behind X read and whose gathers are issued before it, or that ops before and behind it read (`FloorGathers`)
     gradients of parameters     those made before X, in the least bytes that they may have on their way to where they are stored; the last of
                                 them in what its reduction sends
@@ -11,7 +11,7 @@ parameters. A floor row is the turn's row, moved to an op. While op X runs there
     what X reads                in the specs in which it reads it, and what it makes and needs to make it; of parameters what it gathers
     kept values, kept copies    that forward has made before X, and backward has not begun to read: as they lie
     other values                that an op before X has made or read, and an op behind it will read: in the least bytes that they may have on the
-                                way from one to the other
+                                way from one to the other, given what the last one reads (`FloorValues`)
 
 A recompute source only surely gives its value to an op that is no source, for a source may be off. So a recomputed value counts between two
 such readers, or from where one of its unit needs it. Where a choice loads a row of these more than its limit, its timeline exceeds the limit.
@@ -19,7 +19,7 @@ such readers, or from where one of its unit needs it. Where a choice loads a row
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,10 +27,9 @@ import numpy as np
 
 from autoshard.base.graph import Op, Ref
 from autoshard.base.plan import OpPlan
-from autoshard.base.roles import Role
 from autoshard.base.spec import local_tensor_shape
 from autoshard.formulate.copies import KEPT, MADE, CopyNode
-from autoshard.formulate.floor_gathers import FloorGathers
+from autoshard.formulate.floor_values import FloorValues
 from autoshard.formulate.floor_weights import exact_near
 from autoshard.formulate.memory_rows import Amounts, with_items
 from autoshard.formulate.problem_of import Formulation
@@ -42,17 +41,6 @@ from autoshard.search.problem import row_loads
 
 BEFORE, BEHIND = "while ", " runs"
 """Around the op in the name of a floor row in `Formulation.memory_rows`; further rows of the op have primes behind it."""
-
-
-@dataclass(frozen=True)
-class Reader:
-    """An op that reads a value, or a view of it. `path`: the tensors from the value to what the op reads, each as the output of an op
-    (index -1) or as its input of that index."""
-
-    op: str
-    order: int
-    sure: bool
-    path: tuple[tuple[Ref, str, int], ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,7 +59,7 @@ class Copied:
 
 
 @dataclass(eq=False)
-class Floors(FloorGathers):
+class Floors(FloorValues):
     """What floor rows of one formulation have in common."""
 
     @property
@@ -102,15 +90,18 @@ class Floors(FloorGathers):
         yield from self._handed_out(op, read)
         yield from self._under_way(op, now, plan)
         yield from ((self.formulation.units.index(moment), amounts) for _, amounts in gathered.values())
-        least: dict[Ref, float] = {}
+        copies, counted = self._copies_at(now, op), {}
+        copied = {c.root for c in copies if c.copy.states[plan[c.node]].name == KEPT}
         for root in self.roots:
-            if root not in read and root.op != moment:
-                for node, amounts in self._early(root, now, read) if op.phase == "forward" else self._value(root, now):
-                    least[self._home(root)] = float(amounts[amounts > 0].min(initial=np.inf))
+            if root not in read and root.op != moment and (op.phase != "forward" or root in self.readers):
+                home = self._home(root)
+                values = self._early(root, now, read) if op.phase == "forward" else self._value(root, now, None if home in copied else plan)
+                before = home in counted and root not in self.readers  # by what shares its buffer
+                for node, amounts, counted[home] in () if before else values:
                     yield node, amounts
-        for copy in self._copies_at(now, op):
+        for copy in copies:
             if copy.root not in self.outputs:
-                yield from self._copy(copy, now, op, read, plan, least.get(copy.root, 0.0))
+                yield from self._copy(copy, now, op, read, plan, counted.get(copy.root, 0.0))
 
     def load(self, moment: str, choice: np.ndarray) -> float:
         """What a choice surely holds."""
@@ -155,12 +146,6 @@ class Floors(FloorGathers):
 
     # --- what the user holds ---
 
-    @cached_property
-    def outputs(self) -> Mapping[Ref, Op]:
-        """Per value of forward that the user gets, the output that it is, or that a view of it is."""
-        found = {storage_root(self.graph, op.refs[0]): op for op in self.graph.outputs(Role.USER).values() if op.refs and op.phase == "forward"}
-        return {root: op for root, op in found.items() if self.graph.op(root.op).kind == "call"}
-
     def _handed_out(self, op: Op, read: set[Ref]) -> Iterator[Amounts]:
         """Results of forward, which the user holds from then on, as they are handed out. Nothing else that these are or that was made of them is
         counted, for it may be the same buffer."""
@@ -169,121 +154,11 @@ class Floors(FloorGathers):
             if op.phase != "forward" and root not in read and self.graph.meta(ref).numel == self.graph.meta(root).numel:
                 yield self.formulation.units.index(output.name), self._bytes(ref, self.formulation.units.inputs(output.name, 0))
 
-    # --- other values ---
-
-    @cached_property
-    def roots(self) -> tuple[Ref, ...]:
-        """Values with a buffer of their own that backward reads."""
-        return tuple(self.readers)
-
-    @cached_property
-    def readers(self) -> dict[Ref, tuple[Reader, ...]]:
-        """Per value with a buffer of its own that some op of backward surely reads: who reads it or a view of it there. That a source may keep it
-        is no reading."""
-        graph, out, late = self.graph, defaultdict(list), gradient_bound(self.graph)
-        paths: dict[Ref, tuple[tuple[Ref, str, int], ...]] = {}
-        for op in graph.ops:
-            if op.phase == "forward" or op.kind not in ("call", "output"):
-                continue
-            for i, ref in enumerate(op.refs):
-                root = storage_root(graph, ref)
-                if ref in op.kept or graph.op(root.op).kind != "call" or graph.op(root.op).phase == "forward":
-                    continue
-                path = (*paths.get(ref, ((ref, ref.op, -1),)), (ref, op.name, i))
-                if registry.is_view(op) and len(op.refs) == 1:
-                    paths.update((view, (*path, (view, op.name, -1))) for view in (Ref(op.name, k) for k in range(len(op.outputs))))
-                sure = op.kind == "call" and not is_source(op) and not registry.is_view(op) and not (is_passing(op) and Ref(op.name) in late)
-                out[root].append(Reader(op.name, graph.order[op.name], sure, path))
-        return {root: tuple(readers) for root, readers in out.items() if any(r.sure for r in readers) and root not in self._first_gradients}
-
-    def _value(self, root: Ref, now: int) -> Iterator[Amounts]:
-        graph, units = self.graph, self.formulation.units
-        op, readers = graph.op(root.op), self.readers[root]
-        first = readers[0].order
-        if is_source(op):
-            kept = self._kept(op, root)
-            if now < first:
-                if kept is not None and kept.any():
-                    yield units.index(root.op), kept
-                return
-            last = self._last(root, now)
-            if last is None:
-                return
-            amounts = self._least_on(root, last)
-            if now < self._needed(root.op):
-                amounts = amounts * (kept > 0) if kept is not None else np.zeros_like(amounts)
-        else:
-            last = self._last(root, now) if graph.order[root.op] < now else None
-            if last is None:
-                return
-            amounts = self._least_on(root, last)
-        if amounts.any():
-            yield units.index(root.op), amounts
-
-    def _early(self, root: Ref, now: int, read: set[Ref]) -> Iterator[Amounts]:
-        """What forward has made before `now` for backward. What the op reads itself is counted there."""
-        op = self.graph.op(root.op)
-        kept = self._kept(op, root) if is_source(op) else None
-        if kept is not None and kept.any():
-            home = self._home(root)
-            if self.graph.order[home.op] < now and home not in read:
-                yield self.formulation.units.index(root.op), kept
-
-    def _last(self, root: Ref, now: int) -> Reader | None:
-        """The last op that surely reads the value, if that is behind `now`."""
-        last = next((r for r in reversed(self.readers[root]) if r.sure), None)
-        return last if last is not None and last.order > now else None
-
-    def _kept(self, op: Op, root: Ref) -> np.ndarray | None:
-        """Per strategy, the bytes of a source's value where it keeps it; not of one that the user holds anyway."""
-        value = Ref(op.kept[0].op, root.index) if op.kept else None
-        if value is None or value not in op.kept or self._home(root) in self.outputs:
-            return None
-        return self._once(("kept", root), lambda: self._bytes(value, self.formulation.units.inputs(op.name, op.refs.index(value))))
-
-    def _needed(self, source: str) -> int:
-        """The order of the first op by which the source has surely run, if it does and all of its unit do."""
-        return self._once(("needed", source), lambda: min(
-            [self._first_sure(source), *(self._needed(w) for w in self._dependent(source))]))
-
-    def _first_sure(self, source: str) -> int:
-        orders = [r.order for k in range(len(self.graph.op(source).outputs)) for r in self.readers.get(Ref(source, k), ()) if r.sure]
-        return min(orders, default=len(self.graph.ops))
-
-    def _dependent(self, source: str) -> list[str]:
-        """Sources of the same unit that read its values to run."""
-        units = self.formulation.units
-        return [name for k in range(len(self.graph.op(source).outputs)) for name, i in self.graph.users.get(Ref(source, k), ())
-                if is_source(self.graph.op(name)) and units.index(name) == units.index(source) and Ref(source, k) not in self.graph.op(name).kept]
-
-    def _least_on(self, root: Ref, last: Reader) -> np.ndarray:
-        """Per strategy of the value's unit, the least bytes that it has on the way to its last reader; 0 where it is nowhere."""
-        return self._once(("least", root, last.op), lambda: self._least_on_path(root, last.path))
-
-    def _least_on_path(self, root: Ref, path: Iterable[tuple[Ref, str, int]]) -> np.ndarray:
-        units, home = self.formulation.units, self.formulation.units.index(root.op)
-        own = self._bytes(root, units.outputs(root))
-        out = own.copy()
-        for ref, name, i in path:
-            specs = units.outputs(ref) if i < 0 else units.inputs(name, i)
-            amounts = self._bytes(ref, specs)
-            amounts = np.where(amounts > 0, amounts, np.inf)
-            if units.index(name) != home or self.graph.meta(ref).numel > self.graph.meta(root).numel:
-                amounts = amounts.min(initial=np.inf)
-            out = np.minimum(out, amounts)
-        return np.where(own > 0, out, 0.0)
-
     def _least(self, ref: Ref) -> float:
         amounts = self._bytes(ref, self.formulation.units.outputs(ref))
         return float(amounts[amounts > 0].min(initial=np.inf)) if (amounts > 0).any() else 0.0
 
     # --- copies ---
-
-    def _home(self, root: Ref) -> Ref:
-        """The value of forward that a recompute source stands for, where it may keep it; else the value itself."""
-        op = self.graph.op(root.op)
-        value = Ref(op.kept[0].op, root.index) if is_source(op) and op.kept else root
-        return storage_root(self.graph, value) if value in op.kept else root
 
     @cached_property
     def _copies(self) -> tuple[Copied, ...]:

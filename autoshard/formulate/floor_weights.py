@@ -37,8 +37,11 @@ def _finite(amounts: np.ndarray) -> np.ndarray:
 
 @dataclass(eq=False)
 class FloorWeights:
+    """`whole`: whether ranks are given whole inputs, else each its part."""
+
     formulation: Formulation
     footprints: Footprints
+    whole: bool = False
     memo: dict = field(default_factory=dict)
 
     @property
@@ -85,6 +88,9 @@ class FloorWeights:
                 always = always - np.where(own > gathered[op.name][0], np.minimum(own, always), 0.0)
             amounts = always + state * table.strategies[op.name].on_device[units.picked(op.name)]
             yield units.index(op.name), amounts + least if made is not None and made < now and made != latest else amounts
+        for op in self.graph.of_kind("input"):
+            specs = units.outputs(Ref(op.name))
+            yield units.index(op.name), np.full(len(specs.index), float(op.outputs[0].nbytes)) if self.whole else self._bytes(Ref(op.name), specs)
         if latest is not None:
             yield from self._flying(latest, plan)
 

@@ -106,7 +106,7 @@ def _searched_whole(table: CostTable, options: Options, program: Program | None 
     with clock("formulate"):
         program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
         program = replace(program, starts=(*program.starts, *lifts(program.formulation, coarser)))
-    how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, known)
+    how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, {} if known is None else known)
     with stopping(how.clock, interruptible), clock("search"):
         return find(program, how)
 

@@ -60,7 +60,7 @@ def open_formulation(name: str, mesh: str, limit: float = 1e18) -> Formulation:
 
 
 def floors_of(formulation: Formulation) -> Floors:
-    return Floors(formulation, Footprints(formulation.table.mesh, formulation.table.cluster))
+    return Floors(formulation, Footprints(formulation.table.mesh, formulation.table.cluster), whole=True)
 
 
 def random_choice(formulation: Formulation, seed: int) -> np.ndarray:

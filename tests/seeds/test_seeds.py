@@ -48,6 +48,11 @@ def plan(model: nn.Module, mesh: str = "dp=2,tp=2", **options):
     return autoshard.plan(model, mesh, (X,), cluster="h100-dgx", time_limit=120, **options)
 
 
+def propagated(model: nn.Module, **options):
+    """What seeds alone decide: no search, so that plans of many forms are made in no time."""
+    return plan(model, search="propagate", **options)
+
+
 def same(*plans) -> None:
     first = plans[0]
     for other in plans[1:]:
@@ -64,7 +69,9 @@ def test_four_ways_to_seed_parameters(tmp_path):
     from_cli = parse_seeds(["*.up.weight=tp,-", "*.down.weight=-,tp", "input:0=dp,?"])
     placed = {"*.up.weight": (Replicate(), Shard(0)), "*.down.weight": (Replicate(), Shard(1)), "input:0": ("dp", ...)}
     spec = {**values, "*.up.weight": ShardingSpec((("tp",), ()))}
-    plans = [plan(Two(), seeds=s) for s in (values, load_seeds(str(path)), from_cli, placed, spec)]
+    plans = [propagated(Two(), seeds=s) for s in (values, load_seeds(str(path)), from_cli, placed, spec)]
+    same(*plans)
+    plans = [plan(Two(), seeds=s) for s in (placed, from_cli)]
     same(*plans)
     assert plans[0].placements["a.up.weight"] == (-1, 0) and plans[0].placements["b.down.weight"] == (-1, 1)
     assert {x.spec for x in plans[0].layouts if x.name == "input:0"} <= {(0, -1), (0, 0), (0, 1)}
@@ -74,9 +81,10 @@ def test_an_activation_in_the_model_or_by_path_in_any_form(tmp_path):
     path = tmp_path / "seeds.yaml"
     path.write_text('"*.up": "dp,tp"\n')
     seeds = ({"*.up": ("dp", "tp")}, load_seeds(str(path)), parse_seeds(["*.up=dp,tp"]), {"*.up": (Shard(0), Shard(1))})
-    by_path = [plan(Two(), seeds=s) for s in seeds]
-    inside = [plan(Two(mark)) for mark in (("dp", "tp"), "dp,tp", (Shard(0), Shard(1)))]
-    same(*inside, *by_path)
+    for plan_of, some in ((propagated, slice(None)), (plan, slice(2, 3))):
+        by_path = [plan_of(Two(), seeds=s) for s in seeds[some]]
+        inside = [plan_of(Two(mark)) for mark in (("dp", "tp"), "dp,tp", (Shard(0), Shard(1)))[some]]
+        same(*inside, *by_path)
     marked = [p for n, p in inside[0].ops.items() if n.startswith("annotate")]
     assert len(marked) == 4 and {p.outputs for p in marked} == {((0, 1),)}, "two activations and their gradients"
 
@@ -112,7 +120,7 @@ def test_dp_is_fixed_and_tp_searched_in_one_line():
 
 
 def test_reports_count_matches_and_speak_like_the_command_line():
-    found = plan(Two(), seeds={"*.up.weight": ("tp", None), "input:0": ("dp", ...)})
+    found = propagated(Two(), seeds={"*.up.weight": ("tp", None), "input:0": ("dp", ...)})
     assert found.seeds == {"*.up.weight": "tp,-", "input:0": "dp,..."}
     assert "seed *.up.weight holds for 2 tensors" in found.notes and "seed input:0 holds for 1 tensor" in found.notes
 

@@ -47,7 +47,8 @@ def search_within(program: Program, how: How) -> Solution:
     """The cheapest plan found whose timeline stays within the budget."""
     problem, learned = program.formulation.problem, program.learned
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
-    floors = Floors(program.formulation, Footprints(program.formulation.table.mesh, program.formulation.table.cluster))
+    table, whole = program.formulation.table, program.settings.get("inputs", "global") == "global"
+    floors = Floors(program.formulation, Footprints(table.mesh, table.cluster), whole)
     begin = _about(program, how.part(BEFORE)) if floors.possible else how.part(FIRST)
     answer = _solved(problem, program.starts, possible(problem, learned.near), begin)
     how = replace(how, enough=max(how.enough, TIGHT))
