@@ -198,7 +198,7 @@ def test_infeasibility_does_not_contradict_itself(training: bool) -> None:
     batch = (torch.ones(16, 32), torch.zeros(16, dtype=torch.long))
     make: Callable[..., Any] = lambda **o: autoshard.plan(  # noqa: E731
         model, Mesh(("d",), (2,)), batch if training else batch[:1], loss_fn=F.cross_entropy if training else None, training=training,
-        cluster="cpu-gloo", **o)
+        cluster="cpu-gloo", time_limit=20.0, **o)
     ample, enough, refusals = make().memory["total"], 0.0, 0
     for part in (1.0, 0.7, 0.5, 0.3, 1e-6):
         budget = part * ample

@@ -11,7 +11,7 @@ from autoshard.decide.make_plan import Timelines
 from autoshard.decide.memory.memory_problems import memory_priced
 from autoshard.decide.options import Options
 from autoshard.decide.program import formulate_within
-from autoshard.formulate.floor_gathers import _while_all_hold
+from autoshard.formulate.floor_gathers import while_all_hold
 from autoshard.formulate.floor_rows import Floors
 from autoshard.formulate.memory_rows import without_idle
 from autoshard.formulate.problem_of import Formulation
@@ -29,7 +29,7 @@ def test_amounts_are_exact_where_all_conditions_hold_and_never_too_high() -> Non
     rng = np.random.default_rng(0)
     for _ in range(100):
         conditions = [(int(rng.integers(3)), rng.random(3) < 0.6) for _ in range(int(rng.integers(1, 5)))]
-        amounts = list(_while_all_hold(conditions, 7.0))
+        amounts = list(while_all_hold(conditions, 7.0))
         for choice in product(range(3), repeat=3):
             total, hold = sum(a[choice[node]] for node, a in amounts), all(mask[choice[node]] for node, mask in conditions)
             assert total == pytest.approx(7.0) if hold else total <= 0.0

@@ -333,7 +333,8 @@ def test_inference_and_recomputation() -> None:
     plan = autoshard.plan(model.eval(), "tp=2", inputs[:1], training=False, cluster="cpu-gloo")
     assert autoshard.simulate(plan, model, inputs[:1]).step_s == pytest.approx(plan.objective_s, rel=1e-9)
     ample = autoshard.plan(model, "tp=2", inputs, loss_fn=module.loss, training=True, cluster="cpu-gloo")
-    tight = autoshard.plan(model, "tp=2", inputs, loss_fn=module.loss, training=True, cluster="cpu-gloo", memory_budget=0.6 * ample.memory["total"])
+    tight = autoshard.plan(model, "tp=2", inputs, loss_fn=module.loss, training=True, cluster="cpu-gloo", memory_budget=0.6 * ample.memory["total"],
+                           time_limit=15.0)
     found = autoshard.simulate(tight, model, inputs, loss_fn=module.loss)
     assert tight.recompute and found.step_s == pytest.approx(tight.objective_s, rel=1e-9)
     assert found.hfu > found.mfu
