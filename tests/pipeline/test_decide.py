@@ -75,9 +75,9 @@ def test_dear_looks_are_for_shapes_that_cheap_ones_leave():
 
 def test_ends_are_priced_where_the_main_blocks_are_near_the_best():
     """Of most slots one block is priced, and no slot is priced leaner where the blocks at the level before are too slow already."""
-    pricer = Synthetic(14, state=1.0, saved=2.0, batch=32)
-    tried = try_shapes(pricer, shapes(Room(devices=8, most_tp=4, batch=32, blocks=16)), 14.0)
-    alone, whole = ({slot for first, end, slot, _ in pricer.asked if (end == 16) == ends} for ends in (False, True))
+    pricer = Synthetic(8, state=1.0, saved=2.0, batch=32)
+    tried = try_shapes(pricer, shapes(Room(devices=8, most_tp=4, batch=32, blocks=10)), 8.0)
+    alone, whole = ({slot for first, end, slot, _ in pricer.asked if (end == 10) == ends} for ends in (False, True))
     assert whole < alone and {t.shape.slot for t in tried if t.cuts} <= whole
     assert {slot for *_, slot, lean in pricer.asked if lean} < alone
 
@@ -98,18 +98,18 @@ def test_what_a_byte_costs_leaves_lean_levels_unsearched():
         def rate(self, tried):
             return self.cost * (tried.lean > 0)
 
-    found = shapes(Room(devices=8, most_tp=2, batch=32, blocks=16))
-    free, dear = Dear(14, state=1.0, saved=2.0), Dear(14, state=1.0, saved=2.0)
+    found = shapes(Room(devices=8, most_tp=2, batch=32, blocks=9))
+    free, dear = Dear(7, state=1.0, saved=2.0), Dear(7, state=1.0, saved=2.0)
     dear.cost = 10.0
-    tried = [try_shapes(pricer, found, 5.0) for pricer in (free, dear)]
+    tried = [try_shapes(pricer, found, 2.7) for pricer in (free, dear)]
     assert len(dear.asked) < len(free.asked)
     assert ranked(tried[1])[0].seconds == ranked(tried[0])[0].seconds
 
 
 def test_bounds_that_know_memory_leave_fewer_shapes_to_search():
     """Shapes that are fast in ample memory and must compute again in theirs."""
-    found = shapes(Room(devices=8, most_tp=2, batch=32, blocks=16))
-    blind, seeing = (try_shapes(Synthetic(14, limit=known, batch=32, state=1.0, saved=2.0), found, 14.0) for known in (np.inf, 14.0))
+    found = shapes(Room(devices=8, most_tp=2, batch=32, blocks=9))
+    blind, seeing = (try_shapes(Synthetic(7, limit=known, batch=32, state=1.0, saved=2.0), found, 7.0) for known in (np.inf, 7.0))
     searched = [sum("says enough" not in t.why for t in tried) for tried in (blind, seeing)]
     assert searched[1] < searched[0]
     assert ranked(seeing)[0].seconds <= ranked(blind)[0].seconds / (1 - TOLERANCE)
