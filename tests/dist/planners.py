@@ -11,18 +11,23 @@ from autoshard.base.plan import OpPlan, Plan, StagePlan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
 from autoshard.decide.options import Options, Passing
+from autoshard.lower.lower import Lowered
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.step import Step
 
 
 def by_planner(planner: Callable[..., Plan], *, loss_fn: Any = None, plan: Plan | None = None, passing: Passing | None = None, key: str = "",
-               **options: Any) -> Settings:
-    """As `autoshard.compile` has it, with `planner` in place of the search. `options`: others of `compile`."""
+               once: dict[str, Lowered] | None = None, **options: Any) -> Settings:
+    """As `autoshard.compile` has it, with `planner` in place of the search. `options`: others of `compile`. Models that are compiled several
+    times with one `once`, which this fills, are lowered once and bound each time."""
     made = Options.of(options)
 
     def build(variant: Variant) -> Step:
         found = variant.agreed_plan(planner)
-        return variant.bind(found, variant.lower(found, variant.schedule(found)))
+        known = {} if once is None else once
+        if found.graph_hash not in known:
+            known[found.graph_hash] = variant.lower(found, variant.schedule(found))
+        return variant.bind(found, known[found.graph_hash])
 
     return Settings(build, made if passing is None else replace(made, passing=passing), loss_fn, plan, key)
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from ports import free_ports  # noqa: E402
 import autoshard  # noqa: E402
 from autoshard import _torch  # noqa: E402
 from autoshard.collectives import KIND_OF  # noqa: E402
+from autoshard.lower.lower import Lowered  # noqa: E402
 from autoshard.lower.overwrite_table import SWAP  # noqa: E402
 from autoshard.runtime.carriers.gloo_messages import Members  # noqa: E402
 from autoshard.runtime.carriers.shared_memory import SWITCH, Shared  # noqa: E402
@@ -106,10 +108,16 @@ def every_way(ports: list[int]) -> None:
                 carriers = place.carriers()
                 assert set(carriers) == set(place.groups.values()) and all(isinstance(c, Shared if shared else Members) for c in carriers.values()), (
                     f"{name}: {carriers}")
+    once: dict[str, Lowered] = {}  # the same program, which only its binding tells how ranks reach each other
     for shared in (True, False):
-        for module in (moe, resnet):  # with calls of every kind, some of them inside ops
+        for module, sizes in ((moe, {"layers": 1}), (resnet, {"blocks": (1, 1, 1, 1)})):
             with patch.object(Function, "of", staticmethod(refusing)), no_memory(not shared):
-                train(mesh, module.build, module.loss, lambda model: CompiledModule(model, locate(mesh), by_planner(random_planner(0), loss_fn=module.loss)))
+                train(mesh, partial(module.build, **sizes), module.loss, lambda model: CompiledModule(
+                    model, locate(mesh), by_planner(random_planner(1), loss_fn=module.loss, once=once)))
+    issued = {(KIND_OF[n.target].name, n.meta["part"].kind) for lowered in once.values() for w in lowered.windows for n in w.graph.nodes
+              if n.target in KIND_OF}
+    moves = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+    assert issued >= {*((kind, "redistribute") for kind in moves), ("all_reduce", "compute"), ("mirror", "compute")}, "of every kind, some inside ops"
 
 
 def no_memory(really: bool) -> Any:
