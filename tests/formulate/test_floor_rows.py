@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_models import Wavy
 
+from autoshard.base.graph import Ref
 from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import CATEGORIES
 from autoshard.base.precision import Precision
@@ -20,9 +21,10 @@ from autoshard.formulate.floor_rows import Floors, with_floor
 from autoshard.formulate.floor_weights import exact_near
 from autoshard.formulate.memory_rows import without_idle
 from autoshard.formulate.problem_of import Formulation, formulate
-from autoshard.planner.one_stage import prices
+from autoshard.planner.one_stage import decide, prices
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline
+from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import open_table, open_units, program_with
@@ -179,3 +181,41 @@ def test_programs_with_decided_recomputation_get_none() -> None:
     table = replace(formulation.table, training=replace(formulation.table.training, in_flight=2))
     assert not floors_of(replace(formulation, table=table)).possible
     assert not floors_of(formulate_within(formulation.table.base, 1e18)).possible
+
+
+def test_what_waits_to_be_recomputed_from_is_counted_and_a_small_model_is_proven() -> None:
+    """Four ranks over slow links recompute rather than split. Before floor rows counted whole inputs, what the last reader reads, and values kept for a
+    source that runs later, the gap was 65 %, and the plan found a third slower."""
+    traced, mesh = mlp_of(512), parse_mesh("dp=4")
+    options = replace(OPTIONS, cluster="cpu-gloo")
+    ample = decide(prices(traced, mesh, options), options)
+    found = decide(prices(traced, mesh, options), replace(options, memory_budget=0.8 * ample.memory["total"]), has_loss=True)
+    assert found.recompute and found.gap < 1e-6
+
+
+def mlp_of(batch: int) -> Traced:
+    module = importlib.import_module("models.mlp")
+    model, inputs = module.build("tiny", batch=batch)
+    return trace(model, inputs, loss_fn=module.loss)
+
+
+def test_values_kept_for_sources_count_while_these_run_behind_the_op() -> None:
+    """relu's value is recomputed from addmm's, which is kept: it lies there whole until relu runs, and is nothing where relu's value is kept."""
+    formulation = formulate_within(open_table(prices(mlp_of(64), parse_mesh("dp=2"), OPTIONS)), 1e18)
+    floors, units = floors_of(formulation), formulation.units
+    root, source = Ref("addmm_0_again"), "relu_0_again"
+    now = floors.graph.order["threshold_backward_0"]
+    assert root in floors.roots and root not in floors.readers
+    kept = floors._kept(floors.graph.op(root.op), root)
+    runs = floors._reads(floors._all_readers[root][0]) > 0
+    early = next(r for r in floors._all_readers[Ref(source)] if r.order <= now)
+    plan = np.zeros(formulation.problem.n, dtype=np.int64)
+    for node, wanted in ((units.index(root.op), kept > 0), (units.index(source), runs), (units.index(early.op), floors._reads(early) == 0)):
+        plan[node] = np.flatnonzero(wanted)[0]
+    counted = sum(float(amounts[plan[node]]) for node, amounts, _ in floors._value(root, now, plan))
+    assert counted == kept[plan[units.index(root.op)]] > 0
+    for node, other in ((units.index(source), ~runs), (units.index(early.op), floors._reads(early) > 0)):
+        changed = plan.copy()
+        changed[node] = np.flatnonzero(other)[0]
+        assert sum(float(amounts[changed[node]]) for node, amounts, _ in floors._value(root, now, plan)) <= 0.0
+        assert not list(floors._value(root, now, changed)), "in another plan nothing says that it lies there"
