@@ -97,10 +97,11 @@ class Floors(FloorValues):
                 home = self._home(root)
                 values = self._early(root, now, read) if op.phase == "forward" else self._value(root, now, None if home in copied else plan)
                 before = home in counted and root not in self.readers  # by what shares its buffer
-                for node, amounts, counted[home] in () if before else values:
-                    yield node, amounts
-        for copy in copies:
-            if copy.root not in self.outputs:
+                if not before:
+                    for node, amounts, counted[home] in values:
+                        yield node, amounts
+        for copy in copies:  # not of inputs: a piece of one may be a view of it
+            if copy.root not in self.outputs and self.graph.op(copy.root.op).kind != "input":
                 yield from self._copy(copy, now, op, read, plan, counted.get(copy.root, 0.0))
 
     def load(self, moment: str, choice: np.ndarray) -> float:
