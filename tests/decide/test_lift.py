@@ -66,7 +66,7 @@ def test_a_plan_of_another_program_is_not_lifted():
 
 
 def test_a_search_starts_from_coarser_plans_of_its_program(monkeypatch):
-    options, program, seen = Options(cluster="cpu-gloo"), traced("gpt"), []
+    options, program, seen = Options(cluster="cpu-gloo", time_limit=20.0), traced("gpt"), []
     plans = [coarse_plan(program, "4x4", options), coarse_plan(traced("mlp"), "4x4", options)]
     monkeypatch.setattr("autoshard.decide.program.starting_plans", lambda formulation: ())
     monkeypatch.setattr("autoshard.planner.one_stage.find", lambda asked, how: seen.append(asked) or find(asked, how))

@@ -87,7 +87,7 @@ def test_nothing_fits_says_when_and_what() -> None:
 def test_the_budget_that_the_error_names_is_enough(name: str, mesh: str) -> None:
     table = table_of(name, mesh)
     with pytest.raises(InfeasibleError) as caught:
-        decide(table, replace(OPTIONS, memory_budget=6000.0))
+        decide(table, replace(OPTIONS, memory_budget=6000.0, time_limit=20.0))
     amount = r"([\d.]+ \wiB)"
     named = re.search(rf"less than {amount} \(proven\), and the least found needs {amount}\..* Raise the memory budget to {amount}",
                       str(caught.value))
