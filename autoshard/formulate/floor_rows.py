@@ -92,14 +92,13 @@ class Floors(FloorValues):
         yield from ((self.formulation.units.index(moment), amounts) for _, amounts in gathered.values())
         copies, counted = self._copies_at(now, op), {}
         copied = {c.root for c in copies if c.copy.states[plan[c.node]].name == KEPT}
-        for root in self.roots:
-            if root not in read and root.op != moment and (op.phase != "forward" or root in self.readers):
-                home = self._home(root)
-                values = self._early(root, now, read) if op.phase == "forward" else self._value(root, now, None if home in copied else plan)
-                before = home in counted and root not in self.readers  # by what shares its buffer
-                if not before:
-                    for node, amounts, counted[home] in values:
-                        yield node, amounts
+        for root in self.readers if op.phase == "forward" else self.roots:
+            home = self._home(root)
+            if root in read or root.op == moment or home in counted and root not in self.readers:  # the last: by what shares its buffer
+                continue
+            values = self._early(root, now, read) if op.phase == "forward" else self._value(root, now, None if home in copied else plan)
+            for node, amounts, counted[home] in values:
+                yield node, amounts
         for copy in copies:  # not of inputs: a piece of one may be a view of it
             if copy.root not in self.outputs and self.graph.op(copy.root.op).kind != "input":
                 yield from self._copy(copy, now, op, read, plan, counted.get(copy.root, 0.0))

@@ -85,7 +85,7 @@ class FloorValues(FloorGathers):
     def _value(self, root: Ref, now: int, plan: np.ndarray | None) -> Iterator[Counted]:
         """A value on its way to its last reader. Where there is a `plan`, what is a matter of two nodes and more is exact for choices near it."""
         graph, units = self.graph, self.formulation.units
-        op, first, there = graph.op(root.op), self._all_readers[root][0].order, None
+        op, first, there = graph.op(root.op), self._all_readers[root][0].order, np.ones(1, bool)
         last = self._last(root, now)
         if last is None:
             if is_source(op) and plan is not None:
@@ -102,17 +102,17 @@ class FloorValues(FloorGathers):
         elif graph.order[root.op] >= now:
             return
         if plan is None or units.index(last.op) == units.index(root.op):
-            amounts = self._least_on(root, last) * (1.0 if there is None else there)
+            amounts = self._least_on(root, last) * there
             if amounts.any():
                 yield units.index(root.op), amounts, _least_of(amounts)
         else:
             yield from self._read_as(root, last, there, plan)
 
-    def _read_as(self, root: Ref, last: Reader, there: np.ndarray | None, plan: np.ndarray) -> Iterator[Counted]:
+    def _read_as(self, root: Ref, last: Reader, there: np.ndarray, plan: np.ndarray) -> Iterator[Counted]:
         """The least of what the value is and of what its last reader, of another unit, reads: it lies there in the one or the other."""
         nodes = self.formulation.units.index(root.op), self.formulation.units.index(last.op)
         own, reads = self._once(("read as", root, last.op), lambda: self._on_path(root, last.path, nodes[1]))
-        own = own if there is None else own * there
+        own = own * there
         if own.any():
             different, which = np.unique(reads, return_inverse=True)
             most = float(min(own.max(), different[-1]))
@@ -133,12 +133,12 @@ class FloorValues(FloorGathers):
                 return
 
     def _runs_behind(self, reader: Reader, now: int) -> list[Condition] | None:
-        """When a source surely runs behind `now`: it runs, somebody surely reads its value there, and nobody before. None where it may not."""
+        """When a source whose value is surely read runs behind `now`: it runs, and nobody reads the value before. None where somebody surely does."""
         units, of = self.formulation.units, [Ref(reader.op, k) for k in range(len(self.graph.op(reader.op).outputs))]
-        later = [r for root in of for r in self._all_readers.get(root, ())]
-        if not any(r.sure and r.order > now for r in later) or any(r.sure and r.order <= now for r in later):
+        if self._first_sure(reader.op) <= now:
             return None
-        on = [(r, r is reader) for r in (reader, *(r for r in later if r.order <= now))]
+        before = [r for root in of for r in self._all_readers.get(root, ()) if r.order <= now]
+        on = [(reader, True), *((r, False) for r in before)]
         return [(units.index(r.op), (self._reads(r) > 0) == runs) for r, runs in on]
 
     def _early(self, root: Ref, now: int, read: set[Ref]) -> Iterator[Counted]:

@@ -37,7 +37,7 @@ def _finite(amounts: np.ndarray) -> np.ndarray:
 
 @dataclass(eq=False)
 class FloorWeights:
-    """`whole`: whether ranks are given whole inputs, else each its part."""
+    """What of floor rows is a matter of stored tensors and inputs. `whole`: whether ranks are given whole inputs, else each its part."""
 
     formulation: Formulation
     footprints: Footprints
