@@ -34,6 +34,19 @@ Window = str
 LATE_REDUCTION = {"reduce_gradients": "at the end"}
 """Setting of a plan that keeps all gradients of parameters unreduced until backward is through, as ZeRO-1 does. Without it
 each is reduced as soon as it is made."""
+IN_FLIGHT = 64 << 20
+"""Bytes of gradients on their way to other ranks at once. A collective keeps what it sends, so without a bound every rank would
+hold all gradients unreduced at the end of backward."""
+GRADIENTS_IN_FLIGHT = "gradients_in_flight"
+"""Setting of a plan in which fewer bytes are: it was made for little memory."""
+
+
+def in_flight(settings: Mapping[str, Any]) -> int:
+    """Bytes of gradients that may be on their way at once in a plan of these settings. Raises PlanError for what is no number of bytes."""
+    most = settings.get(GRADIENTS_IN_FLIGHT, IN_FLIGHT)
+    if not isinstance(most, int) or most < 1:
+        raise PlanError(f"the plan's {GRADIENTS_IN_FLIGHT} {most!r:.60} is no number of bytes; plan the model again")
+    return most
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def find(program: Program, how: How) -> Found:
         find(with_starts(formulate_within(table, limit), settings), How(Clock(seconds)))
     """
     finer = how.finer and how.backend not in BACKENDS
-    variants = Variants(program, how.part(1.0 - SHARE) if finer and may_refine(program.formulation.table) else how)
+    variants = Variants(program, how, how.part(1.0 - SHARE) if finer and may_refine(program.formulation.table) else None)
     found = BACKENDS.get(how.backend, _searched)(variants)
     if found.solution.choice is None and how.clock.stopped:
         raise Interrupted("interrupted before a plan that fits was found; there is no plan yet")

@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.base.fine_mesh import refined
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import OpPlan, Plan
+from autoshard.base.plan import OpPlan, Plan, in_flight
 from autoshard.base.spec import Spec
 from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import Cluster
@@ -110,12 +110,13 @@ def _priced(plan: Plan, graph: Graph, mesh: Mesh, cluster: Cluster, training: Tr
     """The plan with seconds and bytes of `graph`; infinitely dear where it does not fit. Where it is known that it `fits`, since it does with
     larger shapes, bytes stay those: playing a step's memory takes most of the time here."""
     whole = with_recompute(graph, plan.recompute)
-    table = build_cost_table(whole, mesh, cluster, strategies_of(plan, whole, mesh), replace(training, offload=False))
+    training = replace(training, offload=False, on_their_way=in_flight(plan.settings))
+    table = build_cost_table(whole, mesh, cluster, strategies_of(plan, whole, mesh), training)
     bare = Chosen(table, dict.fromkeys(whole.by_name, 0), ())
     names = {str(Ref(op.name, i)): Ref(op.name, i) for op in whole.ops for i in range(len(op.outputs))}
     chosen = replace(bare, copies=tuple((names[c.value], bare.out_spec(names[c.value]), c) for c in plan.copies))
     step = None if fits else memory_of(table, plan, Footprints(mesh, cluster))
-    predicted, windows = price_windows(chosen, step and saved_by_buckets(step.order, whole, mesh, cluster))
+    predicted, windows = price_windows(chosen, step and saved_by_buckets(step.order, whole, plan, cluster))
     stage = replace(plan.stages[0], windows=windows, once_s=predicted["optimizer_s"])
     if step is not None:
         stage = replace(stage, memory=step.summary(budget), timeline=step.moments(), largest=step.largest())

@@ -203,13 +203,13 @@ def make_plan(formulation: Formulation, solution: Solution, *, model: Mapping[st
     chosen = choose(formulation, solution)
     table, graph = chosen.table, chosen.table.graph
     step = (timelines or Timelines(formulation, settings))(solution.choice)
-    predicted, windows = price_windows(chosen, saved_by_buckets(step.order, graph, table.mesh, table.cluster))
+    bare = bare_plan(chosen, settings)
+    predicted, windows = price_windows(chosen, saved_by_buckets(step.order, graph, bare, table.cluster))
     objective = predicted["step_s"]
     bound = min(max(0.0, float(solution.bound)), objective)  # no price is below nothing, also where no bound was found yet
     memory = step.summary(formulation.budget)
     stage = StagePlan(submesh=table.mesh.whole, windows=windows, once_s=predicted["optimizer_s"], memory=memory, timeline=step.moments(),
                       largest=step.largest())
-    bare = bare_plan(chosen, settings)
     found = replace(
         bare, model=dict(model), layouts=layouts(graph, bare.ops, bare.placements), collectives=collectives(chosen),
         fallbacks=fallbacks(chosen), predicted=predicted, stages=(stage,),

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from autoshard.cost.shared_calls import BUCKET, SMALL
+from autoshard.cost.shared_calls import SMALL
 
 T = TypeVar("T")
 
@@ -26,22 +26,22 @@ class Flight(Generic[T]):
     key: Hashable | None = None
 
 
-def shared_calls(flights: Sequence[Flight[T]]) -> tuple[tuple[Flight[T], ...], ...]:
+def shared_calls(flights: Sequence[Flight[T]], most: int) -> tuple[tuple[Flight[T], ...], ...]:
     """`flights`, which are in the order of their starts, by the call they share, in the order of its start: it starts with the last of
-    them and is waited for with the first, so a flight that starts after that wait is in another call."""
-    groups = list(_grouped(flights))
+    them and is waited for with the first, so a flight that starts after that wait is in another call. `most`: bytes of a call."""
+    groups = list(_grouped(flights, most))
     order = {id(flight): i for i, flight in enumerate(flights)}
     return tuple(sorted(groups, key=lambda group: order[id(group[-1])]))
 
 
-def _grouped(flights: Sequence[Flight[T]]) -> Iterator[tuple[Flight[T], ...]]:
+def _grouped(flights: Sequence[Flight[T]], most: int) -> Iterator[tuple[Flight[T], ...]]:
     filling: dict[Hashable, list[Flight[T]]] = {}
     for flight in flights:
         if flight.key is None or flight.nbytes > SMALL:
             yield (flight,)
             continue
         members = filling.setdefault(flight.key, [])
-        if members and (flight.at > min(m.until for m in members) or sum(m.nbytes for m in members) + flight.nbytes > BUCKET):
+        if members and (flight.at > min(m.until for m in members) or sum(m.nbytes for m in members) + flight.nbytes > most):
             yield tuple(members)
             members = filling[flight.key] = []
         members.append(flight)

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from autoshard.base.graph import BACKWARD, Graph, Op, Ref
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import LATE_REDUCTION, Plan, Window
+from autoshard.base.plan import LATE_REDUCTION, Plan, Window, in_flight
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, format_spec
 from autoshard.base.windows import ONCE
 from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import SLICE, Step
-from autoshard.cost.shared_calls import REDUCTIONS
+from autoshard.cost.shared_calls import BUCKETS, REDUCTIONS
 from autoshard.errors import PlanError
 from autoshard.lower.buckets import Flight, shared_calls
 from autoshard.program.flow import gradient_bound, is_passing, param_derived
@@ -33,9 +33,6 @@ COMPUTE = "compute"
 """The stream of everything but collectives."""
 PREFETCH = 2
 """Gathers ahead of its use that a gather is issued."""
-IN_FLIGHT = 64 << 20
-"""Bytes of gradients on their way to other ranks at once. A collective keeps what it sends, so without a bound every rank would
-hold all gradients unreduced at the end of backward."""
 
 
 @dataclass(frozen=True, order=True)
@@ -127,8 +124,8 @@ class Schedule:
 
 def schedule(graph: Graph, plan: Plan, mesh: Mesh, route: Route, prefetch: int = PREFETCH) -> Schedule:
     """Play `plan`. Hideable gathers are issued `prefetch` gathers ahead of their use; gradient reductions as soon as the
-    gradient exists, waited for at the end, where the casts of what they give come too, or, the oldest first, when more than
-    `IN_FLIGHT` bytes are on their way, or all at the end where the plan's settings say so. Small ones share calls (buckets.py).
+    gradient exists, waited for at the end, where the casts of what they give come too, or, the oldest first, when more bytes are on
+    their way than the plan's settings allow, or all at the end where these say so. Small ones share calls (buckets.py).
     Raises PlanError where the plan lacks an op or a copy."""
     missing = [op.name for op in graph.ops if op.name not in plan.ops]
     if missing:
@@ -203,7 +200,7 @@ def reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> WindowSche
     pairs = [(Held(op.refs[0], made_as(plan, op.refs[0])), Held(op.refs[0], plan.ops[op.name].inputs[0])) for op in parameter_gradients(graph)]
     moves = _Moves(graph, plan, mesh, route, frozenset(), frozenset(own.ref for own, _ in pairs))
     flights = [moves.flight(own, held, 0, 0) for own, held in dict.fromkeys(pairs) if own != held]
-    calls = [_as_one([f.what for f in group]) for group in shared_calls(flights)]
+    calls = [_as_one([f.what for f in group]) for group in shared_calls(flights, in_flight(plan.settings) // BUCKETS)]
     keep = frozenset(held for _, held in pairs)
     return WindowSchedule(BACKWARD, _linked([*calls, *map(_wait_for, calls)], keep), tuple(dict.fromkeys(own for own, _ in pairs)))
 
@@ -284,7 +281,7 @@ class _Window:
         flights = self._flights(prefetch)
         order = {id(flight): i for i, flight in enumerate(flights)}
         waits = []
-        for group in shared_calls(sorted(flights, key=lambda f: f.at)):
+        for group in shared_calls(sorted(flights, key=lambda f: f.at), in_flight(self.plan.settings) // BUCKETS):
             move = _as_one([f.what for f in group])
             issue.setdefault(group[-1].at, []).append(move)
             until, rank = min((f.until, order[id(f)]) for f in group)
@@ -315,9 +312,10 @@ class _Window:
         """What leaves the window, in the order of its start: the oldest is waited for when too many bytes are on their way."""
         out: list[Flight[Instruction]] = []
         flying: list[tuple[Flight[Instruction], int]] = []
+        most = in_flight(self.plan.settings)
         for flight in sent:
             flying.append((flight, self.moves.nbytes(flight.what.reads[0])))
-            while len(flying) > 1 and sum(n for _, n in flying) > IN_FLIGHT:
+            while len(flying) > 1 and sum(n for _, n in flying) > most:
                 oldest = flying.pop(0)[0]
                 out.append(replace(oldest, until=min(oldest.until, flight.at)))
         return out + [flight for flight, _ in flying]

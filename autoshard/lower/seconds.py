@@ -14,7 +14,7 @@ import torch
 
 from autoshard.base.graph import Call, Graph
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import OpPlan, Plan
+from autoshard.base.plan import OpPlan, Plan, in_flight
 from autoshard.base.spec import Spec, local_shape
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, op_seconds
@@ -115,8 +115,8 @@ def priced(order: Schedule, graph: Graph, plan: Plan, cluster: Cluster) -> Sched
     return replace(order, windows=tuple(replace(w, instructions=tuple(map(with_seconds, w.instructions))) for w in order.windows))
 
 
-def saved_by_buckets(order: Schedule, graph: Graph, mesh: Mesh, cluster: Cluster) -> dict[str, float]:
+def saved_by_buckets(order: Schedule, graph: Graph, plan: Plan, cluster: Cluster) -> dict[str, float]:
     """Seconds by window that reductions of gradients take less than the objective says: small ones share calls, and how many do the objective does
     not know."""
-    prices = Prices(mesh, cluster, small_gradients(graph))
+    prices = Prices(plan.spec_mesh, cluster, small_gradients(graph, in_flight(plan.settings)))
     return {w.name: sum(prices.saved(i) for i in w.instructions if i.kind == "redistribute") for w in order.windows}

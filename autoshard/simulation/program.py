@@ -17,7 +17,7 @@ from typing import Any
 
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Plan
+from autoshard.base.plan import Plan, in_flight
 from autoshard.base.windows import END, START
 from autoshard.collectives.phases import Phases, alone, phases, scaled
 from autoshard.cost.cluster import Cluster
@@ -208,7 +208,7 @@ class _Maker:
         self.mesh = mesh = plan.spec_mesh
         self.imbalance = cluster.device.imbalance
         self.view = cluster.device.own_host.view if executed and cluster.device.own_host else None
-        self.prices = Prices(mesh, cluster, small_gradients(graph))
+        self.prices = Prices(mesh, cluster, small_gradients(graph, in_flight(plan.settings)))
         self.overlaps = cluster.overlap.eta > 0
         self._phases = lru_cache(maxsize=None)(
             lambda kind, axis, nbytes: phases(kind, nbytes, cluster.link_of(mesh, mesh.axes(axis))))

@@ -14,6 +14,7 @@ import numpy as np
 from autoshard import collectives
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
+from autoshard.base.plan import IN_FLIGHT
 from autoshard.base.roles import Role
 from autoshard.base.spec import NOWHERE, R, Spec, local_shape
 from autoshard.base.turns import Duty
@@ -36,8 +37,9 @@ class Training:
     optimizer state may lie on the host. `wire`: the links between the stages of a pipeline, over which ports send and receive;
     `in_flight`: micro-batches of which a stage has saved values at once; `duty`: all that its rank does in a step, for the timeline.
     `most`: how many are counted in flight, and how many of them have run a part of their backward, where stages are searched as the one of them that
-    has most. `floor`: the graph is a part of a program, and prices are what it adds to the whole at least: ops of these names may be paid for by
-    other parts or not run, and what is beyond the ends may be in one kernel with what is here."""
+    has most. `on_their_way`: bytes of gradients that may be, at once (`plan.IN_FLIGHT`). `floor`: the graph is a part of a program, and prices
+    are what it adds to the whole at least: ops of these names may be paid for by other parts or not run, and what is beyond the ends may be in one
+    kernel with what is here."""
 
     optimizer: str = "adamw"
     training: bool = True
@@ -48,6 +50,7 @@ class Training:
     duty: Duty | None = None
     floor: frozenset[str] | None = None
     most: tuple[int, int] | None = None
+    on_their_way: int = IN_FLIGHT
 
     @property
     def fullest(self) -> tuple[int, int]:
@@ -164,7 +167,7 @@ class CostTable:
     @cached_property
     def _small(self) -> Together | None:
         """Of a part of a program, which is to cost no more than there, unknown: the other parts have some too."""
-        return small_gradients(self.graph) if self.training.floor is None else UNKNOWN
+        return small_gradients(self.graph, self.training.on_their_way) if self.training.floor is None else UNKNOWN
 
     def hideable(self, ref: Ref) -> bool:
         """Whether redistributing this value can overlap compute (design: parameter gathers, gradient reductions)."""

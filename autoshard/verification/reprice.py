@@ -16,6 +16,7 @@ import torch
 
 from autoshard import collectives
 from autoshard.base.graph import Call, Graph, TensorMeta
+from autoshard.base.plan import IN_FLIGHT
 from autoshard.cost.cluster import Cluster
 from autoshard.cost.compute import call_seconds, host_seconds, op_seconds, optimizer_seconds
 from autoshard.cost.fusion import NOTHING, Fused, untouched
@@ -61,13 +62,14 @@ def seen_at(node: torch.fx.Node) -> Seen:
     return Seen(call.kind, call.axis, call.nbytes, call.bucket, window=part.window, hideable=part.hideable, inner=part.kind == "compute")
 
 
-def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str] = ()) -> Repriced:
+def reprice(graph: Graph, lowered: Lowered, cluster: Cluster, optimizer: str, offload: Collection[str] = (),
+            on_their_way: int = IN_FLIGHT) -> Repriced:
     """Seconds of one step: compute + optimizer + blocking collectives + what stays of those that can hide.
 
     `graph` only says what each op is (target, arguments) and which parameters are trained; `offload`: those whose optimizer state
-    lies on the host."""
+    lies on the host; `on_their_way`: bytes of gradients that may be, at once."""
     compute = 0.0
-    untouched_by, small = untouched(graph, cluster.device), small_gradients(graph)
+    untouched_by, small = untouched(graph, cluster.device), small_gradients(graph, on_their_way)
     overlap, update = cluster.overlap, _update_seconds(graph, lowered, cluster, optimizer, offload)
     communication = [0.0, 0.0]
     for local in lowered.windows:

@@ -1,12 +1,15 @@
 """Budgets on real processes: the run stays within them, and trains as one process does."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import assert_same_training, on_ranks, twins
 from live_bytes import step_peak
 
 import autoshard
+from autoshard.base.plan import GRADIENTS_IN_FLIGHT
 from autoshard.program.trace import trace
 from models import llama
 
@@ -54,6 +57,8 @@ def test_recomputing_plans_train_alike_within_the_budget():
     lean = next(p for share in (0.35, 0.32) if len(layers_again(p := plan(share * free.memory["total"]))) == SIZES["layers"])
     assert lean.memory["total"] <= lean.memory["limit"] < some.memory["limit"] < free.memory["total"]
     assert some.memory["total"] <= some.memory["limit"]
-    for peaks in on_ranks(2, train_all, [some, lean]):
+    soon = replace(lean, settings={**lean.settings, GRADIENTS_IN_FLIGHT: 1 << 12})
+    for *peaks, waiting in on_ranks(2, train_all, [some, lean, soon]):
+        assert waiting <= peaks[-1], "fewer gradients wait, and training is the same"
         for found, peak in zip([some, lean], peaks, strict=True):  # less than planned where an op overwrites what dies with it
             assert 0.8 * found.memory["total"] <= peak <= found.memory["total"] * (1 + 1e-9), (peak, found.memory)

@@ -47,7 +47,7 @@ def test_planned_calls_add_up_to_the_objective() -> None:
     """Without overlap: the step as it runs and what buckets save."""
     graph, plan, order = planned("gpt", "a=2", cluster=SLOW_DEVICE, seeds=SEEDS)
     assert load_cluster(SLOW_DEVICE).overlap.eta == 0.0
-    saved = saved_by_buckets(order, graph, plan.mesh, load_cluster(SLOW_DEVICE))
+    saved = saved_by_buckets(order, graph, plan, load_cluster(SLOW_DEVICE))
     assert saved["forward"] == 0.0 != saved["backward"]
     assert plan.predicted["bucketed_s"] + saved["backward"] == pytest.approx(plan.objective_s, rel=1e-9)
 

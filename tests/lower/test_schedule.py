@@ -17,19 +17,20 @@ import pytest
 
 from autoshard.base.graph import Graph, Ref
 from autoshard.base.mesh import parse_mesh
-from autoshard.base.plan import Plan
+from autoshard.base.plan import GRADIENTS_IN_FLIGHT, IN_FLIGHT, Plan
 from autoshard.base.precision import Precision
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
-from autoshard.decide.make_plan import make_plan
+from autoshard.cost.shared_calls import BUCKETS, SMALL
+from autoshard.decide.make_plan import Timelines, make_plan
 from autoshard.decide.options import Options
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.decide.program import formulate_within
 from autoshard.decide.walks.baselines import baseline
 from autoshard.decide.walks.reads import Wiring
 from autoshard.decide.walks.schemes import schemes
-from autoshard.errors import LoweringError
-from autoshard.lower.buckets import BUCKET, SMALL, Flight, shared_calls
+from autoshard.errors import LoweringError, PlanError
+from autoshard.lower.buckets import Flight, shared_calls
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import COMPUTE, STORED, Held, Schedule, WindowSchedule, reductions, schedule
 from autoshard.pipeline.microbatches import batch as batches
@@ -40,7 +41,7 @@ from autoshard.program.trace import trace
 from autoshard.rules import registry
 from autoshard.runtime.route import route_of
 from autoshard.search.problem import Solution, Status, evaluate
-from autoshard.verification.reprice import collectives_in
+from autoshard.verification.reprice import collectives_in, reprice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from random_plans import random_plan  # noqa: E402
@@ -181,8 +182,11 @@ def test_the_same_in_every_process() -> None:
 
 # --- buckets ---
 
+BUCKET = IN_FLIGHT // BUCKETS
+
+
 def grouped(*flights: Flight[str]) -> list[str]:
-    return ["".join(f.what for f in group) for group in shared_calls(flights)]
+    return ["".join(f.what for f in group) for group in shared_calls(flights, BUCKET)]
 
 
 def test_small_flights_of_one_kind_share_a_call() -> None:
@@ -210,6 +214,40 @@ def test_small_gradients_of_a_model_share_calls() -> None:
     assert all(n > SMALL or kind != call.kind for kind, n in reduced - together), "small ones of that kind are all in it"
     late = replace(plan, settings={**plan.settings, "reduce_gradients": "at the end"})
     assert not any(c.bucket for c in schedule(graph, late, plan.mesh, route_of(plan)).calls), "one after the other, each giving back what it sent"
+
+
+def test_fewer_bytes_in_flight_are_smaller_calls_and_less_memory() -> None:
+    """And dearer ones, as they are planned and as they run."""
+    traced, mesh = traced_of("gpt"), parse_mesh("d=2")
+    of = prices(traced, mesh, Options(cluster="cpu-gloo"))
+    peaks, seconds, calls = [], [], []
+    for most in (IN_FLIGHT, 1 << 16, 1 << 12):
+        table = replace(of, training=replace(of.training, on_their_way=most))
+        formulation, settings = formulate_within(table, float("inf")), {"optimizer": "adamw", GRADIENTS_IN_FLIGHT: most}
+        choice = baseline(Wiring(formulation), next(s for s in schemes(mesh) if s.name == "DDP"))
+        solution = Solution(choice, evaluate(formulation.problem, choice), 0.0, Status.GAP, 0.0)
+        plan = make_plan(formulation, solution, model={}, settings=settings, seeds={})
+        order = schedule(traced.graph, plan, mesh, route_of(plan))
+        lowered = lower(traced.graph, plan, mesh, order)
+        priced = reprice(traced.graph, lowered, load_cluster("cpu-gloo"), "adamw", on_their_way=most)
+        assert priced.planned_s == pytest.approx(plan.objective_s, rel=1e-9)
+        assert priced.executed_s == pytest.approx(plan.predicted["bucketed_s"], rel=1e-9)
+        reduced = [c for c in order.calls if c.kind == "all_reduce"]
+        assert all(sum(c.bucket) <= max(most // BUCKETS, max(c.bucket)) for c in reduced if c.bucket)
+        total = Timelines(formulation, settings)(choice).live.sum(axis=1)
+        peaks.append(int(total[len(total) // 2:-1].max()))  # of backward: the update, which follows, may need more
+        seconds.append(plan.objective_s)
+        calls.append(len(reduced))
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+    assert calls == sorted(calls) and calls[0] < calls[-1]
+
+
+@pytest.mark.parametrize("most", [0, "4 MiB", 2.5])
+def test_what_is_no_number_of_bytes_in_flight(most) -> None:
+    graph, plan, _ = planned("mlp", "d=2")
+    with pytest.raises(PlanError, match="gradients_in_flight .* is no number of bytes; plan the model again"):
+        schedule(graph, replace(plan, settings={**plan.settings, GRADIENTS_IN_FLIGHT: most}), plan.mesh, route_of(plan))
 
 
 def test_deferred_reductions_share_calls_too() -> None:

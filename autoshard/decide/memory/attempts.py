@@ -1,7 +1,8 @@
 """Search for a plan that fits in memory: a list of attempts, tried in order.
 
-Training: with ample memory, whose plan is the answer where it fits. Then with the budget: recomputation chosen by the search; if that
-finds nothing, though some plan fits, nothing recomputed, then all of it: fewer options are easier to search. Inference: with
+Training: with ample memory, whose plan is the answer where it fits. Then with the budget: recomputation chosen by the search, and where gradients
+that wait fill much of the memory, the same with fewer of them; if that finds nothing, though some plan fits, nothing recomputed, then all of it:
+fewer options are easier to search. Inference: with
 the budget. What no search finds, a starting plan may be, or the plan of least memory.
 """
 from __future__ import annotations
@@ -21,6 +22,9 @@ from autoshard.search.problem import Solution, Status
 
 AMPLE = 0.5  # share of the time left for the search with ample memory, where memory may matter
 UNSURE = 0.5  # share of the time left for a search that may find nothing; the rest is for explaining why nothing fits
+SHORT, LIGHT = 0.3, 0.6  # of that share, where fewer gradients may wait, for the search in which as many do as where memory is ample, which may find
+# the best plan soon; of the share after it, for the search in which fewer do: with them a plan hardly takes more than what rows count
+UNREFINED = 0.5  # share of the time left for searches whose plans are not refined op by op, where others are
 PLAIN = 0.5  # share of the time left for the search without recomputation, after the one that chooses it
 
 
@@ -50,7 +54,7 @@ class Attempt:
 
     of: Callable[[Variants], Program]
     search: Callable[[Program, How], Solution]
-    share: Callable[[Program], float] = lambda program: 1.0
+    share: Callable[[Variants], float] = lambda variants: 1.0
     due: Callable[[Variants, Outcome], bool] = lambda variants, so_far: True
     covers: bool = False
     enough: bool = False
@@ -81,7 +85,8 @@ def _tried(attempt: Attempt, variants: Variants, so_far: Outcome) -> Outcome:
     program = attempt.of(variants)
     if program is variants.plain:
         program = replace(program, starts=(*program.starts, *so_far.starts))
-    solution = attempt.search(program, variants.how.part(attempt.share(variants.plain)))
+    how = variants.first if attempt.enough and variants.first else variants.how
+    solution = attempt.search(program, how.part(attempt.share(variants)))
     fits = solution.choice is not None and program.fits(solution.choice)
     if attempt.ample and np.isfinite(solution.bound):
         so_far = replace(so_far, ample=max(0.0, solution.bound))
@@ -134,6 +139,19 @@ def _sure_share(plain: Program) -> float:
     return 1.0 if plain.cheapest_fitting(plain.starts) else UNSURE
 
 
+def _open_share(variants: Variants) -> float:
+    return (SHORT if variants.little else 1.0) * _sure_share(variants.plain) * _unrefined_share(variants)
+
+
+def _light_share(variants: Variants) -> float:
+    return LIGHT * _unrefined_share(variants)
+
+
+def _unrefined_share(variants: Variants) -> float:
+    """Not all where plans without recomputation are refined: if nothing is found, the cheapest start is one of these."""
+    return UNREFINED if variants.first else 1.0
+
+
 # --- when they are due ---
 
 def _time_is_left(variants: Variants, so_far: Outcome) -> bool:
@@ -143,6 +161,19 @@ def _time_is_left(variants: Variants, so_far: Outcome) -> bool:
 def _may_be_cheaper(variants: Variants, so_far: Outcome) -> bool:
     """Time was kept for the case that nothing is found, and something was."""
     return so_far.found and so_far.solution.cost - so_far.bound > CLOSED * so_far.solution.cost and _time_is_left(variants, so_far)
+
+
+def _less_may_wait(variants: Variants, so_far: Outcome) -> bool:
+    """Fewer gradients, and nothing was found that is near its bound."""
+    return variants.little is not None and _time_is_left(variants, so_far) and (not so_far.found or _may_be_cheaper(variants, so_far))
+
+
+def _as_light(variants: Variants, so_far: Outcome) -> bool:
+    return _may_be_cheaper(variants, so_far) and variants.little is not None and so_far.program is variants.light
+
+
+def _as_open(variants: Variants, so_far: Outcome) -> bool:
+    return _may_be_cheaper(variants, so_far) and not _as_light(variants, so_far)
 
 
 def _missed(variants: Variants, so_far: Outcome) -> bool:
@@ -158,12 +189,15 @@ def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
 START = Attempt(lambda v: v.plain, _cheapest_start)
 LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
 TRAINING = (
-    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True, ample=True),
-    Attempt(lambda v: v.open, _search_tight, _sure_share, due=_time_is_left, covers=True),
-    Attempt(lambda v: v.open, search_on, due=_may_be_cheaper),
-    Attempt(lambda v: v.plain, _search_tight, lambda plain: PLAIN, due=_missed),
-    Attempt(lambda v: v.lean, _search_tight, due=_missed),
+    Attempt(lambda v: v.plain, search_ample, lambda v: _ample_share(v.plain), covers=True, enough=True, ample=True),
+    Attempt(lambda v: v.open, _search_tight, _open_share, due=_time_is_left, covers=True),
+    Attempt(lambda v: v.light, _search_tight, _light_share, due=_less_may_wait),
+    Attempt(lambda v: v.open, _search_tight, _unrefined_share, due=_less_may_wait, covers=True),
+    Attempt(lambda v: v.light, search_on, due=_as_light),
+    Attempt(lambda v: v.open, search_on, due=_as_open),
+    Attempt(lambda v: v.plain, _search_tight, lambda v: PLAIN * _unrefined_share(v), due=_missed),
+    Attempt(lambda v: v.lean, _search_tight, _unrefined_share, due=_missed),
     START,
     LEANEST,
 )
-INFERENCE = (Attempt(lambda v: v.plain, search_within, _sure_share, covers=True, enough=True), START, LEANEST)
+INFERENCE = (Attempt(lambda v: v.plain, search_within, lambda v: _sure_share(v.plain), covers=True, enough=True), START, LEANEST)

@@ -25,6 +25,7 @@ from autoshard.search.board import Event
 from autoshard.search.problem import Problem, Solution, Status, evaluate, row_loads
 
 FLOORED = 3  # searches with floor rows
+ROUND, FAR = 0.4, 0.1  # of the time for them, for the first, which may use up what it is given; a gap of a search that was cut short
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
 BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
@@ -113,18 +114,19 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
     """The program with floor rows at moments of backward at which the plan found certainly needs too much, until there is no such
     moment, and what a search finds under them. Its bound holds for every plan."""
     found = first
-    for _ in range(FLOORED):
+    for n in range(FLOORED):
         full = _overfull(floors, program.timelines(found.choice), found.choice)
         if not full or how.clock.expired():
             break
         grown = program.formulation
         for moment in full:
             grown = with_floor(grown, floors, moment, found.choice)
-        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), _about(program, how.part(FIRST)))
+        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), _about(program, how.part(FIRST if n else ROUND)))
         program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer
-        if answer.choice is None:  # cut short: what was found before is near enough for rounds
+        if answer.choice is None or answer.status is Status.TIME_LIMIT and answer.gap > max(FAR, 2 * found.gap):
+            # cut short: what was found before is nearer, and near enough for rounds
             return program, replace(found, bound=min(bound, found.cost))
         found = settled(replace(answer, bound=bound, near=_met(answer.near, found.near)), answer.choice, answer.cost)
     return program, found

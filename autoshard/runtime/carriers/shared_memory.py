@@ -33,7 +33,7 @@ SWITCH = "AUTOSHARD_SHARED_MEMORY"
 
 log = logging.getLogger("autoshard")
 RING = 64 << 20
-"""Bytes of posts in a segment: gradients on their way at once are at most this many (schedule.IN_FLIGHT), others wait one by one.
+"""Bytes of posts in a segment: gradients on their way at once are at most this many (plan.IN_FLIGHT), others wait one by one.
 Pages that were never written take no memory."""
 LAP = 16 << 20
 """Bytes of the ring behind which a post starts again at 0 if no other is under way: a long run writes no more pages than a step needs."""

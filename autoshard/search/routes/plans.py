@@ -47,6 +47,7 @@ TIED_SHARE = 0.6  # of the time: what is left must do for a bound of the untied 
 TIED_NODES = 200  # of a MIP's tree: what is best among tied choices helps, but proves nothing
 ROUGH = 1e-3  # relative gap within which the tied problem is not solved closer at prices that are not the best
 ROUGH_LARGE = 2e-2  # the same where tables are too large to keep, and larger pairs cost most of what an answer does
+FEW_COPIES = 4  # of a layer
 NEAR = 4  # choices that a problem solved at once leaves for the next one
 CLOSE = 1e-3  # relative gap at which a search on large tables ends: prices of a profile are not known better, and proving the rest takes half as long
 # again
@@ -87,10 +88,13 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     """`layers`: the problem with its layers tied (`tied_core`), which goes first: its choices are starts, its planes a start.
     Then the problem itself. Where the tied one is solved at its best prices, layers only have to share a row: then the problem
     itself is likely to be proven without the best tied choice, and at one price. So is a small one at once where no hard row has a
-    price: its MIP takes as long as the tied one's. A core of which one price is asked, or a few of one that is small, need not be reduced before:
+    price: its MIP takes as long as the tied one's. A few layers are not tied where a hard row may bind: their problem is hardly larger, has a choice
+    within the row sooner, and bounds what is asked. A core of which one price is asked, or a few of one that is small, need not be reduced before:
     without rows it reduces further."""
     guarded.start()
     settle_rows(core)
+    if layers is not None and layers[0].copies <= FEW_COPIES and (np.isinf(core.price) & (core.price > 0)).any():
+        layers = None
     large = stored_entries(core) > STORED  # and what reducing finds out about it, for both problems, is forgotten
     if large:
         board.enough = max(board.enough, CLOSE)
