@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.base import quantities
-from autoshard.base.plan import Collective, PlacedTensor, Plan
+from autoshard.base.plan import GRADIENTS_IN_FLIGHT, Collective, PlacedTensor, Plan, in_flight
 from autoshard.base.roles import Output
 from autoshard.base.spec import R, ShardingSpec, Spec
 from autoshard.base.windows import ONCE
@@ -282,6 +282,8 @@ def header(plan: Plan) -> Iterator[tuple[str, str]]:
     reference = str(model.pop("reference", "") or "model")
     yield "model", ", ".join([reference, *_facts(model)])
     settings = {k: v for k, v in sorted(plan.settings.items()) if k != "training"}  # as a plan that was saved has them
+    if GRADIENTS_IN_FLIGHT in settings:
+        settings[GRADIENTS_IN_FLIGHT] = quantities.size(in_flight(plan.settings))
     yield "mode", ", ".join(["training" if plan.settings.get("training") else "inference", *_facts(settings)])
     if plan.kind:
         yield "kind", plan.kind
