@@ -46,12 +46,17 @@ UNKNOWN = Together(0, 0)
 """Nobody knows which: a share may cost next to nothing, as where a curve is flat. For bounds."""
 
 
+def full_call(in_flight: int) -> int:
+    """The most bytes of a call that gradients share, where so many may be on their way at once."""
+    return max(1, in_flight // BUCKETS)
+
+
 def small_gradients(graph: Graph, in_flight: int = IN_FLIGHT) -> Together | None:
     """Those of a graph; None where there are none. `in_flight`: bytes of gradients that may be on their way at once."""
     ends = dict.fromkeys(op.refs[0] for op in graph.outputs(Role.GRADIENT).values() if op.refs)
     sizes = [prod(meta.logical_shape) * meta.dtype.itemsize for meta in map(graph.meta, ends)]
     small = [n for n in sizes if 0 < n <= SMALL]
-    return Together(len(small), sum(small), in_flight // BUCKETS) if small else None
+    return Together(len(small), sum(small), full_call(in_flight)) if small else None
 
 
 def share_seconds(kind: str, nbytes: int, others: Together | None, link: AxisLink, device: Device) -> float:

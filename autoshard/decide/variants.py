@@ -21,6 +21,7 @@ from autoshard.space.cost_table import CostTable
 
 LEANEST = 0.5  # share of the time left for the plan that needs least memory
 WAITING = 1 / 16  # of the memory that gradients on their way may take where it is little
+LEAST = 16 << 10  # bytes
 STEP = 4  # by which these bytes are less than `IN_FLIGHT`, once or several times: budgets near each other share a program
 
 
@@ -53,7 +54,7 @@ class Variants:
         """Bytes of gradients that may be on their way at once where memory is little; None where that is as many as anywhere, and in a pipeline,
         whose stages have one setting."""
         formulation, bytes_ = self.plain.formulation, IN_FLIGHT
-        while bytes_ > max(1, WAITING * formulation.budget.limit):
+        while bytes_ > max(LEAST, WAITING * formulation.budget.limit):
             bytes_ //= STEP
         alone = self.training and formulation.table.training.wire is None and not self.plain.settings.get("pipeline")
         return bytes_ if alone and bytes_ < IN_FLIGHT and not reduces_late(self.plain.settings) else None

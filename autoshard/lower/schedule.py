@@ -20,7 +20,7 @@ from autoshard.base.spec import Spec, format_spec
 from autoshard.base.windows import ONCE
 from autoshard.cost.memory import value_bytes
 from autoshard.cost.redistribute import SLICE, Step
-from autoshard.cost.shared_calls import BUCKETS, REDUCTIONS
+from autoshard.cost.shared_calls import REDUCTIONS, full_call
 from autoshard.errors import PlanError
 from autoshard.lower.buckets import Flight, shared_calls
 from autoshard.program.flow import gradient_bound, is_passing, param_derived
@@ -200,7 +200,7 @@ def reductions(graph: Graph, plan: Plan, mesh: Mesh, route: Route) -> WindowSche
     pairs = [(Held(op.refs[0], made_as(plan, op.refs[0])), Held(op.refs[0], plan.ops[op.name].inputs[0])) for op in parameter_gradients(graph)]
     moves = _Moves(graph, plan, mesh, route, frozenset(), frozenset(own.ref for own, _ in pairs))
     flights = [moves.flight(own, held, 0, 0) for own, held in dict.fromkeys(pairs) if own != held]
-    calls = [_as_one([f.what for f in group]) for group in shared_calls(flights, in_flight(plan.settings) // BUCKETS)]
+    calls = [_as_one([f.what for f in group]) for group in shared_calls(flights, full_call(in_flight(plan.settings)))]
     keep = frozenset(held for _, held in pairs)
     return WindowSchedule(BACKWARD, _linked([*calls, *map(_wait_for, calls)], keep), tuple(dict.fromkeys(own for own, _ in pairs)))
 
@@ -281,7 +281,7 @@ class _Window:
         flights = self._flights(prefetch)
         order = {id(flight): i for i, flight in enumerate(flights)}
         waits = []
-        for group in shared_calls(sorted(flights, key=lambda f: f.at), in_flight(self.plan.settings) // BUCKETS):
+        for group in shared_calls(sorted(flights, key=lambda f: f.at), full_call(in_flight(self.plan.settings))):
             move = _as_one([f.what for f in group])
             issue.setdefault(group[-1].at, []).append(move)
             until, rank = min((f.until, order[id(f)]) for f in group)

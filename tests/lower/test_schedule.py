@@ -221,7 +221,7 @@ def test_fewer_bytes_in_flight_are_smaller_calls_and_less_memory() -> None:
     traced, mesh = traced_of("gpt"), parse_mesh("d=2")
     of = prices(traced, mesh, Options(cluster="cpu-gloo"))
     peaks, seconds, calls = [], [], []
-    for most in (IN_FLIGHT, 1 << 16, 1 << 12):
+    for most in (IN_FLIGHT, 1 << 16, 1 << 12, 1):
         table = replace(of, training=replace(of.training, on_their_way=most))
         formulation, settings = formulate_within(table, float("inf")), {"optimizer": "adamw", GRADIENTS_IN_FLIGHT: most}
         choice = baseline(Wiring(formulation), next(s for s in schemes(mesh) if s.name == "DDP"))
