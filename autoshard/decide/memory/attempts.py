@@ -22,7 +22,7 @@ from autoshard.search.problem import Solution, Status
 
 AMPLE = 0.5  # share of the time left for the search with ample memory, where memory may matter
 UNSURE = 0.5  # share of the time left for a search that may find nothing; the rest is for explaining why nothing fits
-SHORT, LIGHT = 0.3, 0.6  # of that share, where fewer gradients may wait, for the search in which as many do as where memory is ample, which may find
+SHORT, LIGHT = 0.6, 0.6  # of that share, where fewer gradients may wait, for the search in which as many do as where memory is ample, which may find
 # the best plan soon; of the share after it, for the search in which fewer do: with them a plan hardly takes more than what rows count
 UNREFINED = 0.5  # share of the time left for searches whose plans are not refined op by op, where others are
 PLAIN = 0.5  # share of the time left for the search without recomputation, after the one that chooses it
