@@ -34,21 +34,21 @@ def shares(kind: str, nbytes: int) -> bool:
     return kind in REDUCTIONS and 0 < nbytes <= SMALL
 
 
+def full_call(in_flight: int) -> int:
+    """The most bytes of a call that gradients share, where so many may be on their way at once."""
+    return max(1, in_flight // BUCKETS)
+
+
 class Together(NamedTuple):
     """Gradients that are thought to share calls: how many there are, their bytes, and the most bytes of a call."""
 
     count: int
     nbytes: int
-    bucket: int = IN_FLIGHT // BUCKETS
+    bucket: int = full_call(IN_FLIGHT)
 
 
 UNKNOWN = Together(0, 0)
 """Nobody knows which: a share may cost next to nothing, as where a curve is flat. For bounds."""
-
-
-def full_call(in_flight: int) -> int:
-    """The most bytes of a call that gradients share, where so many may be on their way at once."""
-    return max(1, in_flight // BUCKETS)
 
 
 def small_gradients(graph: Graph, in_flight: int = IN_FLIGHT) -> Together | None:
@@ -67,7 +67,7 @@ def share_seconds(kind: str, nbytes: int, others: Together | None, link: AxisLin
         return own
     if others == UNKNOWN:
         return 0.0
-    return min(own, max(_share(kind, nbytes, others._replace(bucket=most), link, device) for most in {others.bucket, IN_FLIGHT // BUCKETS}))
+    return min(own, max(_share(kind, nbytes, others._replace(bucket=most), link, device) for most in {others.bucket, full_call(IN_FLIGHT)}))
 
 
 def _share(kind: str, nbytes: int, others: Together, link: AxisLink, device: Device) -> float:

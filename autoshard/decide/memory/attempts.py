@@ -129,18 +129,19 @@ def _cheapest_start(program: Program, how: How) -> Solution:
 
 # --- shares of the time left ---
 
-def _ample_share(plain: Program) -> float:
+def _ample_share(variants: Variants) -> float:
     """All of it where every starting plan, fully replicated ones included, leaves room on every memory row: memory hardly matters."""
+    plain = variants.plain
     return 1.0 if all(leaves_room(plain.formulation, choice) for choice in plain.starts) else AMPLE
 
 
-def _sure_share(plain: Program) -> float:
+def _sure_share(variants: Variants) -> float:
     """All of it where a starting plan fits; else some is kept to find one, or to explain why none exists."""
-    return 1.0 if plain.cheapest_fitting(plain.starts) else UNSURE
+    return 1.0 if variants.plain.cheapest_fitting(variants.plain.starts) else UNSURE
 
 
 def _open_share(variants: Variants) -> float:
-    return (SHORT if variants.little else 1.0) * _sure_share(variants.plain) * _unrefined_share(variants)
+    return (SHORT if variants.little else 1.0) * _sure_share(variants) * _unrefined_share(variants)
 
 
 def _light_share(variants: Variants) -> float:
@@ -189,7 +190,7 @@ def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
 START = Attempt(lambda v: v.plain, _cheapest_start)
 LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
 TRAINING = (
-    Attempt(lambda v: v.plain, search_ample, lambda v: _ample_share(v.plain), covers=True, enough=True, ample=True),
+    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True, ample=True),
     Attempt(lambda v: v.open, _search_tight, _open_share, due=_time_is_left, covers=True),
     Attempt(lambda v: v.light, _search_tight, _light_share, due=_less_may_wait),
     Attempt(lambda v: v.open, _search_tight, _unrefined_share, due=_less_may_wait, covers=True),
@@ -200,4 +201,4 @@ TRAINING = (
     START,
     LEANEST,
 )
-INFERENCE = (Attempt(lambda v: v.plain, search_within, lambda v: _sure_share(v.plain), covers=True, enough=True), START, LEANEST)
+INFERENCE = (Attempt(lambda v: v.plain, search_within, _sure_share, covers=True, enough=True), START, LEANEST)
