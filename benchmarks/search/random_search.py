@@ -12,7 +12,7 @@ from collections import Counter
 from autoshard.search import Status, solve
 from tests.search.random_problems import EXACT, answer, disagreement, random_problem
 
-ROUTES = (*EXACT, "local", "few rows", "large tables", "by prices")
+ROUTES = (*EXACT, "local", "few rows", "by sweeps", "large tables", "by prices")
 
 
 def main() -> int:

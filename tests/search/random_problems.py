@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.search import Board, Clock, Edge, Intervals, Items, Problem, Solution, Status, evaluate, solve
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import build
-from autoshard.search.routes import plans, priced, prices
+from autoshard.search.routes import bucket_elimination, plans, priced, prices
 from autoshard.search.routes.plans import search_few_rows
 from autoshard.search.routes.small import search_small
 from autoshard.search.tie import tied_core
@@ -122,11 +122,12 @@ def layered_problem(seed: int, layers: int = 4, width: int = 5, most: int = 4) -
 
 def answer(problem: Problem, route: str) -> Solution:
     """What a backend, or one of the routes that small problems do not reach by themselves, says about `problem`."""
-    if route == "large tables":
+    if route in ("by sweeps", "large tables"):
         with ExitStack() as patched:
-            for module in (plans, priced, prices):
+            patched.enter_context(patch.object(bucket_elimination, "MOST_PAIRS", -1))
+            for module in (plans, priced, prices) if route == "large tables" else ():
                 patched.enter_context(patch.object(module, "STORED", -1))
-            patched.enter_context(patch.object(plans, "CLOSE", 0.0))  # as users have it a search ends there
+            patched.enter_context(patch.object(plans, "CLOSE", 0.0))  # as users have it a search on large tables ends there
             return _forced(problem, "few rows")
     if route in ("few rows", "by prices"):
         return _forced(problem, route)

@@ -21,7 +21,7 @@ def test_backends_that_decide_agree(route: str, block: int):
     check(route, range(100 * block, 100 * block + 100), exact=True)
 
 
-@pytest.mark.parametrize("route", ["local", "few rows", "large tables", "by prices"])
+@pytest.mark.parametrize("route", ["local", "few rows", "by sweeps", "large tables", "by prices"])
 def test_routes_of_large_problems_claim_nothing_wrong(route: str):
     check(route, range(40), exact=False)
 

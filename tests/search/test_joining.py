@@ -94,5 +94,5 @@ def test_rows_at_prices(monkeypatch, first):
     monkeypatch.setattr(priced, "LOOSE_TO_JOIN", -1.0)
     for seed in range(first, first + 40):
         problem = random_problem(seed)
-        trouble = disagreement(problem, solve(problem, backend="brute"), answer(problem, "few rows"), exact=False)
+        trouble = disagreement(problem, solve(problem, backend="brute"), answer(problem, "by sweeps"), exact=False)
         assert trouble is None, f"seed {seed}: {trouble}"

@@ -15,10 +15,12 @@ from autoshard.base.memory import give_back_memory
 from autoshard.search.board import MARGIN, Board, Event
 from autoshard.search.clock import Clock
 from autoshard.search.dual.copies import Alike
+from autoshard.search.dual.dual import Dual
 from autoshard.search.mip import guarded
 from autoshard.search.problem import evaluate
 from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
+from autoshard.search.routes.bucket_elimination import Elimination
 from autoshard.search.routes.mixture import mix
 from autoshard.search.routes.priced import (
     MIP_NODES,
@@ -81,7 +83,8 @@ class Quotient:
         if self.best is None or self.best.choice is None:
             return None
         choice = self.tied.lift(self.best.choice)
-        return Alike(choice, self.tied, self.best.dual, self.best.around) if large and self.large else Alike(choice)
+        dual = self.best.dual
+        return Alike(choice, self.tied, dual, self.best.around) if large and self.large and isinstance(dual, Dual) else Alike(choice)
 
 
 def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Core] | None = None) -> None:
@@ -277,5 +280,6 @@ def _narrowed(board: Board, core: Core, best: Priced, upper: float, seed: int, p
         left = table_entries(small)
         if not left or left > ENOUGH * table_entries(core) or board.clock.expired():
             return small
-        core, best = small, solve_priced(board, small, best.prices, seed, largest=best.largest, joins=not large, around=best.around)
+        core, best = small, solve_priced(board, small, best.prices, seed, largest=best.largest, joins=not large, around=best.around,
+                                         order=Elimination.of(small))
         board.raise_bound(min(best.bound, upper), "few strategies left")

@@ -17,6 +17,7 @@ from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.reductions.core import GONE, Core, stored_entries, table_entries
 from autoshard.search.reductions.gather import gather
 from autoshard.search.reductions.pairs import merge_pairs
+from autoshard.search.routes.bucket_elimination import Eliminated, Elimination
 from autoshard.search.routes.joining import close_by_joining
 from autoshard.search.routes.milp import MipAnswer, solve_mip
 from autoshard.search.routes.neighbourhoods import improve
@@ -52,7 +53,7 @@ class Priced:
     bound: float
     value: float
     choice: np.ndarray | None
-    dual: Dual
+    dual: Dual | Eliminated
     since: int
     loose: bool
     largest: int
@@ -64,7 +65,7 @@ class Priced:
         masks = self.dual.possible(upper)
         if place is not None:
             masks = _shared(masks, place)
-        return self.dual.core.widen(masks, upper - self.bound + MARGIN * abs(upper), self.since)
+        return masks if isinstance(self.dual, Eliminated) else self.dual.core.widen(masks, upper - self.bound + MARGIN * abs(upper), self.since)
 
 
 def _shared(masks: dict[int, np.ndarray], place: np.ndarray) -> dict[int, np.ndarray]:
@@ -95,12 +96,15 @@ def _kept(mask: np.ndarray) -> np.ndarray | None:
 
 
 def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
-                 largest: int = LARGEST_PAIR, alike: Alike | None = None, joins: bool = True, around: frozenset[int] = frozenset()) -> Priced:
+                 largest: int = LARGEST_PAIR, alike: Alike | None = None, joins: bool = True, around: frozenset[int] = frozenset(),
+                 order: Elimination | None = None) -> Priced:
     """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
     up to `largest` joint strategies are made at once, of a large problem none but the largest, among nodes that are `around` what needed them
-    elsewhere. `alike`: what is known of a large problem at these prices; `joins`: whether nodes may be joined for a bound. Raises Infeasible when
-    no choice is possible whatever the rows."""
+    elsewhere. `alike`: what is known of a large problem at these prices; `joins`: whether nodes may be joined for a bound;
+    `order`: of `core`'s nodes, where they are best minimised out one by one. Raises Infeasible when no choice is possible whatever the rows."""
     prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
+    if order is not None:
+        return _solved_exactly(board, core, prices, order, largest)
     large = stored_entries(core) > STORED
     free = core.copy(own_memo=large or largest > LARGEST_PAIR)
     free.price_rows(prices)
@@ -124,9 +128,21 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike, around)
 
 
+def _solved_exactly(board: Board, core: Core, prices: np.ndarray, order: Elimination, largest: int) -> Priced:
+    free = core.copy()
+    free.price_rows(prices)
+    answer = order.solve(free)
+    if not math.isfinite(answer.value):
+        raise Infeasible(-1)
+    choice = core.lift(answer.choice())
+    return Priced(prices, answer.value, choice_value(board, core, prices, choice), choice, answer, len(core.undo), False, largest)
+
+
 def tighten(board: Board, core: Core, priced: Priced, seed: int, enough: float = 0.0) -> Priced:
     """Go on where `solve_priced` stopped, up to a relative gap of `enough`. With one, sweeps end where the bound meets the choice that was found;
     without, dear strategies go on the way."""
+    if isinstance(priced.dual, Eliminated):
+        return priced
     alike = None if priced.choice is None or not enough else Alike(priced.choice)
     return _answer(board, core, priced.prices, priced.dual, priced.since, seed, priced.largest, enough, alike=alike, around=priced.around)
 

@@ -11,10 +11,11 @@ from autoshard.search.dual.copies import Alike
 from autoshard.search.problem import row_loads
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
+from autoshard.search.routes.bucket_elimination import Elimination
 from autoshard.search.routes.keeping import most_cost, steep_prices
 from autoshard.search.routes.priced import LARGEST_PAIR, STORED, TABLES, Priced, choice_value, keep_possible, solve_priced, tighten
 
-TRIALS = 16
+TRIALS, EXACT_TRIALS = 16, 64  # answers; where one takes milliseconds
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
 LOOSELY, LOOSELY_PAIRED, ROOM = 1e-2, 0.1, 3e-4  # relative: how close the first two prices are answered where tables are large, without and with
 # pairs; what costs so much more there is hardly the best at others
@@ -44,21 +45,22 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     planes, largest, rough = list(planes), like.largest if like else LARGEST_PAIR, max(rough, board.enough / 4)
     around: frozenset[int] = frozenset()
     asked = [at for at, *_ in planes]
-    for _ in range(TRIALS):
+    order = Elimination.of(core)
+    for _ in range(TRIALS if order is None else EXACT_TRIALS):
         if board.done or best is not None and board.cost - best.bound <= settled * abs(best.bound):
             break
         if len(found) == (0 if doubtful and board.near else WHEN):
-            kept = _keeping(board, core, [*board.near, *found], seed)
+            kept = _keeping(board, core, [*board.near, *found], seed, order)
             found += kept
             planes += [_plane(board, core, np.zeros(len(core.limit)), choice) for choice in kept]
         prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None) if planes else (_first_prices(core), math.inf)
         if best is None:
             prices = _within_sight(core, planes, prices)
             enough = WHOLE if begun else 0.0 if planes else FIRST
-            priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike)
+            priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike, order=order)
         elif _promises_more(best, promised, 2 * WHOLE if begun else gain) and (new := _not_asked(prices, best, asked)) is not None:
             worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
-            priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around)
+            priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around, order=order)
         elif best.loose and not begun:  # other prices may promise more than they can show: first see what these can
             priced = best = tighten(board, core, best, seed)
         else:
@@ -76,7 +78,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     return best, planes, found
 
 
-def _keeping(board: Board, core: Core, found: list[np.ndarray], seed: int) -> list[np.ndarray]:
+def _keeping(board: Board, core: Core, found: list[np.ndarray], seed: int, order: Elimination | None) -> list[np.ndarray]:
     """Choices that are over hard rows by as little as possible, where those `found` and all their mixtures are over some and answers do not take
     long. Raises Infeasible where every choice is over some row."""
     new: list[np.ndarray] = []
@@ -84,7 +86,7 @@ def _keeping(board: Board, core: Core, found: list[np.ndarray], seed: int) -> li
         steep = steep_prices(board.problem, core.price > 0, [*found, *new])
         if steep is None:
             break
-        answer = solve_priced(board, core, steep, seed, FIRST, ROUGHLY)
+        answer = solve_priced(board, core, steep, seed, FIRST, ROUGHLY, order=order)
         if answer.bound > most_cost(board.problem):
             raise Infeasible(None)
         if answer.choice is None or any(np.array_equal(answer.choice, choice) for choice in new):
