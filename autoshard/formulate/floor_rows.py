@@ -18,18 +18,16 @@ such readers, or from where one of its unit needs it. Where a choice loads a row
 """
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from autoshard.base.graph import Op, Ref
-from autoshard.base.plan import OpPlan
-from autoshard.base.spec import local_tensor_shape
 from autoshard.formulate.copies import KEPT, MADE, CopyNode
-from autoshard.formulate.floor_values import FloorValues
+from autoshard.formulate.floor_reads import FloorReads
 from autoshard.formulate.floor_weights import exact_near
 from autoshard.formulate.memory_rows import Amounts, with_items
 from autoshard.formulate.problem_of import Formulation
@@ -59,7 +57,7 @@ class Copied:
 
 
 @dataclass(eq=False)
-class Floors(FloorValues):
+class Floors(FloorReads):
     """What floor rows of one formulation have in common."""
 
     @property
@@ -86,7 +84,7 @@ class Floors(FloorValues):
         op, now = self.graph.op(moment), self.graph.order[moment]
         gathered, read = self._gathered(op), {storage_root(self.graph, ref) for ref in op.refs}
         yield from self._stored(now, gathered, plan)
-        yield from self._own(op)
+        yield from self._own(op, plan)
         yield from self._handed_out(op, read)
         yield from self._under_way(op, now, plan)
         yield from ((self.formulation.units.index(moment), amounts) for _, amounts in gathered.values())
@@ -107,43 +105,6 @@ class Floors(FloorValues):
         """What a choice surely holds."""
         return float(sum(amounts[choice[node]] for node, amounts in self.amounts(moment, choice)))
 
-    # --- what the op reads and makes ---
-
-    def _own(self, op: Op) -> Iterator[Amounts]:
-        units, found = self.formulation.units, {}
-        unit = units.units[units.index(op.name)]
-        for i, ref in enumerate(op.refs):
-            root = storage_root(self.graph, ref)
-            if self.graph.op(root.op).kind == "call":
-                amounts = self._bytes(ref, units.inputs(op.name, i))
-                if self.graph.meta(ref).numel > self.graph.meta(root).numel:  # expanded
-                    amounts = np.minimum(amounts, self._least(root))
-                found[root] = np.maximum(found[root], amounts) if root in found else amounts
-        yield units.index(op.name), self._once(("own", op.name), lambda: np.array(
-            [self._work(op, s, [found[r][s] for r in found], tuple(found)) for s in range(len(unit))]))
-
-    def _work(self, op: Op, strategy: int, inputs: Sequence[float], roots: Sequence[Ref]) -> float:
-        """The most bytes that the op needs at once: what it reads, as long as it does, and what it makes."""
-        table, call = self.formulation.table, self.graph.calls[op.name]
-        chosen = OpPlan(*table.strategies[op.name].strategy(int(self.formulation.units.picked(op.name)[strategy])))
-        strides = [_dense(local_tensor_shape(m, s, table.mesh)) for m, s in zip(call.inputs, chosen.inputs, strict=True)]
-        footprint = self.footprints.of_op(op, call, chosen, strides)
-        place = [roots.index(root) if (root := storage_root(self.graph, ref)) in roots else None for ref in op.refs]
-        readers, made = Counter(place), []
-        alive = most = sum(inputs)
-        for piece in footprint.pieces:
-            makes = (0, *piece.makes[1:]) if piece.over else (*piece.makes[:-1], 0) if piece.arriving else piece.makes
-            made += makes
-            alive += sum(makes)
-            most = max(most, alive)
-            for b in piece.drops:
-                if b >= 0:
-                    alive -= made[b]
-                elif place[~b] is not None:
-                    readers[place[~b]] -= 1
-                    alive -= 0.0 if readers[place[~b]] else inputs[place[~b]]
-        return most
-
     # --- what the user holds ---
 
     def _handed_out(self, op: Op, read: set[Ref]) -> Iterator[Amounts]:
@@ -153,10 +114,6 @@ class Floors(FloorValues):
             ref = output.refs[0]
             if op.phase != "forward" and root not in read and self.graph.meta(ref).numel == self.graph.meta(root).numel:
                 yield self.formulation.units.index(output.name), self._bytes(ref, self.formulation.units.inputs(output.name, 0))
-
-    def _least(self, ref: Ref) -> float:
-        amounts = self._bytes(ref, self.formulation.units.outputs(ref))
-        return float(amounts[amounts > 0].min(initial=np.inf)) if (amounts > 0).any() else 0.0
 
     # --- copies ---
 
@@ -223,14 +180,6 @@ class Floors(FloorValues):
         roots = {storage_root(self.graph, self.graph.op(name).refs[i]) for name, i in later}
         orders = [r.order for root in roots for r in self.readers.get(root, ())] + [self.graph.order[name] for name, _ in later]
         return min(orders)
-
-
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
 
 
 def with_floor(formulation: Formulation, floors: Floors, moment: str, plan: np.ndarray) -> Formulation:

@@ -15,12 +15,15 @@ import numpy as np
 
 from autoshard.base.graph import Op, Ref
 from autoshard.base.roles import Role
+from autoshard.base.spec import NOWHERE, Spec
+from autoshard.cost.redistribute import SLICE
 from autoshard.formulate.floor_gathers import Condition, FloorGathers, holds_in, while_all_hold
 from autoshard.formulate.floor_weights import exact_near
 from autoshard.formulate.values import storage_root
 from autoshard.program.flow import gradient_bound, is_passing
 from autoshard.recompute.rewrite import is_source
 from autoshard.rules import registry
+from autoshard.space.strategies import SpecIndex
 
 Counted = tuple[int, np.ndarray, float]
 """A node, bytes per strategy of it, and what a kept copy of the same value leaves out, for it may be what these bytes are."""
@@ -99,6 +102,8 @@ class FloorValues(FloorGathers):
                 return
             if now < self._needed(root.op):
                 there = kept > 0 if kept is not None else np.zeros(1, bool)
+                if plan is not None:
+                    yield from self._made_for_others(op, root, last, now, plan)
         elif graph.order[root.op] >= now:
             return
         if plan is None or units.index(last.op) == units.index(root.op):
@@ -111,13 +116,22 @@ class FloorValues(FloorGathers):
     def _read_as(self, root: Ref, last: Reader, there: np.ndarray, plan: np.ndarray) -> Iterator[Counted]:
         """The least of what the value is and of what its last reader, of another unit, reads: it lies there in the one or the other."""
         nodes = self.formulation.units.index(root.op), self.formulation.units.index(last.op)
-        own, reads = self._once(("read as", root, last.op), lambda: self._on_path(root, last.path, nodes[1]))
-        own = own * there
-        if own.any():
-            different, which = np.unique(reads, return_inverse=True)
-            most = float(min(own.max(), different[-1]))
-            for node, amounts in exact_near(plan, nodes, np.minimum(own[:, None], different)):
+        lies, which = self._once(("read as", root, last.op), lambda: self._lies_as(root, last, nodes[1]))
+        lies = lies * there[:, None]
+        if lies.any():
+            most = float(lies.max())
+            for node, amounts in exact_near(plan, nodes, lies):
                 yield node, amounts[which] if node == nodes[1] else amounts, most
+
+    def _lies_as(self, root: Ref, last: Reader, node: int) -> tuple[np.ndarray, np.ndarray]:
+        """(per strategy of the value's unit and kind of reading, the least bytes that lie there; per strategy of the reader's unit, its kind)."""
+        own, reads = self._on_path(root, last.path, node)
+        if not _is_direct(root, last.path):
+            different, which = np.unique(reads, return_inverse=True)
+            return np.minimum(own[:, None], different), which
+        held = self.formulation.units.inputs(last.op, last.path[-1][2])
+        first = np.array([int(np.argmax(held.index == k)) for k in range(len(held.specs))])
+        return np.where(self._view_of(root, held), own[:, None], np.minimum(own[:, None], reads[first])), held.index
 
     def _kept_to_recompute(self, op: Op, root: Ref, now: int, plan: np.ndarray) -> Iterator[Counted]:
         """What a source keeps so that another one reads it behind `now`, while all that hold which say so in `plan`."""
@@ -130,6 +144,19 @@ class FloorValues(FloorGathers):
             conditions = None if waits is None else [(unit, kept >= nbytes), *waits]
             if conditions is not None and all(holds_in(c, plan) for c in conditions):
                 yield from ((node, amounts, nbytes) for node, amounts in while_all_hold(conditions, nbytes))
+                return
+
+    def _made_for_others(self, op: Op, root: Ref, last: Reader, now: int, plan: np.ndarray) -> Iterator[Counted]:
+        """What a source has made again before `now` for a source of another unit that has surely run by then, if that one runs in `plan`. It lies
+        there until its last reader."""
+        unit, kept = self.formulation.units.index(op.name), self._kept(op, root)
+        amounts = self._least_on(root, last) * (kept == 0 if kept is not None else np.ones(1, bool))
+        nbytes = float(amounts[plan[unit]])
+        for reader in self._all_readers[root] if nbytes > 0 else ():
+            other = self.formulation.units.index(reader.op)
+            runs = (other, self._reads(reader) > 0)
+            if other != unit and reader.order < now and self._decides(reader) and self._needed(reader.op) <= now and holds_in(runs, plan):
+                yield from ((node, each, nbytes) for node, each in while_all_hold([(unit, amounts >= nbytes), runs], nbytes))
                 return
 
     def _runs_behind(self, reader: Reader, now: int) -> list[Condition] | None:
@@ -197,6 +224,8 @@ class FloorValues(FloorGathers):
             specs = units.outputs(ref) if i < 0 else units.inputs(name, i)
             amounts, unit = self._bytes(ref, specs), units.index(name)
             amounts = np.where(amounts > 0, amounts, np.inf)
+            if i >= 0 and unit == home and _is_direct(root, path):
+                amounts = np.where(self._view_of(root, specs)[np.arange(len(own)), specs.index], own, amounts)
             if self.graph.meta(ref).numel > self.graph.meta(root).numel or unit not in (home, reader):
                 out = np.minimum(out, amounts.min(initial=np.inf))
             elif unit == home:
@@ -205,11 +234,30 @@ class FloorValues(FloorGathers):
                 reads = np.minimum(reads, amounts)
         return np.where(own > 0, out, 0.0), reads
 
+    def _view_of(self, ref: Ref, held: SpecIndex) -> np.ndarray:
+        """Per strategy of the value's unit and spec in which it is held, whether that is the buffer that was made: as it is, or a slice of it."""
+        made, move, meta = self.formulation.units.outputs(ref), self.formulation.table.redistribution, self.graph.meta(ref)
+
+        def is_view(own: Spec, spec: Spec) -> bool:
+            if own == spec or NOWHERE in own or NOWHERE in spec or not np.isfinite(move.seconds(meta.logical_shape, meta.dtype, own, spec)):
+                return own == spec
+            return all(step.kind == SLICE for step in move.steps(meta.logical_shape, meta.dtype, own, spec))
+
+        views = np.array([[is_view(own, spec) for spec in held.specs] for own in made.specs])[made.index]
+        op = self.graph.op(ref.op)
+        kept = [self._bytes(value, self.formulation.units.inputs(op.name, op.refs.index(value))) for value in op.kept]
+        return views & (sum(kept) == 0)[:, None] if kept else views  # who reads what a source keeps reads it as forward left it
+
     def _home(self, root: Ref) -> Ref:
         """The value of forward that a recompute source stands for, where it may keep it; else the value itself."""
         op = self.graph.op(root.op)
         value = Ref(op.kept[0].op, root.index) if is_source(op) and op.kept else root
         return storage_root(self.graph, value) if value in op.kept else root
+
+
+def _is_direct(root: Ref, path: Iterable[tuple[Ref, str, int]]) -> bool:
+    """Whether the reader reads the value itself, and no view of it that an op makes."""
+    return all(ref == root for ref, _, _ in path)
 
 
 def _least_of(amounts: np.ndarray) -> float:
