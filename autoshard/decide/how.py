@@ -23,7 +23,8 @@ class How:
     """`clock` ends the search, `backend` is one of `search.BACKENDS`, `progress` hears of every improvement. `finer`: whether the plan over
     decision units is refined op by op. `enough`: the relative gap at which a search ends. `known`: solutions of problems that were
     searched to their end, or to the best tied choice where that was enough, by what they say (`Problem.key`): stages of equal blocks are problems
-    with equal numbers, and so is one program with ample memory, whatever the budget; in little memory limits corrected by a plan come again."""
+    with equal numbers, and so is one program with ample memory, whatever the budget; in little memory limits corrected by a plan come again.
+    `proves`: whether a bound is asked for, or only a choice."""
 
     clock: Clock
     backend: str = "auto"
@@ -31,10 +32,11 @@ class How:
     finer: bool = True
     enough: float = 0.0
     known: dict[str, Solution] | None = None
+    proves: bool = True
 
-    def part(self, share: float = 1.0) -> How:
-        """The same for a share of the time left."""
-        return replace(self, clock=self.clock.part(share))
+    def part(self, share: float = 1.0, enough: float = 0.0) -> How:
+        """The same for a share of the time left, which ends at a relative gap of `enough` at the latest."""
+        return replace(self, clock=self.clock.part(share), enough=max(self.enough, enough))
 
     def solve(self, problem: Problem, starts: Sequence[np.ndarray] = (), near: Sequence[np.ndarray] = ()) -> Solution:
         """Minimise `problem`. `starts`, `near`: as `starts` and `near` of `search.solve`."""

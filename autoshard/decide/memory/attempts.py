@@ -86,7 +86,7 @@ def _tried(attempt: Attempt, variants: Variants, so_far: Outcome) -> Outcome:
     if program is variants.plain:
         program = replace(program, starts=(*program.starts, *so_far.starts))
     how = variants.first if attempt.enough and variants.first else variants.how
-    solution = attempt.search(program, how.part(attempt.share(variants)))
+    solution = attempt.search(program, replace(how.part(attempt.share(variants)), proves=attempt.covers))
     fits = solution.choice is not None and program.fits(solution.choice)
     if attempt.ample and np.isfinite(solution.bound):
         so_far = replace(so_far, ample=max(0.0, solution.bound))

@@ -24,13 +24,14 @@ from autoshard.search import neighbourhoods_of
 from autoshard.search.board import Event
 from autoshard.search.problem import Problem, Solution, Status, evaluate, row_loads
 
-FLOORED = 3  # searches with floor rows
+FLOORED = 6  # searches with floor rows
 ROUND, FAR = 0.4, 0.1  # of the time for them, for the first, which may use up what it is given; a gap of a search that was cut short
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
 BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
 ABOUT, MANY = 1e-2, 3000  # a gap at which searches of so many nodes end if their plans are starts of others, which see more of what is too full: the
 # rest of the time says more there, and what is lacking is looked for last
+UNPROVEN = 3e-2  # the same where nobody asks for a bound
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
 CLOSED = 2e-3  # a gap that needs no more searches
 TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
@@ -50,15 +51,16 @@ def search_within(program: Program, how: How) -> Solution:
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     table, whole = program.formulation.table, program.settings.get("inputs", "global") == "global"
     floors = Floors(program.formulation, Footprints(table.mesh, table.cluster), whole)
-    begin = _about(program, how.part(BEFORE)) if floors.possible else how.part(FIRST)
+    about = ABOUT if program.formulation.problem.n > MANY else 0.0 if how.proves else UNPROVEN
+    begin = how.part(BEFORE, about) if floors.possible else how.part(FIRST)
     answer = _solved(problem, program.starts, possible(problem, learned.near), begin)
     how = replace(how, enough=max(how.enough, TIGHT))
     if answer.choice is not None and floors.possible:
-        program, answer = _floored(program, floors, answer, how.part(SEEN))
+        program, answer = _floored(program, floors, answer, how.part(SEEN, about))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
     found = answer if answer.choice is None else _filled(program, _corrected(program, answer, how), how.part(FILLING))
-    if floors.possible:
+    if floors.possible and how.proves:
         found = _bounded(program, answer, _filled(program, found, how.part(FILLING)), how)
     learned.keep(found)
     return found
@@ -74,11 +76,6 @@ def _solved(problem: Problem, starts: Sequence[np.ndarray], near: Sequence[np.nd
     """What a search finds from `starts`, and from choices met where rows had other limits: of these some need less memory, and where time is short
     nothing else may be found."""
     return how.solve(problem, (*starts, *near), near)
-
-
-def _about(program: Program, how: How) -> How:
-    """`how`, for a search whose plan is a start of others."""
-    return replace(how, enough=max(how.enough, ABOUT)) if program.formulation.problem.n > MANY else how
 
 
 def _again(problem: Problem, program: Program, first: Solution, last: np.ndarray, near: Sequence[np.ndarray], how: How) -> Solution:
@@ -121,7 +118,7 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
         grown = program.formulation
         for moment in full:
             grown = with_floor(grown, floors, moment, found.choice)
-        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), _about(program, how.part(FIRST if n else ROUND)))
+        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(FIRST if n else ROUND))
         program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer
