@@ -49,14 +49,27 @@ class FloorReads(FloorValues):
                 yield from exact_near(plan, nodes, more)
 
     def _sliced(self, op: Op, i: int, there: np.ndarray | None) -> More | None:
-        """What a value is more than the slice of it that the op reads, while that is `there`, per strategy of its unit and of the op's."""
+        """What a value is more than the slice of it that the op reads, while that is `there`, per strategy of its unit and of the op's. Slices with
+        gaps do not count, for some ops copy them."""
         ref, units = op.refs[i], self.formulation.units
         if there is None or storage_root(self.graph, ref) != ref:
             return None
-        held = units.inputs(op.name, i)
-        more = self._once(("more", op.name, i), lambda: np.where(self._view_of(ref, held), np.maximum(
-            self._bytes(ref, units.outputs(ref))[:, None] - [self._local(ref, s) for s in held.specs], 0.0), 0.0))
+        made, held = units.outputs(ref), units.inputs(op.name, i)
+
+        def beyond() -> np.ndarray:
+            more = [[self._local(ref, a) - self._local(ref, b) if self._is_prefix(ref, a, b) else 0.0 for b in held.specs] for a in made.specs]
+            return np.where(self._view_of(ref, held), np.array(more)[made.index], 0.0)
+
+        more = self._once(("more", op.name, i), beyond)
         return ((units.index(ref.op), units.index(op.name)), more[:, held.index] * there) if more.any() else None
+
+    def _is_prefix(self, ref: Ref, own: Spec, held: Spec) -> bool:
+        """Whether a slice lies in the value without gaps."""
+        if NOWHERE in own or NOWHERE in held:
+            return False
+        whole, part = (local_tensor_shape(self.graph.meta(ref), s, self.formulation.table.mesh) for s in (own, held))
+        cut = [d for d, (n, m) in enumerate(zip(whole, part, strict=True)) if n != m]
+        return all(n == 1 for n in part[:max(cut, default=0)])
 
     def _moved(self, op: Op, i: int, most: np.ndarray) -> More | None:
         """What the move of a value to where the op reads it needs more than the op, if it surely comes right before the op: the value is made in the

@@ -77,22 +77,24 @@ class FloorWeights:
 
     def _stored(self, now: int, gathered: Mapping[str, tuple[float, np.ndarray]], plan: np.ndarray) -> Iterator[Amounts]:
         table, units = self.formulation.table, self.formulation.units
-        latest = max((made for made in self.gradients.values() if made < now), default=None)
+        made_before = {name: ref for name, ref in self.gradients.items() if self.graph.order[ref.op] < now}
+        last = max(made_before.values(), key=lambda ref: self.graph.order[ref.op], default=None)
+        flying = [ref for ref in made_before.values() if self._all_wait or ref.op == last.op]
         for op in self.graph.of_kind("param", "buffer"):
             specs = units.outputs(Ref(op.name))
-            made = self.gradients.get(op.name)
             parts = self._once(("stored", op.name), lambda op=op, specs=specs: self._parts(op, specs))
             always, state, least = parts
             if op.name in gathered:
                 own = self._bytes(Ref(op.name), specs)
                 always = always - np.where(own > gathered[op.name][0], np.minimum(own, always), 0.0)
             amounts = always + state * table.strategies[op.name].on_device[units.picked(op.name)]
-            yield units.index(op.name), amounts + least if made is not None and made < now and made != latest else amounts
+            arrived = op.name in made_before and made_before[op.name] not in flying
+            yield units.index(op.name), amounts + least if arrived else amounts
         for op in self.graph.of_kind("input"):
             specs = units.outputs(Ref(op.name))
             yield units.index(op.name), np.full(len(specs.index), float(op.outputs[0].nbytes)) if self.whole else self._bytes(Ref(op.name), specs)
-        if latest is not None:
-            yield from self._flying(latest, plan)
+        for ref in flying:
+            yield from self._flying(ref, plan)
 
     def _parts(self, op: Op, specs: SpecIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         table = self.formulation.table
@@ -102,12 +104,17 @@ class FloorWeights:
         always, state = (np.array([p[c] for p in parts], dtype=float) for c in ("parameters", "optimizer"))
         return always[specs.index], state[specs.index], least[specs.index]
 
-    def _flying(self, made: int, plan: np.ndarray) -> Iterator[Amounts]:
-        """Of the gradient that the op at `made` makes: its bytes until the next gradient is made. Till then a collective that reduces it is not
-        waited for, and keeps what it sends."""
-        op, units = self.graph.ops[made], self.formulation.units
-        ref = next(ref for ref in self._first_gradients if ref.op == op.name)
-        node, own, (first, *others) = units.index(op.name), units.outputs(ref), self.graph.users[ref]
+    @cached_property
+    def _all_wait(self) -> bool:
+        """Whether all gradients of parameters may be on their way at once: then none is waited for before backward ends."""
+        most = [max(self._local(ref, s) for s in self.formulation.units.outputs(ref).specs) for ref in self.gradients.values()]
+        return sum(most) <= self.formulation.table.training.on_their_way
+
+    def _flying(self, ref: Ref, plan: np.ndarray) -> Iterator[Amounts]:
+        """Of a gradient that is on its way: a collective that reduces it keeps what it sends until it is waited for. The last gradient made is not
+        waited for before the next one is made."""
+        units = self.formulation.units
+        node, own, (first, *others) = units.index(ref.op), units.outputs(ref), self.graph.users[ref]
         sent = self._once(("sent", ref), lambda: self._sent(ref))
         reader = units.index(first[0])
         if others or reader == node:
@@ -126,20 +133,20 @@ class FloorWeights:
                 return np.inf
             steps = move.steps(meta.logical_shape, meta.dtype, own, held)
             last = max((i for i, step in enumerate(steps) if step.kind != SLICE), default=0)
-            return self._local(ref, steps[last - 1].spec if last else own)
+            return min(self._local(ref, own), self._local(ref, steps[last - 1].spec)) if last else self._local(ref, own)
 
         return np.array([[0.0 if NOWHERE in own else sent(own, held) for held in wanted] for own in units.outputs(ref).specs])
 
     @cached_property
-    def gradients(self) -> dict[str, int]:
-        """Per parameter op, where the value is made that becomes its gradient, if no other gradient is made of it."""
+    def gradients(self) -> dict[str, Ref]:
+        """Per parameter op, the value that becomes its gradient, if no other gradient is made of it."""
         out, seen = {}, set()
         by_target = {op.target: op.name for op in self.graph.of_kind("param")}
         for name, op in self.graph.outputs(Role.GRADIENT).items():
             if name in by_target and op.refs:
                 root = passed_on(self.graph, op.refs[0])[-1]
                 if self.graph.op(root.op).kind == "call" and root not in seen:
-                    out[by_target[name]] = self.graph.order[root.op]
+                    out[by_target[name]] = root
                 seen.add(root)
         return out
 

@@ -9,7 +9,7 @@ from steering import formulation_of, traced
 
 from autoshard.decide.how import How
 from autoshard.decide.make_plan import Timelines
-from autoshard.decide.memory.attempts import Attempt, Outcome, try_in_order
+from autoshard.decide.memory.attempts import EVERY, Attempt, Outcome, try_in_order
 from autoshard.decide.program import NOTHING, Program, starting_plans
 from autoshard.decide.variants import Variants
 from autoshard.search import Clock
@@ -51,7 +51,7 @@ def outcome(program: Program, *attempts: Attempt, clock: Clock | None = None) ->
 def test_a_plan_that_does_not_fit_leaves_its_bound(program):
     dear, cheap = choices(program, True)[-1], choices(program, False)[0]
     cost = evaluate(program.formulation.problem, dear)
-    found = outcome(program, giving(cheap, bound=0.5 * cost, covers=True, enough=True), giving(dear, bound=0.9 * cost))
+    found = outcome(program, giving(cheap, bound=0.5 * cost, covers=EVERY, enough=True), giving(dear, bound=0.9 * cost))
     assert np.array_equal(found.solution.choice, dear) and found.solution.bound == 0.5 * cost, "0.9 is no bound of every plan"
     assert found.solution.status is Status.GAP and not found.final
 
@@ -59,17 +59,17 @@ def test_a_plan_that_does_not_fit_leaves_its_bound(program):
 def test_a_bound_of_every_plan_proves_what_another_attempt_found(program):
     fitting = choices(program, True)[0]
     cost = evaluate(program.formulation.problem, fitting)
-    found = outcome(program, giving(None, bound=cost, status=Status.UNKNOWN, covers=True), giving(fitting))
+    found = outcome(program, giving(None, bound=cost, status=Status.UNKNOWN, covers=EVERY), giving(fitting))
     assert found.solution.status is Status.OPTIMAL and found.solution.bound == cost
 
 
 def test_the_first_plan_that_is_enough_ends_it_as_its_search_said(program):
-    found = outcome(program, giving(choices(program, True)[0], status=Status.OPTIMAL_TIED, covers=True, enough=True), Attempt(never, never))
+    found = outcome(program, giving(choices(program, True)[0], status=Status.OPTIMAL_TIED, covers=EVERY, enough=True), Attempt(never, never))
     assert found.final and found.solution.status is Status.OPTIMAL_TIED
 
 
 def test_what_is_infeasible_for_every_plan_ends_it(program):
-    found = outcome(program, giving(None, status=Status.INFEASIBLE, bound=np.inf, covers=True), Attempt(never, never))
+    found = outcome(program, giving(None, status=Status.INFEASIBLE, bound=np.inf, covers=EVERY), Attempt(never, never))
     assert found.solution.status is Status.INFEASIBLE and not found.found
 
 

@@ -7,8 +7,8 @@ the budget. What no search finds, a starting plan may be, or the plan of least m
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,20 +26,28 @@ SHORT, LIGHT = 0.6, 0.6  # of that share, where fewer gradients may wait, for th
 # the best plan soon; of the share after it, for the search in which fewer do: with them a plan hardly takes more than what rows count
 UNREFINED = 0.5  # share of the time left for searches whose plans are not refined op by op, where others are
 PLAIN = 0.5  # share of the time left for the search without recomputation, after the one that chooses it
+FULL, FEW = "as many gradients wait as with ample memory", "fewer wait"
+EVERY = (FULL, FEW)
+"""The plans that there are, by how many gradients may wait; fewer only where memory is little."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What the attempts so far found: `solution` of `program`'s problem, the cheapest plan that fits, or without a choice. `bound` is
-    one of every plan. `starts`: more plans of the plain program to start from. `final`: no other attempt can do better. `ample`: a bound of
-    every plan whatever the memory; 0 where that was not looked for."""
+    """What the attempts so far found: `solution` of `program`'s problem, the cheapest plan that fits, or without a choice. `bounds`: of the plans
+    of each kind that there are, inf where none exists. `starts`: more plans of the plain program to start from. `final`: no other attempt can do
+    better. `ample`: a bound of every plan whatever the memory; 0 where that was not looked for."""
 
     program: Program
     solution: Solution = NOTHING
-    bound: float = -np.inf
+    bounds: Mapping[str, float] = field(default_factory=lambda: {FULL: -np.inf})
     starts: tuple[np.ndarray, ...] = ()
     final: bool = False
     ample: float = 0.0
+
+    @property
+    def bound(self) -> float:
+        """Of every plan."""
+        return min(self.bounds.values())
 
     @property
     def found(self) -> bool:
@@ -48,15 +56,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A search of one variant of the program (`of`), in a `share` of the time left, where it is `due`. `covers`: the variant has every
-    plan, so its bound holds for all of them, and no plan exists where it is infeasible. `enough`: its plan is the answer
+    """A search of one variant of the program (`of`), in a `share` of the time left, where it is `due`. `covers`: kinds of plans of which the
+    variant has every one, so that its bound holds for all of them, and none exists where it is infeasible. `enough`: its plan is the answer
     where it fits. `ample`: its bound holds for any memory."""
 
     of: Callable[[Variants], Program]
     search: Callable[[Program, How], Solution]
     share: Callable[[Variants], float] = lambda variants: 1.0
     due: Callable[[Variants, Outcome], bool] = lambda variants, so_far: True
-    covers: bool = False
+    covers: tuple[str, ...] = ()
     enough: bool = False
     ample: bool = False
 
@@ -71,7 +79,7 @@ def search(variants: Variants) -> Outcome:
 def try_in_order(variants: Variants, attempts: Iterable[Attempt]) -> Outcome:
     """Try the attempts until one is final. Its solution has the status that its search gave; another one is proven by the bound of
     all attempts, or not."""
-    so_far = Outcome(variants.plain)
+    so_far = Outcome(variants.plain, bounds=dict.fromkeys(EVERY if variants.little else (FULL,), -np.inf))
     for attempt in attempts:
         if attempt.due(variants, so_far):
             so_far = _tried(attempt, variants, so_far)
@@ -86,13 +94,14 @@ def _tried(attempt: Attempt, variants: Variants, so_far: Outcome) -> Outcome:
     if program is variants.plain:
         program = replace(program, starts=(*program.starts, *so_far.starts))
     how = variants.first if attempt.enough and variants.first else variants.how
-    solution = attempt.search(program, replace(how.part(attempt.share(variants)), proves=attempt.covers))
+    solution = attempt.search(program, replace(how.part(attempt.share(variants)), proves=bool(attempt.covers)))
     fits = solution.choice is not None and program.fits(solution.choice)
     if attempt.ample and np.isfinite(solution.bound):
         so_far = replace(so_far, ample=max(0.0, solution.bound))
     if attempt.covers:
-        final = fits and attempt.enough or solution.status is Status.INFEASIBLE
-        so_far = replace(so_far, bound=max(so_far.bound, solution.bound), final=final)
+        proven = np.inf if solution.status is Status.INFEASIBLE else solution.bound
+        bounds = {kind: max(bound, proven) if kind in attempt.covers else bound for kind, bound in so_far.bounds.items()}
+        so_far = replace(so_far, bounds=bounds, final=fits and attempt.enough or min(bounds.values()) == np.inf)
     if solution.choice is not None and not fits:
         return replace(so_far, starts=(*so_far.starts, *_moved(program, solution.choice)))
     if fits and solution.cost < so_far.solution.cost or attempt.covers and not so_far.found:
@@ -190,10 +199,10 @@ def _no_start_fits(variants: Variants, so_far: Outcome) -> bool:
 START = Attempt(lambda v: v.plain, _cheapest_start)
 LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
 TRAINING = (
-    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=True, enough=True, ample=True),
-    Attempt(lambda v: v.open, _search_tight, _open_share, due=_time_is_left, covers=True),
-    Attempt(lambda v: v.light, _search_tight, _light_share, due=_less_may_wait),
-    Attempt(lambda v: v.open, _search_tight, _unrefined_share, due=_less_may_wait, covers=True),
+    Attempt(lambda v: v.plain, search_ample, _ample_share, covers=EVERY, enough=True, ample=True),
+    Attempt(lambda v: v.open, _search_tight, _open_share, due=_time_is_left, covers=(FULL,)),
+    Attempt(lambda v: v.light, _search_tight, _light_share, due=_less_may_wait, covers=(FEW,)),
+    Attempt(lambda v: v.open, _search_tight, _unrefined_share, due=_less_may_wait, covers=(FULL,)),
     Attempt(lambda v: v.light, search_on, due=_as_light),
     Attempt(lambda v: v.open, search_on, due=_as_open),
     Attempt(lambda v: v.plain, _search_tight, lambda v: PLAIN * _unrefined_share(v), due=_missed),
@@ -201,4 +210,4 @@ TRAINING = (
     START,
     LEANEST,
 )
-INFERENCE = (Attempt(lambda v: v.plain, search_within, _sure_share, covers=True, enough=True), START, LEANEST)
+INFERENCE = (Attempt(lambda v: v.plain, search_within, _sure_share, covers=EVERY, enough=True), START, LEANEST)
