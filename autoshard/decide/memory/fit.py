@@ -29,9 +29,8 @@ ROUND, FAR = 0.4, 0.1  # of the time for them, for the first, which may use up w
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
 BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
-ABOUT, MANY = 1e-2, 3000  # a gap at which searches of so many nodes end if their plans are starts of others, which see more of what is too full: the
-# rest of the time says more there, and what is lacking is looked for last
-UNPROVEN = 3e-2  # the same where nobody asks for a bound
+ABOUT, ROUGHLY, MANY = 1e-2, 3e-2, 3000  # gaps at which searches end if their plans are starts of others, which see more of what is too full: of so
+# many nodes, and of fewer; the rest of the time says more there, and what is lacking is looked for last
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
 CLOSED = 2e-3  # a gap that needs no more searches
 TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
@@ -51,7 +50,7 @@ def search_within(program: Program, how: How) -> Solution:
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     table, whole = program.formulation.table, program.settings.get("inputs", "global") == "global"
     floors = Floors(program.formulation, Footprints(table.mesh, table.cluster), whole)
-    about = ABOUT if program.formulation.problem.n > MANY else 0.0 if how.proves else UNPROVEN
+    about = ABOUT if program.formulation.problem.n > MANY else ROUGHLY
     begin = how.part(BEFORE, about) if floors.possible else how.part(FIRST)
     answer = _solved(problem, program.starts, possible(problem, learned.near), begin)
     how = replace(how, enough=max(how.enough, TIGHT))
