@@ -19,7 +19,7 @@ def core_with(*price: float) -> SimpleNamespace:
 
 
 def answered(bound: float, *prices: float) -> SimpleNamespace:
-    return SimpleNamespace(bound=bound, prices=np.array(prices))
+    return SimpleNamespace(bound=bound, value=bound, choice=np.zeros(1), prices=np.array(prices))
 
 
 def test_a_promise_far_above_the_bound_is_approached_in_steps() -> None:
@@ -44,6 +44,16 @@ def test_a_promise_near_the_bound_is_asked_as_it_is() -> None:
     planes = [(np.zeros(1), 10.0, np.array([1.0])), (np.ones(1), 10.0, np.array([-1.0]))]
     prices, promised = next_prices(core_with(1.0), planes, answered(promised_within(10.5), 0.0))
     assert prices == pytest.approx([0.5]) and promised == pytest.approx(10.5)
+
+
+def test_a_step_begins_at_what_the_last_answer_costs_where_its_bound_is_below() -> None:
+    """Else half of the way may end where the last answer was, answer after answer."""
+    planes = [(np.zeros(1), 10.0, np.array([1.0]))]
+    best = answered(10.0, 0.5)
+    best.bound = 10.0 - 0.5
+    best.value = 10.5  # of the plane, at these prices
+    prices, promised = next_prices(core_with(1.0), planes, best)
+    assert promised == pytest.approx(11.0) and prices == pytest.approx([0.75])
 
 
 def promised_within(height: float) -> float:

@@ -47,12 +47,12 @@ def never() -> bool:
 
 
 def solve_program(program: bytes, columns: int, *, solver: str, seconds: float, seed: int,
-                  nodes: int | None = None, overdue: Callable[[], bool] = never) -> Answer:
+                  nodes: int | None = None, gap: float = 0.0, overdue: Callable[[], bool] = never) -> Answer:
     """Solve a serialized MathOpt model with `solver` ("milp" or "cp_sat") for at most `seconds` and, the same on every
-    machine, at most `nodes` of its search tree. Once it is `overdue` its process is ended."""
+    machine, at most `nodes` of its search tree, until the relative gap is `gap`. Once it is `overdue` its process is ended."""
     if seconds < SHORTEST and len(program) > AT_ONCE:
         return Answer("KILLED", "TIME", -np.inf, None)
-    request = {"columns": columns, "solver": solver, "seconds": max(SHORTEST, seconds), "seed": seed, "nodes": nodes}
+    request = {"columns": columns, "solver": solver, "seconds": max(SHORTEST, seconds), "seed": seed, "nodes": nodes, "gap": gap}
     with _workers().borrowed() as worker:
         return worker.ask(request, program, overdue)
 

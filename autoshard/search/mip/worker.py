@@ -46,7 +46,7 @@ def answer(request: dict[str, Any], program: bytes) -> tuple[dict[str, Any], byt
     model = mathopt.Model.from_model_proto(model_pb2.ModelProto.FromString(program))
     columns = [model.get_variable(i) for i in range(request["columns"])]
     parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=request["seconds"]),
-                                         random_seed=request["seed"], relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0,
+                                         random_seed=request["seed"], relative_gap_tolerance=request["gap"], absolute_gap_tolerance=0.0,
                                          node_limit=request["nodes"])
     wanted = mathopt.ModelSolveParameters(variable_values_filter=mathopt.VariableFilter(filtered_items=columns))
     result = mathopt.solve(model, SOLVERS[request["solver"]], params=parameters, model_params=wanted)

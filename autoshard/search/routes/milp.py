@@ -158,10 +158,10 @@ class MipModel:
         matrix.coefficients.extend(np.add.reduceat(values, first).tolist() if n else [])
         return model, scale
 
-    def run(self, solver: str, seconds: float, seed: int, nodes: int | None) -> tuple[np.ndarray | None, float, bool, bool]:
+    def run(self, solver: str, seconds: float, seed: int, nodes: int | None, gap: float = 0.0) -> tuple[np.ndarray | None, float, bool, bool]:
         """(how many nodes take each strategy, or None; bound, finished, infeasible) of the program with its present rows."""
         proto, scale = self.proto()
-        answer = solve_program(proto.SerializeToString(), self.n_x, solver=solver, seconds=seconds, seed=seed, nodes=nodes,
+        answer = solve_program(proto.SerializeToString(), self.n_x, solver=solver, seconds=seconds, seed=seed, nodes=nodes, gap=gap,
                                overdue=self.overdue)
         self.timed |= answer.reason == "KILLED" or answer.limit == "TIME"
         if answer.reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
@@ -199,7 +199,7 @@ def _copies(core: Core) -> list[list[int]]:
 
 
 def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0, nodes: int | None = None,
-              overdue: Callable[[], bool] = never) -> MipAnswer:
+              gap: float = 0.0, overdue: Callable[[], bool] = never) -> MipAnswer:
     """Solve a core exactly with hard rows added as they are violated. A relaxation's optimum is a valid bound, and its
     solution is returned only when it fits. `nodes` of the search tree a run at most. `overdue`: whether to end a solver that does not
     look up."""
@@ -213,7 +213,7 @@ def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0
         return MipAnswer(np.zeros(len(core.cost), dtype=np.int64), core.constant + float(np.dot(over[~hard], core.price[~hard])), True, False, 0)
     model, bound = MipModel(core, overdue), -np.inf
     while True:
-        taken, new_bound, finished, infeasible = model.run(solver, (end - clock()).total_seconds(), seed, nodes)
+        taken, new_bound, finished, infeasible = model.run(solver, (end - clock()).total_seconds(), seed, nodes, gap)
         bound = max(bound, new_bound)
         if infeasible or taken is None:
             return MipAnswer(None, bound, finished, infeasible, len(model.rows), model.timed)

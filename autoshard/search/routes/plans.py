@@ -41,7 +41,8 @@ ROOMS = (3e-5, 3e-4, 3e-3, 3e-2)  # assumed gaps, widened while nothing is found
 LIKELY = 3e-4  # the widest of them before the best tied choice is known
 NEARBY = 1e-3  # the same of the least cost known: then the best tied choice is not needed, and a MIP may have more entries
 NEARLY = 1e-4  # relative gap at its best prices at which a large tied problem counts as solved there
-MIXED = 5e-4  # relative gap of a mixture of two choices that needs no other
+MIXED = 5e-4  # relative gap of a mixture of a few choices that needs no other
+PART = 2  # of the best choices that keep the rows, and of those that do not: what is mixed first
 COPIES = 8  # times more, of layers that look the same: no more may be distinct
 HARD, HARD_SHARE = 8e-8, 0.25  # seconds per squared entry that a MIP takes where a hard row is full, about; the part of the time left that it may
 UNLIKELY = 0.3  # of what a bound lacks at its own prices: the optimum is hardly nearer to it
@@ -120,8 +121,8 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     near = False
     if not board.done:  # a choice near the bound tells most strategies to be too dear
         _mix(board, core, best, [*pool, *found], seed)
-    if not board.done and large and best is not None and best.loose:  # a little more of the bound may do
-        best = tighten(board, core, best, seed, FINE)
+    if not board.done and best is not None and best.loose and (large or board.enough):  # a little more of the bound may do
+        best = tighten(board, core, best, seed, FINE if large else 0.0)
         board.raise_bound(best.bound, "row prices")
     if likely:
         near = best is not None and board.cost - best.bound <= NEARBY * abs(best.bound)
@@ -135,13 +136,13 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
 
 
 def _mix(board: Board, core: Core, best: Priced | None, pool: list[np.ndarray], seed: int) -> None:
-    """The best choice at the best prices that keeps the rows and the best one that does not are mixed first, which takes a fifth of the time; then
+    """The best choices at the best prices that keep the rows and the best that do not are mixed first, which takes less time; then
     all that were met, if that is not near the bound."""
     if best is not None:
         value = {i: choice_value(board, core, best.prices, choice) for i, choice in enumerate(pool)}
         fits = {i: math.isfinite(evaluate(board.problem, choice)) for i, choice in enumerate(pool)}
-        two = [min(those, key=value.__getitem__) for wanted in (True, False) if (those := [i for i in value if fits[i] is wanted])]
-        mix(board, [pool[i] for i in two], seed)
+        few = [i for wanted in (True, False) for i in sorted((i for i in value if fits[i] is wanted), key=value.__getitem__)[:PART]]
+        mix(board, [pool[i] for i in few], seed)
     if not board.done and (best is None or board.cost - best.bound > MIXED * abs(best.bound)):
         mix(board, pool, seed)
 

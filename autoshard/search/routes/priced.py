@@ -97,11 +97,12 @@ def _kept(mask: np.ndarray) -> np.ndarray | None:
 
 def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
                  largest: int = LARGEST_PAIR, alike: Alike | None = None, joins: bool = True, around: frozenset[int] = frozenset(),
-                 order: Elimination | None = None) -> Priced:
+                 order: Elimination | None = None, known: float = -math.inf) -> Priced:
     """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
     up to `largest` joint strategies are made at once, of a large problem none but the largest, among nodes that are `around` what needed them
     elsewhere. `alike`: what is known of a large problem at these prices; `joins`: whether nodes may be joined for a bound;
-    `order`: of `core`'s nodes, where they are best minimised out one by one. Raises Infeasible when no choice is possible whatever the rows."""
+    `order`: of `core`'s nodes, where they are best minimised out one by one; `known`: a bound from other prices: where the choice found costs no more
+    at these, they prove no more, and only that choice is of use. Raises Infeasible when no choice is possible whatever the rows."""
     prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
     if order is not None:
         return _solved_exactly(board, core, prices, order, largest)
@@ -125,7 +126,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     dual = Dual(free, nodes=None if large else along(free), alike=True)
     if alike is not None and large:
         alike.begin(dual)
-    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike, around)
+    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike, around, known)
 
 
 def _solved_exactly(board: Board, core: Core, prices: np.ndarray, order: Elimination, largest: int) -> Priced:
@@ -148,13 +149,14 @@ def tighten(board: Board, core: Core, priced: Priced, seed: int, enough: float =
 
 
 def _answer(board: Board, core: Core, prices: np.ndarray, dual: Dual, since: int, seed: int, largest: int, enough: float, rough: float = 0.0,
-            plain: Core | None = None, alike: Alike | None = None, around: frozenset[int] = frozenset()) -> Priced:
+            plain: Core | None = None, alike: Alike | None = None, around: frozenset[int] = frozenset(), beaten: float = -math.inf) -> Priced:
     """Where layouts compete, larger pairs are worth their size: those of activations that both windows read, of 16 layouts each
     (llama 70B in bf16 with fp32 masters, 4 % too low without); of weights on three axes, which have 27. `plain`: the core before pairs
     were made."""
     known = board.cost if plain is None else math.inf
     reached = math.inf if alike is None else choice_value(board, core, prices, alike.choice)
     dual, bound, picked, value = _converged(board, dual, enough, known, reached)
+    rough = math.inf if min(value, reached) <= beaten else rough
     most = math.inf if plain is None else LOOSE_TO_JOIN
     for step in AROUND if plain is None else [size for size in LARGER_PAIRS if size > largest]:
         if not max(LOOSE, enough, rough) * abs(bound) < min(value, reached) - bound <= most * abs(bound) or stored_entries(dual.core) > LARGE:
@@ -286,11 +288,11 @@ def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndar
     return bound, choice
 
 
-def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES) -> MipAnswer:
+def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES, gap: float = 0.0) -> MipAnswer:
     """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
     time that is left is not enough for them."""
     joined = core.copy()
     gather(joined)
-    answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes, overdue=board.clock.overdue)
+    answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes, gap=gap, overdue=board.clock.overdue)
     board.clock.cut |= answer.timed
     return answer if answer.choice is None else replace(answer, choice=joined.lift(answer.choice, len(core.undo)))

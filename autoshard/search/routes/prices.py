@@ -24,6 +24,7 @@ SETTLED = 3e-4  # relative gap of the best choice known at which large problems 
 WHOLE = 5e-4  # relative gap at which to leave the best prices of a large problem: what is left when dear strategies go settles the rest
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
 FAR, STRIDE = 2e-3, 0.1  # of the best bound: prices that promise more are asked in steps of half of it, at most so long
+LITTLE = 10  # parts of the gap at which the search ends: a part is worth no more answers, and no more of one
 WHEN = 2  # answers after which it is asked whether any choice keeps the hard rows, if those found do not
 
 Plane = tuple[np.ndarray, float, np.ndarray]
@@ -46,6 +47,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
     around: frozenset[int] = frozenset()
     asked = [at for at, *_ in planes]
     order = Elimination.of(core)
+    little = board.enough / LITTLE if order is None else 0.0
     for _ in range(TRIALS if order is None else EXACT_TRIALS):
         if board.done or best is not None and board.cost - best.bound <= settled * abs(best.bound):
             break
@@ -56,12 +58,13 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None) if planes else (_first_prices(core), math.inf)
         if best is None:
             prices = _within_sight(core, planes, prices)
-            enough = WHOLE if begun else 0.0 if planes else FIRST
+            enough = max(little, WHOLE if begun else 0.0 if planes else FIRST)
             priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike, order=order)
-        elif _promises_more(best, promised, 2 * WHOLE if begun else gain) and (new := _not_asked(prices, best, asked)) is not None:
-            worth = LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
-            priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around, order=order)
-        elif best.loose and not begun:  # other prices may promise more than they can show: first see what these can
+        elif _promises_more(best, promised, max(little, 2 * WHOLE if begun else gain)) and (new := _not_asked(prices, best, asked)) is not None:
+            worth = little + LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
+            priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around, order=order, known=best.bound)
+        elif best.loose and not begun and best.value - best.bound > board.enough / 4 * abs(best.bound):
+            # other prices may promise more than they can show: first see what these can
             priced = best = tighten(board, core, best, seed)
         else:
             break
@@ -162,7 +165,12 @@ def _in_steps(core: Core, planes: list[Plane]) -> bool:
 
 def _promises_more(best: Priced, promised: float, than: float = MARGIN) -> bool:
     """`than`: the relative gain that is worth asking for."""
-    return promised > max(best.bound, best.value if best.choice is not None else -math.inf) + than * abs(best.bound)
+    return promised > _reached(best) + than * abs(best.bound)
+
+
+def _reached(best: Priced) -> float:
+    """What the planes promise at the best prices, where the bound there may be less."""
+    return max(best.bound, best.value if best.choice is not None else -math.inf)
 
 
 def _not_asked(prices: np.ndarray, best: Priced, asked: list[np.ndarray]) -> np.ndarray | None:
@@ -209,8 +217,9 @@ def next_prices(core: Core, planes: list[Plane], best: Priced | None = None) -> 
     if not result.has_primal_feasible_solution():
         return planes[-1][0], -math.inf
     promised = float(result.objective_value()) * unit
-    if best is not None and promised > best.bound + FAR * abs(best.bound):
-        height.lower_bound = (best.bound + min(STRIDE * abs(best.bound), (promised - best.bound) / 2)) / unit
+    known = -math.inf if best is None else _reached(best)
+    if best is not None and promised > known + FAR * abs(best.bound):
+        height.lower_bound = (known + min(STRIDE * abs(best.bound), (promised - known) / 2)) / unit
         nearest = _nearest(model, share, np.minimum(best.prices / np.where(caps > 0, caps, 1.0), 1.0))
         result = nearest if nearest.has_primal_feasible_solution() else result
     return caps * np.clip([result.variable_values(x) for x in share], 0.0, 1.0), promised
