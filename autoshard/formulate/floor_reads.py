@@ -32,13 +32,15 @@ More = tuple[tuple[int, int], np.ndarray]
 class FloorReads(FloorValues):
     """What of floor rows is a matter of the op itself."""
 
-    def _own(self, op: Op, plan: np.ndarray) -> Iterator[Amounts]:
-        """What the op needs, and beyond that, exact near `plan`, what else lies there where it reads slices, or what a move before it needs."""
+    def _own(self, op: Op, plan: np.ndarray, alone: bool) -> Iterator[Amounts]:
+        """What the op needs, and beyond that, exact near `plan`, what else lies there where it reads slices, or what a move before it needs. `alone`:
+        as in `Floors.amounts`."""
         node, pieces = self.formulation.units.index(op.name), self._pieces(op)
-        most, there = self._once(("own", op.name), lambda: self._most(op, pieces))
+        asked = [int(plan[node])] if alone else range(len(self.formulation.units.units[node]))
+        most, there = self._once(("own", op.name, *asked), lambda: self._most(op, pieces, asked))
         yield node, most
         slices = [more for i, ref in enumerate(op.refs) if pieces.count(ref) == 1 and (more := self._sliced(op, i, there.get(ref))) is not None]
-        moves = [more for i in range(len(op.refs)) if (more := self._moved(op, i, most)) is not None]
+        moves = [more for i in range(len(op.refs)) if (more := self._moved(op, i, most, plan if alone else None)) is not None]
         first = max(moves, key=lambda more: _in_plan(more, plan), default=None)
         if first is not None and _in_plan(first, plan) > sum(_in_plan(more, plan) for more in slices):
             slices = [first]
@@ -71,9 +73,9 @@ class FloorReads(FloorValues):
         cut = [d for d, (n, m) in enumerate(zip(whole, part, strict=True)) if n != m]
         return all(n == 1 for n in part[:max(cut, default=0)])
 
-    def _moved(self, op: Op, i: int, most: np.ndarray) -> More | None:
+    def _moved(self, op: Op, i: int, most: np.ndarray, plan: np.ndarray | None) -> More | None:
         """What the move of a value to where the op reads it needs more than the op, if it surely comes right before the op: the value is made in the
-        window, no other op reads it before, and the op reads no parameters, for which there may be others."""
+        window, no other op reads it before, and the op reads no parameters, for which there may be others. With a `plan`, of that one only."""
         ref, units, window = op.refs[i], self.formulation.units, self.graph.window_of(op.name)
         maker, now = self.graph.op(ref.op), self.graph.order[op.name]
         if maker.kind != "call" or is_source(maker) or self.graph.window_of(ref.op) != window or self._hideable.intersection(op.refs):
@@ -82,9 +84,15 @@ class FloorReads(FloorValues):
                for name, k in self.graph.users[ref]):
             return None
         made, held = units.outputs(ref), units.inputs(op.name, i)
-        needs = self._once(("moves", ref, op.name, i), lambda: np.array([[self._moving(ref, a, b) for b in held.specs] for a in made.specs]))
-        more = np.maximum(needs[np.ix_(made.index, held.index)] - most, 0.0)
-        return ((units.index(ref.op), units.index(op.name)), more) if more.any() else None
+        nodes = units.index(ref.op), units.index(op.name)
+        if plan is None:
+            needs = self._once(("moves", ref, op.name, i), lambda: np.array([[self._moving(ref, a, b) for b in held.specs] for a in made.specs]))
+            more = np.maximum(needs[np.ix_(made.index, held.index)] - most, 0.0)
+        else:
+            one, other = plan[nodes[0]], plan[nodes[1]]
+            more = np.zeros((len(made.index), len(held.index)))
+            more[one, other] = max(0.0, self._moving(ref, made.specs[made.index[one]], held.specs[held.index[other]]) - most[other])
+        return (nodes, more) if more.any() else None
 
     def _moving(self, ref: Ref, own: Spec, held: Spec) -> float:
         """The most bytes of a value and what brings it to another spec; 0 where nothing does."""
@@ -101,8 +109,9 @@ class FloorReads(FloorValues):
         """Values whose moves may overlap compute."""
         return frozenset(param_derived(self.graph)) | frozenset(gradient_bound(self.graph))
 
-    def _most(self, op: Op, pieces: Sequence[Ref]) -> tuple[np.ndarray, dict[Ref, np.ndarray]]:
-        """(per strategy of the op's unit the most bytes that it needs at once; per piece of what it reads, whether that is there then)."""
+    def _most(self, op: Op, pieces: Sequence[Ref], asked: Sequence[int]) -> tuple[np.ndarray, dict[Ref, np.ndarray]]:
+        """(per strategy of the op's unit the most bytes that it needs at once; per piece of what it reads, whether that is there then), of the
+        strategies that are `asked` for."""
         units, found = self.formulation.units, {}
         for i, (ref, piece) in enumerate(zip(op.refs, pieces, strict=True)):
             root = storage_root(self.graph, ref)
@@ -112,8 +121,13 @@ class FloorReads(FloorValues):
                     amounts = np.minimum(amounts, self._least(root))
                 found[piece] = np.maximum(found[piece], amounts) if piece in found else amounts
         place = [list(found).index(p) if p in found else None for p in pieces]
-        works = [self._work(op, s, [found[p][s] for p in found], place) for s in range(len(units.units[units.index(op.name)]))]
-        return np.array([most for most, _ in works]), {p: np.array([k in there for _, there in works]) for k, p in enumerate(found)}
+        count = len(units.units[units.index(op.name)])
+        most, there = np.zeros(count), {p: np.zeros(count, bool) for p in found}
+        for s in asked:
+            most[s], then = self._work(op, s, [found[p][s] for p in found], place)
+            for k, p in enumerate(found):
+                there[p][s] = k in then
+        return most, there
 
     def _pieces(self, op: Op) -> list[Ref]:
         """Per tensor that the op reads, what it is a view of: the value, or where all that the op reads of the value are parts into which it was

@@ -45,7 +45,7 @@ BEFORE, BEHIND = "while ", " runs"
 class Copied:
     """A copy node of the formulation, by number. `made`: the order of its last reader of forward, after which it is there if it is kept; `until`: of
     the first op of backward that may read it or what shares its buffer, -1 where none does; `last`: its last reader, and the input; `needed`: the
-    order of that one where it surely runs and the copy is of a parameter, else -1."""
+    order of that one where it surely runs and the copy is of a parameter, else -1; `nbytes`: of the copy; `kept`: 1 for every state that keeps it."""
 
     node: int
     copy: CopyNode
@@ -54,6 +54,8 @@ class Copied:
     until: int
     last: tuple[str, int]
     needed: int
+    nbytes: float
+    kept: np.ndarray
 
 
 @dataclass(eq=False)
@@ -79,31 +81,33 @@ class Floors(FloorReads):
         at = int(np.searchsorted(orders, self.graph.order.get(op, 0)))
         return self.moments[max(0, at - 1):at + count]
 
-    def amounts(self, moment: str, plan: np.ndarray) -> Iterator[Amounts]:
-        """Bytes per strategy of nodes while `moment` runs, for any choice; what is a matter of two nodes is exact for choices near `plan`."""
+    def amounts(self, moment: str, plan: np.ndarray, alone: bool = False) -> Iterator[Amounts]:
+        """Bytes per strategy of nodes while `moment` runs, for any choice; what is a matter of two nodes is exact for choices near `plan`. `alone`:
+        only what `plan` loads is asked for, and amounts of other strategies say nothing."""
         op, now = self.graph.op(moment), self.graph.order[moment]
         gathered, read = self._gathered(op), {storage_root(self.graph, ref) for ref in op.refs}
         yield from self._stored(now, gathered, plan)
-        yield from self._own(op, plan)
+        yield from self._own(op, plan, alone)
         yield from self._handed_out(op, read)
         yield from self._under_way(op, now, plan)
         yield from ((self.formulation.units.index(moment), amounts) for _, amounts in gathered.values())
         copies, counted = self._copies_at(now, op), {}
-        copied = {c.root for c in copies if c.copy.states[plan[c.node]].name == KEPT}
+        kept = [c for c in copies if c.kept[plan[c.node]]]
+        copied = {c.root for c in kept}
         for root in self.readers if op.phase == "forward" else self.roots:
-            home = self._home(root)
+            home = self._homes[root]
             if root in read or root.op == moment or home in counted and root not in self.readers:  # the last: by what shares its buffer
                 continue
             values = self._early(root, now, read) if op.phase == "forward" else self._value(root, now, None if home in copied else plan)
             for node, amounts, counted[home] in values:
                 yield node, amounts
-        for copy in copies:  # not of inputs: a piece of one may be a view of it
+        for copy in dict.fromkeys([*kept, *self._read_by(op)]) if alone else copies:  # not of inputs: a piece of one may be a view of it
             if copy.root not in self.outputs and self.graph.op(copy.root.op).kind != "input":
                 yield from self._copy(copy, now, op, read, plan, counted.get(copy.root, 0.0))
 
     def load(self, moment: str, choice: np.ndarray) -> float:
         """What a choice surely holds."""
-        return float(sum(amounts[choice[node]] for node, amounts in self.amounts(moment, choice)))
+        return float(sum(amounts[choice[node]] for node, amounts in self.amounts(moment, choice, alone=True)))
 
     # --- what the user holds ---
 
@@ -127,52 +131,57 @@ class Floors(FloorReads):
         last = max(copy.readers, key=lambda reader: graph.order[reader[0]])
         sure = graph.op(last[0]).kind == "call" and not is_source(graph.op(last[0])) and graph.op(root.op).kind == "param"
         return Copied(node, copy, root, max((graph.order[name] for name, _ in forward), default=len(graph.ops)),
-                      self._family_first(copy.value, backward) if backward else -1, last, graph.order[last[0]] if sure else -1)
+                      self._family_first(copy.value, backward) if backward else -1, last, graph.order[last[0]] if sure else -1,
+                      self._local(copy.value, copy.spec), np.array([s.name == KEPT for s in copy.states], dtype=float))
 
     def _copies_at(self, now: int, op: Op) -> list[Copied]:
         """Those that may count while the op runs."""
         made, until, needed = self._times
         lie = made < now if op.phase == "forward" else (now < until) | (now < needed)
-        return [self._copies[i] for i in sorted({*np.flatnonzero(lie).tolist(), *self._read_by.get(op.name, ())})]
+        return list(dict.fromkeys([*(self._copies[i] for i in np.flatnonzero(lie).tolist()), *self._read_by(op)]))
 
     @cached_property
     def _times(self) -> np.ndarray:
         """(3, copies): `made`, `until` and `needed` of each."""
         return np.array([(c.made, c.until, c.needed) for c in self._copies]).reshape(-1, 3).T
 
+    def _read_by(self, op: Op) -> list[Copied]:
+        """Copies that the op may read."""
+        return self._readings.get(op.name, [])
+
     @cached_property
-    def _read_by(self) -> Mapping[str, list[int]]:
-        """Per op, which of the copies it reads."""
-        found: dict[str, list[int]] = defaultdict(list)
-        for i, copied in enumerate(self._copies):
+    def _readings(self) -> Mapping[str, list[Copied]]:
+        found: dict[str, list[Copied]] = defaultdict(list)
+        for copied in self._copies:
             for name, _ in copied.copy.readers:
-                found[name].append(i)
+                found[name].append(copied)
         return found
 
     def _copy(self, copied: Copied, now: int, op: Op, read: set[Ref], plan: np.ndarray, least: float) -> Iterator[Amounts]:
         """Bytes of a copy where it surely lies there, but for the `least` that is counted of the value itself: if all that read the value read kept
         copies, it is not there. Of a parameter's copy that something that may be off reads before the op, the bytes if the last reader reads it."""
         copy, node, units = copied.copy, copied.node, self.formulation.units
-        lies, nbytes = self._lies(copied, now, op, read), self._local(copy.value, copy.spec)
+        lies, nbytes = self._lies(copied, now, op, read), copied.nbytes
         if lies is not None:
-            yield node, max(0.0, nbytes - least) * np.array(lies, dtype=float)
+            if nbytes > least:
+                yield node, (nbytes - least) * lies
         elif now < copied.needed and op.phase == "backward" and copied.root not in read:
             last, i = copied.last
             specs = units.inputs(last, i)
             reads = np.array([s == copy.spec for s in specs.specs])[specs.index]
-            kept = np.array([s.name == KEPT and s.serves[self.graph.window_of(last)] for s in copy.states])
-            yield from exact_near(plan, (units.index(last), node), np.outer(reads, kept) * nbytes)
+            serves = [s.serves[self.graph.window_of(last)] for s in copy.states]
+            yield from exact_near(plan, (units.index(last), node), np.outer(reads, copied.kept * serves) * nbytes)
 
-    def _lies(self, copied: Copied, now: int, op: Op, read: set[Ref]) -> list[bool] | None:
+    def _lies(self, copied: Copied, now: int, op: Op, read: set[Ref]) -> np.ndarray | None:
         """Per state, whether the copy surely lies there: made in forward before the op and kept, and not read yet in backward; or, of a parameter,
         read by the op and by no other of its window. Other copies of what the op reads are counted with the op."""
         copy, root = copied.copy, copied.root
         made = copied.made < now if op.phase == "forward" else now < copied.until
         if made and root not in read:
-            return [s.name == KEPT for s in copy.states]
+            return copied.kept
         if self.graph.op(root.op).kind == "param" and self._reads_alone(copy, op):
             window = self.graph.window_of(op.name)
-            return [s.name in (MADE, KEPT) and s.serves[window] for s in copy.states]
+            return np.array([s.name in (MADE, KEPT) and s.serves[window] for s in copy.states], dtype=float)
         return None
 
     def _family_first(self, value: Ref, later: list[tuple[str, int]]) -> int:

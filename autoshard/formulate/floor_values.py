@@ -6,7 +6,7 @@ the source runs and keeps nothing, and nobody needs the source's value before.
 """
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from autoshard.formulate.floor_weights import exact_near
 from autoshard.formulate.values import storage_root
 from autoshard.program.flow import gradient_bound, is_passing
 from autoshard.recompute.rewrite import is_source
+from autoshard.recompute.undecided import source_state
 from autoshard.rules import registry
 from autoshard.space.strategies import SpecIndex
 
@@ -98,7 +99,7 @@ class FloorValues(FloorGathers):
             kept = self._kept(op, root)
             if now < first:
                 if kept is not None and kept.any():
-                    yield units.index(root.op), kept, _least_of(kept)
+                    yield units.index(root.op), self._kept_or_copied(root, last, kept), _least_of(kept)
                 return
             if now < self._needed(root.op):
                 there = kept > 0 if kept is not None else np.zeros(1, bool)
@@ -112,6 +113,20 @@ class FloorValues(FloorGathers):
                 yield units.index(root.op), amounts, _least_of(amounts)
         else:
             yield from self._read_as(root, last, there, plan)
+
+    def _kept_or_copied(self, root: Ref, last: Reader, kept: np.ndarray) -> np.ndarray:
+        """What a source keeps. Where it is off, `last` reads a copy that forward has made and keeps: the least bytes of one, which kept copies leave
+        out."""
+        if self._sources_at[self._homes[root]] > 1:
+            return kept
+        own, reads = self._once(("least", root, last.op), lambda: self._on_path(root, last.path))
+        off = self._once(("off", root), lambda: source_state(self.formulation.units, root) == 0)
+        return np.where(off, min(_least_of(kept), _least_of(own), reads.min()), kept)
+
+    @cached_property
+    def _sources_at(self) -> Counter[Ref]:
+        """Per value of forward, how many values of sources stand for it."""
+        return Counter(self._homes.values())
 
     def _read_as(self, root: Ref, last: Reader, there: np.ndarray, plan: np.ndarray) -> Iterator[Counted]:
         """The least of what the value is and of what its last reader, of another unit, reads: it lies there in the one or the other."""
@@ -247,6 +262,10 @@ class FloorValues(FloorGathers):
         op = self.graph.op(ref.op)
         kept = [self._bytes(value, self.formulation.units.inputs(op.name, op.refs.index(value))) for value in op.kept]
         return views & (sum(kept) == 0)[:, None] if kept else views  # who reads what a source keeps reads it as forward left it
+
+    @cached_property
+    def _homes(self) -> Mapping[Ref, Ref]:
+        return {root: self._home(root) for root in self._all_readers}
 
     def _home(self, root: Ref) -> Ref:
         """The value of forward that a recompute source stands for, where it may keep it; else the value itself."""

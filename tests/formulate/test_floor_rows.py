@@ -21,13 +21,14 @@ from autoshard.formulate.floor_rows import Floors, with_floor
 from autoshard.formulate.floor_weights import exact_near
 from autoshard.formulate.memory_rows import without_idle
 from autoshard.formulate.problem_of import Formulation, formulate
+from autoshard.formulate.values import storage_root
 from autoshard.planner.one_stage import decide, prices
 from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline
 from autoshard.program.calling import Traced
 from autoshard.program.trace import trace
-from autoshard.recompute.rewrite import candidates
-from autoshard.recompute.undecided import open_table, open_units, program_with
+from autoshard.recompute.rewrite import candidates, is_source
+from autoshard.recompute.undecided import open_table, open_units, program_with, source_state
 from autoshard.search import Edge, Problem, solve
 from autoshard.search.problem import evaluate, row_loads
 from autoshard.space.decision_units import singletons
@@ -121,6 +122,25 @@ def test_no_plan_holds_less_than_a_floor_row_counts(name: str, mesh: str) -> Non
             assert load <= live.get(moment, timeline.peak), f"{moment} of {name}, seed {seed}"
             shares[floors.graph.op(moment).phase] += [load / live[moment]] if moment in live else []
     assert min(map(len, shares.values())) >= 10 and np.mean(shares["forward"]) > 0.8 and np.mean(shares["backward"]) > 0.6
+
+def test_a_copy_that_forward_keeps_in_place_of_the_value_counts_in_full() -> None:
+    """The source of such a value is off, and backward reads the copy alone."""
+    formulation = open_formulation("moe", "dp=2")
+    floors, first, seen = floors_of(formulation), formulation.units.index, 0
+    moment = next(m for m in floors.moments if floors.graph.op(m).phase == "backward")
+    read = {floors._home(root) for ref in floors.graph.op(moment).refs for root in [storage_root(floors.graph, ref)]}
+    sources = {floors._home(root): root for root in floors.readers if is_source(floors.graph.op(root.op))}
+    for seed in (1, 2):
+        choice, loads = random_choice(formulation, seed), np.zeros(formulation.problem.n)
+        for node, amounts in floors.amounts(moment, choice):
+            loads[node] += amounts[choice[node]]
+        kept = [c for c in floors._copies if c.kept[choice[c.node]] and c.root in sources and c.root not in read]
+        for copied in (c for c in kept if [other.root for other in kept].count(c.root) == 1):
+            root = sources[copied.root]
+            if source_state(formulation.units, root)[choice[first(root.op)]] == 0 and copied.until > floors.graph.order[moment]:
+                assert loads[copied.node] + loads[first(root.op)] >= copied.nbytes, f"{copied.copy.value}, seed {seed}"
+                seen += 1
+    assert seen, "some values are kept as copies"
 
 
 def test_results_that_the_user_holds_are_counted() -> None:
