@@ -31,6 +31,7 @@ FIRST = 0.7  # of the time goes into the first search; what its plan's timeline 
 BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
 ABOUT, ROUGHLY, MANY = 1e-2, 3e-2, 3000  # gaps at which searches end if their plans are starts of others, which see more of what is too full: of so
 # many nodes, and of fewer; the rest of the time says more there, and what is lacking is looked for last
+LONGEST, SHORT = 0.7, 0.5  # of a large problem: the most of the time left for floor rows; of what the first search took, too little for another
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
 CLOSED = 2e-3  # a gap that needs no more searches
 TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
@@ -55,7 +56,7 @@ def search_within(program: Program, how: How) -> Solution:
     answer = _solved(problem, program.starts, possible(problem, learned.near), begin)
     how = replace(how, enough=max(how.enough, TIGHT))
     if answer.choice is not None and floors.possible:
-        program, answer = _floored(program, floors, answer, how.part(SEEN, about))
+        program, answer = _floored(program, floors, answer, how.part(_as_long(answer, SEEN, LONGEST, how), about))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
     found = answer if answer.choice is None else _filled(program, _corrected(program, answer, how), how.part(FILLING))
@@ -117,7 +118,10 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
         grown = program.formulation
         for moment in full:
             grown = with_floor(grown, floors, moment, found.choice)
-        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(FIRST if n else ROUND))
+        if n == 0 and program.formulation.problem.n > MANY and how.clock.left < SHORT * first.seconds:
+            break  # it would be cut short
+        share = FIRST if n else _as_long(first, ROUND, 1.0, how)
+        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(share))
         program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer
@@ -126,6 +130,13 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
             return program, replace(found, bound=min(bound, found.cost))
         found = settled(replace(answer, bound=bound, near=_met(answer.near, found.near)), answer.choice, answer.cost)
     return program, found
+
+
+def _as_long(first: Solution, least: float, most: float, how: How) -> float:
+    """The share of the time for a search, or for several, of which the first takes about as long as `first` did; of a small problem the `least`."""
+    if first.choice is None or len(first.choice) <= MANY:
+        return least
+    return max(least, min(most, first.seconds / max(how.clock.left, first.seconds)))
 
 
 def _overfull(floors: Floors, timeline: Timeline, choice: np.ndarray) -> list[str]:
