@@ -188,7 +188,7 @@ class FloorValues(FloorGathers):
         op = self.graph.op(root.op)
         kept = self._kept(op, root) if is_source(op) else None
         if kept is not None and kept.any():
-            home = self._home(root)
+            home = self._homes[root]
             if self.graph.order[home.op] < now and home not in read:
                 yield self.formulation.units.index(root.op), kept, _least_of(kept)
 
@@ -205,7 +205,7 @@ class FloorValues(FloorGathers):
     def _kept(self, op: Op, root: Ref) -> np.ndarray | None:
         """Per strategy, the bytes of a source's value where it keeps it; not of one that the user holds anyway."""
         value = Ref(op.kept[0].op, root.index) if op.kept else None
-        if value is None or value not in op.kept or self._home(root) in self.outputs:
+        if value is None or value not in op.kept or self._homes[root] in self.outputs:
             return None
         return self._once(("kept", root), lambda: self._bytes(value, self.formulation.units.inputs(op.name, op.refs.index(value))))
 

@@ -20,6 +20,8 @@ import numpy as np
 
 from autoshard.errors import ProblemError
 
+MANY = 3000  # nodes of a problem whose search takes tens of seconds
+
 
 @dataclass(frozen=True, eq=False)
 class Edge:
@@ -79,6 +81,11 @@ class Problem:
     @property
     def n(self) -> int:
         return len(self.node_costs)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a search takes so long that one which others follow may end far from the optimum."""
+        return self.n > MANY
 
     @cached_property
     def key(self) -> str:

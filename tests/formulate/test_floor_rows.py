@@ -123,6 +123,7 @@ def test_no_plan_holds_less_than_a_floor_row_counts(name: str, mesh: str) -> Non
             shares[floors.graph.op(moment).phase] += [load / live[moment]] if moment in live else []
     assert min(map(len, shares.values())) >= 10 and np.mean(shares["forward"]) > 0.8 and np.mean(shares["backward"]) > 0.6
 
+
 def test_a_copy_that_forward_keeps_in_place_of_the_value_counts_in_full() -> None:
     """The source of such a value is off, and backward reads the copy alone."""
     formulation = open_formulation("moe", "dp=2")

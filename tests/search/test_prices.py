@@ -49,8 +49,7 @@ def test_a_promise_near_the_bound_is_asked_as_it_is() -> None:
 def test_a_step_begins_at_what_the_last_answer_costs_where_its_bound_is_below() -> None:
     """Else half of the way may end where the last answer was, answer after answer."""
     planes = [(np.zeros(1), 10.0, np.array([1.0]))]
-    best = answered(10.0, 0.5)
-    best.bound = 10.0 - 0.5
+    best = answered(9.5, 0.5)
     best.value = 10.5  # of the plane, at these prices
     prices, promised = next_prices(core_with(1.0), planes, best)
     assert promised == pytest.approx(11.0) and prices == pytest.approx([0.75])

@@ -29,8 +29,8 @@ ROUND, FAR = 0.4, 0.1  # of the time for them, for the first, which may use up w
 ROUNDS, LOWERED = 5, 3  # in the first of them limits are lowered, in the others moments get rows
 FIRST = 0.7  # of the time goes into the first search; what its plan's timeline says is worked in with the rest
 BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may follow; of what is left then, for searches with them
-ABOUT, ROUGHLY, MANY = 1e-2, 3e-2, 3000  # gaps at which searches end if their plans are starts of others, which see more of what is too full: of so
-# many nodes, and of fewer; the rest of the time says more there, and what is lacking is looked for last
+ABOUT, ROUGHLY = 1e-2, 3e-2  # gaps at which searches end if their plans are starts of others, which see more of what is too full: of
+# large problems, and of others; the rest of the time says more there, and what is lacking is looked for last
 LONGEST, SHORT = 0.7, 0.5  # of a large problem: the most of the time left for floor rows; of what the first search took, too little for another
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
 CLOSED = 2e-3  # a gap that needs no more searches
@@ -51,12 +51,12 @@ def search_within(program: Program, how: How) -> Solution:
     program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     table, whole = program.formulation.table, program.settings.get("inputs", "global") == "global"
     floors = Floors(program.formulation, Footprints(table.mesh, table.cluster), whole)
-    about = ABOUT if program.formulation.problem.n > MANY else ROUGHLY
+    about = ABOUT if problem.is_large else ROUGHLY
     begin = how.part(BEFORE, about) if floors.possible else how.part(FIRST)
     answer = _solved(problem, program.starts, possible(problem, learned.near), begin)
     how = replace(how, enough=max(how.enough, TIGHT))
     if answer.choice is not None and floors.possible:
-        program, answer = _floored(program, floors, answer, how.part(_as_long(answer, SEEN, LONGEST, how), about))
+        program, answer = _floored(program, floors, answer, how.part(_as_long(problem, answer, SEEN, LONGEST, how), about))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
     found = answer if answer.choice is None else _filled(program, _corrected(program, answer, how), how.part(FILLING))
@@ -111,6 +111,8 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
     """The program with floor rows at moments of backward at which the plan found certainly needs too much, until there is no such
     moment, and what a search finds under them. Its bound holds for every plan."""
     found = first
+    if program.formulation.problem.is_large and how.clock.left < SHORT * first.seconds:
+        return program, first  # it would be cut short
     for n in range(FLOORED):
         full = _overfull(floors, program.timelines(found.choice), found.choice)
         if not full or how.clock.expired():
@@ -118,9 +120,7 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
         grown = program.formulation
         for moment in full:
             grown = with_floor(grown, floors, moment, found.choice)
-        if n == 0 and program.formulation.problem.n > MANY and how.clock.left < SHORT * first.seconds:
-            break  # it would be cut short
-        share = FIRST if n else _as_long(first, ROUND, 1.0, how)
+        share = FIRST if n else _as_long(grown.problem, first, ROUND, 1.0, how)
         answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(share))
         program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
@@ -132,9 +132,9 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
     return program, found
 
 
-def _as_long(first: Solution, least: float, most: float, how: How) -> float:
+def _as_long(problem: Problem, first: Solution, least: float, most: float, how: How) -> float:
     """The share of the time for a search, or for several, of which the first takes about as long as `first` did; of a small problem the `least`."""
-    if first.choice is None or len(first.choice) <= MANY:
+    if not problem.is_large:
         return least
     return max(least, min(most, first.seconds / max(how.clock.left, first.seconds)))
 

@@ -201,8 +201,8 @@ def _copies(core: Core) -> list[list[int]]:
 def solve_mip(core: Core, seconds: float, *, solver: str = "milp", seed: int = 0, nodes: int | None = None,
               gap: float = 0.0, overdue: Callable[[], bool] = never) -> MipAnswer:
     """Solve a core exactly with hard rows added as they are violated. A relaxation's optimum is a valid bound, and its
-    solution is returned only when it fits. `nodes` of the search tree a run at most. `overdue`: whether to end a solver that does not
-    look up."""
+    solution is returned only when it fits. `nodes` of the search tree a run at most. `gap`: the relative gap at which a run ends, so that `proven`
+    means within it. `overdue`: whether to end a solver that does not look up."""
     clock = datetime.datetime.now
     end = clock() + datetime.timedelta(seconds=seconds)
     if not core.alive:

@@ -13,7 +13,6 @@ from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import build, table_entries
 from autoshard.search.routes.priced import TABLES, solve_left
 
-LARGE = 3000  # nodes of a problem, from which on a mixture need not be the best one: its MIP takes as long as an answer at some prices
 NODES = 50  # of a MIP's tree: more make the mixture of a large problem hardly cheaper, and nothing is proven by it
 
 
@@ -32,7 +31,8 @@ def mix(board: Board, pool: Sequence[np.ndarray], seed: int = 0) -> None:
                 core.keep(v, allowed)
         reduce_core(core, board.clock.expired)
         if table_entries(core) <= TABLES:
-            answer = solve_left(board, core, seed, NODES, board.enough / 2 if board.problem.n > LARGE else 0.0)
+            # of a large problem the best mixture takes as long as several answers at some prices
+            answer = solve_left(board, core, seed, NODES, board.enough / 2 if board.problem.is_large else 0.0)
             if answer.choice is not None:
                 board.offer(core.lift(answer.choice), "mixture of known choices")
     except Infeasible:

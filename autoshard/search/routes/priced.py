@@ -97,12 +97,12 @@ def _kept(mask: np.ndarray) -> np.ndarray | None:
 
 def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough: float = 0.0, rough: float = 0.0,
                  largest: int = LARGEST_PAIR, alike: Alike | None = None, joins: bool = True, around: frozenset[int] = frozenset(),
-                 order: Elimination | None = None, known: float = -math.inf) -> Priced:
+                 order: Elimination | None = None, beaten: float = -math.inf) -> Priced:
     """The problem at `prices`, up to a relative gap of `enough`; within `rough` no larger pairs and no MIP are tried. Pairs of
     up to `largest` joint strategies are made at once, of a large problem none but the largest, among nodes that are `around` what needed them
     elsewhere. `alike`: what is known of a large problem at these prices; `joins`: whether nodes may be joined for a bound;
-    `order`: of `core`'s nodes, where they are best minimised out one by one; `known`: a bound from other prices: where the choice found costs no more
-    at these, they prove no more, and only that choice is of use. Raises Infeasible when no choice is possible whatever the rows."""
+    `order`: of `core`'s nodes, where they are best minimised out one by one; `beaten`: a bound from other prices: where the choice found costs no
+    more at these, they prove no more, and only that choice is of use. Raises Infeasible when no choice is possible whatever the rows."""
     prices = np.minimum(prices, core.price)  # a row that became part of the costs has no price any more
     if order is not None:
         return _solved_exactly(board, core, prices, order, largest)
@@ -126,7 +126,7 @@ def solve_priced(board: Board, core: Core, prices: np.ndarray, seed: int, enough
     dual = Dual(free, nodes=None if large else along(free), alike=True)
     if alike is not None and large:
         alike.begin(dual)
-    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike, around, known)
+    return _answer(board, core, prices, dual, len(core.undo), seed, largest, enough, rough, plain, alike, around, beaten)
 
 
 def _solved_exactly(board: Board, core: Core, prices: np.ndarray, order: Elimination, largest: int) -> Priced:

@@ -62,7 +62,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
             priced = solve_priced(board, core, like.prices if like else prices, seed, enough, rough, largest, alike, order=order)
         elif _promises_more(best, promised, max(little, 2 * WHOLE if begun else gain)) and (new := _not_asked(prices, best, asked)) is not None:
             worth = little + LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
-            priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around, order=order, known=best.bound)
+            priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around, order=order, beaten=best.bound)
         elif best.loose and not begun and best.value - best.bound > board.enough / 4 * abs(best.bound):
             # other prices may promise more than they can show: first see what these can
             priced = best = tighten(board, core, best, seed)
