@@ -199,8 +199,9 @@ def is_traced(value: Any) -> bool:
 
 
 def is_transformed(t: torch.Tensor) -> bool:
-    """Whether `t` is seen inside a transform of functorch (vmap, grad, jvp)."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
+    """Whether `t` is seen inside a transform of functorch (vmap, grad, jvp), or has a tangent of forward-mode AD."""
+    dual = torch.autograd.forward_ad
+    return torch._C._functorch.is_functorch_wrapped_tensor(t) or dual._current_level >= 0 and dual.unpack_dual(t).tangent is not None
 
 
 def no_modes() -> Any:
@@ -301,8 +302,7 @@ def swap(dtensor: Any, local: torch.Tensor, placements: Any) -> None:
     """Give a DTensor another local tensor and placements in place, so that all who hold it (an optimizer,
     a tied module) see the change."""
     spec = dtensor._spec
-    dtensor._local_tensor = local
-    dtensor._spec = dtensor_spec(spec.mesh, placements, spec.shape, local.dtype)
+    dtensor._local_tensor, dtensor._spec = local, dtensor_spec(spec.mesh, placements, spec.shape, local.dtype)
 
 
 DispatchMode = TorchDispatchMode

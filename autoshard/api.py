@@ -110,7 +110,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     cluster        default: that of the devices which run it: "h100-dgx" for GPUs, "cpu-gloo" for CPUs, "cpu-gloo:shared" for those of one machine
     batch_axes     with inputs="local": mesh axes that split dim 0 of every input (default: the first)
     backend        what runs the local graphs: "eager" or "inductor"
-    plan           a Plan or its file, replayed instead of searched
+    plan           a Plan or its file, replayed instead of searched; it is checked against seeds and memory_budget where these are given too
     cache          keep plans on disk; True for the default folder, or a folder
     checkpoint     folder of a torch.distributed.checkpoint to fill a meta model from
     join_timeout   seconds to wait for ranks that have not called this; then an AutoshardError names them

@@ -3,15 +3,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autoshard.base import quantities
 from autoshard.base.fine_mesh import refined
 from autoshard.base.graph import Graph, Op
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec, divides, format_spec, is_inner, is_one_nesting, is_partial, lie_alike, may_be_stored, split_by
+from autoshard.decide.options import Options
 from autoshard.errors import PlanError
 from autoshard.program.flow import casts_of_parts, laid_as_stored, rows_of
 from autoshard.rules import registry
+from autoshard.seeds.seeds import resolve_seeds
 
 REPLAN = "plan the model again"
 
@@ -51,6 +54,25 @@ def check_subject(plan: Plan, graph: Graph, mesh: Mesh) -> None:
         micro = ", the number of micro-batches" if plan.pipeline or graph.microbatches > 1 else ""
         raise PlanError(f"the plan is for another program (graph {plan.graph_hash}, this one is {graph.hash}): the model, the "
                         f"shapes or dtypes of its inputs, the loss{micro} or the precision differ; plan again")
+
+
+def check_asked(plan: Plan, graph: Graph, options: Options) -> None:
+    """Raises PlanError where a plan that the user gives takes more memory than the budget given with it, or lays tensors otherwise than the seeds
+    given with it; SeedError for a seed that matches nothing."""
+    limit, most = options.memory_budget, max((stage.total for stage in plan.stages), default=0.0)
+    if limit is not None and most > limit:
+        raise PlanError(f"the given plan needs {quantities.size(most)} on a rank, and memory_budget is {quantities.size(limit)}; "
+                        "plan the model with that budget, or leave memory_budget out")
+    if plan.pipeline or options.marks == dict(plan.seeds):
+        return
+    mesh = refined(plan.mesh, plan.finer)
+    seeds = resolve_seeds(graph, plan.mesh, options.seeds).on(mesh)
+    found = {name: (plan.ops[name].outputs or plan.ops[name].inputs)[0] for name in seeds.specs}
+    found |= {(name, i): plan.ops[name].inputs[i] for name, i in seeds.reads}
+    for key, allowed in (*seeds.specs.items(), *seeds.reads.items()):
+        if found[key] not in allowed:
+            raise PlanError(f"the given plan has {format_spec(found[key])} where seed {seeds.origins[key]} is given with it; plan the model with "
+                            "that seed, or leave it out")
 
 
 def _wrong(op: Op, chosen: OpPlan, graph: Graph, mesh: Mesh, of_parts: frozenset[str]) -> str:

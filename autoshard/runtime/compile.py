@@ -24,7 +24,7 @@ from autoshard.program.calling import Traced
 from autoshard.program.taken import check_taken
 from autoshard.recompute.rewrite import with_recompute
 from autoshard.runtime.cache import cached, key_of
-from autoshard.runtime.check_plan import check_fits
+from autoshard.runtime.check_plan import check_asked, check_fits
 from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.microbatches import MicroStep
 from autoshard.runtime.params.host_state import keep_on_host
@@ -152,6 +152,7 @@ class Variant:
             if given.graph_hash == graph.hash or not stored and given.settings.get("training") == graph.training:
                 self.check(given)
             if given.graph_hash == graph.hash:
+                check_asked(given, graph, self.settings.options)
                 return given
             stored = stored or given.placements
             log.info("the given plan is for another variant; planning this one with its placements")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autoshard import _torch
 from autoshard._torch import pytree
 from autoshard.base.graph import TensorMeta
 from autoshard.base.spec import R, Spec, format_spec
@@ -19,12 +20,21 @@ from autoshard.runtime.ranks.place import Place
 
 
 def spec_given(passing: Passing, t: torch.Tensor, place: Place) -> Spec | None:
-    """The placement an input comes in; None when this rank has it whole."""
+    """The placement an input comes in; None when this rank has it whole. Raises UsageError for one that a transform or a tracer looks at."""
+    if _torch.is_transformed(t) or torch.jit.is_tracing():
+        raise UsageError(f"a compiled model is called {_by(t)}, which cannot see into its programs; call the model itself there, or do that "
+                         "inside of the forward that is compiled: torch.func's grad, vmap and jvp work there")
     if isinstance(t, DTensor):
         return _spec_of(t, place)
     if passing.inputs == "local" and t.ndim:
         return batch_spec(passing, place)
     return None
+
+
+def _by(t: torch.Tensor) -> str:
+    if torch.jit.is_tracing():
+        return "by torch.jit.trace"
+    return "inside of a transform of torch.func (grad, vmap, jvp) or with a tangent of forward-mode AD"
 
 
 def batch_spec(passing: Passing, place: Place) -> Spec:

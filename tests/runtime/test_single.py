@@ -157,3 +157,19 @@ def test_a_tensor_that_was_replaced_is_refused(change) -> None:
         torch.func.functional_call(fast, {"layer.weight": torch.zeros(4, 4)}, (x,))
     fast.load_state_dict({"scale": torch.zeros(4)}, strict=False)
     assert not fast(x).any()
+
+
+def with_a_tangent(model: nn.Module, x: torch.Tensor) -> None:
+    """Its tangent was lost without a word."""
+    with torch.autograd.forward_ad.dual_level():
+        model(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("looks_on, who", [
+    (with_a_tangent, "forward-mode AD"), (lambda m, x: torch.func.grad(lambda x: m(x).sum())(x), "transform of torch.func"),
+    (lambda m, x: torch.func.vmap(m)(x), "transform of torch.func"), (lambda m, x: torch.jit.trace(m, (x,)), "torch.jit.trace")])
+def test_transforms_that_cannot_see_into_a_program_are_refused(looks_on, who: str) -> None:
+    fast = CompiledModule(Scaled(), locate("one=1"), by_planner(whole_planner))
+    fast(torch.randn(2, 4))
+    with pytest.raises(UsageError, match=f"{who}.*call the model itself"):
+        looks_on(fast, torch.randn(2, 4))
