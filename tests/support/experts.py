@@ -1,6 +1,7 @@
 """Tiny models of transformers with layers of experts, at unfriendly sizes."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,11 +46,9 @@ class Exact(nn.Module):
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
-        import transformers as tf
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-        config = tf.MixtralConfig(**COMMON, num_key_value_heads=3, intermediate_size=20, num_local_experts=experts)
-        config._experts_implementation = "batched_mm"
+        config = _mixtral_config(experts)
         self.embed, self.head = nn.Embedding(251, 24), nn.Linear(24, 251)
         self.routers = nn.ModuleList(nn.Linear(24, experts) for _ in range(2))
         self.experts = nn.ModuleList(MixtralExperts(config) for _ in range(2))
@@ -66,16 +65,62 @@ class Exact(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
+class Block(nn.Module):
+    """A layer of `InStages`: norm, router, experts of Mixtral."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        self.norm, self.router, self.experts = nn.LayerNorm(24), nn.Linear(24, experts), MixtralExperts(_mixtral_config(experts))
+        for weight in self.experts.parameters():
+            nn.init.normal_(weight, std=0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        best = self.router(flat).softmax(-1).topk(2)
+        return x + self.experts(flat, best.indices, best.values / best.values.sum(-1, keepdim=True)).view(x.shape)
+
+
+class InStages(nn.Module):
+    """As `Exact`, in blocks that stages may begin at, and without a loss: ids (rows, positions) -> logits (rows x positions, 251)."""
+
+    def __init__(self, experts: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(251, 24), nn.ModuleList(Block(experts) for _ in range(layers)), nn.Linear(24, 251)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).flatten(0, 1)
+
+
+def _mixtral_config(experts: int) -> Any:
+    import transformers as tf
+
+    config = tf.MixtralConfig(**COMMON, num_key_value_heads=3, intermediate_size=20, num_local_experts=experts)
+    config._experts_implementation = "batched_mm"
+    return config
+
+
 def travelling(table: CostTable) -> CostTable:
     """The table in which layers of experts have those strategies alone in which tokens travel, where there are any."""
-    def kept(found: StrategySet) -> StrategySet:
-        if found.call is None or found.call.target not in (EXPERTS, EXPERTS_BACKWARD) or found.picked is None:
-            return found
-        travels = np.array([any(c.kind == "all_to_all_rows" for c in row.inner) for row in found.rows])[found.picked].any(axis=1)
-        return found.keep(travels) if travels.any() else found
-
-    strategies = {name: kept(found) for name, found in table.strategies.items()}
+    strategies = that_travel(table.strategies)
     return replace(build_cost_table(table.graph, table.mesh, table.cluster, strategies, table.training), seeds=table.seeds)
+
+
+def that_travel(strategies: Mapping[str, StrategySet]) -> dict[str, StrategySet]:
+    """The strategies of such tables. Equal sets stay one object."""
+    made: dict[int, StrategySet] = {}
+    return {name: made.setdefault(id(found), _that_travel(found)) for name, found in strategies.items()}
+
+
+def _that_travel(found: StrategySet) -> StrategySet:
+    if found.call is None or found.call.target not in (EXPERTS, EXPERTS_BACKWARD) or found.picked is None:
+        return found
+    travels = np.array([any(c.kind == "all_to_all_rows" for c in row.inner) for row in found.rows])[found.picked].any(axis=1)
+    return found.keep(travels) if travels.any() else found
 
 
 MODELS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3, "exact": Exact}
