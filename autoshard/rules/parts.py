@@ -80,12 +80,24 @@ def output_axes(ctx: LocalContext, i: int, dim: int) -> tuple[int, ...]:
     return axes_of(ctx, ctx.call.output(i), ctx.outputs[i], dim)
 
 
-def local_ids(ctx: LocalContext, ids: Any, axes: Sequence[int], size: int) -> tuple[Any, Any]:
+def local_ids(ctx: LocalContext, ids: Any, axes: Sequence[int], size: int, whole: int = 0) -> tuple[Any, Any]:
     """Global indices into a dim split over `axes`, `size` of it here: (indices clamped into the local
-    part, whether each index is in it)."""
+    part, whether each index is in it). `whole`: size of the dim; indices outside of it become `size`, which the op's kernel refuses as it refuses
+    them on one device. Without it they count as those of other ranks."""
     local = aten.sub.Tensor(ids, ctx.index(axes) * size)
     mine = aten.bitwise_and.Tensor(aten.ge.Scalar(local, 0), aten.lt.Scalar(local, size))
-    return aten.clamp.default(local, 0, size - 1), mine
+    local = aten.clamp.default(local, 0, size - 1)
+    return refuse_outside(local, ids, whole, size) if whole else local, mine
+
+
+def refuse_outside(local: Any, ids: Any, whole: int, size: int) -> Any:
+    """`local`, but `size` where `ids` are outside of a dim of size `whole`: no index into `size` entries, so that a kernel refuses it."""
+    return aten.masked_fill.Scalar(local, aten.ne.Tensor(aten.clamp.default(ids, 0, whole - 1), ids), size)
+
+
+def from_the_front(ids: Any, whole: int) -> Any:
+    """Indices, of which negative ones count from the end of a dim of size `whole`, counted from its front. Those outside of the dim stay outside."""
+    return aten.where.self(aten.lt.Scalar(ids, 0), aten.add.Scalar(ids, whole), ids)
 
 
 def zero_where_not(x: Any, keep: Any) -> Any:

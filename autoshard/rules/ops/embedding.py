@@ -12,7 +12,7 @@ from autoshard.base.graph import Call
 from autoshard.base.spec import PSUM, R
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import addressed, adjust, input_axes, local_ids, output_axes, zero_where_not
+from autoshard.rules.parts import addressed, adjust, input_axes, local_ids, output_axes, refuse_outside, zero_where_not
 from autoshard.rules.types import LocalContext, Row
 
 aten = torch.ops.aten
@@ -20,10 +20,11 @@ MAX_MODE = 2
 
 
 def _embedding(ctx: LocalContext, weight: Any, indices: Any, padding_idx: int = -1, *flags: Any) -> Any:
-    axes = input_axes(ctx, 0, 0)
+    axes, table = input_axes(ctx, 0, 0), ctx.call.inputs[0]
     if not axes:
-        return aten.embedding.default(weight, indices, padding_idx, *flags)
-    local, mine = local_ids(ctx, indices, axes, ctx.local_in(0)[0])
+        ids = refuse_outside(indices, indices, table.unpadded[0], table.shape[0]) if table.unpadded else indices
+        return aten.embedding.default(weight, ids, padding_idx, *flags)
+    local, mine = local_ids(ctx, indices, axes, ctx.local_in(0)[0], table.true_shape[0])
     return zero_where_not(aten.embedding.default(weight, local), aten.unsqueeze.default(mine, -1))
 
 

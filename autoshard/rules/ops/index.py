@@ -13,7 +13,18 @@ from autoshard.base.graph import Call
 from autoshard.rules.family import Family
 from autoshard.rules.notation import NotationMismatch, Passes, rule
 from autoshard.rules.ops.row_writes import write_elements, write_rows
-from autoshard.rules.parts import addressed, dims_but, input_axes, letters, local_ids, on_first, output_axes, partial_axes, zero_where_not
+from autoshard.rules.parts import (
+    addressed,
+    dims_but,
+    from_the_front,
+    input_axes,
+    letters,
+    local_ids,
+    on_first,
+    output_axes,
+    partial_axes,
+    zero_where_not,
+)
 from autoshard.rules.types import LocalContext, Rule
 
 aten = torch.ops.aten
@@ -29,10 +40,15 @@ def _cut(x: Any, dim: int, size: int) -> Any:
     return aten.slice.Tensor(x, dim, 0, size)
 
 
-def _redirect(ctx: LocalContext, ids: Any, axes: tuple[int, ...], size: int) -> Any:
-    """Indices into the local part; those of other ranks point at the spare entry."""
-    local, mine = local_ids(ctx, ids, axes, size)
-    return aten.where.ScalarOther(mine, local, size)
+def _redirect(ctx: LocalContext, ids: Any, axes: tuple[int, ...], size: int, whole: int) -> Any:
+    """Indices into the local part; those of other ranks point at the spare entry, those outside of the dim behind it."""
+    local, mine = local_ids(ctx, ids, axes, size, whole)
+    return aten.add.Tensor(aten.where.ScalarOther(mine, local, size), aten.eq.Scalar(local, size))
+
+
+def _length(ctx: LocalContext, dim: int) -> int:
+    """Of the table along `dim`, on all ranks together."""
+    return ctx.call.inputs[0].true_shape[dim]
 
 
 # Along one dim: gather, scatter, index_select, index_add ------------------------------------------------
@@ -62,7 +78,7 @@ def _gather(ctx: LocalContext, x: Any, dim: int, index: Any, **kwargs: Any) -> A
     axes = input_axes(ctx, 0, dim)
     if not axes:
         return ctx.call.target(x, dim, index, **kwargs)
-    local, mine = local_ids(ctx, index, axes, ctx.local_in(0)[dim])
+    local, mine = local_ids(ctx, index, axes, ctx.local_in(0)[dim], _length(ctx, dim))
     return zero_where_not(aten.gather.default(x, dim, local), mine)
 
 
@@ -89,7 +105,7 @@ def _scatter(ctx: LocalContext, x: Any, dim: int, index: Any, *rest: Any, **kwar
         return write_rows(ctx, x, dim, index, rest[0], axes)
     if ctx.call.target is aten.scatter.src and ctx.call.tensor("index").shape == ctx.call.tensor("src").shape:
         return write_elements(ctx, x, dim, index, rest[0], axes)
-    index = _redirect(ctx, index, axes, shape[dim])
+    index = _redirect(ctx, index, axes, shape[dim], _length(ctx, dim))
     return _cut(ctx.call.target(_spare(x, dim, shape), dim, index, *rest, **kwargs), dim, shape[dim])
 
 
@@ -108,7 +124,7 @@ def _index_select(ctx: LocalContext, x: Any, dim: int, index: Any) -> Any:
         return aten.index_select.default(x, dim, index)
     shape = ctx.local_in(0)
     dim %= len(shape)
-    local, mine = local_ids(ctx, index, axes, shape[dim])
+    local, mine = local_ids(ctx, index, axes, shape[dim], _length(ctx, dim))
     mine = aten.view.default(mine, [-1 if d == dim else 1 for d in range(len(shape))])
     return zero_where_not(aten.index_select.default(x, dim, local), mine)
 
@@ -168,8 +184,8 @@ def _index(ctx: LocalContext, x: Any, indices: Any) -> Any:
     if not axes:
         return ctx.call.target(x, indices)
     dim = at[0]
-    ids = aten.remainder.Scalar(indices[dim], ctx.call.inputs[0].shape[dim])
-    local, mine = local_ids(ctx, ids, axes, ctx.local_in(0)[dim])
+    ids = from_the_front(indices[dim], _length(ctx, dim))
+    local, mine = local_ids(ctx, ids, axes, ctx.local_in(0)[dim], _length(ctx, dim))
     trailing = len(ctx.call.inputs[0].shape) - dim - 1
     mine = aten.view.default(mine, [*ctx.local_in(1), *[1] * trailing])
     return zero_where_not(ctx.call.target(x, [*indices[:dim], local]), mine)
@@ -182,10 +198,10 @@ def _index_put(ctx: LocalContext, x: Any, indices: Any, values: Any, accumulate:
     if not axes:
         return ctx.call.target(x, indices, values, accumulate)
     dim = at[0]
-    ids = aten.remainder.Scalar(indices[dim], ctx.call.inputs[0].shape[dim])
+    ids = from_the_front(indices[dim], _length(ctx, dim))
     if not accumulate and len(ctx.call.inputs[1].shape) == 1 and len(ctx.call.tensor("values").shape) == len(shape) and _are_whole(ctx):
         return write_rows(ctx, x, dim, ids, values, axes)
-    ids = _redirect(ctx, ids, axes, shape[dim])
+    ids = _redirect(ctx, ids, axes, shape[dim], _length(ctx, dim))
     return _cut(ctx.call.target(_spare(x, dim, shape), [*indices[:dim], ids], values, accumulate), dim, shape[dim])
 
 

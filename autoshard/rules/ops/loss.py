@@ -140,15 +140,15 @@ def _nll(ctx: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ig
 def _nll_of_classes(ctx: LocalContext, axes: tuple[int, ...], x: Any, target: Any, weight: Any,
                     ignore_index: int) -> tuple[Any, Any]:
     """Loss of the targets among this rank's classes (zero for others), and the weight of all targets."""
-    valid = aten.ne.Scalar(target, ignore_index)
-    local, mine = local_ids(ctx, target, axes, ctx.local_in(0)[1])
+    valid, classes = aten.ne.Scalar(target, ignore_index), ctx.call.inputs[0].true_shape[1]
+    counted = aten.masked_fill.Scalar(target, aten.eq.Scalar(target, ignore_index), 0)
+    local, mine = local_ids(ctx, counted, axes, ctx.local_in(0)[1], classes)
     picked = aten.squeeze.dim(aten.gather.default(x, 1, aten.unsqueeze.default(local, 1)), 1)
     loss = aten.neg.default(zero_where_not(picked, aten.bitwise_and.Tensor(mine, valid)))
     dtype = ctx.call.output(1).dtype
     if weight is None:
         return loss, aten.sum.default(valid, dtype=dtype)
-    classes = ctx.call.inputs[0].shape[1]
-    each = zero_where_not(aten.index.Tensor(weight, [aten.clamp.default(target, 0, classes - 1)]), valid)
+    each = zero_where_not(aten.index.Tensor(weight, [counted]), valid)
     return aten.mul.Tensor(loss, each), aten.sum.default(each)
 
 

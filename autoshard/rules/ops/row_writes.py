@@ -21,24 +21,30 @@ def write_rows(ctx: LocalContext, x: Any, dim: int, ids: Any, rows: Any, axes: S
     shape = ctx.local_in(0)
     if _writes_nothing(ctx):
         return aten.index_copy.default(x, dim, ids, rows)
-    local, mine = local_ids(ctx, ids, axes, shape[dim])
+    local, mine = local_ids(ctx, ids, axes, shape[dim], ctx.call.inputs[0].true_shape[dim])
     one = _first(mine, 0)
     there = aten.index_select.default(local, 0, one)
     spare = aten.where.self(aten.view.default(aten.index_select.default(mine, 0, one), [1] * len(shape)),
                             aten.index_select.default(rows, dim, one), aten.index_select.default(x, dim, there))
     rows = aten.where.self(aten.view.default(mine, [-1 if d == dim else 1 for d in range(len(shape))]), rows, spare)
-    return aten.index_copy.default(x, dim, aten.where.self(mine, local, there), rows)
+    return aten.index_copy.default(x, dim, _positions(local, mine, there, shape[dim]), rows)
 
 
 def write_elements(ctx: LocalContext, x: Any, dim: int, ids: Any, values: Any, axes: Sequence[int]) -> Any:
     """The same with positions along `dim` for every element, as in a scatter."""
     if _writes_nothing(ctx):
         return aten.scatter.src(x, dim, ids, values)
-    local, mine = local_ids(ctx, ids, axes, ctx.local_in(0)[dim])
+    size = ctx.local_in(0)[dim]
+    local, mine = local_ids(ctx, ids, axes, size, ctx.call.inputs[0].true_shape[dim])
     one = _first(mine, dim)
     there = aten.gather.default(local, dim, one)
     spare = aten.where.self(aten.gather.default(mine, dim, one), aten.gather.default(values, dim, one), aten.gather.default(x, dim, there))
-    return aten.scatter.src(x, dim, aten.where.self(mine, local, there), aten.where.self(mine, values, spare))
+    return aten.scatter.src(x, dim, _positions(local, mine, there, size), aten.where.self(mine, values, spare))
+
+
+def _positions(local: Any, mine: Any, there: Any, size: int) -> Any:
+    """Where each row goes: this rank's as they are, those of others `there`. Those outside of the table stay outside, and are refused."""
+    return aten.where.self(aten.bitwise_or.Tensor(mine, aten.ge.Scalar(local, size)), local, there)
 
 
 def _writes_nothing(ctx: LocalContext) -> bool:
