@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._ops import HigherOrderOperator
@@ -271,11 +272,6 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def group_names(device_mesh: Any) -> dict[str, str]:
-    """Process-group name per mesh axis, as functional collectives want it."""
-    return {axis: device_mesh.get_group(axis).group_name for axis in device_mesh.mesh_dim_names}
-
-
 def default_store() -> Any:
     """The key-value store all ranks of the default process group share."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -301,8 +297,17 @@ def dtensor_like(local: torch.Tensor, other: Any) -> torch.Tensor:
 def swap(dtensor: Any, local: torch.Tensor, placements: Any) -> None:
     """Give a DTensor another local tensor and placements in place, so that all who hold it (an optimizer,
     a tied module) see the change."""
-    spec = dtensor._spec
-    dtensor._local_tensor, dtensor._spec = local, dtensor_spec(spec.mesh, placements, spec.shape, local.dtype)
+    dtensor._local_tensor, dtensor._spec = local, dtensor_spec(dtensor._spec.mesh, placements, dtensor._spec.shape, local.dtype)
+
+
+def on_dtensors(op: Any, run: Callable[[Any, Any, Any], Any]) -> None:
+    """Have `run(op, args, kwargs)` do an op of DTensors from now on, unless torch has a function of its own for that."""
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(op, run)
+
+
+def in_other_ops(op: Any) -> Callable[..., Any]:
+    """torch's function that does an op by others."""
+    return decomposition_table[op]
 
 
 DispatchMode = TorchDispatchMode
@@ -312,11 +317,6 @@ DispatchMode = TorchDispatchMode
 def kernel(op: Any) -> Callable[..., Any]:
     """The C++ entry of an OpOverload, without the Python method around it."""
     return op._op
-
-
-def bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without the hooks around it."""
-    type(optimizer).step.__wrapped__(optimizer)
 
 
 def process_group(name: str) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.collectives import KIND_OF
 from autoshard.runtime.carriers.gloo_messages import NOTE
-from autoshard.runtime.ranks.place import axes_of_ranks
+from autoshard.runtime.ranks.place import axes_of_ranks, group_names
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def recorded_collectives(device_mesh: Any) -> Iterator[list[Issued]]:
     Every functional collective is one call of its process group (they are not coalesced), and so is one that gloo carries
     as messages; a group that is not of the mesh's axes shows under its own name."""
     found: list[Issued] = []
-    known = {group: axis for axis, group in _torch.group_names(device_mesh).items()}
+    known = {group: axis for axis, group in group_names(device_mesh).items()}
 
     def axis_of(group: str) -> str:
         if group not in known:

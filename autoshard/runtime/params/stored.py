@@ -25,6 +25,7 @@ from autoshard.base.random import mix
 from autoshard.base.spec import Spec, format_spec, local_shape, replicated
 from autoshard.errors import ModelError, PlanError, UsageError
 from autoshard.runtime.params import anomalies  # noqa: F401  (tells DTensor of an op)
+from autoshard.runtime.params.dtensor_ops import mend_dtensors
 from autoshard.runtime.params.rooms import Rooms
 from autoshard.runtime.params.strided import cut, placements
 from autoshard.runtime.ranks.agree import alone, share
@@ -43,6 +44,8 @@ class Stored:
         self.specs: dict[str, Spec] = {}
         self.metas: dict[str, TensorMeta] = {}
         self.rooms = Rooms()
+        if place.device_mesh is not None:
+            mend_dtensors()
         self._meta: set[str] = set()
         memo: dict[int, Any] = {}
         for name, t in (*model.named_parameters(), *model.named_buffers()):

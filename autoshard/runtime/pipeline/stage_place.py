@@ -1,10 +1,9 @@
 """Where this process is inside its stage."""
 from __future__ import annotations
 
-from autoshard import _torch
 from autoshard.base.spec import R, Spec
 from autoshard.pipeline.pipelined import submesh
-from autoshard.runtime.ranks.place import Place
+from autoshard.runtime.ranks.place import Place, group_names
 
 
 def stage_place(place: Place, axis: str) -> Place:
@@ -13,7 +12,7 @@ def stage_place(place: Place, axis: str) -> Place:
     if place.mesh.ndim == 1 or place.device_mesh is None:
         return Place(mesh, None, (0,), {}, place.device, place.join_timeout)
     device_mesh = place.device_mesh[mesh.names]
-    return Place(mesh, device_mesh, place.coordinates[1:], _torch.group_names(device_mesh), place.device, place.join_timeout)
+    return Place(mesh, device_mesh, place.coordinates[1:], group_names(device_mesh), place.device, place.join_timeout)
 
 
 def stage_spec(spec: Spec | None, place: Place) -> Spec | None:

@@ -121,6 +121,11 @@ def joined_group(device_mesh: DeviceMesh, dims: Sequence[int], sizes: Sequence[i
     return made[ranks.index(here)]
 
 
+def group_names(device_mesh: DeviceMesh) -> dict[str, str]:
+    """Process-group name per mesh axis, as functional collectives want it."""
+    return {axis: device_mesh.get_group(axis).group_name for axis in device_mesh.mesh_dim_names or ()}
+
+
 def axes_of_ranks(device_mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     """The mesh axes ("dp+tp") on which these ranks differ, where they are just the ranks that differ on them, in mesh order."""
     at = [(device_mesh.mesh == r).nonzero().flatten().tolist() for r in ranks]
@@ -200,7 +205,7 @@ def _placed(mesh: Mesh, device_mesh: DeviceMesh, device: Any, join_timeout: floa
         _check_gpu(device, _torch.transport(device_mesh.get_group(0), "cuda"))
     if device.type == "cpu":
         leave_in_order(device_mesh, started)
-    return Place(mesh, device_mesh, tuple(coordinates), _torch.group_names(device_mesh), device, join_timeout)
+    return Place(mesh, device_mesh, tuple(coordinates), group_names(device_mesh), device, join_timeout)
 
 
 def _check_order(device_mesh: DeviceMesh) -> None:
