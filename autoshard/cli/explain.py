@@ -76,13 +76,15 @@ def _asked(request: Request, progress: Callable) -> tuple[TracedRequest, Any]:
 
 def _source(request: Request, plan: Any) -> Request:
     """The request for the model of a plan. Raises PlanError for a plan of a model that has no reference."""
+    from autoshard.cost.cluster import Cluster
+
     model = plan.model
     if not model.get("reference"):
         raise PlanError(f"{request.model} does not say which model it is for (it was made in Python); give the model and --mesh")
     hf = model.get("hf")
     return replace(request, mesh=str(plan.mesh), model=None if hf else model["reference"], hf=Path(hf) if hf else None, batch=model.get("batch"),
                    seq=model.get("seq"), dtype=model.get("dtype"), inference=not plan.settings["training"],
-                   cluster=request.cluster if request.cluster != Request.cluster else plan.cluster["name"])
+                   cluster=request.cluster if request.cluster != Request.cluster else Cluster.from_snapshot(plan.cluster))
 
 
 def _chosen(asked: TracedRequest, plan: Any, progress: Callable) -> tuple[Any, tuple[str, ...]]:

@@ -279,10 +279,13 @@ def available() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
 
 
-def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A built-in profile by name, or a user's own TOML file by path; with `:variant` behind it, that variant of it.
+def load_cluster(name_or_path: str | Path | Cluster) -> Cluster:
+    """A built-in profile by name, or a user's own TOML file by path; with `:variant` behind it, that variant of it. A profile that is loaded
+    already, as a plan brings it along, is itself.
 
     Raises ClusterError: unknown name (with the nearest ones), unreadable file, missing or non-physical number, no such variant."""
+    if isinstance(name_or_path, Cluster):
+        return name_or_path
     text, variant = split_name(str(name_or_path))
     if text in available():
         return _parse(resources.files("autoshard.cost").joinpath("clusters", f"{text}.toml").read_text(), text, variant)

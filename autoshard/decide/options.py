@@ -101,7 +101,7 @@ class Options(_Checked):
     seeds: Mapping[str, Any] = field(default_factory=dict)
     passing: Passing = Passing()
     memory_budget: float | None = None
-    cluster: str = "h100-dgx"
+    cluster: str | Cluster = "h100-dgx"
     time_limit: float = 60.0
     search: str = "auto"
     fallback: str = one_of("error", "replicate", recorded=True)

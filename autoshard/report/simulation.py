@@ -57,7 +57,7 @@ def _summary(found: Simulation) -> RenderableType:
 
 
 def _facts(found: Simulation) -> Iterator[tuple[str, str]]:
-    plan, objective = found.plan, "the plan is for another mesh, batch or cluster"
+    plan, objective = found.plan, "the plan says no step for these: it is for another mesh, batch or cluster"
     if found.objective_s:
         objective = f"the plan's objective is {seconds(found.objective_s)} ({100 * (found.step_s / found.objective_s - 1):+.1f} %)"
     yield "step", f"{seconds(found.step_s)}; {objective}"

@@ -65,6 +65,9 @@ def as_global(t: torch.Tensor, spec: Spec | None, place: Place) -> torch.Tensor:
 def localize(t: torch.Tensor, given: Spec | None, wanted: Spec, place: Place) -> torch.Tensor:
     """The local tensor that the plan reads. Raises UsageError when the plan wants another placement than the
     one the input comes in."""
+    if t.is_meta:
+        raise UsageError(f"an input of shape {tuple(t.shape)} is on the meta device and has no numbers to compute with; pass it on {place.device} "
+                         "(prepare() and example_inputs take meta tensors)")
     if given is None:
         if t.device != place.device:
             t = t.to(place.device, non_blocking=True)

@@ -60,7 +60,7 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     if cluster is not None:
         other = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-        found = replace(found, cluster=other.snapshot(), objective_s=0.0)
+        found = replace(found, cluster=other.snapshot(), objective_s=found.objective_s if other.snapshot() == found.cluster else 0.0)
     machine, on = Cluster.from_snapshot(found.cluster), found.mesh if mesh is None else mesh_of(mesh)
     machine.links_for(on)
     conditions.check(on, machine)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import logging
+from importlib import resources
 
 import pytest
 from test_cli import assert_refused
@@ -58,6 +59,17 @@ def test_explain_a_plan_file(run, saved):  # noqa: F811
     assert code == 0 and data["key"] == "layers.0.weight" and data["regret_s"] == data["after_s"] - data["before_s"]
     code, out, _ = run("explain", saved, "--why-not", "layers.0=-,d")
     assert code == 0 and "Why not?" in out and "a step takes" in out
+
+
+def test_explain_a_plan_without_the_file_of_its_profile(run, tmp_path):  # noqa: F811
+    """The plan brings the profile along."""
+    profile, path = tmp_path / "mine.toml", tmp_path / "plan.json"
+    profile.write_text((resources.files("autoshard.cost") / "clusters/cpu-gloo.toml").read_text().replace('name = "cpu-gloo"', 'name = "mine"'))
+    assert run("plan", *MLP, "-q", "-o", path, "--cluster", profile)[0] == 0
+    profile.unlink()
+    assert json.loads(path.read_text())["cluster"]["name"] != "cpu-gloo"
+    code, out, err = run("explain", path, "--op", "layers.1", "--json", "-q")
+    assert code == 0 and json.loads(out)["rows"], err
 
 
 def test_explain_one_pair_of_layouts(run):  # noqa: F811

@@ -578,3 +578,10 @@ def test_source_lines_follow_the_working_directory(tmp_path, monkeypatch):
     assert all(os.path.isabs(s) for s in sources()) and not any(os.path.isabs(s) for s in here)
     monkeypatch.undo()
     assert sources() == here
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
+def test_a_product_of_two_dtypes_is_refused_with_its_module(dtype: torch.dtype) -> None:
+    """Kernels refuse it, and what finds shapes does not: a call would be planned and then fail inside."""
+    with pytest.raises(TraceError, match=f"(?s)must have one dtype.*{str(dtype)[6:]}.*Linear"):
+        trace(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), (torch.ones(4, 6, dtype=dtype),))

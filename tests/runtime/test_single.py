@@ -173,3 +173,10 @@ def test_transforms_that_cannot_see_into_a_program_are_refused(looks_on, who: st
     fast(torch.randn(2, 4))
     with pytest.raises(UsageError, match=f"{who}.*call the model itself"):
         looks_on(fast, torch.randn(2, 4))
+
+
+def test_a_meta_tensor_has_no_numbers() -> None:
+    fast = CompiledModule(Scaled(), locate("one=1"), by_planner(whole_planner))
+    fast.prepare(torch.empty(2, 4, device="meta"))
+    with pytest.raises(UsageError, match=r"shape \(2, 4\) is on the meta device.*pass it on cpu"):
+        fast(torch.empty(2, 4, device="meta"))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.serve.api import _inside
 from autoshard.serve.cached_model import CachedModel
 from tests.support.call_peaks import call_peaks
 from tests.support.tiny_decoders import SINGLE, kept_logits, prompt, tiny
@@ -207,3 +208,10 @@ def test_a_cache_passed_to_a_captured_call_is_named():
     with pytest.raises(autoshard.AutoshardError, match="past_key_values is a StaticCache.*autoshard.generator"):
         autoshard.plan(model, "tp=2", (prompt(),), {"past_key_values": StaticCache(config=model.config, max_cache_len=8), "use_cache": True},
                        training=False)
+
+
+@pytest.mark.parametrize("key, there", [
+    ("lm_head.weight", "model.lm_head.weight"), ("model.layers.*.self_attn.q_proj.weight", "model.model.layers.*.self_attn.q_proj.weight"),
+    ("model.model.norm.weight", "model.model.norm.weight"), ("*.q_proj.weight", "*.q_proj.weight"), ("keys_*", "keys_*"), ("input:0", "input:0")])
+def test_seeds_name_weights_as_the_model_does(key, there):
+    assert _inside(key, tiny("llama")) == there

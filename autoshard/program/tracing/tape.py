@@ -39,6 +39,8 @@ STDLIB = os.path.dirname(os.__file__) + os.sep
 
 aten = torch.ops.aten
 SAME_VALUE = (aten.detach.default, aten.alias.default)
+ONE_DTYPE = frozenset(op.default for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot))
+"""Products that take one dtype. Their kernels refuse several, and what finds shapes does not."""
 
 # The device is the runtime's choice, so it is no part of the program: lowering adds `device` to factories.
 DEVICE_KWARGS = frozenset({"device", "pin_memory"})
@@ -153,6 +155,8 @@ class Tape:
         if target._schema.is_mutable:
             self.refuse(f"{target} writes in place where torch does not make it functional{self._at()}; "
                         "use the out-of-place form")
+        if target in ONE_DTYPE and len(dtypes := {str(a.dtype).removeprefix("torch."): a for a in args if isinstance(a, torch.Tensor)}) > 1:
+            raise RuntimeError(f"the tensors of a product must have one dtype, and these have {' and '.join(dtypes)}")
         kwargs = {k: v for k, v in kwargs.items() if k not in DEVICE_KWARGS and v is not torch.strided}
         results = result if isinstance(result, (tuple, list)) else (result,)
         if any(isinstance(r, torch.Tensor) and r.layout is not torch.strided for r in results):
