@@ -275,13 +275,12 @@ class Cluster:
 
 def available() -> tuple[str, ...]:
     """Names of the built-in profiles."""
-    files = resources.files("autoshard.cost").joinpath("clusters").iterdir()
-    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
+    files = (f.name for f in resources.files("autoshard.cost").joinpath("clusters").iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml")))
 
 
 def load_cluster(name_or_path: str | Path | Cluster) -> Cluster:
-    """A built-in profile by name, or a user's own TOML file by path; with `:variant` behind it, that variant of it. A profile that is loaded
-    already, as a plan brings it along, is itself.
+    """A built-in profile by name, or a user's own TOML file by path; with `:variant` behind it, that variant of it. One that is loaded is itself.
 
     Raises ClusterError: unknown name (with the nearest ones), unreadable file, missing or non-physical number, no such variant."""
     if isinstance(name_or_path, Cluster):
@@ -291,8 +290,7 @@ def load_cluster(name_or_path: str | Path | Cluster) -> Cluster:
         return _parse(resources.files("autoshard.cost").joinpath("clusters", f"{text}.toml").read_text(), text, variant)
     if not text.endswith(".toml") and not os.path.isfile(text):  # False also for what no path can be
         near = difflib.get_close_matches(text, available(), n=3, cutoff=0.3) or available()
-        raise ClusterError(f"no cluster profile {text!r}; did you mean {' or '.join(near)}? "
-                           "(a path to a .toml file also works)")
+        raise ClusterError(f"no cluster profile {text!r}; did you mean {' or '.join(near)}? (a path to a .toml file also works)")
     try:
         return _parse(Path(text).read_text(), text, variant)
     except (OSError, UnicodeDecodeError) as e:
@@ -339,8 +337,7 @@ def _strip_sources(value: Any, path: str, sources: list[tuple[str, str]], origin
 
 
 def _read(data: Any, origin: str) -> Cluster:
-    data = dict(data)
-    version = data.pop("version", "missing")
+    version = (data := dict(data)).pop("version", "missing")
     try:
         if version != VERSION or type(version) is not int:
             raise ValueError(f"version is {version if version == 'missing' else f'not {VERSION}, the format this autoshard reads'}")
@@ -390,12 +387,12 @@ def _check_links(links: Sequence[Link]) -> None:
         if link.oversubscription < 1:
             raise ValueError(f"links[{i}].oversubscription is {link.oversubscription:g}; it is 1 (none) or more")
         if link.in_network is not None and link.in_network.bandwidth > link.bandwidth:
-            raise ValueError(f"links[{i}].in_network.bandwidth is above the link's bandwidth; give the bytes/s of the "
-                             "reduced buffer (algorithm bandwidth of nccl-tests), not the bus bandwidth")
+            raise ValueError(f"links[{i}].in_network.bandwidth is above the link's bandwidth; give the bytes/s of the reduced buffer (algorithm "
+                             "bandwidth of nccl-tests), not the bus bandwidth")
     for inner, outer in zip(links, links[1:], strict=False):
         if outer.devices <= inner.devices:
-            raise ValueError(f"link {outer.name} joins {outer.devices:g} devices, not more than the "
-                             f"{inner.devices:g} of {inner.name}; list links innermost first")
+            raise ValueError(f"link {outer.name} joins {outer.devices:g} devices, not more than the {inner.devices:g} of {inner.name}; "
+                             "list links innermost first")
 
 
 def _check_curve(where: str, points: Points) -> None:

@@ -58,6 +58,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """Tables of the model's own hooks."""
 
 
+@torch.compiler.disable
+def not_taken_apart(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call from a program of torch.compile, which would trace planning, and collectives between processes, in pieces. The program breaks here."""
+    return model.forward(*args, **kwargs)
+
+
 class Guidance:
     """What `CompiledModule` inherits: the marks at which FSDP1 and DataParallel are noticed, and what changes dtypes and devices."""
 

@@ -23,7 +23,7 @@ from autoshard.program.binding import Binding, leaf_key
 from autoshard.program.calling import Traced
 from autoshard.runtime.between.variants import Variants
 from autoshard.runtime.compile import Settings, Variant
-from autoshard.runtime.guidance import HOOKS, Guidance, attribute, guard
+from autoshard.runtime.guidance import HOOKS, Guidance, attribute, guard, not_taken_apart
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.loss_numbers import numbers_read
 from autoshard.runtime.microbatches import check_pieces
@@ -102,6 +102,8 @@ class CompiledModule(Guidance, nn.Module):
     # --- calls ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return not_taken_apart(self, args, kwargs)
         key, flat, tensors = alone(self.place, lambda: self._key(args, kwargs))
         step = self._steps.get(key)
         if self._agreed and step is not None and step is not self._current:
@@ -172,9 +174,7 @@ class CompiledModule(Guidance, nn.Module):
                  tuple([values.get(name) for values, name, _ in self._plain]), numbers_read(self.settings.loss_fn))
         return (modes, tree, shapes, given), flat, tensors
 
-    @torch.compiler.disable  # the first call may be in a program of torch.compile, which would take planning apart
-    def _enter(self, key: Any, flat: list[Any], replan: bool = False,
-               tensors: list[torch.Tensor] | None = None) -> Step:
+    def _enter(self, key: Any, flat: list[Any], replan: bool = False, tensors: list[torch.Tensor] | None = None) -> Step:
         """Change to another variant, which all ranks do in the same call: a rank alone would wait in a collective. `tensors`: the
         inputs of the call that is to run in it."""
         if self.place.mesh.size == 1:

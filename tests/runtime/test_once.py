@@ -114,12 +114,14 @@ def test_a_checkpoint_around_a_call(reentrant: bool) -> None:
     assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_the_first_call_in_a_program_of_torch_compile() -> None:
-    """It ended where the trace asks torch.compile to stand back."""
+def test_a_program_of_torch_compile_leaves_the_call_alone() -> None:
+    """The first call ended where the trace asks torch.compile to stand back, and later ones were taken apart, with warnings."""
     torch.compiler.reset()
     fast, model = pair(nn.Sequential(nn.Linear(6, 4), nn.Tanh()))
     x = rows()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo's, of functions that it leaves to Python
-        got = torch.compile(fast, backend="eager")(x)
-    assert torch.equal(got, model(x))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        around = torch.compile(lambda x: fast(x * 2) + 1, backend="eager")
+        assert all(torch.equal(around(x), model(x * 2) + 1) for _ in range(2))
+        assert torch.equal(torch.compile(fast, backend="eager")(x), model(x))
+    assert not [str(w.message) for w in told if "autoshard" in str(w.message) or "graph break" in str(w.message).lower()]
