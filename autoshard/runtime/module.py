@@ -25,6 +25,7 @@ from autoshard.runtime.between.variants import Variants
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.guidance import HOOKS, Guidance, attribute, guard, not_taken_apart
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
+from autoshard.runtime.kept_gradients import KeptGradients
 from autoshard.runtime.loss_numbers import numbers_read
 from autoshard.runtime.microbatches import check_pieces
 from autoshard.runtime.params.module_shells import hand_on, plain_attributes, shell
@@ -75,7 +76,7 @@ class CompiledModule(Guidance, nn.Module):
         self._lowered = Variants(self.place, self.settings)
         self._wraps = self.place.device_mesh is not None
         self._accumulating = self._agreed = False
-        self._pending: dict[Step, list[torch.Tensor]] = {}
+        self._kept = KeptGradients()
         self._seed: int | None = None
         self._calls = 0
 
@@ -280,7 +281,7 @@ class CompiledModule(Guidance, nn.Module):
 
     @property
     def _deferring(self) -> bool:
-        return self._accumulating or bool(self._pending)
+        return self._accumulating or bool(self._kept)
 
     def gradient_function(self, step: Step) -> Function:
         """The backward to run now."""
@@ -291,29 +292,23 @@ class CompiledModule(Guidance, nn.Module):
         for later."""
         return self._accumulating and any(map(_torch.has_gradient_hook, self._trainable))
 
-    def finish_gradients(self, step: Step, grads: Sequence[torch.Tensor], apart: bool = False) -> Sequence[torch.Tensor | None]:
+    def finish_gradients(self, step: Step, grads: Sequence[torch.Tensor], apart: bool = False,
+                         missing: frozenset[int] = frozenset()) -> Sequence[torch.Tensor | None]:
         """Gradients to hand to autograd, in the order of `step.grad_names`; None for those kept for later, and for parameters
-        that are kept `apart`, whose gradients go to them here."""
+        that are kept `apart`, whose gradients go to them here. `missing`: results to which no gradient came; what depends on these alone has none."""
+        without, params, named = step.behind_only(missing), self._stored.params, tuple(zip(step.grad_names, grads, strict=True))
         if not self._deferring and not apart:
-            return grads
+            return [None if n in without else g for n, g in named]
         if self.keeps_apart() and not apart:
             raise UsageError("a parameter has a gradient hook, and no_sync() was entered after the model was called; call the model inside "
                              "no_sync() as well")
-        params = self._stored.params
         if not self._deferring:
-            step.deliver({n: g for n, g in zip(step.grad_names, grads, strict=True) if n in params})
-            return [None if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
-        raw = [g for n, g in zip(step.grad_names, grads, strict=True) if n in params]
-        held = self._pending.get(step)
-        self._pending[step] = raw if held is None else [a + b for a, b in zip(held, raw, strict=True)]
-        done: dict[str, torch.Tensor] = {}
-        if not self._accumulating:
-            for other, values in self._pending.items():
-                for name, g in other.reduce(values).items():
-                    done[name] = done[name] + g if name in done else g
-            self._pending.clear()
+            step.deliver({n: g for n, g in named if n in params and n not in without})
+            return [None if n in params or n in without else g for n, g in named]
+        self._kept.add(step, [g for n, g in named if n in params], without)
+        done = {} if self._accumulating else self._kept.reduced()
         step.deliver({n: g for n, g in done.items() if apart or n not in step.grad_names})
-        return [(None if apart else done.get(n)) if n in params else g for n, g in zip(step.grad_names, grads, strict=True)]
+        return [(None if apart else done.get(n)) if n in params else None if n in without else g for n, g in named]
 
     # --- plans ---
 

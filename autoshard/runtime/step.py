@@ -217,10 +217,9 @@ class Step:
     def _behind(self) -> dict[str, frozenset[int]]:
         return results_behind(self.graph)
 
-    def without(self, missing: frozenset[int], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients, None where they are computed from results alone to which no gradient came."""
-        behind = [self._behind[name] for name in self.grad_names]
-        return [None if results and results <= missing else g for results, g in zip(behind, grads, strict=True)]
+    def behind_only(self, missing: frozenset[int]) -> frozenset[str]:
+        """Names of the gradients that are computed from results alone to which no gradient came."""
+        return frozenset(n for n in self.grad_names if (results := self._behind[n]) and results <= missing) if missing else frozenset()
 
     @cached_property
     def deferred(self) -> tuple[Function, Function]:
@@ -298,12 +297,10 @@ class _Node(torch.autograd.Function):
         del tangents
         _torch.drop_saved(ctx)
         try:
-            grads = model.finish_gradients(step, function.call(arguments), ctx.apart)
+            grads = model.finish_gradients(step, function.call(arguments), ctx.apart, missing)
         except (AutoshardError, RuntimeError) as e:
             model.name_who_left(e)
             raise
-        if missing and function is step.backward:  # else what is kept of other passes is in them
-            grads = step.without(missing, grads)
         borders = ctx.borders
         if step.place.device_mesh is None and not borders:
             return (*NO_GRADIENTS, *grads)

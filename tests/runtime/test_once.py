@@ -125,3 +125,18 @@ def test_a_program_of_torch_compile_leaves_the_call_alone() -> None:
         assert all(torch.equal(around(x), model(x * 2) + 1) for _ in range(2))
         assert torch.equal(torch.compile(fast, backend="eager")(x), model(x))
     assert not [str(w.message) for w in told if "autoshard" in str(w.message) or "graph break" in str(w.message).lower()]
+
+
+@pytest.mark.parametrize("used", [(0, 0), (0, 1), (1, 0), (3, 3)])
+def test_what_no_pass_of_no_sync_has_a_gradient_for_has_none(used: tuple[int, int]) -> None:
+    """It had zeros, and an optimizer with weight decay changed it."""
+    fast, model = pair(Heads())
+    for m in (fast, model):
+        torch.manual_seed(0)
+        for i, which in enumerate(used):
+            with fast.no_sync() if m is fast and i == 0 else nullcontext():
+                m(rows())[which].square().sum().backward()
+    given = {n: p.grad for n, p in fast.named_parameters()}
+    for name, p in model.named_parameters():
+        assert (given[name] is None) == (p.grad is None), name
+        assert p.grad is None or torch.allclose(given[name], p.grad, rtol=1e-12), name
