@@ -4,7 +4,9 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import assert_near, on_ranks, whole  # noqa: E402
 
 import autoshard  # noqa: E402
+from autoshard.runtime.params import dtensor_ops  # noqa: E402
 
 pytestmark = pytest.mark.dist
 NUMBERS = {
@@ -105,6 +108,19 @@ def test_four_ranks() -> None:
 
 def test_loops() -> None:
     on_ranks(2, loops_of_users)
+
+
+def one_rank_is_late() -> None:
+    compiled = autoshard.compile(nn.Linear(6, 8), "d=2", (torch.zeros(2, 6),), seeds={"weight": "d,-"}, cluster="cpu-gloo", cache=False)
+    rank, told = torch.distributed.get_rank(), []
+    with patch.object(dtensor_ops, "LONG", 0.5), patch.object(dtensor_ops.log, "warning", lambda text, *args: told.append(text % args)):
+        time.sleep(4.0 * rank)
+        compiled.weight.detach().sum().item()
+    assert rank or len(told) == 1 and "rank 0 has waited" in told[0] and "test_dtensor_ops.py" in told[0] and "sum().item()" in told[0]
+
+
+def test_a_rank_that_waits_for_the_others_says_so() -> None:
+    on_ranks(2, one_rank_is_late)
 
 
 def test_nothing_is_mended_twice() -> None:

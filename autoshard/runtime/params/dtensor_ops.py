@@ -13,15 +13,25 @@ somebody else, has a function like these already.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from threading import Timer
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard import _torch
+from autoshard.program.tracing.tape import describe, is_user_file
 
+log = logging.getLogger("autoshard")
+LONG = 15.0
+"""Seconds."""
 aten = torch.ops.aten
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 LOSSES = (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss, aten.binary_cross_entropy)
@@ -46,7 +56,31 @@ def _in_other_ops() -> list[tuple[Any, Run]]:
 def _number(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> Any:
     """The number that the ranks have together; every rank calls this."""
     x, = args
-    return op(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local())
+    if all(p.is_replicate() for p in x.placements):
+        return op(x.to_local())
+    with _told_if_alone():
+        return op(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local())
+
+
+@contextmanager
+def _told_if_alone() -> Iterator[None]:
+    """A rank that takes a number alone, to print it, waits for the others as long as torch does: half an hour. It says so before."""
+    timer = Timer(LONG, log.warning, (
+        "rank %d has waited %.0f s for the other ranks to take the number of a DTensor too%s: the number is made of pieces that all ranks have, so "
+        "every rank must call item(), float() or bool() there; take it outside of `if rank == 0`", dist.get_rank(), LONG, _at()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _at() -> str:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f", at {describe(frame.f_code, frame.f_lineno)}"
 
 
 def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
