@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collec
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree  # noqa: F401  (others take it from here)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401  (sees every op that reaches the dispatcher)
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.errors import TraceError
 
@@ -283,8 +285,7 @@ def dtensor(local: torch.Tensor, device_mesh: Any, placements: Any, shape: Any, 
 
 
 def dtensor_spec(device_mesh: Any, placements: Any, shape: Any, dtype: torch.dtype) -> Any:
-    shape = torch.Size(shape)
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
     strided = any(isinstance(p, StridedShard) for p in placements)  # they say how parts lie, and no order of mesh axes
     return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta, use_strided_shard_as_shard_order=False if strided else None)
 
@@ -295,8 +296,7 @@ def dtensor_like(local: torch.Tensor, other: Any) -> torch.Tensor:
 
 
 def swap(dtensor: Any, local: torch.Tensor, placements: Any) -> None:
-    """Give a DTensor another local tensor and placements in place, so that all who hold it (an optimizer,
-    a tied module) see the change."""
+    """Give a DTensor another local tensor and placements in place, so that all who hold it (an optimizer, a tied module) see the change."""
     dtensor._local_tensor, dtensor._spec = local, dtensor_spec(dtensor._spec.mesh, placements, dtensor._spec.shape, local.dtype)
 
 
@@ -305,13 +305,14 @@ def on_dtensors(op: Any, run: Callable[[Any, Any, Any], Any]) -> None:
     DTensor._op_dispatcher._custom_op_handlers.setdefault(op, run)
 
 
+def on_total_norm(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have `torch.nn.utils.clip_grad_norm_` take the norm of all gradients by what `changed` makes of torch's function for it."""
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = changed(clip_grad._get_total_norm)
+
+
 def in_other_ops(op: Any) -> Callable[..., Any]:
     """torch's function that does an op by others."""
     return decomposition_table[op]
-
-
-DispatchMode = TorchDispatchMode
-"""Sees every op that reaches the dispatcher."""
 
 
 def kernel(op: Any) -> Callable[..., Any]:
@@ -371,8 +372,7 @@ def sharding_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         return type(value)(map(described, value)) if isinstance(value, (tuple, list)) else value
 
     info = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[op]
-    rows = info.func(op, described(args), {k: described(v) for k, v in kwargs.items()})
-    return [[_placement_word(p) for p in row] for row in rows]
+    return [[_placement_word(p) for p in row] for row in info.func(op, described(args), {k: described(v) for k, v in kwargs.items()})]
 
 
 def _placement_word(placement: Any) -> tuple[str, int]:

@@ -96,9 +96,13 @@ def _clipped_beside_a_frozen_stage() -> list[float]:
         compiled = autoshard.compile(model, "pp=2", (x, target), loss_fn=F.cross_entropy, cache=False, pipeline=Pipeline(microbatches=2, cuts=["2"]))
         compiled(x, target).backward()
         F.cross_entropy(model(x), target).backward()
-        for norm in (2.0, float("inf")):
-            wanted = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1, norm)
-            off.append(abs(autoshard.clip_grad_norm_(compiled, 0.1, norm).item() - wanted.item()))
+        theirs = torch.nn.utils.clip_grad_norm_
+        for norm, clip in ((2.0, theirs), (float("inf"), None), (float("inf"), theirs), (1.0, theirs), (2.0, None)):
+            wanted = theirs([p for p in model.parameters() if p.requires_grad], 0.1, norm)
+            got = clip(compiled.parameters(), 0.1, norm, error_if_nonfinite=True) if clip else autoshard.clip_grad_norm_(compiled, 0.1, norm)
+            off.append(abs(got.item() - wanted.item()))
+        expected = dict(model.named_parameters())
+        off += [float((p.grad - expected[n].grad).norm()) for n, p in compiled.named_parameters() if p.grad is not None]
     return off
 
 

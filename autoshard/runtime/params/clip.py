@@ -1,16 +1,20 @@
 """The norm of all gradients of a compiled model, and clipping by it.
 
-`torch.nn.utils.clip_grad_norm_` sees the parameters of this rank's stages alone, so in a pipeline every stage would get a norm of its own."""
+`torch.nn.utils.clip_grad_norm_` sees the parameters of this rank's stages alone, so in a pipeline every stage would get a norm of its own: it is
+told of pipelines (`pipelines`)."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 from math import inf, prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from autoshard import _torch
 from autoshard.errors import UsageError
 
 
@@ -20,20 +24,56 @@ def clip_grad_norm_(model: Any, max_norm: float, norm_type: float = 2.0) -> torc
 
     The norm is that of all parameters on all ranks, a parameter that several pipeline stages have counted once, and it is the same number
     on every rank. All ranks call it together. Raises UsageError for a model that autoshard did not compile."""
-    place = getattr(model, "place", None)
-    if place is None or not hasattr(model, "is_first_holder"):
+    if getattr(model, "place", None) is None or not hasattr(model, "is_first_holder"):
         raise UsageError(f"clip_grad_norm_ takes a model from autoshard.compile, not a {type(model).__name__}; use torch.nn.utils.clip_grad_norm_")
-    named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-    total = _total([g for n, g in named if model.is_first_holder(n)], float(norm_type), place.device)
-    if place.device_mesh is not None:
-        for axis in place.mesh.names:
-            dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, group=place.device_mesh.get_group(axis))
-    norm = (total if norm_type == inf else total ** (1.0 / norm_type)).to(_widest(model))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = _norm(model, grads, norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for _, g in named:
+    for g in grads:
         local = g._local_tensor if isinstance(g, DTensor) else g
         local.mul_(factor.to(local.device, local.dtype))
     return norm
+
+
+@cache
+def pipelines() -> WeakSet[Any]:
+    """Those of this process. From the first one on `torch.nn.utils.clip_grad_norm_`, which sees the gradients of this rank's stages alone, takes the
+    norm over all stages; every rank calls it, those whose stages have no gradient too."""
+    alive: WeakSet[Any] = WeakSet()
+    _torch.on_total_norm(lambda theirs: partial(_total_norm, alive, theirs))
+    return alive
+
+
+def _total_norm(alive: Collection[Any], theirs: Callable[..., torch.Tensor], tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False,
+                foreach: bool | None = None) -> torch.Tensor:
+    """In place of torch's function `theirs`, of the same arguments."""
+    grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    found = [model for model in alive if _has(model, grads)]
+    if len(found) != 1:
+        return theirs(grads, norm_type, error_if_nonfinite, foreach)
+    with torch.no_grad():
+        norm = _norm(found[0], grads, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients of all stages is {norm.item()}, so they cannot be clipped; to clip with "
+                           "it all the same set error_if_nonfinite=False")
+    mesh = next((g.device_mesh for g in grads if isinstance(g, DTensor)), None)
+    return norm if mesh is None else DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _has(model: Any, grads: Sequence[torch.Tensor]) -> bool:
+    """Whether all of these are gradients of a pipeline's parameters, or none are there on this rank."""
+    own = {id(p.grad) for p in model.parameters()}
+    return all(id(g) in own for g in grads)
+
+
+def _norm(model: Any, grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Of some gradients of a compiled model, over all ranks."""
+    place, order, given = model.place, float(norm_type), {id(g) for g in grads}
+    total = _total([p.grad for n, p in model.named_parameters() if id(p.grad) in given and model.is_first_holder(n)], order, place.device)
+    if place.device_mesh is not None:
+        for axis in place.mesh.names:
+            dist.all_reduce(total, dist.ReduceOp.MAX if order == inf else dist.ReduceOp.SUM, group=place.device_mesh.get_group(axis))
+    return (total if order == inf else total ** (1.0 / order)).to(_widest(model))
 
 
 def _total(grads: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

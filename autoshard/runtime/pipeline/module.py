@@ -15,6 +15,7 @@ from autoshard.errors import UsageError
 from autoshard.program.calling import Traced
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.params.clip import pipelines
 from autoshard.runtime.pipeline.stage_place import stage_place, stage_spec
 from autoshard.runtime.pipeline.variant import PipelineVariant, Settled
 from autoshard.runtime.ranks.place import Place
@@ -27,6 +28,7 @@ class PipelineModule(CompiledModule):
     def __init__(self, model: nn.Module, place: Place, stage_place: Place, settings: Settings) -> None:
         self.__dict__["_stage_place"] = stage_place
         super().__init__(model, place, settings)
+        pipelines().add(self)
         self.__dict__["_skeleton"] = _without_memory(model)
         self.__dict__["_settled"] = Settled()
         self.__dict__["_trains"] = {name: p.requires_grad for name, p in model.named_parameters()}
