@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
+from torch._decomp import decomposition_table  # noqa: F401  (by op torch's function that does it by others)
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._ops import HigherOrderOperator
@@ -300,19 +300,19 @@ def swap(dtensor: Any, local: torch.Tensor, placements: Any) -> None:
     dtensor._local_tensor, dtensor._spec = local, dtensor_spec(dtensor._spec.mesh, placements, dtensor._spec.shape, local.dtype)
 
 
-def on_dtensors(op: Any, run: Callable[[Any, Any, Any], Any]) -> None:
-    """Have `run(op, args, kwargs)` do an op of DTensors from now on, unless torch has a function of its own for that."""
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(op, run)
+def functions_of_dtensors() -> dict[Any, Callable[[Any, Any, Any], Any]]:
+    """By op the functions of (op, args, kwargs) that do it where some argument is a DTensor, and torch's rules of placements are wrong."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def no_dispatch() -> Any:
+    """Inside, ops of a DTensor are those of the tensor without memory that it is to C++."""
+    return torch._C._DisableTorchDispatch()
 
 
 def on_total_norm(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Have `torch.nn.utils.clip_grad_norm_` take the norm of all gradients by what `changed` makes of torch's function for it."""
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = changed(clip_grad._get_total_norm)
-
-
-def in_other_ops(op: Any) -> Callable[..., Any]:
-    """torch's function that does an op by others."""
-    return decomposition_table[op]
 
 
 def kernel(op: Any) -> Callable[..., Any]:

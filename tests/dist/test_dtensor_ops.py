@@ -11,13 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import assert_near, on_ranks, whole  # noqa: E402
+from harness import assert_near, on_ranks  # noqa: E402
 
 import autoshard  # noqa: E402
+from autoshard import _torch  # noqa: E402
 from autoshard.runtime.params import dtensor_ops  # noqa: E402
 
 pytestmark = pytest.mark.dist
@@ -26,7 +28,8 @@ NUMBERS = {
     "count": lambda p: int((p > 0).sum()), "branch": lambda p: 1.0 if (p > p.max() * 0.9).any() else 0.0,
     "finite": lambda p: float(torch.isfinite(p.log()).all()), "product": lambda p: (1 + p / 10).prod().item(),
     "norm of norms": lambda p: torch.stack([p.norm(), 2 * p.norm()]).norm().item(), "inf norm": lambda p: p.norm(math.inf).item(),
-    "one column": lambda p: p[:, -1:].sum().item(),
+    "one column": lambda p: p[:, -1:].sum().item(), "power": lambda p: F.normalize(_vector(p) @ p.detach(), dim=0).max().item(),
+    "a vector": lambda p: len(_vector(p) @ p.detach()), "squeezed": lambda p: len(p.detach().sum(0, keepdim=True).squeeze_(0)),
 }
 LOSSES = {name: getattr(F, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")}
 PENALTIES = {
@@ -38,8 +41,38 @@ PENALTIES = {
     "kept columns": lambda p: (p.norm(dim=0, keepdim=True) * 2).sum(), "l3 columns": lambda p: torch.linalg.vector_norm(p, 3, 0).sum(),
     "kept": lambda p: torch.linalg.vector_norm(p, 2, None, True).sum(),
     "masked": lambda p: (p * (p > 0.5).any(0)).sum(), "masked by rows": lambda p: (p * (p > 1).any(1, keepdim=True)).square().sum(),
+    "largest": lambda p: p.abs().amax(), "least": lambda p: p.amin(), "inf norm": lambda p: p.norm(math.inf),
+    "all of it": lambda p: p.square().sum(dim=[]) * p.mean(dim=[], keepdim=True).sum() + p.std(),
+    "cosine": lambda p: F.cosine_embedding_loss(p, p.detach().cos(), _vector(p).sign()),
+    "counted": lambda p: F.cross_entropy(p, _classes(p), ignore_index=1).square(),
+    "weighted": lambda p: F.cross_entropy(p, _classes(p), weight=p.detach().square().sum(0)).square(),
+    "ones": lambda p: (p.sum(0) * torch.empty_like(p.sum(0)).fill_(2.0)).sum(),
     "masked by all": lambda p: p.sum() * (p > 1).any().double(),
 }
+
+
+WRITES = {
+    "index_add_": lambda p: p.index_add_(0, _like(p, [1, 6, 1]), p[:3] * 2), "index_copy_": lambda p: p.index_copy_(1, _like(p, [4, 0]), p[:, :2] + 1),
+    "index_copy_ rows": lambda p: p.index_copy_(0, _like(p, [7, 0]), p[:2] + 1), "eye_": nn.init.eye_,
+    "scatter_add_": lambda p: p.scatter_add_(0, _like(p, [[5] * 6, [0] * 6]), p[:2] * 3),
+}
+
+
+def _like(p: torch.Tensor, values: list) -> torch.Tensor:
+    """Whole numbers as `p` is: a tensor, or a DTensor that is whole on every rank."""
+    whole = torch.tensor(values)
+    return DTensor.from_local(whole, p.device_mesh, [Replicate()] * p.device_mesh.ndim) if isinstance(p, DTensor) else whole
+
+
+def _vector(p: torch.Tensor) -> torch.Tensor:
+    """A number for every row."""
+    return p.detach().narrow(1, 0, 1).flatten()
+
+
+def _classes(p: torch.Tensor) -> torch.Tensor:
+    """A class for every row."""
+    classes = _like(p, [i % 4 for i in range(len(p))])
+    return classes.redistribute(placements=[Shard(0) if q == Shard(0) else Replicate() for q in p.placements]) if isinstance(p, DTensor) else classes
 
 
 def compare_weights(mesh: str, cases: list[tuple[tuple[int, int], str]]) -> None:
@@ -59,6 +92,13 @@ def compare_weights(mesh: str, cases: list[tuple[tuple[int, int], str]]) -> None
             assert_near(f"{name} of {shape} {seed}", got, want, 1e-12)
             grads = (torch.autograd.grad(value, m.weight)[0] for value, m in ((got, compiled), (want, reference)))
             assert_near(f"gradient of {name} of {shape} {seed}", *grads, 1e-12)
+        for name, write in WRITES.items():
+            with torch.no_grad():
+                write(compiled.weight)
+                write(reference.weight)
+            assert_near(f"{name} of {shape} {seed}", compiled.weight, reference.weight, 1e-12)
+        x = torch.randn(2, shape[1]).double()
+        assert_near(f"what {shape} {seed} computes", compiled(x), reference(x), 1e-12)
 
 
 def loops_of_users() -> None:
@@ -125,10 +165,8 @@ def test_a_rank_that_waits_for_the_others_says_so() -> None:
 
 def test_nothing_is_mended_twice() -> None:
     """A function that torch has of its own stays."""
-    from autoshard import _torch
-
-    kept = lambda op, args, kwargs: None  # noqa: E731
+    kept, table = (lambda op, args, kwargs: None), _torch.functions_of_dtensors()
     op = torch.ops.aten.special_zeta.default
-    _torch.on_dtensors(op, kept)
-    _torch.on_dtensors(op, whole)
-    assert torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers.pop(op) is kept
+    table[op] = kept
+    dtensor_ops.mend(op, lambda op, args, kwargs: NotImplemented)
+    assert table.pop(op) is kept

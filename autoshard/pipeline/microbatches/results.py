@@ -38,7 +38,8 @@ def weight_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class Results:
     """User outputs of the batch, put together from those of its micro-batches as these arrive. `counts`: whether the last one has any
-    weight; the gradient of a mean of nothing is no number, and its part of the batch's is zero."""
+    weight in the loss; the gradient of a mean of nothing is no number, and its part of the batch's is zero. Other results may have weights where
+    the loss has none."""
 
     def __init__(self, graph: Graph) -> None:
         ops = list(graph.outputs(Role.USER).values())
@@ -47,6 +48,8 @@ class Results:
         self.total: torch.Tensor | None = None
         self.weight: torch.Tensor | None = None
         self.counts = True
+        losses = [op.target for op in graph.of_kind("tangent") if not op.is_port]
+        self.loss_has_weights = any(self.ways[loss][0] == WEIGHTED for loss in losses)
         self.metas = [graph.meta(op.refs[0]) for op in ops]
         terms = [dict(op.kwargs)[WEIGHTS] for op in ops if join_of(op) == WEIGHTS]
         self.scale = float(terms[0] * graph.microbatches) if terms else 1.0  # about the sum of all weights: it keeps tangents near 1
@@ -57,7 +60,7 @@ class Results:
         if weight is not None:
             self.weight = weight = weight.to(weight_dtype(weight.dtype))
             self.total = weight if self.total is None else self.total + weight
-            self.counts = bool(weight != 0)
+            self.counts = not self.loss_has_weights or bool(weight != 0)
         for i, (how, dim) in enumerate(self.ways):
             value, outs[i] = outs[i], None
             self.values[i] = self._joined(self.values[i], value, m, how, dim, weight)
@@ -71,8 +74,11 @@ class Results:
 
     @property
     def factor(self) -> torch.Tensor | None:
-        """What gradients of such tangents must be multiplied by at the end; None: by nothing."""
-        return None if self.total is None else self.scale / self.total
+        """What gradients of such tangents must be multiplied by at the end; None: by nothing. Those of a batch in which nothing counts are zeros, as
+        those of `cross_entropy` are where all targets are ignored."""
+        if self.total is None or not self.loss_has_weights:
+            return None
+        return torch.where(self.total != 0, self.scale / self.total, torch.zeros_like(self.total))
 
     def _joined(self, so_far: Any, value: torch.Tensor, m: int, how: str, dim: int, weight: torch.Tensor | None) -> Any:
         if how == CAT:

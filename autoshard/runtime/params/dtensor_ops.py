@@ -5,8 +5,13 @@ numbers than for plain tensors for
 
 * `item()`, `float()`, `bool()`, `if` of a Partial tensor (`p.grad.norm().item()`): the share of this rank alone;
 * `any` along a split dim: a sum of bools, which counts ranks after a cast;
-* losses with reduction="mean": backward divides by the elements of a rank's piece, and means of uneven pieces count alike;
-* norms along a split dim: a later sum adds norms of pieces.
+* losses with reduction="mean": backward divides by the elements of a rank's piece, and means of pieces count alike, uneven ones, or with
+  targets that do not count;
+* norms along a split dim: a later sum adds norms of pieces;
+* reductions over `dim=[]`, which is what the backward of `amax()` calls: each rank's own;
+* writes by index along a split dim (`index_add_`), `torch.eye(out=)` (`nn.init.eye_`): every rank's piece is called the whole;
+* `fill_` of a sum that is not added up: each rank's share becomes the number (in `cosine_embedding_loss`, too);
+* `squeeze_` (in `v @ p`): the dim stays.
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
 somebody else, has a function like these already.
@@ -24,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard import _torch
 from autoshard.program.tracing.tape import describe, is_user_file
@@ -35,6 +40,9 @@ LONG = 15.0
 aten = torch.ops.aten
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 LOSSES = (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss, aten.binary_cross_entropy)
+MEAN, SUM = 1, 2
+OUT_OF_PLACE = {aten.index_add_.default: aten.index_add.default, aten.index_copy_.default: aten.index_copy.default,
+                aten.scatter_add_.default: aten.scatter_add.default}
 BACKWARDS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward, aten.soft_margin_loss_backward,
              aten.binary_cross_entropy_backward)
 
@@ -42,14 +50,29 @@ BACKWARDS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_lo
 @cache
 def mend_dtensors() -> None:
     """Once per process, for all DTensors."""
-    for op, run in (*_in_other_ops(), (aten._local_scalar_dense.default, _number), (aten.linalg_vector_norm.default, _norm),
-                    *((getattr(aten.any, name), _any) for name in ("default", "dim", "dims"))):
-        _torch.on_dtensors(op, run)
+    for run, ops in MENDED.items():
+        for op in ops:
+            mend(op, run)
 
 
-def _in_other_ops() -> list[tuple[Any, Run]]:
-    ops = [op.default for op in (*LOSSES, *BACKWARDS, aten.binary_cross_entropy_with_logits)]
-    return [(op, lambda op, args, kwargs: _torch.in_other_ops(op)(*args, **kwargs)) for op in ops]
+def mend(op: Any, run: Run) -> None:
+    """Have `run(op, args, kwargs)` do an op of DTensors from now on, unless there is a function for that. Where it gives NotImplemented,
+    torch does it."""
+    def asked(op: Any, args: Any, kwargs: Any) -> Any:
+        if (result := run(op, args, kwargs)) is not NotImplemented:
+            return result
+        del table[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            table[op] = asked
+
+    table = _torch.functions_of_dtensors()
+    table.setdefault(op, asked)
+
+
+def _in_other_ops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _torch.decomposition_table[op](*args, **kwargs)
 
 
 @torch.no_grad()
@@ -90,10 +113,73 @@ def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of the whole tensor as torch has it, which is right and reduces late: the norm of many norms needs one collective."""
-    return _norm_of(op, kwargs, *args)
-
-
-def _norm_of(op: Any, kwargs: dict[str, Any], x: Any, order: float = 2, dim: Any = None, keepdim: bool = False) -> Any:
+    x, order, dim, keepdim = (*args, *(2, None, False)[len(args) - 1:])
     if dim is None and not keepdim:
-        return torch._foreach_norm([x], order, **kwargs)[0]
-    return _torch.in_other_ops(op)(x, order, dim, keepdim, **kwargs)
+        return NotImplemented
+    dims = list(range(x.ndim)) if dim is None or dim == [] else dim
+    return _torch.decomposition_table[op](x, order, dims, keepdim, **kwargs)
+
+
+def _over_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A reduction over no dims is one over all of them."""
+    x, *rest = args
+    if (rest[0] if rest else kwargs.get("dim")) != []:
+        return NotImplemented
+    return op(x, list(range(x.ndim)), *rest[1:], **{name: value for name, value in kwargs.items() if name != "dim"})
+
+
+def _mean_of_counted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mean over targets that count, by their weights: the sum over the sum of these."""
+    x, target, weight, reduction, ignore_index = args
+    if reduction != MEAN:
+        return NotImplemented
+    total, weights = op(x, target, weight, SUM, ignore_index)
+    return total / weights, weights
+
+
+def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the op out of place gives, written to where the tensor lies."""
+    return args[0].copy_(OUT_OF_PLACE[op](*args, **kwargs).redistribute(placements=args[0].placements))
+
+
+def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a sum that is not added up yet, the first rank has the number, and the others zeros."""
+    x, value = args
+    axes = [i for i, p in enumerate(x.placements) if p.is_partial() and p not in (Partial("avg"), Partial("max"), Partial("min"))]
+    if not axes:
+        return NotImplemented
+    x.to_local().fill_(value if all(x.device_mesh.get_local_rank(i) == 0 for i in axes) else 0)
+    return x
+
+
+def _identity(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch makes a whole one of every rank's piece."""
+    out = kwargs["out"]
+    whole = torch.eye(*args, dtype=out.dtype, device=out.device)
+    return out.copy_(DTensor.from_local(whole, out.device_mesh, [Replicate()] * out.device_mesh.ndim, run_check=False))
+
+
+def _squeezed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In place, what C++ knows of the shape too."""
+    x, *dims = args
+    squeezed = x.squeeze(*(tuple(d) if isinstance(d, list) else d for d in dims))
+    with _torch.no_dispatch():
+        op(x, *dims)
+    x._local_tensor, x._spec = squeezed._local_tensor, squeezed._spec
+    return x
+
+
+MENDED: dict[Run, tuple[Any, ...]] = {
+    _number: (aten._local_scalar_dense.default,),
+    _any: (aten.any.default, aten.any.dim, aten.any.dims),
+    _in_other_ops: tuple(op.default for op in (*LOSSES, *BACKWARDS, aten.binary_cross_entropy_with_logits)),
+    _norm: (aten.linalg_vector_norm.default,),
+    _over_all: (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.std.correction, aten.var.correction,
+                aten.logsumexp.default, aten.nansum.default),
+    _mean_of_counted: (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
+    _in_place: tuple(OUT_OF_PLACE),
+    _filled: (aten.fill_.Scalar, aten.fill_.Tensor),
+    _identity: (aten.eye.out, aten.eye.m_out),
+    _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
+}
+"""What does which ops."""
