@@ -20,12 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import autoshard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `models` lies beside this folder
 from models import gpt  # noqa: E402
+
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+"""The optimizer's state under names of parameters, so that a pipeline can resume from another one's."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: min(1.0, (n + 1) / config.warmup))
 
     def state(self) -> dict[str, Any]:
-        weights, state = get_state_dict(self.model, self.optimizer)
+        weights, state = get_state_dict(self.model, self.optimizer, options=BY_NAME)
         return {"model": weights, "optimizer": state, "schedule": self.schedule.state_dict(), "loader": self.loader.at, "step": self.step,
                 "rng": self.model.get_rng_state()}
 
@@ -85,7 +88,7 @@ class Trainer:
             return
         saved = self.state()
         dcp.load(saved, checkpoint_id=found[-1].parent)
-        set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=BY_NAME)
         self.schedule.load_state_dict(saved["schedule"])
         self.model.set_rng_state(saved["rng"])
         self.loader.at, self.step = saved["loader"], saved["step"]
