@@ -9,10 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoshard
+from autoshard.errors import UsageError
 
 LOSSES = {
     "metric": lambda o, y: {"loss": (o - 1).square().mean(), "ce": F.cross_entropy(o, y)},
     "accuracy": lambda o, y: {"loss": o.square().sum(), "right": ((o.argmax(1) == y) & (y >= 0)).sum() / (y >= 0).sum()},
+    "several": lambda o, y: {"loss": sum([o.mean(), o.square().mean()]) + 2.5, "ce": F.cross_entropy(o, y) - 1},
     "loss": lambda o, y: {"loss": F.cross_entropy(o, y), "mean": o.square().mean()},
 }
 
@@ -39,6 +41,13 @@ def test_weights_of_a_metric_leave_the_loss_alone(which: str, microbatches: int)
     """Its gradients were divided by the weights of the metric. The first micro-batch of four counts nothing."""
     targets = torch.tensor([-100, -100, 3, 0, -100, 1, 2, 4])
     assert compare(LOSSES[which], targets, microbatches)["loss"].isfinite()
+
+
+def test_a_number_added_to_a_sum_is_refused() -> None:
+    """Every micro-batch would add it; to a mean it may be added, and zero to a sum."""
+    compare(lambda o, y: {"loss": sum([o.sum(), o.square().sum()])}, torch.zeros(8, dtype=torch.int64), 2)
+    with pytest.raises(UsageError, match="not linear in a sum over samples"):
+        compare(lambda o, y: {"loss": o.sum() + 2.5}, torch.zeros(8, dtype=torch.int64), 2)
 
 
 @pytest.mark.parametrize("which", LOSSES)

@@ -260,9 +260,12 @@ def _scaled(pair: Pair, change: Callable[[Any, Any], Fraction]) -> tuple[Relatio
 
 
 def _sum(pair: Pair) -> tuple[Relation, ...] | None:
-    """To a mean a number that is the same for all may be added."""
+    """To a mean a number that is the same for all may be added, and zero to any sum, as Python's `sum` of losses does first."""
     added, others = pair.added, [i for i in pair.inputs if not isinstance(i, Added)]
-    if len(added) == 1 and others and all(isinstance(i, Same) for i in others) and _averages(added[0], pair.pieces):
+    number = next((a for a in pair.whole.args if isinstance(a, (int, float))), None)
+    alone = len(pair.inputs) == 1 and number is not None
+    if len(added) == 1 and (alone or others and all(isinstance(i, Same) for i in others)) and (
+            alone and number == 0 or _averages(added[0], pair.pieces)):
         _check_arguments(pair)
         return (added[0],)
     return None
