@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Pipeline
 from autoshard.base.roles import Role
-from autoshard.errors import UsageError
+from autoshard.errors import TraceError, UsageError
 from autoshard.pipeline.microbatches.batch import traced
 from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
 
@@ -179,6 +179,15 @@ def test_dims_of_inputs() -> None:
             return super().forward(x.transpose(0, 1), mask)
 
     assert_same(Turned(), (x.transpose(0, 1).contiguous(), *batch[1:]), F.cross_entropy, 4, batch_dims={"mask": None, "x": 1})
+
+    class Square(Attends):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, mask.view(ROWS, ROWS))
+
+    square = (torch.randn(ROWS, ROWS, 6, dtype=torch.float64), torch.rand(ROWS, ROWS, dtype=torch.float64), classes())  # positions as rows
+    assert_same(Square(), square, F.cross_entropy, 3, batch_dims={"mask": None})
+    with pytest.raises(TraceError, match=r"(?s)the part of it that one of 3 .* x \(input:0\), mask \(input:1\), .*batch_dims=\{'input:1': None\}"):
+        both(Square(), square, F.cross_entropy, 3)
 
 
 # --- what is not exact ---

@@ -19,7 +19,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.roles import Output, Role
 from autoshard.base.windows import CAT, JOIN, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of
 from autoshard.decide.pipeline_options import Pipeline
-from autoshard.errors import UsageError
+from autoshard.errors import TraceError, UsageError
 from autoshard.padding.padded import WEIGHTS as PAD_WEIGHTS
 from autoshard.padding.padded import padded
 from autoshard.pipeline.microbatches.few_layers import made_from_one
@@ -105,7 +105,10 @@ class Batch:
         pieces = iter([t if d is None else t.detach().narrow(d, 0, t.shape[d] // count) for t, d in zip(tensors, dims, strict=True)])
         some, named = pytree.tree_unflatten([next(pieces) if isinstance(v, torch.Tensor) else v for v in flat], tree)
         anew = partial(trace, self.model, some, named, **self._tracing)
-        part = short and made_from_one(whole, anew) or anew()
+        try:
+            part = short and made_from_one(whole, anew) or anew()
+        except TraceError as e:
+            raise TraceError(f"{e}\n  {_about_parts(whole.calling.names, dims, count)}") from None
         return replace(whole, graph=_microbatched(whole, part, dims, pipeline, loss), calling=_calling(whole.calling, part.calling))
 
     @property
@@ -115,6 +118,15 @@ class Batch:
     @cached_property
     def _flat(self) -> tuple[Any, Any]:
         return self.whole.calling.binding.flatten(self.args, self.kwargs)
+
+
+def _about_parts(names: Sequence[str], dims: Sequence[int | None], count: int) -> str:
+    """What to do where a part of a batch cannot be traced, and the batch can."""
+    cut = [i for i, d in enumerate(dims) if d is not None]
+    whole = f"Pipeline(microbatches={count}, batch_dims={{'input:{cut[len(cut) // 2]}': None}})"
+    return (f"the whole batch can be traced, and the part of it that one of {count} micro-batches has cannot. Cut are "
+            f"{', '.join(f'{names[i]} (input:{i})' for i in cut)}; an input that all of them read whole, such as a mask over positions, is named by "
+            f"{whole}. A number of rows that is written in the model has to be read from an input (x.shape[0])")
 
 
 def _key(pipeline: Pipeline) -> Pipeline:
