@@ -29,6 +29,7 @@ class Calling:
                           leaves are baked into the graph and must be equal at every call
     inputs                shape and dtype of each tensor input;  names: where each comes from, for messages
     constants             "_constant_i" -> its data
+    left_out              user outputs that have a gradient in the model and none here: all but the loss of a mapping with a scalar "loss"
     """
 
     binding: Binding
@@ -39,6 +40,7 @@ class Calling:
     out_spec: Any
     out_leaves: tuple[Any, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    left_out: frozenset[int] = frozenset()
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
         """The tensor inputs in graph order. Raises UsageError when the call differs from the traced one in

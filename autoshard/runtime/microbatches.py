@@ -136,7 +136,9 @@ class MicroStep(Step):
         with torch.no_grad():
             outs, grads = self._step(tensors, given, seed)
         apart = model.keeps_apart()
-        return hand_out(outs, self.shown.index(self.loss), grads, self.leaves(tensors, apart), lambda grads: self._finished(grads, model, apart))
+        left_out = [at for at, i in enumerate(self.shown) if i in self.left_out]
+        return hand_out(outs, self.shown.index(self.loss), grads, self.leaves(tensors, apart), lambda grads: self._finished(grads, model, apart),
+                        left_out)
 
     def _finished(self, grads: list[torch.Tensor], model: Any, apart: bool) -> list[torch.Tensor | None]:
         try:

@@ -30,7 +30,7 @@ from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.params.strided import placements
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.route import route_of
-from autoshard.runtime.unused import as_zeros, form_of, results_behind
+from autoshard.runtime.unused import as_zeros, check_left_out, form_of, results_behind
 
 Backend = Callable[[torch.fx.GraphModule, str], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
@@ -96,7 +96,8 @@ class Step:
         self.n_users = len(self.user_specs)
         self.shards = tuple(_pieces(spec, place) for spec in self.user_specs)
         tangents = {op.target for op in graph.of_kind("tangent")}
-        self.constants = tuple(i for i in range(self.n_users) if i not in tangents)
+        self.left_out = calling.left_out
+        self.constants = tuple(i for i in range(self.n_users) if i not in tangents and i not in self.left_out)
         self.trained = tuple(sorted(tangents))
         self.takes = tuple((p.kind, p.name) for p in self.forward.takes)
         self.draws = any(kind == "seed" for kind, _ in self.takes)
@@ -279,7 +280,7 @@ class _Node(torch.autograd.Function):
         step.write_back(outs[n:n + m])
         ctx.versions = step.versions()
         ctx.mark_non_differentiable(*(outs[i] for i in step.constants))
-        if len(step.trained) > 1:  # else a gradient arrives at that one
+        if len(step.trained) + len(step.left_out) > 1:  # else a gradient arrives at that one
             ctx.set_materialize_grads(False)
             ctx.forms = {i: form_of(outs[i]) for i in step.trained}
         return tuple(outs[:n])
@@ -289,6 +290,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Any) -> Any:
         step, model = ctx.step, ctx.model
         step.check_versions(ctx.versions)
+        check_left_out(tangents, step.left_out)
         missing = frozenset(i for i in step.trained if tangents[i] is None)
         if missing:
             tangents = as_zeros(tangents, {i: ctx.forms[i] for i in missing})

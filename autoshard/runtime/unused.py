@@ -1,13 +1,14 @@
 """Results of a call that the loss does not use: what only they lead to has no gradient, as with autograd, and no optimizer moves it."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.base.graph import Graph
 from autoshard.base.roles import Role
+from autoshard.errors import UsageError
 
 Form = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -15,6 +16,13 @@ Form = tuple[torch.Size, torch.dtype, torch.device]
 def form_of(t: torch.Tensor) -> Form:
     """What zeros instead of its gradient need."""
     return t.shape, t.dtype, t.device
+
+
+def check_left_out(tangents: Sequence[Any], left_out: Collection[int]) -> None:
+    """Raises UsageError where a gradient arrives at a result that has none here: it would be lost."""
+    if arrived := [i for i in left_out if tangents[i] is not None]:
+        raise UsageError(f"a gradient arrives at output {arrived[0]} of the compiled model, and of a result with a scalar \"loss\" only the loss is "
+                         "differentiated: add that term to the loss inside of the model, or in loss_fn, or detach() the output")
 
 
 def as_zeros(tangents: Sequence[Any], missing: Mapping[int, Form]) -> list[Any]:

@@ -281,7 +281,9 @@ def test_outputs_beside_the_loss() -> None:
     assert got.keys() == want.keys() and got["right"].dtype == torch.int64
     for name, value in want.items():
         assert got[name].shape == value.shape and torch.allclose(got[name], value, rtol=1e-12), name
-    assert got["loss"].requires_grad and not got["scores"].requires_grad
+    assert {name: t.requires_grad for name, t in got.items()} == {name: t.requires_grad for name, t in want.items()}
+    with pytest.raises(UsageError, match="a gradient arrives at output 2 .*only the loss is differentiated"):
+        (got["loss"] + got["scores"].square().mean()).backward()
 
 
 def test_backward_scales_and_adds_up() -> None:

@@ -86,6 +86,7 @@ class OneTrace:
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, copy_tree)
         self.without = tuple(f"{path}." for path in without)
+        self.left_out: frozenset[int] = frozenset()
         self.params = {n: p for n, p in model.named_parameters() if not n.startswith(self.without)}
         self.buffers = {n: b for n, b in model.named_buffers() if b is not None and not n.startswith(self.without)}
         self.stored: dict[str, torch.Tensor] = {}   # functional tensors of params and buffers
@@ -232,7 +233,9 @@ class OneTrace:
                 leaves.append(self._plain(value))
         for i, value in enumerate(self.reads.guarded(users, self.stored)):
             self._output(Output(Role.USER, i), value)
-        return users, tuple(leaves), spec, _differentiable(out, users, leaves)
+        wanted = _differentiable(out, users, leaves)
+        self.left_out = frozenset(i for i, t in enumerate(users) if t.requires_grad) - set(wanted)
+        return users, tuple(leaves), spec, wanted
 
     def _plain(self, value: Any) -> Any:
         """A result leaf that is not a tensor is returned as it was when traced, so it must hold no tensors."""
@@ -326,7 +329,7 @@ class OneTrace:
                       _tied(self.model), unused)
         inputs = tuple(op.outputs[0] for op in graph.of_kind("input"))
         return Traced(graph, Calling(self.binding, self.in_spec, tuple(self.leaves), self.names, inputs, out_spec, out_leaves,
-                                     dict(self.tape.constants)))
+                                     dict(self.tape.constants), self.left_out))
 
 
 def _alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, variant: int) -> Traced:

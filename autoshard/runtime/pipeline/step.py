@@ -93,7 +93,7 @@ class PipelineStep:
             return tuple(outs)
         leaves = [self.stored.params[n] for n in self.grad_names] or [torch.zeros((), requires_grad=True)]
         at = next(i for i, s in enumerate(self.shown) if s.index == self.loss)
-        return hand_out(outs, at, grads, leaves, self._finished)
+        return hand_out(outs, at, grads, leaves, self._finished, [i for i, s in enumerate(self.shown) if s.index in self.calling.left_out])
 
     def _finished(self, grads: list[torch.Tensor]) -> list[torch.Tensor | None]:
         return [self.as_gradient(n, g) for n, g in zip(self.grad_names, grads, strict=True)] or [None]
