@@ -24,6 +24,7 @@ def search(name: str, size: str, mesh: str, *, layers: int | None = None, seeds=
     overrides = {} if layers is None else {"layers": layers}
     with torch.device("meta"):
         model, inputs = models.build(size, **shape, **overrides)
+    inputs = tuple(t.to(torch.bfloat16) if t.is_floating_point() else t for t in inputs)  # as a call needs them
     return plan(model.to(torch.bfloat16), mesh, inputs, loss_fn=models.loss, cluster="h100-dgx", time_limit=60, seeds=seeds)
 
 
