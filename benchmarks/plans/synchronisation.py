@@ -52,6 +52,7 @@ def data_parallel(name: str, size: str, shape: dict, cluster: str) -> Plan:
     module, options = importlib.import_module(f"models.{name}"), Options(cluster=cluster, memory_budget=1e15)
     with torch.device("meta"):
         model, inputs = module.build(size, **shape)
+    inputs = tuple(t.to(torch.bfloat16) if t.is_floating_point() else t for t in inputs)
     traced = trace(model.to(torch.bfloat16), inputs, loss_fn=module.loss, training=True)
     formulation = formulate(prices(traced, parse_mesh(f"dp={RANKS}"), options))
     settings = options.settings(True, True)
