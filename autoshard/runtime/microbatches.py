@@ -118,6 +118,7 @@ class MicroStep(Step):
         self.dims = {op.target: batch_dim_of(op) for op in graph.of_kind("input")}
         ways = Results(graph).ways
         self.shown = tuple(i for i, (how, _) in enumerate(ways) if how != WEIGHTS)
+        self.shown_left_out = tuple(at for at, i in enumerate(self.shown) if i in self.left_out)
         self.user_specs = tuple(self.user_specs[i] for i in self.shown)
         self.modes = tuple(self.modes[i] for i in self.shown)
         self.user_metas = tuple(joined_meta(self.user_metas[i], *ways[i], graph.microbatches) for i in self.shown)
@@ -136,9 +137,8 @@ class MicroStep(Step):
         with torch.no_grad():
             outs, grads = self._step(tensors, given, seed)
         apart = model.keeps_apart()
-        left_out = [at for at, i in enumerate(self.shown) if i in self.left_out]
         return hand_out(outs, self.shown.index(self.loss), grads, self.leaves(tensors, apart), lambda grads: self._finished(grads, model, apart),
-                        left_out)
+                        self.shown_left_out)
 
     def _finished(self, grads: list[torch.Tensor], model: Any, apart: bool) -> list[torch.Tensor | None]:
         try:

@@ -1,7 +1,7 @@
 """`autoshard.generator`: a model of transformers that generates over a mesh."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -49,7 +49,8 @@ def generator(model: nn.Module, mesh: Any, *, batch: int, max_cache_len: int, pr
         raise UsageError(f"{type(model).__name__} has an encoder, whose results generation keeps beside the caches; only decoders are supported")
     modes = [(module, module.training) for module in model.modules()]
     if isinstance(seeds := options.get("seeds"), Mapping):
-        options["seeds"] = {_inside(key, model): layout for key, layout in seeds.items()}
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers(), *model.named_modules())]
+        options["seeds"] = {_inside(key, names): layout for key, layout in seeds.items()}
     try:
         cached, phases = CachedModel(model, batch, max_cache_len).eval(), None
         if prompt is not None and new is not None:
@@ -69,9 +70,8 @@ def generator(model: nn.Module, mesh: Any, *, batch: int, max_cache_len: int, pr
     return generator_of(model, compiled, cached, batch, phases)
 
 
-def _inside(key: Any, model: nn.Module) -> Any:
-    """A seed's key about names of the user's model as one about the model with caches, where they begin with "model."; that is also taken."""
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers(), *model.named_modules())]
+def _inside(key: Any, names: Sequence[str]) -> Any:
+    """A seed's key about `names` of the user's model as one about the model with caches, where they begin with "model."; that is also taken."""
     if not isinstance(key, str) or any(fnmatchcase(f"model.{name}", key) for name in names):
         return key
     return f"model.{key}" if any(fnmatchcase(name, key) for name in names) else key

@@ -59,8 +59,8 @@ def simulate(plan: Plan | str | os.PathLike[str], model: nn.Module | None = None
     conditions = Conditions(dict(slow_ranks or {}), dict(slow_links or {}), dict(expert_load or {}), jitter, seed, shared_links, varied)
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     if cluster is not None:
-        other = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-        found = replace(found, cluster=other.snapshot(), objective_s=found.objective_s if other.snapshot() == found.cluster else 0.0)
+        other = load_cluster(cluster).snapshot()
+        found = replace(found, cluster=other, objective_s=found.objective_s if other == found.cluster else 0.0)
     machine, on = Cluster.from_snapshot(found.cluster), found.mesh if mesh is None else mesh_of(mesh)
     machine.links_for(on)
     conditions.check(on, machine)

@@ -40,9 +40,10 @@ def _cut(x: Any, dim: int, size: int) -> Any:
     return aten.slice.Tensor(x, dim, 0, size)
 
 
-def _redirect(ctx: LocalContext, ids: Any, axes: tuple[int, ...], size: int, whole: int) -> Any:
+def _redirect(ctx: LocalContext, ids: Any, axes: tuple[int, ...], dim: int) -> Any:
     """Indices into the local part; those of other ranks point at the spare entry, those outside of the dim behind it."""
-    local, mine = local_ids(ctx, ids, axes, size, whole)
+    size = ctx.local_in(0)[dim]
+    local, mine = local_ids(ctx, ids, axes, size, _length(ctx, dim))
     return aten.add.Tensor(aten.where.ScalarOther(mine, local, size), aten.eq.Scalar(local, size))
 
 
@@ -105,7 +106,7 @@ def _scatter(ctx: LocalContext, x: Any, dim: int, index: Any, *rest: Any, **kwar
         return write_rows(ctx, x, dim, index, rest[0], axes)
     if ctx.call.target is aten.scatter.src and ctx.call.tensor("index").shape == ctx.call.tensor("src").shape:
         return write_elements(ctx, x, dim, index, rest[0], axes)
-    index = _redirect(ctx, index, axes, shape[dim], _length(ctx, dim))
+    index = _redirect(ctx, index, axes, dim)
     return _cut(ctx.call.target(_spare(x, dim, shape), dim, index, *rest, **kwargs), dim, shape[dim])
 
 
@@ -201,7 +202,7 @@ def _index_put(ctx: LocalContext, x: Any, indices: Any, values: Any, accumulate:
     ids = from_the_front(indices[dim], _length(ctx, dim))
     if not accumulate and len(ctx.call.inputs[1].shape) == 1 and len(ctx.call.tensor("values").shape) == len(shape) and _are_whole(ctx):
         return write_rows(ctx, x, dim, ids, values, axes)
-    ids = _redirect(ctx, ids, axes, shape[dim], _length(ctx, dim))
+    ids = _redirect(ctx, ids, axes, dim)
     return _cut(ctx.call.target(_spare(x, dim, shape), [*indices[:dim], ids], values, accumulate), dim, shape[dim])
 
 
