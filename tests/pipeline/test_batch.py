@@ -97,7 +97,22 @@ def regularised(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return 0.5 * F.mse_loss(out, F.one_hot(target.clamp(min=0), 5).to(out.dtype)) + out.abs().mean()
 
 
-LOSSES = [F.cross_entropy, summed, per_row, masked, counted, weighted, regularised]
+def smoothed(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The sum of two means over the targets that are not ignored, by two counts of them."""
+    return F.cross_entropy(out, target, label_smoothing=0.1)
+
+
+def with_z_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A second mean over the same targets, written with a mask."""
+    mask = (target != -100).to(out.dtype)
+    return F.cross_entropy(out, target) + 1e-2 * (out.logsumexp(1).square() * mask).sum() / mask.sum()
+
+
+def dissimilar(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return 1 - F.cosine_similarity(out, F.one_hot(target.clamp(min=0), 5).to(out.dtype)).mean()
+
+
+LOSSES = [F.cross_entropy, summed, per_row, masked, counted, weighted, regularised, smoothed, with_z_loss, dissimilar]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 12])
@@ -107,7 +122,7 @@ def test_losses(loss_fn: Callable, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
-@pytest.mark.parametrize("loss_fn", [F.cross_entropy, masked, counted, weighted, summed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, masked, counted, weighted, summed, smoothed, with_z_loss], ids=lambda f: f.__name__)
 def test_uneven_counts(loss_fn: Callable, count: int) -> None:
     """Some micro-batches have nothing that counts."""
     assert_same(Net(), (features(), uneven()), loss_fn, count)
@@ -145,6 +160,23 @@ def test_the_worked_number() -> None:
     loss = compiled(out, target)
     loss.backward()
     assert loss.item() == 1.25 and compiled.scale.grad.item() == 1.25
+
+
+class Attends(nn.Module):
+    """Attention that also gives its weights, in whose program heads and samples share a dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(6, 3, batch_first=True), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, weights = self.attention(*3 * (x.view(-1, 2, 3).repeat(1, 1, 2),), average_attn_weights=False)
+        return self.out(y.mean(1)) + weights.square().mean((1, 2, 3), keepdim=True).flatten(1)
+
+
+@pytest.mark.parametrize("model", [Net(nn.GroupNorm(4, 8)), Attends()], ids=["group norm", "weights of attention"])
+def test_blocks(model: nn.Module) -> None:
+    assert_same(model, (features(), classes()), F.cross_entropy, 4)
 
 
 OWN = {"mlp": mlp, "gpt": gpt, "llama": llama, "bert": bert, "vit": vit, "moe": moe, "t5": t5, "dlrm": dlrm}

@@ -46,6 +46,15 @@ def test_heads_pass_a_shard_through_a_trailing_merge():
     assert not any(r.inputs == (3,) for r in registry.rows(call))
 
 
+def test_dims_that_become_others_are_cut_alike() -> None:
+    """batch, heads x width -> batch x heads, width, as attention that gives its weights views them."""
+    call, _ = build(sample(aten.view.default, T(5, 2, 12), (5, 8, 3)))
+    assert call.outputs[0].factors == ((5,), (2, 4), (3,))
+    assert {((1,), (1,)), ((2,), (2,))} <= {(r.inputs, r.outputs) for r in registry.rows(call)}
+    call, _ = build(sample(aten.view.default, T(6, 4), (8, 3)))
+    assert call.outputs[0].factors == ((8,), (3,)), "there is no number at which both can be cut"
+
+
 def test_batch_of_one_leaves_a_plain_sequence():
     call, _ = build(sample(aten.view.default, T(1, 4, 6), (4, 6)))
     assert call.outputs[0].factors == ((4,), (6,))
@@ -79,7 +88,7 @@ def test_reshape_rows_are_true(case):
 @pytest.mark.parametrize("old, new, factors", [
     (T(2, 4, 6), (48,), ((2, 4, 6),)),
     (T((2, 4), 6), (8, 6), ((2, 4), (6,))),
-    (T((2, 4), 6), (4, 12), ((4,), (12,))),
+    (T((2, 4), 6), (4, 12), ((2, 2), (2, 6))),
     (T(6, (2, 4)), (6, 8), ((6,), (2, 4))),
     (T(6, 2, 4), (6, 8), ((6,), (8,))),
     (T(1, 2, 4), (1, 8), ((1,), (8,))),

@@ -24,7 +24,8 @@ from autoshard.padding.padded import WEIGHTS as PAD_WEIGHTS
 from autoshard.padding.padded import padded
 from autoshard.pipeline.microbatches.few_layers import made_from_one
 from autoshard.pipeline.microbatches.known_sizes import made_between
-from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same, by_shape, partners, walk
+from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same
+from autoshard.pipeline.microbatches.walk import by_shape, partners, walk
 from autoshard.program.accumulate import accumulating
 from autoshard.program.calling import Calling, Traced
 from autoshard.program.trace import trace

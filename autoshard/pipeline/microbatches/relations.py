@@ -5,14 +5,13 @@ say what an op makes of that where each micro-batch runs it by itself. Where onl
 is another one than that of the batch, micro-batches compute something else than the batch."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 
-from autoshard.base.checked import CHECKED
 from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta
 from autoshard.base.spec import PSUM, R, is_partial
 from autoshard.program.tracing.tape import is_random
@@ -131,7 +130,7 @@ def _check_arguments(pair: Pair) -> None:
     """What is no tensor must be the same, but for shapes."""
     sizes = {name for name, _ in registry.rule_of(pair.whole.target).sizes}
     for name, (a, b) in _arguments(pair).items():
-        if a != b and name not in sizes and name not in SHAPES:
+        if a != b and name not in sizes and name not in SHAPES and (pair.whole.target, name) not in COUNTS_OF_SAMPLES:
             raise pair.refuse(f"its argument {name} is {a} for the batch and {b} for a micro-batch")
 
 
@@ -176,6 +175,8 @@ def cut_dim(whole: TensorMeta, part: TensorMeta, pair: Pair) -> int:
 
 
 SHAPES = ("size", "sizes", "shape", "repeats")
+COUNTS_OF_SAMPLES = frozenset({(aten.native_group_norm.default, "N")})
+"""Arguments that say how many samples there are, which the input says too."""
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 REPEATED = ("zeros", "ones", "full", "empty", "expand", "fill", "scalar_tensor", "repeat")
 """Ops that make the same numbers everywhere along a new dim."""
@@ -230,7 +231,7 @@ def _nll(pair: Pair) -> tuple[Relation, ...] | None:
     row = next((r for r in registry.rows(call) if r.inputs == pair.placements), None)
     if row is None:
         raise pair.refuse("it mixes samples")
-    weights = Ref(pair.whole.name, 1) if call.argument("reduction") == MEAN else None
+    weights = first_equal(pair.graph, Ref(pair.whole.name, 1)) if call.argument("reduction") == MEAN else None
     return Added(Fraction(1), weights), Added(Fraction(1))
 
 
@@ -241,7 +242,7 @@ def _quotient(pair: Pair) -> tuple[Relation, ...] | None:
         below = pair.whole.refs[1]
         if over.weights or under.weights or not _of_data_alone(pair.graph, below):
             raise pair.refuse("it divides sums over samples, and what it divides by depends on parameters")
-        return (Added(over.factor / under.factor, below),)
+        return (Added(over.factor / under.factor, first_equal(pair.graph, below)),)
     return _scaled(pair, lambda a, b: Fraction(b) / Fraction(a))
 
 
@@ -275,6 +276,33 @@ def _averages(a: Added, pieces: int) -> bool:
     return a.factor == (1 if a.weights else Fraction(1, pieces))
 
 
+def first_equal(graph: Graph, weights: Ref) -> Ref:
+    """The first value in the graph that counts the same targets: a loss with label smoothing is the sum of two means, by the weights of
+    `nll_loss` and by a sum over a mask, and both are the number of targets that are not ignored."""
+    counted = _counted(graph, weights)
+    return weights if counted is None else next(
+        ref for op in graph.ops for ref in (Ref(op.name, len(op.outputs) - 1),) if _counted(graph, ref) == counted)
+
+
+def _counted(graph: Graph, ref: Ref) -> tuple[Ref, Any] | None:
+    """The targets and the one that is ignored, where the value is the number of those that are not."""
+    op = graph.op(ref.op)
+    if op.target in NLL and ref.index == 1:
+        call = graph.calls[op.name]
+        return None if len(op.refs) > 2 or call.argument("reduction") != MEAN else (op.refs[1], call.argument("ignore_index"))
+    if op.target not in SUMS or op.outputs[0].shape:
+        return None
+    mask, compares = _before_casts(graph, op.refs[0]), aten.ne.Scalar
+    if mask.target in (aten.bitwise_not.default, aten.logical_not.default):
+        mask, compares = graph.op(mask.refs[0].op), aten.eq.Scalar
+    return (mask.refs[0], mask.args[1]) if mask.target is compares else None
+
+
+def _before_casts(graph: Graph, ref: Ref) -> Op:
+    op = graph.op(ref.op)
+    return _before_casts(graph, op.refs[0]) if registry.is_cast(op) else op
+
+
 def _of_data_alone(graph: Graph, ref: Ref) -> bool:
     """Whether no parameter goes into the value."""
     todo, seen = [ref.op], {ref.op}
@@ -288,6 +316,7 @@ def _of_data_alone(graph: Graph, ref: Ref) -> bool:
     return True
 
 
+NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 AS_THEY_ARE: frozenset[Any] = frozenset({
     aten.mean.default, aten.mean.dim, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
     aten.soft_margin_loss.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default})
@@ -296,92 +325,8 @@ AS_THEY_ARE: frozenset[Any] = frozenset({
 SPECIAL: Mapping[Any, Callable[[Pair], tuple[Relation, ...] | None]] = {
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
     **dict.fromkeys(AS_THEY_ARE - {aten.mean.default, aten.mean.dim}, _loss),
-    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll),
+    **dict.fromkeys(NLL, _nll),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _quotient), **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _product),
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), _sum),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar), _sum),
     **dict.fromkeys((aten.arange.default, aten.arange.start), _numbers_of_rows)}
 """Ops that need more than their rule says."""
-
-
-def partners(whole: Graph, part: Graph, accept: Callable[[Inexact], None]) -> dict[str, Op] | None:
-    """The op of a micro-batch's program by the name of the same one of the batch's. Copies are left out: where a dim has size 1, some
-    are views. None where the programs differ and that is accepted."""
-    a, b = ([op for op in g.ops if op.phase == "forward" and not _is_copy(op)] for g in (whole, part))
-    same: dict[Ref, Ref] = {}
-    for one, other in zip(a, b, strict=False):
-        read = tuple(same.get(_original(whole, r)) for r in one.refs)
-        if (one.kind, _kind(one)) != (other.kind, _kind(other)) or read != tuple(_original(part, r) for r in other.refs):
-            return accept(Inexact(one, f"there the program of a micro-batch goes on with {other.where}"))
-        same.update((Ref(one.name, i), Ref(other.name, i)) for i in range(len(one.outputs)))
-    if len(a) != len(b):
-        longer = max(a, b, key=len)
-        return accept(Inexact(longer[min(len(a), len(b))], "the batch and a micro-batch run programs of different lengths"))
-    return {one.name: other for one, other in zip(a, b, strict=True)}
-
-
-def _is_copy(op: Op) -> bool:
-    return op.kind == "call" and op.target is aten.clone.default
-
-
-def _original(graph: Graph, ref: Ref) -> Ref:
-    while _is_copy(op := graph.op(ref.op)):
-        (ref,) = op.refs
-    return ref
-
-
-def _kind(op: Op) -> str:
-    return "reshape" if op.kind == "call" and op.target in RESHAPES else str(op.target)
-
-
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-
-
-def walk(whole: Graph, others: Mapping[str, Op], batch_dims: Sequence[int | None], pieces: int,
-         accept: Callable[[Inexact], None]) -> dict[Ref, Relation]:
-    """The relation of every value of forward; `others`: the ops of a micro-batch. `accept` is told of what is not exact, and may raise
-    it; then the walk goes on with what shapes say."""
-    found: dict[Ref, Relation] = {}
-    dims, checks = iter(batch_dims), only_checked(whole)
-    for op in whole.ops:
-        if op.phase != "forward" or op.kind in ("output", "tangent"):
-            continue
-        if op.kind == "input":
-            dim = next(dims)
-            outputs: tuple[Relation, ...] = (Same() if dim is None else Cut(dim),)
-        elif op.kind != "call":
-            outputs = (Same(),)
-        elif _is_copy(op) or op.target is CHECKED:
-            outputs = (found[op.refs[0]],)
-        elif op.name in checks:  # every micro-batch is checked by itself
-            outputs = tuple(by_shape(m, n, pieces) for m, n in zip(op.outputs, others[op.name].outputs, strict=True))
-        else:
-            outputs = _of_call(Pair(op, others[op.name], whole, pieces, tuple(found[r] for r in op.refs)), accept)
-        found.update((Ref(op.name, i), r) for i, r in enumerate(outputs))
-    return found
-
-
-def only_checked(graph: Graph) -> set[str]:
-    """The ops whose values decide nothing but whether a check of the model holds."""
-    other = {r.op for op in graph.ops for r in (op.refs[:1] if op.target is CHECKED else op.refs if op.kind == "output" else ())}
-    for op in reversed(graph.ops):
-        if op.kind == "call" and op.target is not CHECKED and op.name in other:
-            other |= {r.op for r in op.refs}
-    return {op.name for op in graph.of_kind("call")} - other
-
-
-def _of_call(pair: Pair, accept: Callable[[Inexact], None]) -> tuple[Relation, ...]:
-    try:
-        return relations_of(pair)
-    except Inexact as e:
-        accept(e)
-    return tuple(by_shape(m, n, pair.pieces) for m, n in zip(pair.whole.outputs, pair.part.outputs, strict=True))
-
-
-def by_shape(whole: TensorMeta | None, part: TensorMeta | None, pieces: int) -> Relation:
-    """A guess: what is longer is cut, numbers are means, the rest is the same."""
-    if whole is None or part is None:
-        return Same()
-    longer = [d for d, (m, n) in enumerate(zip(whole.logical_shape, part.logical_shape, strict=False)) if m == pieces * n]
-    if longer and whole.shape != part.shape:
-        return Cut(longer[0])
-    return Added(Fraction(1, pieces)) if whole.dtype.is_floating_point and not whole.shape else Same()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -54,8 +56,9 @@ def reshape_rows(call: Call) -> tuple[Row, ...]:
 
 
 def reshape_factors(call: Call) -> tuple[tuple[tuple[int, ...], ...]]:
-    """A merge into dim 0 keeps its factors (batch and sequence, batch and heads), as does a dim that
-    was already flat; every other dim comes out plain."""
+    """A merge into dim 0 keeps its factors (batch and sequence, batch and heads), as does a dim that was already flat. Of several dims that
+    become several others (batch, heads x width -> batch x heads, width) every one has the factors at which both can be cut. Every other dim comes
+    out plain."""
     meta, shape = call.inputs[0], call.output().shape
     factors: list[tuple[int, ...]] = [(n,) for n in shape]
     if 0 not in shape:
@@ -65,7 +68,19 @@ def reshape_factors(call: Call) -> tuple[tuple[tuple[int, ...], ...]]:
             parts = tuple(old[i] for i in a)
             if len(b) == 1 and (new[b[0]] == 0 or parts in flat):
                 factors[new[b[0]]] = parts
+            elif len(a) > 1 and len(b) > 1:
+                for at, parts in zip(b, _cut_alike([old[i] for i in a], [shape[new[j]] for j in b]), strict=True):
+                    factors[new[at]] = parts
     return (tuple(factors),)
+
+
+def _cut_alike(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, ...]]:
+    """The factors of every size of `new`, so that `old` is cut between factors too; the sizes as they are where there are none such."""
+    ends = sorted({prod(sizes[i:]) for sizes in (old, new) for i in range(len(sizes) + 1)}, reverse=True)
+    if any(a % b for a, b in pairwise(ends)):
+        return [(n,) for n in new]
+    cuts = [ends.index(prod(new[i:])) for i in range(len(new) + 1)]
+    return [tuple(a // b for a, b in pairwise(ends[i:j + 1])) for i, j in pairwise(cuts)]
 
 
 def _reshape(ctx: LocalContext, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,8 @@ import torch
 
 from autoshard.base.graph import TensorMeta
 from autoshard.base.pads import longer
-from autoshard.pipeline.microbatches.relations import Cut, by_shape
+from autoshard.pipeline.microbatches.relations import Cut
+from autoshard.pipeline.microbatches.walk import by_shape
 from autoshard.program.calling import Traced
 from autoshard.verification.references.microbatches import key_of
 
