@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard._torch import pytree
@@ -28,8 +27,8 @@ from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.kept_gradients import KeptGradients
 from autoshard.runtime.loss_numbers import numbers_read
 from autoshard.runtime.microbatches import check_pieces
-from autoshard.runtime.params.module_shells import hand_on, plain_attributes, shell
-from autoshard.runtime.params.stored import Stored, check_own_piece
+from autoshard.runtime.params.module_shells import Seen, has_attribute, shell
+from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.params.update import watch_fused
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.agreement_facts import call_facts, in_words, inputs_in_words
@@ -65,7 +64,7 @@ class CompiledModule(Guidance, nn.Module):
             self.__dict__[table] = root.__dict__[table]
         self.training = training
         self._parts = tuple(self.modules())  # walking the tree at every call would cost as much as a small layer
-        self._plain = plain_attributes(self, root)
+        self._seen = Seen(root)
         self._trainable = tuple(self._stored.params.values())
         self._steps: dict[Any, Step] = {}
         self._latest: tuple[Any, Step] | None = None
@@ -163,6 +162,7 @@ class CompiledModule(Guidance, nn.Module):
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], list[torch.Tensor]]:
         """What a variant depends on (the last part: how each tensor comes in), the leaves of the bound call, and the tensors
         among them."""
+        self._seen.check_modules()
         self._stored.check_unchanged()
         flat, tree = self._binding.flatten(args, kwargs)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
@@ -172,7 +172,7 @@ class CompiledModule(Guidance, nn.Module):
         modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),
                  tuple([p.requires_grad for p in self._trainable]),
-                 tuple([values.get(name) for values, name, _ in self._plain]), numbers_read(self.settings.loss_fn))
+                 self._seen.state(), numbers_read(self.settings.loss_fn))
         return (modes, tree, shapes, given), flat, tensors
 
     def _enter(self, key: Any, flat: list[Any], replan: bool = False, tensors: list[torch.Tensor] | None = None) -> Step:
@@ -257,11 +257,11 @@ class CompiledModule(Guidance, nn.Module):
                              "compile with precision=autoshard.Precision(\"bf16\") instead")
 
     def _sync_modes(self) -> None:
-        """train(), eval() and plain attributes (a dropout's p) reach the modules the user sees; tracing runs their twins."""
+        """train(), eval() and attributes (a dropout's p) reach the modules the user sees; tracing runs their twins."""
         self._visible["root"].__dict__["training"] = self.training
         for twin, seen in zip(self._program.modules(), self._visible["root"].modules(), strict=True):
             twin.training = seen.training
-        hand_on(self._plain, self._program)
+        self._seen.hand_on(self._program)
 
     def _without_autocast(self) -> Any:
         """Casts are part of the graph already."""
@@ -354,15 +354,8 @@ class CompiledModule(Guidance, nn.Module):
             raise UsageError("load_state_dict(assign=True) would replace the sharded parameters; load without assign")
         if not self._stored.specs and self._stored.is_virtual:
             raise UsageError("the model was built on the meta device and has no memory yet; call it once (or pass example_inputs) before loading")
-        return super().load_state_dict({k: self._as_stored(k, v) for k, v in state_dict.items()}, strict)
-
-    def _as_stored(self, name: str, value: Any) -> Any:
-        mine = dict(self.named_parameters(remove_duplicate=False)).get(name, dict(self.named_buffers(remove_duplicate=False)).get(name))
-        if isinstance(mine, DTensor) and isinstance(value, DTensor):
-            check_own_piece(name, value, mine)
-        if not isinstance(mine, DTensor) or isinstance(value, DTensor) or value.shape != mine.shape:
-            return value
-        return self._stored.as_dtensor(mine, value)
+        mine = dict((*self.named_buffers(remove_duplicate=False), *self.named_parameters(remove_duplicate=False)))
+        return super().load_state_dict({name: self._stored.as_held(name, mine.get(name), value) for name, value in state_dict.items()}, strict)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -372,6 +365,14 @@ class CompiledModule(Guidance, nn.Module):
             if visible is None or name.startswith("__"):
                 raise
         return attribute(self, visible, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the model itself has an attribute or a property for is the model's."""
+        root = self.__dict__.get("_visible", {}).get("root")
+        if root is None or name in self.__dict__ or hasattr(type(self), name) or not has_attribute(root, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(root, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledModule":
         """A compiled model with tensors of its own, and the variants and plans of this one, as `swa_utils.AveragedModel` makes it. Hooks on

@@ -1,12 +1,14 @@
 """The module tree a user sees: same names, same tensors, but only the root can be called."""
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping
+import inspect
+from itertools import repeat
+from operator import is_
 from typing import Any, NoReturn
 
 from torch import nn
 
+from autoshard._torch import COMPOSABLE_STATE
 from autoshard.errors import UsageError
 
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
@@ -43,9 +45,10 @@ def shell(module: nn.Module, path: str = "", seen: dict[int, nn.Module] | None =
     return twin
 
 
-Plain = tuple[tuple[Mapping[str, Any], str, int], ...]
-"""Attributes of the modules that a user sees: where each is, its name, and the module's place in `modules()`."""
 PLAIN = (bool, int, float, str, type(None))
+INTERNAL = frozenset({*vars(nn.Module()), *vars(nn.Module), "forward", *HOOKS, COMPOSABLE_STATE})
+"""Names that every module has."""
+ABSENT = inspect.Parameter.empty
 
 
 def plain_of(module: nn.Module) -> list[tuple[str, Any]]:
@@ -53,19 +56,80 @@ def plain_of(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN) and not name.startswith("_")]
 
 
-def plain_attributes(compiled: nn.Module, root: nn.Module) -> Plain:
-    """Every attribute of a module that is a number, a text or None, as a dropout's `p`: a trace may depend on it, and a user may change
-    it between two calls. Those of the root may be set on the compiled model, which has names of its own."""
-    own = {*vars(compiled), "training", "call_super_init"}
-    out: list[tuple[Mapping[str, Any], str, int]] = []
-    for i, module in enumerate(root.modules()):
-        values: Mapping[str, Any] = vars(module) if i else ChainMap(vars(compiled), vars(root))
-        out += [(values, name, i) for name, _ in plain_of(module) if not (name in own and i == 0) and name != "training"]
-    return tuple(out)
+def has_attribute(module: nn.Module, name: str) -> bool:
+    """Whether the module, or its class, has an attribute of this name, be it a property; no tensors and no modules."""
+    return name not in INTERNAL and (name in vars(module) or inspect.getattr_static(type(module), name, ABSENT) is not ABSENT)
 
 
-def hand_on(plain: Plain, program: nn.Module) -> None:
-    """Give the modules of `program`, which is traced, the attributes that the user's have by now."""
-    modules = list(program.modules())
-    for values, name, i in plain:
-        modules[i].__dict__[name] = values.get(name)
+def _defaults(kind: type) -> set[str]:
+    """Attributes of the class that are numbers, texts or None: `module.scale = 2.0` gives one module another."""
+    return {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, PLAIN) and name not in INTERNAL}
+
+
+class Seen:
+    """What a user may change of the modules that they see, `root` and those in it. Attributes, which a trace may depend on: those that a module has
+    from the start, and defaults of its class; objects count as another value where another one is assigned. The modules themselves must stay."""
+
+    def __init__(self, root: nn.Module) -> None:
+        modules = tuple(root.modules())
+        found = [(vars(m), name, i) for i, m in enumerate(modules) for name in sorted({*vars(m), *_defaults(type(m))} - INTERNAL)]
+        self._tables, self._names, self._places = zip(*found, strict=True) if found else ((), (), ())
+        self._values = self._now()
+        self._objects: list[list[Any]] = [[v] for v in self._values]
+        self._state = tuple(map(self._told, range(len(found)), self._values))
+        self._before: dict[int, Any] = {}
+        self._trees = tuple(m._modules for m in modules)
+        held = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        self._count = len(held)
+        held += [(vars(m), "forward", vars(m)["forward"]) for m in modules]
+        self._holders, self._keys, self._held = zip(*held, strict=True)
+        self._paths = {id(table): path for path, m in root.named_modules() for table in (m._modules, vars(m))}
+
+    def state(self) -> tuple[Any, ...]:
+        """What a trace depends on, equal on ranks that assigned alike. Looked at in every call, so without a loop where nothing changed."""
+        if not all(map(is_, self._now(), self._values)):
+            self._values = self._now()
+            self._state = tuple(map(self._told, range(len(self._values)), self._values))
+        return self._state
+
+    def _now(self) -> list[Any]:
+        return list(map(dict.get, self._tables, self._names, repeat(ABSENT)))
+
+    def _told(self, slot: int, value: Any) -> Any:
+        """A value as it is, an object as which of those that were there so far."""
+        if isinstance(value, PLAIN):
+            return value
+        known = self._objects[slot]
+        at = next((n for n, other in enumerate(known) if other is value), len(known))
+        self._objects[slot] = known if at < len(known) else [*known, value]
+        return "object", at
+
+    def hand_on(self, program: nn.Module) -> None:
+        """Give the modules of `program`, which is traced, the attributes that the user's have by now. Those that are the first objects of their name
+        are the program's own ones: what they refer to is in the program."""
+        modules = list(program.modules())
+        for slot, (value, name, place) in enumerate(zip(self._now(), self._names, self._places, strict=True)):
+            table = modules[place].__dict__
+            own = not isinstance(value, PLAIN) and value is self._objects[slot][0]
+            if not own:
+                self._before.setdefault(slot, table.get(name, ABSENT))
+            new = self._before.get(slot, table.get(name, ABSENT)) if own else value
+            if new is ABSENT:
+                table.pop(name, None)
+            else:
+                table[name] = new
+
+    def check_modules(self) -> None:
+        """Raises UsageError where a module was replaced, added or taken out, or has another `forward`: programs run those that were there."""
+        stays = list(map(is_, map(dict.get, self._holders, self._keys), self._held))
+        if all(stays) and self._count == sum(map(len, self._trees)):
+            return
+        if not all(stays):
+            at = stays.index(False)
+            name, what = f"{self._paths[id(self._holders[at])]}.{self._keys[at]}".lstrip("."), "was replaced or taken out"
+        else:
+            there = {(id(table), key) for table, key in zip(self._holders, self._keys, strict=True)}
+            table, key = next((t, key) for t in self._trees for key in t if (id(t), key) not in there)
+            name, what = f"{self._paths[id(table)]}.{key}".lstrip("."), "was added"
+        raise UsageError(f"{name} of the compiled model {what}, and its programs run the modules that were there when it was compiled: change the "
+                         "model before compile(), or compile the changed model")

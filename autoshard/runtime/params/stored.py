@@ -140,6 +140,14 @@ class Stored:
         """A whole tensor, cut as `like` lies on the ranks."""
         return _torch.dtensor_like(self._piece(whole.to(self.place.device), like.placements), like)
 
+    def as_held(self, name: str, mine: torch.Tensor | None, value: Any) -> Any:
+        """A value of a state dict for the tensor `mine`: a whole one is cut. Raises UsageError for another rank's piece."""
+        if isinstance(mine, DTensor) and isinstance(value, DTensor):
+            check_own_piece(name, value, mine)
+        if not isinstance(mine, DTensor) or isinstance(value, DTensor) or value.shape != mine.shape:
+            return value
+        return self.as_dtensor(mine, value)
+
     def check_checkpoint(self, folder: str | None) -> None:
         """Raises ModelError when the checkpoint cannot be read, or lacks a tensor of the model or has another shape for it."""
         if folder is None:
