@@ -83,3 +83,48 @@ def test_tensors_of_a_trace_do_not_stay_in_caches():
     assert torch.equal(run(traced, state, (x,)).users[0], model(x))
     assert torch.equal(run(trace(model, (x,)), state, (x,)).users[0], model(x)), "and what the model cached is a constant"
     assert torch.compiler.is_compiling.__module__ == "torch.compiler"
+
+
+OUTSIDE = torch.randn(6, generator=torch.Generator().manual_seed(3))
+OF_CONSTANTS = {
+    "like": lambda x: x + torch.zeros_like(OUTSIDE).add_(x[0]),
+    "empty like": lambda x: x + torch.empty_like(OUTSIDE).copy_(x[0]),
+    "new": lambda x: x + OUTSIDE.new_ones(6).mul_(x[0]),
+    "clone": lambda x: x + OUTSIDE.clone().mul_(2),
+    "product": lambda x: x + (OUTSIDE * 2).add_(1),
+    "rows": lambda x: x + _set_first(OUTSIDE[None].expand(4, 6).contiguous(), x),
+    "mask": lambda x: x + torch.zeros_like(OUTSIDE > 0, dtype=x.dtype).masked_fill_(OUTSIDE > 0, 5.0),
+}
+INTO_CONSTANTS = {
+    "itself": lambda x: x + OUTSIDE.add_(1),
+    "a view": lambda x: x + OUTSIDE.view(2, 3).mul_(2).view(6),
+    "a detached view": lambda x: x + OUTSIDE.detach().zero_(),
+}
+
+
+def _set_first(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    rows[:, 0] = x[:, 0]
+    return rows
+
+
+class Maps(torch.nn.Module):
+    def __init__(self, way) -> None:
+        super().__init__()
+        self.weight, self.way = torch.nn.Parameter(torch.ones(6)), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.way(x * self.weight)
+
+
+@pytest.mark.parametrize("name", OF_CONSTANTS)
+def test_what_is_made_of_a_constant_may_be_written(name):
+    model, x = Maps(OF_CONSTANTS[name]), torch.randn(4, 6)
+    traced = trace(model, (x,))
+    state = dict(model.named_parameters()) | dict(traced.calling.constants)
+    assert torch.equal(run(traced, state, (x,)).users[0], model(x))
+
+
+@pytest.mark.parametrize("name", INTO_CONSTANTS)
+def test_a_constant_may_not(name):
+    with pytest.raises(TraceError, match=r"writes in place where torch does not make it functional at .*test_constants\.py:\d+"):
+        trace(Maps(INTO_CONSTANTS[name]), (torch.randn(4, 6),))

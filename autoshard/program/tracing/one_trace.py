@@ -46,6 +46,7 @@ from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.losses import Losses
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
+from autoshard.program.tracing.of_constants import OfConstants
 from autoshard.program.tracing.pythons_own import state_of, tell_of_changes
 from autoshard.program.tracing.recurrent_dropout import RecurrentDropout
 from autoshard.program.tracing.rms_norms import RMSNorms
@@ -96,7 +97,8 @@ class OneTrace:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
               torch.autograd.set_detect_anomaly(False),  # it reads every gradient, and those of a trace have no numbers
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
-              EqualHeads(), RMSNorms(), RecurrentDropout(), Losses(self.reads.note), MaskedWrites(), self.reads):
+              EqualHeads(), RMSNorms(), RecurrentDropout(), Losses(self.reads.note), MaskedWrites(),
+              OfConstants(self.tape.is_fresh), self.reads):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()

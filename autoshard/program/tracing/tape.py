@@ -27,7 +27,8 @@ RECORDING_FILES = frozenset(HERE + name for name in (
     "_torch.py", "program/tracing/tape.py", "program/tracing/survey.py", "program/opaque/opaque.py", "program/opaque/opaque_probe.py",
     "program/tracing/known_values.py", "program/tracing/equal_heads.py", "program/tracing/losses.py", "program/tracing/user_collectives.py",
     "program/tracing/expert_layers.py", "program/tracing/rms_norms.py", "program/tracing/recurrent_dropout.py",
-    "program/tracing/ways_out.py", "program/reads/data_reads.py", "program/reads/masked_writes.py", "seeds/marks.py"))
+    "program/tracing/of_constants.py", "program/tracing/ways_out.py", "program/reads/data_reads.py", "program/reads/masked_writes.py",
+    "seeds/marks.py"))
 """Files of autoshard that run between the user's code and the tape."""
 TRACER = HERE + "program/tracing/one_trace.py"
 """Calls the model: what called it is no part of a trace."""
@@ -107,6 +108,18 @@ class Tape:
     def find(self, t: Any) -> Ref | None:
         """The value of a tensor that is known already."""
         return self._refs.get(id(t))
+
+    def is_fresh(self, fake: torch.Tensor) -> bool:
+        """Whether a call made it, or what it is a view of, in memory of its own."""
+        ref = self.find(fake)
+        while ref is not None:
+            op = next((op for op in reversed(self.ops) if op.name == ref.op), None)
+            if op is None or op.kind != "call":
+                return False
+            if all(r.alias_info is None for r in op.target._schema.returns):
+                return True
+            ref = next(iter(op.refs), None)
+        return False
 
     def ref(self, t: torch.Tensor) -> Ref:
         """The value of a tensor argument. A tensor that is not fake is a constant of the program."""
