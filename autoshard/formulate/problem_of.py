@@ -82,7 +82,7 @@ def formulate(table: CostTable, *, memory_limit: float | None = None, layers: Ma
     for op in table.graph.ops:
         for index in range(len(op.outputs)):
             _add_value(b, Ref(op.name, index), layers)
-    _tie_gradients(b)
+    tie_gradients(b)
     items = _items(b)
     rows = {"turn": MEMORY, **({"update": b.update_row} if table.graph.training else {})}
     budget = Budget.of(table.cluster.device, memory_limit)
@@ -166,7 +166,7 @@ class _Reader:
     window: int
 
 
-def _readers(b: Builder, ref: Ref) -> list[_Reader]:
+def readers_of(b: Builder, ref: Ref) -> list[_Reader]:
     """Readers outside the value's own unit, but for a source that may keep it; inputs of one unit that always agree are one
     reader."""
     home = b.units.index(ref.op)
@@ -205,8 +205,8 @@ def _add_alike(b: Builder, ref: Ref, layers: Mapping[str, int]) -> None:
 
 
 def _add_readers(b: Builder, ref: Ref, source: Ref | None, layers: Mapping[str, int]) -> None:
-    readers = _readers(b, ref)
-    later = _readers(b, source) if source else []
+    readers = readers_of(b, ref)
+    later = readers_of(b, source) if source else []
     priced = b.overlaps and b.table.hideable(ref)
     held = any(is_hold(b.table.graph.op(r.op)) for r in readers)
     shared = {spec: tuple(rs) for spec, rs in _by_spec([*readers, *later]).items()
@@ -341,7 +341,7 @@ def _least_saved(b: Builder, ref: Ref) -> float:
         b.nbytes(ref, s) for s in b.units.outputs(ref).specs) if is_saved(b.table.graph, ref) else 0.0)
 
 
-def _tie_gradients(b: Builder) -> None:
+def tie_gradients(b: Builder) -> None:
     """A gradient leaves in its parameter's stored spec, or as its input comes in, a state is written back as it lies, a tangent enters as
     the dual of its output; seeds tie what lies alike."""
     graph = b.table.graph

@@ -3,7 +3,7 @@
 Strategies multiply with axes: an op of a small model has up to ten thousand on four, and a search looks at pairs of them. But axes are nearly
 independent. So the program is planned with two axes taken as one first, which is a plan here too (decide/walks/lift.py). Then every op keeps the
 strategies that differ from that plan on at most two axes, each op on its own two. The best of these is found and proven like any plan; that no other
-plan is cheaper is not. The bound of all plans is what the ops take at least, one by one: no plan moves less than nothing."""
+plan is cheaper is not. The bound of all plans is that of a smaller problem, which charges them less (formulate/relaxed.py)."""
 from __future__ import annotations
 
 from collections import deque
@@ -18,7 +18,9 @@ from autoshard.base.plan import NEARBY, OpPlan, Plan
 from autoshard.base.spec import Spec
 from autoshard.decide.backends import Found
 from autoshard.decide.program import Program
+from autoshard.formulate.relaxed import Relaxed
 from autoshard.search.problem import Status
+from autoshard.search.reductions import Infeasible
 from autoshard.seeds.marks import calls_collectives
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import CostTable, build_cost_table
@@ -88,12 +90,21 @@ def near(table: CostTable, parts: Sequence[int], plan: Plan) -> CostTable:
         if same not in made:
             made[same] = found.keep(kept[name])
         strategies[name] = made[same]
-    return replace(build_cost_table(table.graph, table.mesh, table.cluster, strategies, table.training), seeds=table.seeds)
+    made = build_cost_table(table.graph, table.mesh, table.cluster, strategies, table.training)
+    return replace(made, seeds=table.seeds, redistribution=table.redistribution)
 
 
 def least(table: CostTable) -> float:
     """Seconds of a step that no plan is below: every op as fast as it can be."""
     return float(sum(table.ops[op.name].total.min() for op in table.graph.ops))
+
+
+def relaxed(table: CostTable) -> Relaxed | None:
+    """What bounds all plans; None where nothing goes together: what follows says why."""
+    try:
+        return Relaxed(table)
+    except Infeasible:
+        return None
 
 
 def as_near(found: Found, coarse: Coarse, bound: float, known: Program | None, stopped: bool) -> Found:

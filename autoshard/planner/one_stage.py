@@ -18,7 +18,8 @@ from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Program, formulate_within, with_starts
 from autoshard.decide.walks.lift import lifts
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.planner.many_axes import as_near, coarse_of, has_many, least, near, on_fewer_axes
+from autoshard.formulate.relaxed import floor_of
+from autoshard.planner.many_axes import as_near, coarse_of, has_many, least, near, on_fewer_axes, relaxed
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
@@ -121,6 +122,7 @@ def _searched_near(table: CostTable, options: Options, program: Program | None, 
         there = on_fewer_axes(table, coarse, options.passing.outputs)
         found = searched(there, replace(options, time_limit=COARSE * options.time_limit), clock=clock, finer=False, **how)
         plan, parts, again = found.plan(there, {}, {}), coarse.parts, True
+        bound = _bound_of_all(table, clock, left, how["interruptible"])
         while again:
             clock.say("axes", f"{plan.objective_s:.6g} s on mesh {plan.spec_mesh}; now strategies near that plan on {table.mesh}")
             stopped, before = plan.interrupted, plan.objective_s
@@ -130,7 +132,17 @@ def _searched_near(table: CostTable, options: Options, program: Program | None, 
             again = plan.objective_s < (1.0 - WORTH) * before and left.seconds > LEAST and not (stopped or plan.interrupted)
     except InfeasibleError as e:
         raise InfeasibleError(f"{e}\n(on mesh {table.mesh} only strategies near a plan for {coarse.mesh} were searched: others may fit)") from None
-    return as_near(found, coarse, least(table), program and program.within(options.memory_limit(table.cluster)), stopped)
+    return as_near(found, coarse, bound, program and program.within(options.memory_limit(table.cluster)), stopped)
+
+
+def _bound_of_all(table: CostTable, clock: PhaseTimer, left: _Left, interruptible: bool) -> float:
+    """Seconds of a step that no plan is below."""
+    clock.say("axes", f"what no plan on {table.mesh} is below")
+    with clock("formulate"):
+        found = relaxed(table)
+    limit = Clock(left.seconds)
+    with stopping(limit, interruptible), clock("search"):
+        return max(least(table), floor_of(found, limit.expired) if found else 0.0)
 
 
 class _Left:

@@ -142,7 +142,7 @@ class Dual:
         bound, flat = (-np.inf, 0) if rounds == ROUNDS else self.reached
         theta, choice = np.empty_like(p.cost), np.zeros(len(self.nodes), dtype=np.int64)
         constant = self.core.constant
-        grid = _grid(p) * FINER  # nothing here sums whole numbers
+        grid = grid_of(p) * FINER  # nothing here sums whole numbers
         self.ended = True
         for turn in range(rounds):
             sweeps = SWEEPS if turn or bound > -np.inf else FIRST_SWEEPS
@@ -204,7 +204,7 @@ class Dual:
         p = self.packed
         cost, constant = self.settle()
         message, theta = self.message.copy(), np.empty_like(cost)
-        messages.decouple(p, cost, message, _grid(p))
+        messages.decouple(p, cost, message, grid_of(p))
         incoming = sum_messages(p, message)
         marginal = cost + incoming
         if not np.isfinite(cost).all():
@@ -277,7 +277,7 @@ def sum_messages(p: Packed, message: np.ndarray) -> np.ndarray:
     return out
 
 
-def _grid(p: Packed) -> float:
+def grid_of(p: Packed) -> float:
     """A power of two: sums of costs and messages that are multiples of it are exact in 53 bits."""
     finite = p.table[np.isfinite(p.table)]
     largest = max(float(np.abs(finite).max(initial=0.0)), float(np.abs(p.cost).max(initial=0.0)), 1e-300)

@@ -1,0 +1,126 @@
+"""Bounds of problems that are too large to be made dense: tables stay as they are given, between kinds of strategies (`Edge.rows`, `Edge.cols`).
+
+Nothing is presolved but what has no partner. Problems have no rows here."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.search.dual import messages
+from autoshard.search.dual.dual import grid_of
+from autoshard.search.dual.packed import Packed
+from autoshard.search.problem import Edge, Problem
+from autoshard.search.reductions import Infeasible
+
+
+def with_partners(costs: Sequence[np.ndarray], edges: Sequence[Edge]) -> list[np.ndarray]:
+    """Per node the strategies that have one on every edge, after all others are gone. Raises Infeasible where none is left."""
+    alive = [np.isfinite(cost) for cost in costs]
+    at: list[list[int]] = [[] for _ in costs]
+    for i, e in enumerate(edges):
+        at[e.u].append(i)
+        at[e.v].append(i)
+    finite = {id(e.table): np.isfinite(e.table) for e in edges}
+    todo = {i: None for i, e in enumerate(edges) if not finite[id(e.table)].all()}
+    while todo:
+        i, _ = todo.popitem()
+        e = edges[i]
+        able = finite[id(e.table)]
+        here, there = np.zeros(len(able), bool), np.zeros(able.shape[1], bool)
+        here[e.rows[alive[e.u]]] = True
+        there[e.cols[alive[e.v]]] = True
+        for node, partnered in ((e.u, able[:, there].any(axis=1)[e.rows]), (e.v, able[here].any(axis=0)[e.cols])):
+            left = alive[node] & partnered
+            if not left.any():
+                raise Infeasible(node)
+            if left.sum() < alive[node].sum():
+                alive[node] = left
+                todo.update((j, None) for j in at[node] if not finite[id(edges[j].table)].all())
+    return [np.flatnonzero(a) for a in alive]
+
+
+class Sweeps:
+    """Messages on the edges of a problem without rows; `start` from those of a problem with the same nodes and edges."""
+
+    def __init__(self, problem: Problem, start: Sweeps | None = None) -> None:
+        self.packed = pack(problem)
+        p = self.packed
+        size = int(np.dot(np.diff(p.start), np.diff(p.adj_ptr)))
+        self.message: np.ndarray = np.zeros(size) if start is None else start.message
+        self.bound = -np.inf
+
+    def run(self, count: int) -> None:
+        """So many sweeps, forward and backward; `bound` is then the highest proven so far."""
+        p, theta = self.packed, np.empty_like(self.packed.cost)
+        messages.sweep_ahead(p, self.message, np.zeros_like(self.message), np.array([0.0, -np.inf]), theta, count)
+        messages.sweep(p, p.cost, self.message, theta, False)
+        self.bound = max(self.bound, float(messages.decouple(p, p.cost, self.message.copy(), grid_of(p))))
+
+    def choice(self) -> np.ndarray:
+        out = np.zeros(len(self.packed.start) - 1, dtype=np.int64)
+        messages.decode(self.packed, self.packed.cost, self.message, out)
+        return out
+
+    def cost(self, choice: np.ndarray) -> float:
+        return float(messages.total_cost(self.packed, choice))
+
+
+def pack(problem: Problem) -> Packed:
+    """The problem's own tables as flat arrays; see `Packed`. Of an edge whose strategies are all of different kinds these are in order: the loops
+    take such a table as it is."""
+    tables, kinds, known = _Flat(), _Flat(), {}
+    ends: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.n)]
+    sides: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
+    for i, e in enumerate(problem.edges):
+        key = id(e.table), id(e.rows), id(e.cols)
+        if key not in known:
+            table, rows, cols = _in_order(e)
+            known[key] = ((tables.place(table), kinds.place(rows), len(table)), (tables.place(table.T), kinds.place(cols), table.shape[1]), e)
+        sides.append(known[key][:2])
+        ends[e.u].append((e.v, i, 0))
+        ends[e.v].append((e.u, i, 1))
+    order = [end for v in range(problem.n) for end in sorted(ends[v])]
+    sizes = problem.flat_nodes.size
+    place = {(i, side): at for at, (_, i, side) in enumerate(order)}
+    length = np.repeat(sizes, [len(found) for found in ends])
+    where, kind, count = np.array([sides[i][side] for _, i, side in order], dtype=np.int64).reshape(-1, 3).T.copy()
+    none, empty = np.zeros(0), np.zeros(0, dtype=np.int64)
+    return Packed(
+        start=_cumulated(sizes), adj_ptr=_cumulated([len(found) for found in ends]), adj_node=np.array([w for w, _, _ in order], dtype=np.int64),
+        adj_table=where, adj_message=_cumulated(length)[:-1], adj_back=np.array([place[i, 1 - side] for _, i, side in order], dtype=np.int64),
+        adj_kind=kind, adj_kinds=count, kind=kinds.joined(np.int64), table=tables.joined(np.float64), cost=np.concatenate(problem.node_costs),
+        item_ptr=np.zeros(problem.n + 1, dtype=np.int64), item_lo=empty, item_hi=empty, item_amount=empty, amount=none, slack=none, price=none,
+        scale=none)
+
+
+def _in_order(e: Edge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The table and the kinds of its two sides, without kinds that no strategy is of."""
+    (used, rows), (there, cols) = (_kinds(index) for index in (e.rows, e.cols))
+    return e.table[np.ix_(used, there)], rows, cols
+
+
+def _kinds(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(what is in the index, per strategy where): in the order of strategies where all differ."""
+    used, where = np.unique(index, return_inverse=True)
+    return (index, np.arange(len(index))) if len(used) == len(index) else (used, where)
+
+
+def _cumulated(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+class _Flat:
+    """Arrays one after the other."""
+
+    def __init__(self) -> None:
+        self.parts: list[np.ndarray] = []
+        self.size = 0
+
+    def place(self, array: np.ndarray) -> int:
+        self.parts.append(np.ravel(array))
+        self.size += array.size
+        return self.size - array.size
+
+    def joined(self, dtype: type) -> np.ndarray:
+        return np.concatenate(self.parts).astype(dtype) if self.parts else np.zeros(0, dtype=dtype)
