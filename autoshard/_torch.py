@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode  # noqa: F401
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.graph import _engine_run_backward
-from torch.distributed import _functional_collectives
+from torch.distributed import _functional_collectives, _state_dict_utils
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE  # noqa: F401  (where fully_shard() keeps its state)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils
@@ -166,8 +166,7 @@ def functional_collectives_run(stand_ins: Mapping[str, Any]) -> Iterator[None]:
     """Let torch's functional collectives run the code of `stand_ins`, by name: exchanging the code and not the name reaches models
     that imported the function itself. Their code must import what it uses. Undone on exit."""
     homes = {"shard_dim_alltoall": _collective_utils}
-    found = {name: getattr(homes.get(name, _functional_collectives), name, None) for name in stand_ins}
-    found = {name: function for name, function in found.items() if function is not None}
+    found = {name: f for name in stand_ins if (f := getattr(homes.get(name, _functional_collectives), name, None)) is not None}
     kept = {name: function.__code__ for name, function in found.items()}
     for name, function in found.items():
         function.__code__ = stand_ins[name].__code__
@@ -189,10 +188,8 @@ def axis_or_ranks(group: Any) -> str | list[int]:
             group = process_group(group)
         except RuntimeError:
             return group
-    if isinstance(group, torch.distributed.ProcessGroup):
-        return torch.distributed.get_process_group_ranks(group)
-    if isinstance(group, list):
-        return group
+    if isinstance(group, list | torch.distributed.ProcessGroup):
+        return group if isinstance(group, list) else torch.distributed.get_process_group_ranks(group)
     raise ValueError(f"{group!r} is no group: give a process group, a DeviceMesh of one axis, (DeviceMesh, dim) or a mesh axis's name")
 
 
@@ -207,24 +204,9 @@ def is_transformed(t: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(t) or dual._current_level >= 0 and dual.unpack_dual(t).tangent is not None
 
 
-def no_modes() -> Any:
-    """Outside of every tracing mode that is active."""
-    return _disable_current_modes()
-
-
-def functional(fake: torch.Tensor) -> torch.Tensor:
-    """Wrap a fake tensor for functionalization. Needs `functional_tracing`."""
-    return to_fun(fake)
-
-
-def unwrap(value: Any) -> Any:
-    """The fake tensor that holds a functional tensor's present value; other values pass."""
-    return from_fun(value)
-
-
-def was_mutated(value: torch.Tensor) -> bool:
-    """Whether a functional tensor was written in place."""
-    return has_data_mutation(value)
+no_modes, functional, unwrap, was_mutated = _disable_current_modes, to_fun, from_fun, has_data_mutation
+"""Outside of every tracing mode that is active; a fake tensor wrapped for functionalization, which needs `functional_tracing`; the fake tensor that
+holds a functional tensor's present value (other values pass); whether a functional tensor was written in place."""
 
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
@@ -313,6 +295,24 @@ def no_dispatch() -> Any:
 def on_total_norm(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Have `torch.nn.utils.clip_grad_norm_` take the norm of all gradients by what `changed` makes of torch's function for it."""
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = changed(clip_grad._get_total_norm)
+
+
+def on_whole_tensors(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have state dicts of whole tensors, which the first rank sends, be cut by what `changed` makes of torch's function for it."""
+    _state_dict_utils._distribute_tensors = changed(_state_dict_utils._distribute_tensors)
+
+
+def take_strided_shards_in_turn() -> None:
+    """Have every DTensor with strided shards that no order of mesh axes means be cut and put together axis by axis. torch looks for an
+    order unless it is told not to, and without one puts together wrong what two axes split of one dim."""
+    settle = DTensorSpec.__post_init__
+
+    def settled(self: Any) -> None:
+        if self.use_strided_shard_as_shard_order is None and any(isinstance(p, StridedShard) for p in self.placements):
+            self.use_strided_shard_as_shard_order = self._maybe_convert_StridedShard_to_shard_order(self.placements, self.mesh) is not None
+        settle(self)
+
+    DTensorSpec.__post_init__ = settled
 
 
 def kernel(op: Any) -> Callable[..., Any]:

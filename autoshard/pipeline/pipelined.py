@@ -71,12 +71,19 @@ def pipelined(graph: Graph, mesh: Mesh, options: Pipeline, cluster: Cluster | No
     if table.stages > len(blocks.blocks):
         raise UsageError(f"{table.stages} stages need as many blocks at least, and the model has {len(blocks.blocks)}: "
                          f"{', '.join(blocks.names)}; use a shorter pipeline")
-    made = cut(graph, _starts(blocks, options, table.stages, cluster), blocks)
+    made = _held_by_every_rank(cut(graph, _starts(blocks, options, table.stages, cluster), blocks), table)
     _check_loss(made)
     _check_buffers(made)
     _check_skips(made, table)
     found = replace(options, cuts=made.names, layout="", schedule=named_schedule(options), microbatches=graph.microbatches)
     return Pipelined(split_backward(made) if table.split_backward else made, table, mesh, found)
+
+
+def _held_by_every_rank(made: Cut, table: ActionTable) -> Cut:
+    """With the bytes of what no stage reads in the first stage of every rank: the program of another call may read it in any stage."""
+    idle = made.graph.idle
+    first = {table.rank_of.index(r) for r in range(len(table.ranks))}
+    return replace(made, stages=tuple(replace(s, graph=replace(s.graph, idle=idle if s.index in first else (0, 0))) for s in made.stages))
 
 
 def _starts(blocks: Blocks, options: Pipeline, stages: int, cluster: Cluster | None) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """What holds for parameters that lie on ranks in a form of their own (padded, in shares of parts): users see them as they are in the model."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import assert_near, same_gradients, twins, whole
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import distribute_tensor
 
 import autoshard
 
@@ -70,6 +78,34 @@ class StoredForm:
             optimizer.zero_grad()
         for name, p in reference.named_parameters():
             assert_near(f"{name} after the step", fast.get_parameter(name), p, 1e-9)
+
+    def takes_whole_state(self, seeds: dict, mesh: str) -> None:
+        """Weights and optimizer state of one device, whole on all ranks or on the first alone. Whoever cuts a tensor as a parameter lies gets its piece."""
+        model, reference, batch = twins(self.build, torch.float64)
+        two = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-5)
+        for _ in range(2):
+            self.alone(reference, batch).backward()
+            two.step()
+            two.zero_grad()
+        weights, state = get_state_dict(reference, two)
+        for sent in (False, True):
+            fast = self.compiled(copy.deepcopy(model), seeds, mesh)
+            fast.prepare(*batch)
+            one = torch.optim.AdamW(fast.parameters(), lr=1e-2, eps=1e-5)
+            here = not sent or dist.get_rank() == 0
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sent)
+            set_model_state_dict(fast, copy.deepcopy(weights) if here else {}, options=options)
+            set_optimizer_state_dict(fast, one, copy.deepcopy(state) if here else {}, options=options)
+            for name, p in reference.named_parameters():
+                mine, placed = fast.get_parameter(name), fast.get_parameter(name).placements
+                assert_near(f"{name} as {placed}, sent: {sent}", mine, p, 1e-12)
+                assert_near(f"state of {name} as {placed}, sent: {sent}", one.state[mine]["exp_avg"], two.state[p]["exp_avg"], 1e-12)
+                again = distribute_tensor(p.detach(), mine.device_mesh, placed)
+                assert torch.equal(again.to_local(), mine.to_local()) and torch.equal(again.full_tensor(), p), f"{name} distributed as {placed}"
+            other, both = copy.deepcopy(reference), copy.deepcopy(two.state_dict())
+            third = torch.optim.AdamW(other.parameters())
+            third.load_state_dict(both)
+            self.assert_same_step(fast, other, batch, one, third)
 
     def from_checkpoint(self, folder: str, seeds: dict) -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
         """A model on the meta device from a checkpoint of whole tensors; beside it the model on one device, and the batch."""

@@ -106,6 +106,11 @@ def test_whole_tensors_and_checkpoints_are_cut_into_shares(tmp_path):
     on_ranks(2, from_checkpoint, str(tmp_path / "whole"))
 
 
+def test_whole_state_is_cut_into_shares():
+    """Of a state dict that the first rank sends, torch cut one block: other rows of q, k and v."""
+    on_ranks(2, FORM.takes_whole_state, SPLIT_HEADS, "tp=2")
+
+
 def axes_nest(folder: str) -> None:
     """Every way to lay a weight with a dim of three parts on two axes, as torch and its checkpoints see it."""
     place = locate("dp=2,tp=2")

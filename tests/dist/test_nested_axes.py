@@ -108,6 +108,16 @@ def whole_tensors_are_cut(folder: str) -> None:
     FORM.from_checkpoint(folder, NESTED)
 
 
+def takes_whole_state() -> None:
+    for seeds in (NESTED, {name: text.replace("tp*dp", "dp*tp") for name, text in NESTED.items()}):
+        FORM.takes_whole_state(seeds, MESH)
+
+
+def test_whole_state_is_cut_axis_by_axis():
+    """torch put together wrong what two axes had cut of one dim of parts."""
+    on_ranks(4, takes_whole_state)
+
+
 def test_training_is_that_of_one_process():
     on_ranks(4, trains_alike)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Pipeline
-from autoshard.errors import UsageError
+from autoshard.errors import PlanError, UsageError
 
 
 def test_two_processes():
@@ -151,3 +151,99 @@ def _left_alone() -> None:
 def test_a_stage_that_ends_is_named():
     with pytest.raises(AssertionError, match=r"rank 0 of the pipeline could not (send|receive) .* of micro-batch \d.*rank 1 being at the other end"):
         on_ranks(2, _left_alone, timeout=120.0)
+
+
+class Evaluated(nn.Module):
+    """Evaluation reads what training does not, in the first stage, in the last one, and in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head, self.other_head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 5), nn.Linear(8, 5)
+        for name in ("mean", "shift", "ema"):
+            self.register_buffer(name, torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            x = x - self.mean
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x) if self.training else self.head(x) + self.other_head(x + self.shift)
+
+
+UNREAD = {"mean", "shift", "ema", "other_head.weight", "other_head.bias"}
+
+
+def _evaluated(seed: int) -> tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(seed)
+    model = Evaluated().double()
+    torch.manual_seed(0)
+    return model, copy.deepcopy(model), (torch.randn(4, 8, dtype=torch.float64), torch.randint(5, (4,)))
+
+
+def _keeps_what_evaluation_reads(folder: str) -> dict[str, float]:
+    """Differences to one process. The second rank initialises the model differently, and gets the first one's numbers of what both have."""
+    _, reference, batch = _evaluated(3)
+    model = _evaluated(3)[0]
+    if dist.get_rank():
+        with torch.no_grad():
+            for name in UNREAD:
+                model.get_parameter(name).zero_() if "head" in name else model.get_buffer(name).zero_()
+    options = {"loss_fn": F.cross_entropy, "cluster": "cpu-gloo", "cache": False}
+    compiled = autoshard.compile(model, "pp=2", batch, pipeline=Pipeline(microbatches=2, cuts=["layers.2"]), **options)
+    one, two = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, reference))
+    compiled(*batch).backward()
+    F.cross_entropy(reference(batch[0]), batch[1]).backward()
+    off = {"norm": abs(torch.nn.utils.clip_grad_norm_(compiled.parameters(), 0.5) - torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)).item()}
+    for optimizer in (one, two):
+        optimizer.step()
+    reference.eval()
+    want = F.cross_entropy(reference(batch[0]), batch[1]).item()
+
+    def evaluated(module: nn.Module) -> float:
+        module.eval()
+        with torch.no_grad():
+            return abs(whole(module(*batch)).item() - want)
+
+    off["evaluated"] = evaluated(compiled)
+    assert UNREAD <= compiled.state_dict().keys(), "every rank has what no stage of training reads"
+    dcp.save(compiled.state_dict(), checkpoint_id=folder)
+    dist.barrier()
+    other = autoshard.compile(_evaluated(4)[0].to("meta"), "dp=2", checkpoint=folder, **options)
+    off["data parallel"] = evaluated(other)
+    again = autoshard.compile(_evaluated(5)[0], "pp=2", batch, pipeline=Pipeline(microbatches=2, cuts=["layers.1"]), **options)
+    again.load_state_dict({name: t.clone() for name, t in reference.state_dict().items()})
+    off["loaded whole"] = evaluated(again)
+    expected = reference.state_dict()
+    return off | {name: float((whole(t) - expected[name]).abs().max()) for name, t in again.state_dict().items()}
+
+
+def test_what_evaluation_alone_reads_is_kept(tmp_path):
+    """It was in no state dict, and the first evaluation raised."""
+    for found in on_ranks(2, _keeps_what_evaluation_reads, str(tmp_path / "checkpoint")):
+        assert all(error < 1e-12 for error in found.values()), found
+
+
+class Trained(Evaluated):
+    """The other head is for training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x) + self.other_head(x) if self.training else self.head(x)
+
+
+def _changed_behind_evaluation() -> str:
+    """The first call does not read a head that a later one trains."""
+    torch.manual_seed(3)
+    model, batch = Trained().double(), _evaluated(3)[2]
+    compiled = autoshard.compile(model.eval(), "pp=2", batch, loss_fn=F.cross_entropy, cache=False, training=False,
+                                 pipeline=Pipeline(microbatches=2, cuts=["layers.2"]))
+    compiled.train()
+    with pytest.raises(PlanError) as refused:
+        compiled(*batch)
+    return str(refused.value)
+
+
+def test_training_what_every_rank_has_is_refused():
+    assert all("this call changes other_head.bias, which the program of the first call did not read" in text
+               for text in on_ranks(2, _changed_behind_evaluation))

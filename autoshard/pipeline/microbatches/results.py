@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log2
 from typing import Any
 
 import torch
 
 from autoshard.base.graph import Graph, TensorMeta
 from autoshard.base.roles import Role
-from autoshard.base.windows import CAT, JOIN_DIM, MEAN, SAME, SUM, WEIGHTED, WEIGHTS, batch_dim_of, join_of
+from autoshard.base.windows import CAT, JOIN_DIM, MEAN, SAME, WEIGHTED, WEIGHTS, batch_dim_of, join_of
 
 
 def piece(t: torch.Tensor, dim: int | None, m: int, count: int) -> torch.Tensor:
@@ -31,9 +32,14 @@ def joined_meta(meta: TensorMeta, how: str, dim: int, count: int) -> TensorMeta:
     return TensorMeta((*meta.shape[:dim], count * meta.shape[dim], *meta.shape[dim + 1:]), meta.dtype) if how == CAT else meta
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over micro-batches are kept in. A number of eight bits grows no more once it is 256 times as large as what is added to it."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else dtype
+
+
 def weight_dtype(dtype: torch.dtype) -> torch.dtype:
     """What weights are added up and divided in: an integer over a number would be float32, whatever the loss is."""
-    return dtype if dtype.is_floating_point else torch.float64
+    return sum_dtype(dtype) if dtype.is_floating_point else torch.float64
 
 
 class Results:
@@ -52,7 +58,10 @@ class Results:
         self.loss_has_weights = any(self.ways[loss][0] == WEIGHTED for loss in losses)
         self.metas = [graph.meta(op.refs[0]) for op in ops]
         terms = [dict(op.kwargs)[WEIGHTS] for op in ops if join_of(op) == WEIGHTS]
-        self.scale = float(terms[0] * graph.microbatches) if terms else 1.0  # about the sum of all weights: it keeps tangents near 1
+        self.means = any(self.ways[loss][0] == MEAN for loss in losses)
+        self.scale = float(terms[0] * self.count) if self.loss_has_weights and terms else float(self.count) if self.means else 1.0
+        if any(sum_dtype(dtype) != dtype for dtype in (self.metas[loss].dtype for loss in losses)):
+            self.scale = 2.0 ** round(log2(self.scale))
 
     def add(self, m: int, outs: list[Any]) -> None:
         """Results of micro-batch `m`, which the list gives up."""
@@ -66,16 +75,21 @@ class Results:
             self.values[i] = self._joined(self.values[i], value, m, how, dim, weight)
 
     def tangent(self, loss: int) -> torch.Tensor:
-        """The part of the batch's loss that the last micro-batch's is; with weights, up to `factor`."""
+        """The part of the batch's loss that the last micro-batch's is, up to `factor`: its weight, or 1, over `scale`. A tangent has the loss's
+        dtype. In a narrow one a quotient would be rounded, the same way in every micro-batch, so `scale` is a power of two there, near
+        the sum of all weights: quotients by it have the digits of the weights, and are near 1 / M."""
         how, dtype = self.ways[loss][0], self.metas[loss].dtype
         if how == WEIGHTED and self.weight is not None:
             return (self.weight / self.scale).to(dtype)
-        return torch.full((), 1.0 if how == SUM else 1.0 / self.count, dtype=dtype)
+        return torch.full((), 1.0 / self.scale, dtype=dtype)
 
     @property
     def factor(self) -> torch.Tensor | None:
-        """What gradients of such tangents must be multiplied by at the end; None: by nothing. Those of a batch in which nothing counts are zeros, as
-        those of `cross_entropy` are where all targets are ignored."""
+        """What gradients of such tangents must be multiplied by at the end, wider than they are; None: by nothing. Before any results: what it is
+        whatever the weights are. Those of a batch in which nothing counts are zeros, as those of `cross_entropy` are where all targets are
+        ignored."""
+        if self.means and self.scale != self.count:
+            return torch.full((), self.scale / self.count, dtype=torch.float64)
         if self.total is None or not self.loss_has_weights:
             return None
         return torch.where(self.total != 0, self.scale / self.total, torch.zeros_like(self.total))
@@ -88,14 +102,15 @@ class Results:
                 so_far = torch.empty(shape, dtype=value.dtype, device=value.device)
             so_far.narrow(dim, m * rows, rows).copy_(value)
             return so_far
+        if how == SAME or how == WEIGHTS:
+            return value
+        value = value.to(sum_dtype(value.dtype), copy=so_far is None)
         if how == WEIGHTED:
             value = torch.where(weight != 0, value * weight, torch.zeros_like(value))
-        elif how == SAME or how == WEIGHTS:
-            return value
-        return value.clone() if so_far is None else so_far.add_(value)
+        return value if so_far is None else so_far.add_(value)
 
     def finished(self) -> list[torch.Tensor]:
         """All but weights."""
-        scale = {MEAN: 1.0 / self.count, WEIGHTED: 1.0 if self.total is None else 1.0 / self.total}
-        return [(v * scale[how]).to(meta.dtype) if how in scale else v
+        over = {MEAN: self.count, WEIGHTED: self.total if self.total is not None else 1.0}
+        return [(v / over[how] if how in over else v).to(meta.dtype)
                 for v, (how, _), meta in zip(self.values, self.ways, self.metas, strict=True) if how != WEIGHTS]

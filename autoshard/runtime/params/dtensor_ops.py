@@ -11,7 +11,9 @@ numbers than for plain tensors for
 * reductions over `dim=[]`, which is what the backward of `amax()` calls: each rank's own;
 * writes by index along a split dim (`index_add_`), `torch.eye(out=)` (`nn.init.eye_`): every rank's piece is called the whole;
 * `fill_` of a sum that is not added up: each rank's share becomes the number (in `cosine_embedding_loss`, too);
-* `squeeze_` (in `v @ p`): the dim stays.
+* `squeeze_` (in `v @ p`): the dim stays;
+
+and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all.
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
 somebody else, has a function like these already.
@@ -169,6 +171,13 @@ def _squeezed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x
 
 
+def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tensors of a list, each placed as it was."""
+    to, values, *how = args
+    for x, value in zip(to, values, strict=True):
+        x.copy_(value, *how, **kwargs)
+
+
 MENDED: dict[Run, tuple[Any, ...]] = {
     _number: (aten._local_scalar_dense.default,),
     _any: (aten.any.default, aten.any.dim, aten.any.dims),
@@ -180,6 +189,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _in_place: tuple(OUT_OF_PLACE),
     _filled: (aten.fill_.Scalar, aten.fill_.Tensor),
     _identity: (aten.eye.out, aten.eye.m_out),
+    _one_by_one: (aten._foreach_copy_.default,),
     _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
 }
 """What does which ops."""

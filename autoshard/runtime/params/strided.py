@@ -1,9 +1,13 @@
 """DTensor placements of specs, and tensors whose pieces are not one block: dims made of parts (q|k|v), where a rank has a share of each part, and
 dims whose axes nest out of mesh order, where torch counts what the later axes have cut as parts.
 
-torch's word for such a piece is a strided shard. `full_tensor`, `redistribute` and optimizers know it. Checkpoints of torch 2.13 do not: they
-take the piece for one block at the place of its first element, and write wrong numbers without a word. So once a tensor is stored this
-way, DTensor's three hooks for checkpoints list one block per part."""
+torch's word for such a piece is a strided shard. `full_tensor`, `redistribute` and optimizers know it. Three things of torch 2.13 do not, and
+give wrong numbers without a word, so they are taught it once a tensor is stored this way:
+
+* checkpoints take the piece for one block at the place of its first element. DTensor's three hooks for them list one block per part;
+* so do whole tensors that the first rank sends (`broadcast_from_rank0`). They are cut by `distribute_tensor`;
+* DTensors whose makers leave open what strided shards mean (`distribute_tensor`, `redistribute`, optimizer states of whole tensors) are put
+  together wrong where two of them split one dim."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -15,9 +19,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from autoshard._torch import StridedShard
+from autoshard._torch import StridedShard, on_whole_tensors, take_strided_shards_in_turn
 from autoshard.base.graph import TensorMeta
 from autoshard.base.spec import Spec, is_inner, split_by
 
@@ -36,8 +40,8 @@ def placements(spec: Spec, sizes: Sequence[int], meta: TensorMeta | None = None)
         cut_already = prod(n for n, q in zip(sizes[a + 1:], spec[a + 1:], strict=True) if is_inner(p) and q == split_by(p))
         factor = cut_already * (1 if meta is None else meta.parts_of(dim))
         out.append(Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor))
-    if any(isinstance(p, StridedShard) for p in out):
-        _teach_checkpoints()
+    if _is_strided(out):
+        _teach_torch()
     return tuple(out)
 
 
@@ -76,18 +80,39 @@ def _along(p: Any, dim: int) -> Any:
     return StridedShard(0, split_factor=p.split_factor) if isinstance(p, StridedShard) else Shard(0)
 
 
+def _is_strided(placed: Sequence[Any]) -> bool:
+    return any(isinstance(p, StridedShard) for p in placed)
+
+
 @cache
-def _teach_checkpoints() -> None:
-    """Once per process: DTensor's hooks for torch.distributed.checkpoint, for tensors with a strided shard alone."""
+def _teach_torch() -> None:
+    """Once per process, for tensors with a strided shard alone."""
+    take_strided_shards_in_turn()
+    on_whole_tensors(_where_sent_whole)
     for name, ours in (("__create_write_items__", _write_items), ("__create_chunk_list__", _chunk_list), ("__get_tensor_shard__", _shard)):
         setattr(DTensor, name, _where_strided(ours, getattr(DTensor, name)))
 
 
 def _where_strided(ours: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
     def hook(self: DTensor, *args: Any) -> Any:
-        return (ours if any(isinstance(p, StridedShard) for p in self.placements) else others)(self, *args)
+        return (ours if _is_strided(self.placements) else others)(self, *args)
 
     return hook
+
+
+def _where_sent_whole(others: Callable[..., None]) -> Callable[..., None]:
+    """torch's function, which replaces pairs of a DTensor and its whole value in a state dict, by one that cuts strided shards itself."""
+    def cut_all(state: dict[str, Any], keys: Sequence[str], *args: Any) -> None:
+        ours = {key for key in keys if isinstance(state.get(key), tuple) and _is_strided(state[key][0].placements)}
+        for key in ours:
+            mine, whole = state[key]
+            piece = distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None)
+            if not mine.is_meta:
+                mine.to_local().copy_(piece.to_local())
+            state[key] = piece if mine.is_meta else mine
+        others(state, [key for key in keys if key not in ours], *args)
+
+    return cut_all
 
 
 def _here(t: DTensor) -> list[Block]:

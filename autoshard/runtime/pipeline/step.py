@@ -50,7 +50,8 @@ class PipelineStep:
         self.training = self.graph.training
         results = list(self.graph.outputs(Role.USER).values())
         many = self.graph.microbatches > 1
-        self.ways = Results(self.graph).ways if many else [("", 0)] * len(results)
+        before = Results(self.graph) if many else None
+        self.ways = before.ways if before else [("", 0)] * len(results)
         self.shown = tuple(Shown(i, joined_meta(self.graph.meta(op.refs[0]), *way, self.graph.microbatches), plan.ops[op.name].inputs[0])
                            for i, (op, way) in enumerate(zip(results, self.ways, strict=True)) if way[0] != WEIGHTS)
         self.user_specs, self.user_metas = tuple(s.spec for s in self.shown), tuple(s.meta for s in self.shown)
@@ -58,7 +59,8 @@ class PipelineStep:
         self.modes = tuple(modes[s.index] for s in self.shown)
         self.wraps = DTENSOR in self.modes
         self.loss = next((op.target for op in self.graph.of_kind("tangent")), None)
-        self.weighted = any(how == WEIGHTS for how, _ in self.ways)
+        self.weighted = before is not None and before.loss_has_weights
+        self.factor = before.factor if before else None
         own = (n for program in runner.programs.values() for n in program.grad_names)
         self.grad_names = tuple(dict.fromkeys((*own, *self.tied.names)))
 
@@ -135,11 +137,11 @@ class PipelineStep:
             wires.post(message, shape, dtype)
             got.append(message)
         values = [wires.take(message) for message in got]
-        return values[:len(self.shown)], values[len(self.shown)] if self.weighted else None
+        return values[:len(self.shown)], values[len(self.shown)] if self.weighted else self.factor
 
     def _messages(self, outs: Sequence[torch.Tensor], factor: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
         named = [(f"user:{s.index}", value) for s, value in zip(self.shown, outs, strict=True)]
-        return [*named, ("factor", factor)] if factor is not None else named
+        return [*named, ("factor", factor)] if self.weighted and factor is not None else named
 
     def _expected(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         named = [(f"user:{s.index}", local_tensor_shape(s.meta, s.spec, self.place.mesh), s.meta.dtype) for s in self.shown]

@@ -1,11 +1,15 @@
 """The phases that make one variant of a pipelined model run on this rank: the agreed plan, its stages, lowered and bound."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+import torch.distributed as dist
+
 from autoshard.base.plan import Plan
+from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import PlanError
@@ -30,10 +34,12 @@ from autoshard.runtime.route import route_of
 
 @dataclass(eq=False)
 class Settled:
-    """Placements of parameters and buffers, the rank of the first stage that has each, and where stages begin; empty before the first variant."""
+    """Placements of parameters and buffers, the rank of the first stage that has each, what no stage reads, and where stages begin; empty before the
+    first variant."""
 
     placements: dict[str, Spec] = field(default_factory=dict)
     first_rank: dict[str, int] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
     options: Pipeline | None = None
 
 
@@ -57,7 +63,8 @@ class PipelineVariant(Variant):
         check_stages(plan, self.traced.graph, self.place.mesh)
 
     def assemble(self, plan: Plan) -> PipelineStep:
-        """Cut, lower and bind this rank's stages; the parameters of other stages are let go."""
+        """Cut, lower and bind this rank's stages; the parameters of other stages are let go. What no stage reads stays on every rank, whole:
+        another variant may read it, in any stage."""
         running, place = self.settings.options.running, self.stage_place
         assert place is not None, "a variant of a pipeline has a place in its stage"
         made = alone(self.place, lambda: pipelined_as(self.traced.graph, plan))
@@ -68,13 +75,11 @@ class PipelineVariant(Variant):
             alone(self.place, lambda: self.stored.check_checkpoint(running.checkpoint))
         share(self.place, "lowered", lambda: "", running.timeout)  # from here on ranks may meet in collectives
         if not self.first.placements:
-            self.stored.keep_only(_names(made, mine))
-            self.stored.settle({n: p for n, p in plan.placements.items() if n in self.stored.params or n in self.stored.buffers}, self.seed,
-                               running.checkpoint, graph=self.traced.graph)
-            warn_of_other_conditions(plan.cluster, self.place)
-            self.first.placements, self.first.first_rank, self.first.options = dict(plan.placements), _first_ranks(made), made.options
+            self._settle(plan, made, mine)
         elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers}):
             raise PlanError(f"{lost[0]} is in another stage than where this rank's parameters are; plan this variant again")
+        else:
+            self._check_changed()
         wires = self._wires(made)
         if self.traced.graph.training:
             keep_on_host(self.stored.params, plan.offload, afresh=False)
@@ -86,6 +91,34 @@ class PipelineVariant(Variant):
         if self.traced.graph.training:
             step.tied.make_equal()
         return step
+
+    def _settle(self, plan: Plan, made: Pipelined, mine: tuple[int, ...]) -> None:
+        unread = frozenset({*self.stored.params, *self.stored.buffers} - _names(made, range(len(made.cut.stages))))
+        self.stored.keep_only(_names(made, mine) | unread)
+        self.stored.settle({n: p for n, p in plan.placements.items() if n in self.stored.params or n in self.stored.buffers}, self.seed,
+                           self.settings.options.running.checkpoint, graph=self.traced.graph)
+        self._make_equal(unread)
+        warn_of_other_conditions(plan.cluster, self.place)
+        whole = {n: self.stored.specs[n] for n in unread}
+        self.first.placements, self.first.options, self.first.unread = {**plan.placements, **whole}, made.options, unread
+        self.first.first_rank = {**dict.fromkeys(unread, made.table.rank_of[0]), **_first_ranks(made)}
+
+    def _make_equal(self, names: frozenset[str]) -> None:
+        """Give all stages the numbers of the first rank: ranks may have initialised the model differently."""
+        assert self.place.device_mesh is not None, "a pipeline has a mesh of processes"
+        group = self.place.device_mesh.get_group(self.place.mesh.names[0])
+        for local in (self.stored.local(n).detach() for n in sorted(names)):
+            if local.numel():
+                sent = local.contiguous()
+                dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+                local.copy_(sent)
+
+    def _check_changed(self) -> None:
+        """Raises PlanError where this program changes what every rank has: those whose stages do not compute it would keep what it was."""
+        outputs = {*self.traced.graph.outputs(Role.GRADIENT), *self.traced.graph.outputs(Role.MUTATION)}
+        if changed := sorted(outputs & self.first.unread):
+            raise PlanError(f"this call changes {changed[0]}, which the program of the first call did not read, so that every rank of the pipeline "
+                            "has it whole; make the first call (that with the example inputs of compile) one that changes it, as training does")
 
     def _lowered(self, made: Pipelined, plan: Plan, s: int):
         graph = with_recompute(made.cut.stages[s].graph, plan.recompute)
@@ -117,7 +150,8 @@ def _first_ranks(made: Pipelined) -> dict[str, int]:
     return {n: made.table.rank_of[s.index] for s in reversed(made.cut.stages) for n in _names(made, (s.index,))}
 
 
-def _names(made: Pipelined, mine: tuple[int, ...]) -> frozenset[str]:
-    """Parameters and buffers of these stages; those that no stage reads stay with the first."""
-    own = {n for s in mine for kind in ("param", "buffer") for n in made.cut.stages[s].names(kind)}
-    return frozenset(own if 0 not in mine else own | set(made.cut.graph.unused))
+def _names(made: Pipelined, mine: Iterable[int]) -> frozenset[str]:
+    """Parameters and buffers that these stages read or write."""
+    stages = [made.cut.stages[s] for s in mine]
+    read = {n for stage in stages for kind in ("param", "buffer") for n in stage.names(kind)}
+    return frozenset(read | {n for stage in stages for n in stage.graph.outputs(Role.MUTATION)})
