@@ -59,8 +59,6 @@ def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> floa
         sweeps = Sweeps(relaxed.problem([price] * relaxed.windows, shares))
         sweeps.run(SWEEPS)
         begun.append((sweeps.bound, [price] * relaxed.windows, sweeps))
-        if over():
-            break
     _, prices, sweeps = max(begun, key=lambda found: found[0])
     _settle(sweeps, over)
     if _is_close(sweeps) and (loose := relaxed.not_full(prices, shares, sweeps.choice())):
