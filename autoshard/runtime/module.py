@@ -381,7 +381,9 @@ class CompiledModule(Guidance, nn.Module):
         nn.Module.__init__(twin)
         for name in ("place", "settings", "options", "passing", "_binding"):
             setattr(twin, name, getattr(self, name))
+        self._sync_modes()  # what is copied is what the user sees by now
         twin._hold(self._stored.copied(), self.training)
+        twin._seen.follow(self._seen)
         twin.__dict__.update({table: copy.copy(self.__dict__[table]) for table in HOOKS})
         memo[id(self)] = twin
         twin._seed, twin._calls, twin._searched = self._seed, self._calls, self._searched

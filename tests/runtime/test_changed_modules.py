@@ -92,6 +92,22 @@ def test_a_change_taken_back_is_the_variant_that_was_there() -> None:
     assert torch.allclose(compiled(x), first) and len(compiled._steps) == 3
 
 
+@pytest.mark.parametrize("name", ["function", "tensor", "property", "default of the class"])
+def test_a_copy_has_the_changes_and_goes_on_from_them(name: str) -> None:
+    """Also with the variants that were there before the change."""
+    compiled, model, x = pair(True)
+    first = model(x)
+    before = compiled.act, compiled.shift
+    for m in (compiled, model):
+        CHANGES[name](m)
+    early = copy.deepcopy(compiled)
+    for copied in (early, copy.deepcopy(compiled)):
+        assert torch.allclose(copied(x), model(x)) and torch.allclose(compiled(x), model(x))
+    late = copy.deepcopy(compiled)
+    late.act, late.shift, late.strength, late.scale = *before, 1.0, 1.0
+    assert torch.allclose(late(x), first) and torch.allclose(compiled(x), model(x))
+
+
 @pytest.mark.parametrize("called", [False, True], ids=["before the first call", "after it"])
 @pytest.mark.parametrize(("change", "said"), [
     (lambda m: setattr(m, "head", nn.Linear(8, 3)), "head of the compiled model was replaced"),

@@ -85,6 +85,12 @@ class Seen:
         self._holders, self._keys, self._held = zip(*held, strict=True)
         self._paths = {id(table): path for path, m in root.named_modules() for table in (m._modules, vars(m))}
 
+    def follow(self, other: Seen) -> None:
+        """Tell objects apart as `other` does, of whose modules these are copies: variants of both go by the same numbers."""
+        self._objects = [[mine if known is theirs else known for known in objects]
+                         for objects, mine, theirs in zip(other._objects, self._values, other._now(), strict=True)]
+        self._state, self._before = tuple(map(self._told, range(len(self._values)), self._values)), dict(other._before)
+
     def state(self) -> tuple[Any, ...]:
         """What a trace depends on, equal on ranks that assigned alike. Looked at in every call, so without a loop where nothing changed."""
         if not all(map(is_, self._now(), self._values)):
