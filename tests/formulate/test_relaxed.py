@@ -100,6 +100,6 @@ def test_the_floor_is_below_the_best_plan_and_close_to_it(name: str, mesh: str, 
 
 
 def test_moved_shares_raise_the_floor() -> None:
-    """On (8, 8) layouts of readers differ, so equal shares leave some of what moves unpaid."""
-    relaxed = Relaxed(table_of("gpt", "dp=8,tp=8", "h100-dgx"))
+    """Layouts of readers differ in t5, so equal shares leave some of what moves unpaid."""
+    relaxed = Relaxed(table_of("t5", "dp=2", "h100-dgx"))
     assert floor_of(relaxed) > floor_of(relaxed, lambda: True) * (1 + 1e-4)
