@@ -122,10 +122,10 @@ def _searched_near(table: CostTable, options: Options, program: Program | None, 
         there = on_fewer_axes(table, coarse, options.passing.outputs)
         found = searched(there, replace(options, time_limit=COARSE * options.time_limit), clock=clock, finer=False, **how)
         plan, parts, again = found.plan(there, {}, {}), coarse.parts, True
-        bound = _bound_of_all(table, clock, left, how["interruptible"])
+        bound, ended = (least(table), True) if plan.interrupted else _bound_of_all(table, clock, left, how["interruptible"])
         while again:
             clock.say("axes", f"{plan.objective_s:.6g} s on mesh {plan.spec_mesh}; now strategies near that plan on {table.mesh}")
-            stopped, before = plan.interrupted, plan.objective_s
+            stopped, before = ended or plan.interrupted, plan.objective_s
             within = replace(options, time_limit=LEAST if stopped else left.seconds)
             found = _searched_whole(near(table, parts, plan), within, clock=clock, finer=finer, coarser=(*coarser, plan), **how)
             plan, parts = found.plan(table, {}, {}), tuple(range(table.mesh.ndim))
@@ -135,14 +135,14 @@ def _searched_near(table: CostTable, options: Options, program: Program | None, 
     return as_near(found, coarse, bound, program and program.within(options.memory_limit(table.cluster)), stopped)
 
 
-def _bound_of_all(table: CostTable, clock: PhaseTimer, left: _Left, interruptible: bool) -> float:
-    """Seconds of a step that no plan is below."""
+def _bound_of_all(table: CostTable, clock: PhaseTimer, left: _Left, interruptible: bool) -> tuple[float, bool]:
+    """Seconds of a step that no plan is below, and whether the user ended the search meanwhile."""
     clock.say("axes", f"what no plan on {table.mesh} is below")
     with clock("formulate"):
         found = relaxed(table)
     limit = Clock(left.seconds)
     with stopping(limit, interruptible), clock("search"):
-        return max(least(table), floor_of(found, limit.expired) if found else 0.0)
+        return max(least(table), floor_of(found, limit.expired) if found else 0.0), limit.stopped
 
 
 class _Left:

@@ -156,3 +156,13 @@ def test_four_axes_compute_what_one_device_does():
                               seeds={"input:0": "a*c,-", "layers.0.weight": "b,d"})
     assert report.ok, report
     assert NEARBY in report.plans[0].plan.status and len({c.axis for c in report.plans[0].plan.collectives}) > 1
+
+
+def test_who_ends_the_search_while_all_plans_are_bounded_gets_the_plan_so_far():
+    def ended(relaxed, over):
+        over.__self__.stop = True
+        return 0.0
+
+    with patch.object(one_stage, "floor_of", ended):
+        found = planned("mlp", "a=2,b=2,c=2", few=2)
+    assert found.interrupted and 0 < found.bound_s <= found.objective_s
