@@ -108,7 +108,9 @@ class Relaxed:
         values = [Ref(op.name, index) for op in table.graph.ops if not is_source(op) for index in range(len(op.outputs))]
         reads = [found for ref in values if (found := self._reads(ref))]
         edges = [*(read.edge for found in reads for read in found), *ties]
-        self.kept = with_partners([c for c, _ in self._costs], edges)
+        same: dict[tuple[int, bytes], np.ndarray] = {}
+        self.kept = [same.setdefault((len(cost), kept.tobytes()), kept)  # equal ones are the same object
+                     for (cost, _), kept in zip(self._costs, with_partners([c for c, _ in self._costs], edges), strict=True)]
         self._memo: dict[tuple, tuple] = {}
         self.values = [[self._without_others(read) for read in found] for found in reads]
         self.ties = [self._kept_edge(e)[0] for e in ties]
@@ -144,7 +146,7 @@ class Relaxed:
 
     def _kept_edge(self, e: Edge) -> tuple[Edge, np.ndarray]:
         """The edge between strategies that have partners, and the columns of its table that are left."""
-        mine, theirs = self._kept_index(e.u), self._kept_index(e.v)
+        mine, theirs = self.kept[e.u], self.kept[e.v]
         key = id(e.table), id(e.rows), id(e.cols), id(mine), id(theirs)
         if key not in self._memo:
             rows, row = np.unique(e.rows[mine], return_inverse=True)
@@ -152,11 +154,6 @@ class Relaxed:
             self._memo[key] = np.ascontiguousarray(e.table[np.ix_(rows, cols)]), row, col, cols, e
         table, row, col, cols, _ = self._memo[key]
         return Edge(e.u, e.v, table, row, col), cols
-
-    def _kept_index(self, node: int) -> np.ndarray:
-        """Equal ones are the same object."""
-        kept = self.kept[node]
-        return self._memo.setdefault(("kept", len(self._costs[node][0]), kept.tobytes()), kept)  # type: ignore[return-value, arg-type]
 
     def equal_shares(self) -> Shares:
         out: Shares = []
@@ -173,10 +170,12 @@ class Relaxed:
         b, memo = self._builder, {}
 
         def once(key: tuple, make: Callable[[], np.ndarray]) -> np.ndarray:
-            return memo.setdefault(key, make()) if key not in memo else memo[key]
+            if key not in memo:
+                memo[key] = make()
+            return memo[key]
 
         costs = tuple(once(("cost", id(cost), id(heavy), id(kept)), lambda cost=cost, heavy=heavy, kept=kept: (cost - np.dot(prices, heavy))[kept])
-                      for (cost, heavy), kept in zip(self._costs, map(self._kept_index, range(len(self._costs))), strict=True))
+                      for (cost, heavy), kept in zip(self._costs, self.kept, strict=True))
         edges = []
         for reads, parts in zip(self.values, shares, strict=True):
             lowest = min(prices[read.window] for read in reads)

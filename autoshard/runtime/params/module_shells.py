@@ -76,7 +76,7 @@ class Seen:
         self._tables, self._names, self._places = zip(*found, strict=True) if found else ((), (), ())
         self._values = self._now()
         self._objects: list[list[Any]] = [[v] for v in self._values]
-        self._state = tuple(map(self._told, range(len(found)), self._values))
+        self._state = self._all_told()
         self._before: dict[int, Any] = {}
         self._trees = tuple(m._modules for m in modules)
         held = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
@@ -89,17 +89,20 @@ class Seen:
         """Tell objects apart as `other` does, of whose modules these are copies: variants of both go by the same numbers."""
         self._objects = [[mine if known is theirs else known for known in objects]
                          for objects, mine, theirs in zip(other._objects, self._values, other._now(), strict=True)]
-        self._state, self._before = tuple(map(self._told, range(len(self._values)), self._values)), dict(other._before)
+        self._state, self._before = self._all_told(), dict(other._before)
 
     def state(self) -> tuple[Any, ...]:
         """What a trace depends on, equal on ranks that assigned alike. Looked at in every call, so without a loop where nothing changed."""
         if not all(map(is_, self._now(), self._values)):
             self._values = self._now()
-            self._state = tuple(map(self._told, range(len(self._values)), self._values))
+            self._state = self._all_told()
         return self._state
 
     def _now(self) -> list[Any]:
         return list(map(dict.get, self._tables, self._names, repeat(ABSENT)))
+
+    def _all_told(self) -> tuple[Any, ...]:
+        return tuple(map(self._told, range(len(self._values)), self._values))
 
     def _told(self, slot: int, value: Any) -> Any:
         """A value as it is, an object as which of those that were there so far."""

@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.search.dual import messages
 from autoshard.search.dual.dual import grid_of
 from autoshard.search.dual.packed import Packed
-from autoshard.search.problem import Edge, Problem
+from autoshard.search.problem import Edge, Problem, one_after_other
 from autoshard.search.reductions import Infeasible
 
 
@@ -69,27 +69,33 @@ class Sweeps:
 def pack(problem: Problem) -> Packed:
     """The problem's own tables as flat arrays; see `Packed`. Of an edge whose strategies are all of different kinds these are in order: the loops
     take such a table as it is."""
-    tables, kinds, known = _Flat(), _Flat(), {}
+    tables: list[np.ndarray] = []
+    kinds: list[np.ndarray] = []
+    known: dict[tuple[int, int, int], int] = {}
     ends: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.n)]
-    sides: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
+    first: list[int] = []  # per edge where its table is, and the kinds of its rows; behind each the other way around
     for i, e in enumerate(problem.edges):
         key = id(e.table), id(e.rows), id(e.cols)
         if key not in known:
-            table, rows, cols = _in_order(e)
-            known[key] = ((tables.place(table), kinds.place(rows), len(table)), (tables.place(table.T), kinds.place(cols), table.shape[1]), e)
-        sides.append(known[key][:2])
+            of_kinds, rows, cols = _in_order(e)
+            known[key] = len(tables)
+            tables += [of_kinds, of_kinds.T]
+            kinds += [rows, cols]
+        first.append(known[key])
         ends[e.u].append((e.v, i, 0))
         ends[e.v].append((e.u, i, 1))
     order = [end for v in range(problem.n) for end in sorted(ends[v])]
     sizes = problem.flat_nodes.size
     place = {(i, side): at for at, (_, i, side) in enumerate(order)}
     length = np.repeat(sizes, [len(found) for found in ends])
-    where, kind, count = np.array([sides[i][side] for _, i, side in order], dtype=np.int64).reshape(-1, 3).T.copy()
+    which = np.array([first[i] + side for _, i, side in order], dtype=np.int64)
+    (where, table), (kind, every) = one_after_other([t.ravel() for t in tables]), one_after_other(kinds)
+    count = np.array([len(t) for t in tables], dtype=np.int64)
     none, empty = np.zeros(0), np.zeros(0, dtype=np.int64)
     return Packed(
         start=_cumulated(sizes), adj_ptr=_cumulated([len(found) for found in ends]), adj_node=np.array([w for w, _, _ in order], dtype=np.int64),
-        adj_table=where, adj_message=_cumulated(length)[:-1], adj_back=np.array([place[i, 1 - side] for _, i, side in order], dtype=np.int64),
-        adj_kind=kind, adj_kinds=count, kind=kinds.joined(np.int64), table=tables.joined(np.float64), cost=np.concatenate(problem.node_costs),
+        adj_table=where[which], adj_message=_cumulated(length)[:-1], adj_back=np.array([place[i, 1 - side] for _, i, side in order], dtype=np.int64),
+        adj_kind=kind[which], adj_kinds=count[which], kind=every.astype(np.int64), table=table, cost=np.concatenate(problem.node_costs),
         item_ptr=np.zeros(problem.n + 1, dtype=np.int64), item_lo=empty, item_hi=empty, item_amount=empty, amount=none, slack=none, price=none,
         scale=none)
 
@@ -108,19 +114,3 @@ def _kinds(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _cumulated(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-
-class _Flat:
-    """Arrays one after the other."""
-
-    def __init__(self) -> None:
-        self.parts: list[np.ndarray] = []
-        self.size = 0
-
-    def place(self, array: np.ndarray) -> int:
-        self.parts.append(np.ravel(array))
-        self.size += array.size
-        return self.size - array.size
-
-    def joined(self, dtype: type) -> np.ndarray:
-        return np.concatenate(self.parts).astype(dtype) if self.parts else np.zeros(0, dtype=dtype)
