@@ -9,11 +9,12 @@ do, which raises the bound (a subgradient step on the prices of sharing)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.base.graph import Ref
+from autoshard.base.plan import OpPlan
 from autoshard.base.spec import Spec
 from autoshard.formulate.builder import Builder
 from autoshard.formulate.problem_of import default_units, readers_of, tie_gradients
@@ -52,8 +53,16 @@ class _Read:
         return self.edge.table
 
 
-def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> float:
-    """Seconds of a step that no plan over decision units is below, whatever memory there is. `over`: whether to end soon, with what is proven."""
+@dataclass(frozen=True)
+class Floor:
+    """`seconds` of a step that no plan over decision units is below, whatever memory there is. `choice`: of the relaxed problem, close to it."""
+
+    seconds: float
+    choice: np.ndarray
+
+
+def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> Floor:
+    """What messages prove. `over`: whether to end soon, with what is proven."""
     shares, begun = relaxed.equal_shares(), []
     for price in {relaxed.most: None, 0.0: None}:  # rows that are full, and rows that never are
         sweeps = Sweeps(relaxed.problem([price] * relaxed.windows, shares))
@@ -66,16 +75,17 @@ def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> floa
         other = Sweeps(relaxed.problem(fewer, shares))
         _settle(other, over)
         prices, sweeps = (fewer, other) if other.bound > sweeps.bound else (prices, sweeps)
-    best, idle = sweeps.bound, 0
+    best, now, idle = Floor(sweeps.bound, sweeps.choice()), sweeps.choice(), 0
     for turn in range(ROUNDS if _is_close(sweeps) else 0):
         if over() or idle == IDLE:
             break
-        shares = relaxed.moved(shares, sweeps.choice(), STEP / (1.0 + SLOWER * turn))
+        shares = relaxed.moved(shares, now, STEP / (1.0 + SLOWER * turn))
         sweeps = Sweeps(relaxed.problem(prices, shares), sweeps)
         sweeps.run(SWEEPS)
-        idle = 0 if sweeps.bound > best + GAIN * abs(best) else idle + 1
-        best = max(best, sweeps.bound)
-    return best - ROUNDING * abs(best)
+        now = sweeps.choice()
+        idle = 0 if sweeps.bound > best.seconds + GAIN * abs(best.seconds) else idle + 1
+        best = max(best, Floor(sweeps.bound, now), key=lambda floor: floor.seconds)
+    return replace(best, seconds=best.seconds - ROUNDING * abs(best.seconds))
 
 
 def _settle(sweeps: Sweeps, over: Callable[[], bool]) -> None:
@@ -197,6 +207,18 @@ class Relaxed:
                     at = read.edge.cols[choice[read.edge.v]]
                     load[read.window] += read.runs * share[at] * read.seconds[read.edge.rows[choice[read.edge.u]], at]
         return {w for w in range(self.windows) if prices[w] > 0.0 and load[w] < 0.0}
+
+    def layouts(self, choice: np.ndarray) -> dict[str, OpPlan]:
+        """How every op is laid out in a choice."""
+        found, known, table = {}, {}, self._builder.table
+        for unit, kept, s in zip(self._builder.units.units, self.kept, choice.tolist(), strict=True):
+            for member, picked in zip(unit.members, unit.picked, strict=True):
+                strategies, which = table.strategies[member], int(picked[kept[s]])
+                key = id(strategies), which
+                if key not in known:
+                    known[key] = OpPlan(*strategies.strategy(which))
+                found[member] = known[key]
+        return found
 
     def moved(self, shares: Shares, choice: np.ndarray, step: float) -> Shares:
         """Shares that moved by `step` towards those readers that pay for a redistribution in this choice."""

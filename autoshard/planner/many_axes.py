@@ -1,20 +1,21 @@
 """Programs on so many mesh axes that not all of their strategies can be searched together: those near a plan for fewer axes are.
 
 Strategies multiply with axes: an op of a small model has up to ten thousand on four, and a search looks at pairs of them. But axes are nearly
-independent. So the program is planned with two axes taken as one first, which is a plan here too (decide/walks/lift.py). Then every op keeps the
-strategies that differ from that plan on at most two axes, each op on its own two. The best of these is found and proven like any plan; that no other
-plan is cheaper is not. The bound of all plans is that of a smaller problem, which charges them less (formulate/relaxed.py)."""
+independent. So every op keeps the strategies that differ from known layouts on one axis or two, each op on its own. The best of these is found and
+proven like any plan; that no other plan is cheaper is not. The bound of all plans is that of a smaller problem, which charges them less
+(formulate/relaxed.py). Layouts come from where that bound is nearly met, and from a plan for fewer axes, which is a plan here too
+(decide/walks/lift.py)."""
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.base.graph import Ref
+from autoshard.base.graph import Graph, Ref
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import NEARBY, OpPlan, Plan
+from autoshard.base.plan import OpPlan
 from autoshard.base.spec import Spec
 from autoshard.decide.backends import Found
 from autoshard.decide.program import Program
@@ -24,13 +25,12 @@ from autoshard.search.reductions import Infeasible
 from autoshard.seeds.marks import calls_collectives
 from autoshard.seeds.seeds import Seeds
 from autoshard.space.cost_table import CostTable, build_cost_table
+from autoshard.space.layers import repeated_layers
 from autoshard.space.strategies import SpecIndex, StrategySet, enumerate_strategies
 
 FEW_AXES = 3
 MANY_PAIRS = 2e6
 """Pairs of strategies, of distinct ops, from which programs on more than `FEW_AXES` axes are not searched whole."""
-NEAR = 2
-"""Axes on which a strategy may differ from the plan's."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,20 @@ def on_fewer_axes(table: CostTable, coarse: Coarse, outputs: str) -> CostTable:
     return replace(build_cost_table(table.graph, coarse.mesh, table.cluster, strategies, table.training), seeds=seeds)
 
 
-def near(table: CostTable, parts: Sequence[int], plan: Plan) -> CostTable:
-    """The same prices of strategies near those of `plan`; where seeds leave none near, of those that are nearest, and of what goes with them.
-    `parts`: of every axis the one of the plan's mesh that it is, or is a part of."""
+def near(table: CostTable, parts: Sequence[int], layouts: Mapping[str, OpPlan], most: int) -> CostTable:
+    """The same prices of strategies that differ from `layouts` on so many axes at `most`; where seeds leave none so near, of those that are nearest,
+    and of what goes with them. Ops of repeated layers are near what any of these layers does, so that layers may be tied. `parts`: of every axis
+    the one of the layouts' mesh that it is, or is a part of."""
     known: dict[tuple[int, OpPlan], np.ndarray] = {}
     away: dict[str, np.ndarray] = {}
+    of_layers = _of_layers(table.graph, layouts)
     for name, found in table.strategies.items():
-        key = id(found), plan.ops[name]
-        if key not in known:
-            known[key] = _away(found, parts, plan.ops[name])
-        away[name] = known[key]
-    kept = _meeting(table, away, {name: a <= max(NEAR, a.min()) for name, a in away.items()})
+        for chosen in of_layers.get(name, (layouts[name],)):
+            key = id(found), chosen
+            if key not in known:
+                known[key] = _away(found, parts, chosen)
+            away[name] = np.minimum(away[name], known[key]) if name in away else known[key]
+    kept = _meeting(table, away, {name: a <= max(most, a.min()) for name, a in away.items()})
     made: dict[tuple[int, bytes], StrategySet] = {}
     strategies: dict[str, StrategySet] = {}
     for name, found in table.strategies.items():
@@ -107,15 +110,23 @@ def relaxed(table: CostTable) -> Relaxed | None:
         return None
 
 
-def as_near(found: Found, coarse: Coarse, bound: float, known: Program | None, stopped: bool) -> Found:
-    """`found` as the best of strategies near a plan for fewer axes, with the bound of all plans; or a plan of `known`, where one by hand is cheaper.
-    `stopped`: the user ended the search."""
-    status = Status.INTERRUPTED.value if stopped else f"{found.status}{NEARBY}{coarse.mesh}"
+def as_near(found: Found, bound: float, known: Program | None, stopped: bool) -> Found:
+    """`found` as the best of some strategies, with the bound of all plans; or a plan of `known`, where one by hand is cheaper. `stopped`: the user
+    ended the search."""
+    status = Status.INTERRUPTED.value if stopped else found.status
     solution = replace(found.solution, bound=min(bound, found.solution.cost), status=Status.INTERRUPTED if stopped else Status.GAP)
     by_hand = known and known.cheapest_fitting(known.starts)
     if known and by_hand and by_hand[1] < solution.cost:
         return Found(known, replace(solution, choice=by_hand[0], cost=by_hand[1]), status)
     return replace(found, solution=solution, status=status, ample=0.0)
+
+
+def _of_layers(graph: Graph, layouts: Mapping[str, OpPlan]) -> dict[str, Collection[OpPlan]]:
+    """Of every op of repeated layers what it and the ops that it corresponds to do."""
+    classes, found = repeated_layers(graph), defaultdict(dict)
+    for name, which in classes.items():
+        found[which][layouts[name]] = None
+    return {name: found[which] for name, which in classes.items()}
 
 
 def _away(found: StrategySet, parts: Sequence[int], chosen: OpPlan) -> np.ndarray:

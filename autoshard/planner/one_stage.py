@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Plan
+from autoshard.base.plan import OpPlan, Plan
 from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.decide.backends import Found, find
@@ -16,10 +16,11 @@ from autoshard.decide.options import PROPAGATE, Options
 from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Program, formulate_within, with_starts
-from autoshard.decide.walks.lift import lifts
+from autoshard.decide.walks.lift import Layouts, lifts
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.formulate.relaxed import floor_of
-from autoshard.planner.many_axes import as_near, coarse_of, has_many, least, near, on_fewer_axes, relaxed
+from autoshard.planner.descent import LEAST, Descent, Left
+from autoshard.planner.many_axes import as_near, coarse_of, has_many, least, on_fewer_axes, relaxed
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
@@ -31,11 +32,9 @@ from autoshard.space.reachable import reachable
 from autoshard.space.strategies import enumerate_strategies
 
 COARSE = 0.8
-"""Share of the time limit for a plan for fewer axes, where there are many: what is near it is cheaper by tenths of a percent."""
-LEAST = 1.0
-"""Seconds at least for a search near it."""
-WORTH = 5e-3
-"""Share of a step by which it has to be shorter for another search to be worth its time."""
+"""Share of the time left for a plan for fewer axes, where there are many: what is near it is cheaper by tenths of a percent."""
+FAR = 0.05
+"""Of the bound of all plans, above which a plan on many axes is looked for in another way too."""
 
 
 def prices(traced: Traced, mesh: Mesh, options: Options, *, clock: PhaseTimer | None = None, fixed: Mapping[str, Spec] | None = None,
@@ -87,7 +86,7 @@ def decide(table: CostTable, options: Options, *, clock: PhaseTimer | None = Non
 
 def searched(table: CostTable, options: Options, *, clock: PhaseTimer, has_loss: bool = False, interruptible: bool = True,
              finer: bool = True, enough: float = 0.0, known: dict[str, Solution] | None = None,
-             program: Program | None = None, coarser: Sequence[Plan] = ()) -> Found:
+             program: Program | None = None, coarser: Sequence[Plan | Layouts] = ()) -> Found:
     """Formulate and search. In training, where the best plan with ample memory does not
     fit, the search also decides what backward recomputes instead of keeping it. `interruptible`: Ctrl-C ends the search with the
     best plan so far, whose status says so. `finer`, `enough`, `known`: see `How`. `program`: that of `table` (`program_of`), within any
@@ -102,7 +101,7 @@ def searched(table: CostTable, options: Options, *, clock: PhaseTimer, has_loss:
 
 
 def _searched_whole(table: CostTable, options: Options, program: Program | None = None, *, clock: PhaseTimer, has_loss: bool, interruptible: bool,
-                    finer: bool, coarser: Sequence[Plan], enough: float, known: dict[str, Solution] | None) -> Found:
+                    finer: bool, coarser: Sequence[Plan | Layouts], enough: float, known: dict[str, Solution] | None) -> Found:
     limit = options.memory_limit(table.cluster)
     with clock("formulate"):
         program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
@@ -112,45 +111,47 @@ def _searched_whole(table: CostTable, options: Options, program: Program | None 
         return find(program, how)
 
 
-def _searched_near(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan],
+def _searched_near(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
                    **how: Any) -> Found:
-    """`searched`, of strategies near a plan for fewer axes, which is planned first within a share of the time, then of those near what was found,
-    while that makes steps shorter. `program`: what is known of it by hand may be cheaper."""
-    coarse, left = coarse_of(table), _Left(clock, options.time_limit)
-    clock.say("axes", f"a plan for mesh {coarse.mesh} first: on {table.mesh} there are too many strategies to search all of them")
+    """`searched`, of strategies near layouts that are close to the bound of all plans; where that leads nowhere, of those near a plan for fewer
+    axes. `program`: what is known of it by hand may be cheaper."""
+    left, within = Left(clock, options.time_limit), options.memory_limit(table.cluster)
+
+    def search(near: CostTable, seconds: float, starts: Sequence[Plan | Layouts]) -> Found:
+        return _searched_whole(near, replace(options, time_limit=seconds), clock=clock, finer=finer, coarser=(*coarser, *starts), **how)
+
+    clock.say("axes", f"what no plan on mesh {table.mesh} is below: there are too many strategies to search all of them")
+    bound, layouts, stopped = _bound_of_all(table, clock, left, how["interruptible"])
+    steps = Descent(table, search, left, clock.say, stopped)
+    found = steps.from_layouts(layouts) if layouts else None
+    if found is None or not steps.stopped and found.solution.cost > (1.0 + FAR) * bound:
+        found = min(filter(None, (_near_fewer_axes(steps, options, found, clock=clock, **how), found)), key=lambda f: f.solution.cost)
+    return as_near(found, bound, program and program.within(within), steps.stopped)
+
+
+def _near_fewer_axes(steps: Descent, options: Options, other: Found | None, *, clock: PhaseTimer, **how: Any) -> Found | None:
+    """The best strategies near a plan for fewer axes. Where none fits: None where there is an `other` plan, else raises InfeasibleError."""
+    table, coarse = steps.table, coarse_of(steps.table)
+    clock.say("axes", f"a plan for mesh {coarse.mesh}")
+    seconds = LEAST if steps.stopped else COARSE * steps.left.seconds
     try:
         there = on_fewer_axes(table, coarse, options.passing.outputs)
-        found = searched(there, replace(options, time_limit=COARSE * options.time_limit), clock=clock, finer=False, **how)
-        plan, parts, again = found.plan(there, {}, {}), coarse.parts, True
-        bound, ended = (least(table), True) if plan.interrupted else _bound_of_all(table, clock, left, how["interruptible"])
-        while again:
-            clock.say("axes", f"{plan.objective_s:.6g} s on mesh {plan.spec_mesh}; now strategies near that plan on {table.mesh}")
-            stopped, before = ended or plan.interrupted, plan.objective_s
-            within = replace(options, time_limit=LEAST if stopped else left.seconds)
-            found = _searched_whole(near(table, parts, plan), within, clock=clock, finer=finer, coarser=(*coarser, plan), **how)
-            plan, parts = found.plan(table, {}, {}), tuple(range(table.mesh.ndim))
-            again = plan.objective_s < (1.0 - WORTH) * before and left.seconds > LEAST and not (stopped or plan.interrupted)
+        found = searched(there, replace(options, time_limit=seconds), clock=clock, finer=False, **how)
+        return steps.from_plan(found.plan(there, {}, {}), coarse)
     except InfeasibleError as e:
+        if other is not None:
+            return None
         raise InfeasibleError(f"{e}\n(on mesh {table.mesh} only strategies near a plan for {coarse.mesh} were searched: others may fit)") from None
-    return as_near(found, coarse, bound, program and program.within(options.memory_limit(table.cluster)), stopped)
 
 
-def _bound_of_all(table: CostTable, clock: PhaseTimer, left: _Left, interruptible: bool) -> tuple[float, bool]:
-    """Seconds of a step that no plan is below, and whether the user ended the search meanwhile."""
-    clock.say("axes", f"what no plan on {table.mesh} is below")
+def _bound_of_all(table: CostTable, clock: PhaseTimer, left: Left, interruptible: bool) -> tuple[float, Mapping[str, OpPlan], bool]:
+    """Seconds of a step that no plan is below, layouts that cost little more but for memory (none where nothing goes together: the search says why),
+    and whether the user ended the search meanwhile."""
     with clock("formulate"):
         found = relaxed(table)
+    if found is None:
+        return least(table), {}, False
     limit = Clock(left.seconds)
     with stopping(limit, interruptible), clock("search"):
-        return max(least(table), floor_of(found, limit.expired) if found else 0.0), limit.stopped
-
-
-class _Left:
-    """Seconds that searches may still take, at least `LEAST`."""
-
-    def __init__(self, clock: PhaseTimer, limit: float) -> None:
-        self._clock, self._end = clock, clock.seconds.get("search", 0.0) + limit
-
-    @property
-    def seconds(self) -> float:
-        return max(LEAST, self._end - self._clock.seconds.get("search", 0.0))
+        floor = floor_of(found, limit.expired)
+    return max(least(table), floor.seconds), found.layouts(floor.choice), limit.stopped

@@ -6,19 +6,31 @@ did, but for collectives inside of ops, which run axis by axis.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autoshard.base.mesh import Mesh
-from autoshard.base.plan import Plan
+from autoshard.base.plan import Copy, OpPlan, Plan
 from autoshard.base.spec import Spec
 from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Wiring
 from autoshard.formulate.problem_of import Formulation
 from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import DecisionUnit
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """How the ops of a program are laid out on a mesh: what a plan says of that, by the same names, and nothing else."""
+
+    ops: Mapping[str, OpPlan]
+    graph_hash: str
+    spec_mesh: Mesh
+    copies: tuple[Copy, ...] = ()
+    offload: tuple[str, ...] = ()
 
 
 def parts_of(coarse: Mesh, fine: Mesh) -> tuple[int, ...] | None:
@@ -35,13 +47,13 @@ def parts_of(coarse: Mesh, fine: Mesh) -> tuple[int, ...] | None:
     return tuple(out) if all(n == 1 for n in left) else None
 
 
-def lifts(formulation: Formulation, plans: Sequence[Plan]) -> Iterator[np.ndarray]:
+def lifts(formulation: Formulation, plans: Sequence[Plan | Layouts]) -> Iterator[np.ndarray]:
     """Those of `plans` that are plans of the same program on coarser meshes, as choices of `formulation`."""
     found = (lifted(formulation, plan) for plan in plans)
     return (choice for choice in found if choice is not None)
 
 
-def lifted(formulation: Formulation, plan: Plan) -> np.ndarray | None:
+def lifted(formulation: Formulation, plan: Plan | Layouts) -> np.ndarray | None:
     """`plan` as a choice of `formulation`. What it recomputes is kept here. None where it is a plan of another program, where its mesh
     is no coarser one, and where an op or a decision unit has no such strategy: a plan that was refined op by op is none over units."""
     table = formulation.table
@@ -59,7 +71,7 @@ def lifted(formulation: Formulation, plan: Plan) -> np.ndarray | None:
 class _Finder:
     """Looks up the strategies of a coarser plan; equal units once."""
 
-    def __init__(self, table: CostTable, plan: Plan, parts: tuple[int, ...]) -> None:
+    def __init__(self, table: CostTable, plan: Plan | Layouts, parts: tuple[int, ...]) -> None:
         self.table, self.plan, self.parts = table, plan, parts
         self.away = frozenset(plan.offload)
         self._known: dict[Any, int | None] = {}
