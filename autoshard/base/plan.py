@@ -29,7 +29,7 @@ NEARBY = ", near a plan for mesh "
 """Before a mesh, at the end of the status of a plan that was searched near one for fewer axes (planner/many_axes.py). Its bound is one of all."""
 RECOMPUTE_SUFFIX = "_again"
 """Suffix of the name of a recomputed op, in backward."""
-AROUND = " among the plans near it"
+AROUND = ", of the plans near it"
 """At the end of the status of a plan near which others were searched, of all strategies of a program with many (planner/descent.py), likewise."""
 Window = str
 """Name of a window: see `base.graph.Window`."""

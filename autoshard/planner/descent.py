@@ -20,6 +20,8 @@ LEAST = 1.0
 """Seconds at least for a search near known layouts."""
 WORTH = 5e-3
 """Share of a step by which it has to be shorter for another search to be worth its time."""
+CLOSE = 1e-3
+"""Of the bound, within which a plan is good enough."""
 ONE, TWO = 1, 2
 """Axes on which strategies may differ: from layouts that may be changed often, and from those of a plan."""
 SHARE = 0.5
@@ -43,10 +45,11 @@ class Left:
 
 @dataclass(eq=False)
 class Descent:
-    """`search(table, seconds, starts)` finds the best of the strategies of a table; `say` hears of every search.
+    """`bound`: of all plans of `table`, in seconds. `search(table, seconds, starts)` finds the best of the strategies of a table; `say` hears of it.
     `stopped`: whether the user has ended the search, after which there is one more within `LEAST` at most."""
 
     table: CostTable
+    bound: float
     search: Callable[[CostTable, float, Sequence[Plan | Layouts]], Found]
     left: Left
     say: Callable[[str, str], None]
@@ -54,7 +57,7 @@ class Descent:
 
     def from_layouts(self, ops: Mapping[str, OpPlan]) -> Found | None:
         """The best of what is near them, step by step; None where nothing near them fits."""
-        self.say("axes", f"strategies that differ from those close to it on one axis of {self.table.mesh}")
+        self.say("axes", f"strategies that differ from layouts close to that bound on one axis of {self.table.mesh}")
         try:
             found = self._down(Layouts(ops, self.table.graph.hash, self.table.mesh), np.inf, self._same, ONE, SHARE)
         except InfeasibleError:
@@ -73,11 +76,14 @@ class Descent:
         return tuple(range(self.table.mesh.ndim))
 
     def _down(self, start: Plan | Layouts, before: float, parts: Sequence[int], most: int, share: float) -> Found:
+        best: Found | None = None
         while True:
             found = self.search(near(self.table, parts, start.ops, most), LEAST if self.stopped else share * self.left.seconds, (start,))
+            best = found if best is None or found.solution.cost < best.solution.cost else best
             plan = found.plan(self.table, {}, {})
             self.stopped |= plan.interrupted
-            if self.stopped or self.left.over or plan.objective_s >= (1.0 - WORTH) * before:
-                return found
+            done = self.stopped or self.left.over or plan.objective_s <= (1.0 + CLOSE) * self.bound
+            if done or plan.objective_s >= (1.0 - WORTH) * before:
+                return best
             self.say("axes", f"{plan.objective_s:.6g} s; now strategies near that plan")
             start, before, parts = plan, plan.objective_s, self._same

@@ -47,9 +47,19 @@ class Coarse:
 
 
 def has_many(table: CostTable) -> bool:
-    """Whether only a part of the strategies is searched. A collective that the model calls itself is about the axes as they are."""
-    axes = sum(size > 1 for size in table.mesh.sizes)
-    if axes <= FEW_AXES or calls_collectives(table.graph):
+    """Whether only a part of the strategies is searched."""
+    return _too_many(table, FEW_AXES)
+
+
+def has_some(table: CostTable) -> bool:
+    """Whether the time may be up before all strategies are searched."""
+    return _too_many(table, FEW_AXES - 1)
+
+
+def _too_many(table: CostTable, axes: int) -> bool:
+    """Whether ops on more than so many axes of more than one rank have many strategies. A collective that the model calls itself is about the axes
+    as they are."""
+    if sum(size > 1 for size in table.mesh.sizes) <= axes or calls_collectives(table.graph):
         return False
     return sum(len(s) ** 2 for s in {id(s): s for s in table.strategies.values()}.values()) > MANY_PAIRS
 

@@ -19,12 +19,12 @@ from autoshard.decide.program import Program, formulate_within, with_starts
 from autoshard.decide.walks.lift import Layouts, lifts
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.formulate.relaxed import floor_of
-from autoshard.planner.descent import LEAST, Descent, Left
-from autoshard.planner.many_axes import as_near, coarse_of, has_many, least, on_fewer_axes, relaxed
+from autoshard.planner.descent import CLOSE, LEAST, Descent, Left
+from autoshard.planner.many_axes import as_near, coarse_of, has_many, has_some, least, on_fewer_axes, relaxed
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
-from autoshard.search.problem import Solution
+from autoshard.search.problem import Solution, Status
 from autoshard.seeds.held import holding
 from autoshard.seeds.seeds import Seeds, resolve_seeds
 from autoshard.space.cost_table import CostTable, Training, build_cost_table
@@ -33,6 +33,8 @@ from autoshard.space.strategies import enumerate_strategies
 
 COARSE = 0.8
 """Share of the time left for a plan for fewer axes, where there are many: what is near it is cheaper by tenths of a percent."""
+WHOLE = 0.6
+"""Share of the time limit for a search of all strategies, where it may end before the best is found."""
 FAR = 0.05
 """Of the bound of all plans, above which a plan on many axes is looked for in another way too."""
 
@@ -97,6 +99,8 @@ def searched(table: CostTable, options: Options, *, clock: PhaseTimer, has_loss:
     how = {"clock": clock, "has_loss": has_loss, "interruptible": interruptible, "enough": enough, "known": known}
     if options.search != PROPAGATE and has_many(table):
         return _searched_near(table, options, program, finer=finer, coarser=coarser, **how)
+    if options.search != PROPAGATE and has_some(table):
+        return _searched_both(table, options, program, finer=finer, coarser=coarser, **how)
     return _searched_whole(table, options, program, finer=finer, coarser=coarser, **how)
 
 
@@ -111,25 +115,52 @@ def _searched_whole(table: CostTable, options: Options, program: Program | None 
         return find(program, how)
 
 
-def _searched_near(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
+def _searched_both(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
                    **how: Any) -> Found:
+    """`searched`, of all strategies; where the time is up before the best is found, of those near layouts that are close to the bound of all too."""
+    left = Left(clock, options.time_limit)
+    found = _searched_whole(table, replace(options, time_limit=WHOLE * options.time_limit), program, clock=clock, finer=finer, coarser=coarser, **how)
+    if found.solution.status is not Status.TIME_LIMIT or found.solution.gap <= max(CLOSE, how["enough"]):
+        return found
+    steps, layouts = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
+    other = steps.from_layouts(layouts) if layouts else None
+    bound = max(steps.bound, found.solution.bound)
+    if other is not None and other.solution.cost < found.solution.cost:
+        return as_near(other, bound, None, steps.stopped)
+    return replace(found, solution=replace(found.solution, bound=min(bound, found.solution.cost)))
+
+
+def _searched_near(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, **how: Any) -> Found:
     """`searched`, of strategies near layouts that are close to the bound of all plans; where that leads nowhere, of those near a plan for fewer
     axes. `program`: what is known of it by hand may be cheaper."""
-    left, within = Left(clock, options.time_limit), options.memory_limit(table.cluster)
-
-    def search(near: CostTable, seconds: float, starts: Sequence[Plan | Layouts]) -> Found:
-        return _searched_whole(near, replace(options, time_limit=seconds), clock=clock, finer=finer, coarser=(*coarser, *starts), **how)
-
-    clock.say("axes", f"what no plan on mesh {table.mesh} is below: there are too many strategies to search all of them")
-    bound, layouts, stopped = _bound_of_all(table, clock, left, how["interruptible"])
-    steps = Descent(table, search, left, clock.say, stopped)
+    steps, layouts = _near_bound(table, options, Left(clock, options.time_limit), clock=clock, **how)
     found = steps.from_layouts(layouts) if layouts else None
-    if found is None or not steps.stopped and found.solution.cost > (1.0 + FAR) * bound:
+    if found is None or not steps.stopped and found.solution.cost > (1.0 + FAR) * steps.bound:
         found = min(filter(None, (_near_fewer_axes(steps, options, found, clock=clock, **how), found)), key=lambda f: f.solution.cost)
-    return as_near(found, bound, program and program.within(within), steps.stopped)
+    return as_near(found, steps.bound, program and program.within(options.memory_limit(table.cluster)), steps.stopped)
 
 
-def _near_fewer_axes(steps: Descent, options: Options, other: Found | None, *, clock: PhaseTimer, **how: Any) -> Found | None:
+def _near_bound(table: CostTable, options: Options, left: Left, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
+                **how: Any) -> tuple[Descent, Mapping[str, OpPlan]]:
+    """What searches near known layouts, below which no plan is, and layouts that cost little more but for memory: none where nothing goes together,
+    of which the search says why."""
+    def search(near: CostTable, seconds: float, starts: Sequence[Plan | Layouts]) -> Found:
+        return _searched_whole(near, replace(options, time_limit=seconds), clock=clock, finer=finer, coarser=(*coarser, *starts),
+                               **{**how, "enough": max(how["enough"], CLOSE)})
+
+    clock.say("axes", f"what no plan on mesh {table.mesh} is below: there are too many strategies to search all of them soon")
+    with clock("formulate"):
+        found = relaxed(table)
+    if found is None:
+        return Descent(table, least(table), search, left, clock.say), {}
+    limit = Clock(left.seconds)
+    with stopping(limit, how["interruptible"]), clock("search"):
+        floor = floor_of(found, limit.expired)
+    return Descent(table, max(least(table), floor.seconds), search, left, clock.say, limit.stopped), found.layouts(floor.choice)
+
+
+def _near_fewer_axes(steps: Descent, options: Options, other: Found | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
+                     **how: Any) -> Found | None:
     """The best strategies near a plan for fewer axes. Where none fits: None where there is an `other` plan, else raises InfeasibleError."""
     table, coarse = steps.table, coarse_of(steps.table)
     clock.say("axes", f"a plan for mesh {coarse.mesh}")
@@ -142,16 +173,3 @@ def _near_fewer_axes(steps: Descent, options: Options, other: Found | None, *, c
         if other is not None:
             return None
         raise InfeasibleError(f"{e}\n(on mesh {table.mesh} only strategies near a plan for {coarse.mesh} were searched: others may fit)") from None
-
-
-def _bound_of_all(table: CostTable, clock: PhaseTimer, left: Left, interruptible: bool) -> tuple[float, Mapping[str, OpPlan], bool]:
-    """Seconds of a step that no plan is below, layouts that cost little more but for memory (none where nothing goes together: the search says why),
-    and whether the user ended the search meanwhile."""
-    with clock("formulate"):
-        found = relaxed(table)
-    if found is None:
-        return least(table), {}, False
-    limit = Clock(left.seconds)
-    with stopping(limit, interruptible), clock("search"):
-        floor = floor_of(found, limit.expired)
-    return max(least(table), floor.seconds), found.layouts(floor.choice), limit.stopped
