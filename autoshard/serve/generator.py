@@ -140,11 +140,20 @@ class Generator:
             raise UsageError(f"{new} more tokens after {start} outgrow the caches, which hold {self.caches.length}; give a larger max_cache_len")
         inputs = step_inputs(self.caches, input_ids, position_ids, start, attention_mask)
         with torch.no_grad():
+            if start == 0:
+                self._empty()
             logits = self.compiled(*inputs) if self._turns is None else self._turns.in_model(lambda: self.compiled(*inputs), self._settings)
         seen.add(new)
         made = Output(logits=logits)
         made[self.caches.argument] = seen
         return made
+
+
+    def _empty(self) -> None:
+        """Caches as they were made. A mask hides rows of an earlier prompt, but for numbers that are not finite: 0 times those is not 0."""
+        for name, cache in self.compiled.named_buffers():
+            if name.startswith(("keys_", "values_")):
+                getattr(cache, "_local_tensor", cache).zero_()
 
 
 class Counted(Cache):

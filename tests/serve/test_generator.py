@@ -67,6 +67,14 @@ def test_a_second_prompt_of_the_same_length_starts_anew(family):
     assert_same(family, ids=prompt().flip(0))
 
 
+def test_numbers_of_an_earlier_prompt_that_are_not_finite_are_gone():
+    """Weights of masked rows are 0, and 0 times NaN is NaN."""
+    for name, held in pair("llama")[1].compiled.named_buffers():
+        if name.startswith(("keys_", "values_")):
+            held.fill_(torch.nan)
+    assert_same()
+
+
 @pytest.mark.parametrize("family", ["llama", "mamba", "jamba"])
 def test_left_padding(family):
     ids = prompt()
