@@ -4,8 +4,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 
+from autoshard._torch import pytree
 from autoshard.errors import TraceError
 from autoshard.program.tracing.survey import short
 
@@ -22,6 +24,12 @@ def copy_tree(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     except Exception as e:
         raise TraceError(f"the module tree of {type(model).__name__} cannot be copied ({short(e)}); "
                          "keep objects that cannot be copied out of module attributes") from None
+
+
+def kept_results(model: nn.Module) -> dict[int, torch.Tensor]:
+    """What modules keep of an earlier call, as numbers, by id: there is no way back through that call, and torch copies no such tensor."""
+    return {id(t): t.detach() for m in model.modules() for t in pytree.tree_leaves(list(vars(m).values()))
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None}
 
 
 def _copies(value: Any, memo: dict[int, Any]) -> bool:

@@ -24,6 +24,7 @@ from autoshard.base.precision import Precision
 from autoshard.base.random import mix
 from autoshard.base.spec import Spec, format_spec, local_shape, replicated
 from autoshard.errors import ModelError, PlanError, UsageError
+from autoshard.program.tracing.twin import copy_tree, kept_results
 from autoshard.runtime.params import anomalies  # noqa: F401  (tells DTensor of an op)
 from autoshard.runtime.params.dtensor_ops import mend_dtensors
 from autoshard.runtime.params.rooms import Rooms
@@ -47,10 +48,10 @@ class Stored:
         if place.device_mesh is not None:
             mend_dtensors()
         self._meta: set[str] = set()
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {key: t.clone() for key, t in kept_results(model).items()}
         for name, t in (*model.named_parameters(), *model.named_buffers()):
             memo[id(t)] = self._first(name, t)
-        self._take(copy.deepcopy(model, memo))
+        self._take(copy_tree(model, memo))
 
     def _take(self, module: nn.Module) -> None:
         """Find the tensors of a module tree."""
@@ -105,7 +106,7 @@ class Stored:
         for _, t in self._named():
             value = t.detach().clone()
             memo[id(t)] = nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
-        out._take(copy.deepcopy(self.module, memo))
+        out._take(copy_tree(self.module, memo))
         return out
 
     def keep_only(self, names: Collection[str]) -> None:

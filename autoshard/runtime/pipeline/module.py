@@ -1,7 +1,6 @@
 """`PipelineModule`: the stages that this rank has of the user's model, as an ordinary nn.Module."""
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from torch import nn
 from autoshard.base.plan import Plan
 from autoshard.errors import UsageError
 from autoshard.program.calling import Traced
+from autoshard.program.tracing.twin import copy_tree, kept_results
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.params.clip import pipelines
@@ -99,9 +99,9 @@ def pipeline_module(model: nn.Module, place: Place, settings: Settings, has_inpu
 
 def _without_memory(model: nn.Module) -> nn.Module:
     """A copy on the meta device, to trace other variants with."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = dict(kept_results(model))
     for t in model.parameters():
         memo[id(t)] = nn.Parameter(torch.empty(t.shape, dtype=t.dtype, device="meta"), requires_grad=t.requires_grad)
     for t in model.buffers():
         memo[id(t)] = torch.empty(t.shape, dtype=t.dtype, device="meta")
-    return copy.deepcopy(model, memo)
+    return copy_tree(model, memo)

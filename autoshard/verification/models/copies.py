@@ -12,6 +12,7 @@ from torch import nn
 from autoshard import _torch
 from autoshard._torch import pytree
 from autoshard.errors import UsageError
+from autoshard.program.tracing.twin import kept_results
 
 
 def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -21,9 +22,7 @@ def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if virtual:
         raise UsageError(f"verify needs real weights, and {virtual[0]} is on the meta device ({len(virtual)} tensors in all); "
                          "build the model outside torch.device('meta')")
-    # what modules keep of an earlier call stays as a number: there is no way back through that call
-    kept = {id(t): t.detach().clone() for m in model.modules() for t in pytree.tree_leaves(list(vars(m).values()))
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+    kept = {key: t.clone() for key, t in kept_results(model).items()}
     try:
         twin = copy.deepcopy(model, kept)
     except Exception as e:
