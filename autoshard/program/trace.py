@@ -18,6 +18,7 @@ from autoshard.program.around import own_hooks
 from autoshard.program.calling import Traced
 from autoshard.program.known_ranges import with_known_ranges
 from autoshard.program.opaque.opaque_probe import CannotRunWhole
+from autoshard.program.order_of_use import in_order_of_use
 from autoshard.program.simplify import simplify
 from autoshard.program.taken import check_taken
 from autoshard.program.tracing.any_size import AnySize
@@ -69,7 +70,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
         found = _with_fallback(run) if fallback == "replicate" else _surveyed(run, ())
     if raw:
         return found
-    graph = simplify(with_known_ranges(found.graph, found.calling.constants))
+    graph = simplify(with_known_ranges(in_order_of_use(found.graph), found.calling.constants))
     return Traced(_with_idle(with_parts(factor_graph(graph), stored), model), found.calling)
 
 

@@ -88,7 +88,36 @@ def another_way() -> None:
     assert time.monotonic() - start < SOON
 
 
+class OfKinds(nn.Module):
+    """Goes through a set of texts, whose order differs between these processes, as models of transformers do for kinds of layers."""
+
+    kinds = frozenset("abcdefgh")
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weighted, self.heads = weighted, nn.ModuleDict({kind: nn.Linear(8, 8) for kind in sorted(self.kinds)})
+        for i, kind in enumerate(sorted(self.kinds)):
+            self.register_buffer(f"speed_{kind}", torch.arange(8.0) + i)
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        made = {kind: torch.cos(at[:, None] * self.get_buffer(f"speed_{kind}")) for kind in self.kinds}
+        if self.weighted:
+            made = {kind: head * self.heads[kind].bias for kind, head in made.items()}
+        for kind, head in self.heads.items():
+            x = head(x) * made[kind]
+        return x
+
+
+def sets_of_texts() -> None:
+    x, at = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4.0)
+    torch.testing.assert_close(compiled(OfKinds(False))(x, at), OfKinds(False)(x, at))
+    with pytest.raises(LoweringError, match=r"graph of the model: .* goes through a set of texts, the order differs between processes"):
+        compiled(OfKinds(True))(x, at)
+
+
 def disagreements() -> None:
+    sets_of_texts()
     differing_calls()
     fewer_rows_while_others_compare()
     another_way()

@@ -20,6 +20,8 @@ from autoshard.runtime.ranks.place import Place
 log = logging.getLogger("autoshard")
 FIRST_WAIT, LONGEST_WAIT, NEWS = 5e-5, 0.2, 15.0
 """Seconds between two looks into the store, and between two lines of the log."""
+ORDERS = {"graph of the model": " (where a model goes through a set of texts, the order differs between processes: let it go through sorted(...))"}
+"""Of facts that ranks differ in without a difference in the call: how that comes."""
 T = TypeVar("T")
 
 
@@ -123,7 +125,7 @@ def _difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
         if a != b:
             lines = zip(a.splitlines() + ["nothing"], b.splitlines() + ["nothing"], strict=False)
             x, y = next(((x, y) for x, y in lines if x != y), (a, b))
-            return f"{name}: {x} against {y}"
+            return f"{name}: {x} against {y}{ORDERS.get(name, '')}"
     return "nothing differs"
 
 
