@@ -66,7 +66,7 @@ def _ranks(graph: Graph, free: frozenset[str]) -> dict[str, int]:
 
 
 def _ordered(run: Sequence[Op], rank: Mapping[str, int], names: dict[str, str]) -> list[Op]:
-    """The ops of a run that are read, in that order. Their names and numbers are those of the run, the lowest first: puts the new names into `names`."""
+    """The ops of a run that are read, in that order. Their names and numbers are those of the run, lowest first; new names go into `names`."""
     there: dict[str, list[int]] = defaultdict(list)
     for op in run:
         base, _, number = op.name.rpartition("_")

@@ -5,11 +5,11 @@ compiled model instead. What it passes as a cache only counts tokens: keys and v
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ OWN_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
 """Arguments of `generate` that run code of the user's."""
 LOGITS_ALONE = ("output_hidden_states", "output_attentions")
 """Settings that ask a model for more than logits."""
+INSIDE = "model."
+"""What names of the model begin with in the compiled one."""
 RECURRENT = ("linear_attention", "conv")
 """Kinds of layers whose mask only says what is padding."""
 
@@ -67,6 +69,28 @@ class Generator:
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    # --- weights, by the names that the model has ---
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, p in self.compiled.named_parameters(remove_duplicate=remove_duplicate) if recurse else ():
+            yield ".".join(filter(None, (prefix, name.removeprefix(INSIDE)))), p
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
+        """That of the compiled model: DTensors."""
+        return {name.removeprefix(INSIDE): t for name, t in self.compiled.state_dict(keep_vars=keep_vars).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Whole tensors are cut to this rank's placement."""
+        return self.compiled.load_state_dict({f"{INSIDE}{name}": t for name, t in state_dict.items()}, strict, assign)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError("this model has pieces of the weights; call save_pretrained() or push_to_hub() on the model that it was made of, with "
+                         "state_dict=... where this one has other weights (docs/hugging-face.md)")
+
+    push_to_hub = save_pretrained
+
+    # --- generation ---
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' `generate`, on every rank with the same arguments; all ranks draw the random numbers of the first one."""

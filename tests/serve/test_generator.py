@@ -224,3 +224,23 @@ def test_a_cache_passed_to_a_captured_call_is_named():
 def test_seeds_name_weights_as_the_model_does(key, there):
     model = tiny("llama")
     assert _inside(key, [name for name, _ in (*model.named_parameters(), *model.named_modules())]) == there
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+def test_weights_have_the_names_of_the_model(changes, tmp_path):
+    """As a loop needs it that trains one model and generates with another."""
+    model = tiny("llama", **changes)
+    served = autoshard.generator(model, "d=1", batch=2, max_cache_len=LENGTH, cluster="cpu-gloo", cache=False)
+    assert [name for name, _ in served.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert served.num_parameters() == model.num_parameters() > 0
+    assert served.state_dict().keys() == model.state_dict().keys()
+    before = served.generate(prompt(), max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)), alpha=0.2)
+    served.load_state_dict(model.state_dict())
+    after = served.generate(prompt(), max_new_tokens=8, do_sample=False)
+    assert torch.equal(after, model.generate(prompt(), max_new_tokens=8, do_sample=False)) and not torch.equal(after, before)
+    for save in (served.save_pretrained, served.push_to_hub):
+        with pytest.raises(autoshard.AutoshardError, match="on the model that it was made of"):
+            save(tmp_path)
