@@ -165,9 +165,10 @@ class MicroStep(Step):
             grads = windows.finish()
         finally:
             windows.shared.clear()
+        own = self.apart([grads[name] for name in self.grad_names])
         if (factor := results.factor) is not None:
-            multiply(grads.values(), factor)
-        return results.finished(), [grads[name] for name in self.grad_names]
+            multiply(own, factor)
+        return results.finished(), list(own)
 
     def _piece(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], m: int) -> dict[str, torch.Tensor]:
         """Local inputs of micro-batch `m`. One that comes in placed is cut on every rank."""

@@ -26,6 +26,7 @@ from autoshard.program.output_modes import DTENSOR, LOCAL, modes_of
 from autoshard.rules.states import states
 from autoshard.runtime.inputs import localize, plain_tangent
 from autoshard.runtime.once import differentiable_once
+from autoshard.runtime.own_memory import apart, may_share
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.params.strided import placements
 from autoshard.runtime.ranks.place import Place
@@ -215,6 +216,15 @@ class Step:
         return as_stored(tangent)
 
     @cached_property
+    def shares(self) -> bool:
+        """Whether gradients may lie in one memory."""
+        return may_share(self.graph)
+
+    def apart(self, grads: Sequence[torch.Tensor], given: Collection[int] = ()) -> Sequence[torch.Tensor]:
+        """Local gradients in memory of their own, and not at the addresses that were `given`."""
+        return apart(grads, given) if self.shares else grads
+
+    @cached_property
     def _behind(self) -> dict[str, frozenset[int]]:
         return results_behind(self.graph)
 
@@ -230,9 +240,9 @@ class Step:
                 Function.of(reduction, self.within, self.backend, "reduction"))
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Final local gradients by name, from those of `deferred`."""
-        reduction = self.deferred[1]
-        return dict(zip((p.name for p in reduction.gives), reduction.call(list(grads)), strict=True))
+        """Final local gradients by name, from those of `deferred`. Of equal ones the reduction takes one."""
+        reduction, given = self.deferred[1], dict(zip((n for n in self.grad_names if n in self.stored.params), grads, strict=True))
+        return dict(zip((p.name for p in reduction.gives), self.apart(reduction.call([given[p.name] for p in reduction.takes])), strict=True))
 
     def deliver(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Add local gradients to `.grad` of parameters that autograd does not reach from this call; their hooks run. Autograd takes none for a
@@ -296,10 +306,11 @@ class _Node(torch.autograd.Function):
             tangents = as_zeros(tangents, {i: ctx.forms[i] for i in missing})
         function = model.gradient_function(step)
         arguments = step.backward_arguments(function, ctx.saved_tensors, tangents, ctx.seed)
+        given = {plain_tangent(t).data_ptr() for t in tangents} if step.shares else ()
         del tangents
         _torch.drop_saved(ctx)
         try:
-            grads = model.finish_gradients(step, function.call(arguments), ctx.apart, missing)
+            grads = model.finish_gradients(step, step.apart(function.call(arguments), given), ctx.apart, missing)
         except (AutoshardError, RuntimeError) as e:
             model.name_who_left(e)
             raise

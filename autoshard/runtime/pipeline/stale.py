@@ -13,6 +13,7 @@ from autoshard.pipeline.action_lists.check import check
 from autoshard.pipeline.action_lists.transfers import with_transfers
 from autoshard.pipeline.schedules import make_schedule
 from autoshard.pipeline.turns import turns_of
+from autoshard.runtime.own_memory import apart
 from autoshard.runtime.pipeline.module import PipelineModule
 from autoshard.runtime.pipeline.runner import Run
 from autoshard.runtime.pipeline.stash import Stash, StashingRunner
@@ -63,7 +64,7 @@ class StaleRank:
     def _update(self, grads: Mapping[str, torch.Tensor]) -> None:
         if self.optimizer is None:
             return
-        for name, grad in grads.items():
+        for name, grad in zip(grads, apart(list(grads.values())), strict=True):
             self.step.stored.params[name].grad = self.step.as_gradient(name, grad)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

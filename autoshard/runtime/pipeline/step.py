@@ -23,6 +23,7 @@ from autoshard.program.output_modes import AUTO, DTENSOR, REPLICATE, modes_of
 from autoshard.runtime.hand_out import hand_out, multiply
 from autoshard.runtime.inputs import localize
 from autoshard.runtime.microbatches import Micro
+from autoshard.runtime.own_memory import apart
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.pipeline.runner import Run, Runner
 from autoshard.runtime.pipeline.stage_place import stage_spec
@@ -108,9 +109,10 @@ class PipelineStep:
         self.runner.run(run, training)
         outs, factor = self._shared(found)
         grads = self.tied.summed(run.grads) if training else {}
+        own = apart([grads[name] for name in self.grad_names]) if training else []
         if factor is not None:
-            multiply(grads.values(), factor)
-        return outs, [grads[name] for name in self.grad_names] if training else []
+            multiply(own, factor)
+        return outs, own
 
     def _micro(self, stage: int, m: int, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int) -> Micro:
         """Local inputs of a micro-batch, as the stage reads them."""
