@@ -13,7 +13,7 @@ from autoshard.errors import UsageError
 def as_passed(graph: Graph, mesh: Mesh, passing: Passing, placed: Container[str] = ()) -> dict[str, Spec]:
     """Local inputs by name, split along dim 0 over the batch axes (by default the first of the mesh), but for ops in `placed`, which lie as a
     seed says. Raises UsageError for an input that does not divide."""
-    if passing.inputs == "global":
+    if passing.inputs == "global" or mesh.size == 1:
         return {}
     axes = {mesh.index(a) for a in passing.batch_axes or mesh.names[:1]}
     split = tuple(0 if a in axes else R for a in range(mesh.ndim))

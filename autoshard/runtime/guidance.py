@@ -86,6 +86,16 @@ class Guidance:
                                  "device= or precision=autoshard.Precision(\"bf16\") to it")
         return self
 
+    def __getitem__(self, at: Any) -> Any:
+        """A layer of a model that has its layers by number or key (`nn.Sequential`)."""
+        return self.__dict__["_visible"]["root"][at]
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_visible"]["root"])
+
+    def __bool__(self) -> bool:
+        return True
+
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise UsageError(f"DataParallel cannot wrap a compiled model, and need not: {INSTEAD}")
 

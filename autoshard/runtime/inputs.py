@@ -26,7 +26,7 @@ def spec_given(passing: Passing, t: torch.Tensor, place: Place) -> Spec | None:
                          "inside of the forward that is compiled: torch.func's grad, vmap and jvp work there")
     if isinstance(t, DTensor):
         return _spec_of(t, place)
-    if passing.inputs == "local" and t.ndim:
+    if passing.inputs == "local" and t.ndim and place.mesh.size > 1:  # of one rank the part is the whole
         return batch_spec(passing, place)
     return None
 

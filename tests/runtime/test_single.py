@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 from planners import by_planner, whole_planner  # noqa: E402
 
+import autoshard  # noqa: E402
 from autoshard.errors import MeshError, UsageError  # noqa: E402
 from autoshard.runtime.module import CompiledModule  # noqa: E402
 from autoshard.runtime.ranks.place import locate  # noqa: E402
@@ -180,3 +181,28 @@ def test_a_meta_tensor_has_no_numbers() -> None:
     fast.prepare(torch.empty(2, 4, device="meta"))
     with pytest.raises(UsageError, match=r"shape \(2, 4\) is on the meta device.*pass it on cpu"):
         fast(torch.empty(2, 4, device="meta"))
+
+
+def test_the_part_of_the_only_rank_is_the_whole_batch() -> None:
+    """As a script of several ranks with loaders of their own is tried on one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 2).double()
+    fast = autoshard.compile(model, "dp=1", loss_fn=F.mse_loss, inputs="local", cluster="cpu-gloo", cache=False)
+    with fast.no_sync():
+        fast(x, y).backward()
+    fast(x, y).backward()
+    (2 * F.mse_loss(model(x), y)).backward()
+    for name, p in fast.named_parameters():
+        torch.testing.assert_close(p.grad, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_are_reached_as_in_the_model() -> None:
+    """By number or key, where the model has them so."""
+    fast = CompiledModule(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), locate("one=1"), by_planner(whole_planner))
+    x = torch.randn(2, 4)
+    fast[1].eval()
+    assert torch.equal(fast(x), fast(x)) and fast[-1].p == 0.5 and [type(m) for m in fast] == [nn.Linear, nn.Dropout] and len(fast) == 2
+    with pytest.raises(TypeError, match="Scaled.* not subscriptable"):
+        CompiledModule(Scaled(), locate("one=1"), by_planner(whole_planner))[0]
+    assert CompiledModule(Scaled(), locate("one=1"), by_planner(whole_planner)), "a model without a length counts as one that is there"
