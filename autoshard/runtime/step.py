@@ -22,6 +22,7 @@ from autoshard.lower.lower import LocalGraph, Lowered, Port, bind, call_of, lowe
 from autoshard.lower.schedule import CollectiveCall
 from autoshard.program.around import in_checkpoint
 from autoshard.program.calling import Calling, as_stored
+from autoshard.program.flow import passed_on
 from autoshard.program.output_modes import DTENSOR, LOCAL, modes_of
 from autoshard.rules.states import states
 from autoshard.runtime.inputs import localize, plain_tangent
@@ -171,13 +172,27 @@ class Step:
         arguments = self.arguments(tensors, given, seed)
         if self.backward is None or not torch.is_grad_enabled():
             with torch.no_grad():
-                outs = self.forward.call(arguments)
+                outs = self._off_states(self.forward.call(arguments))
             self.write_back(outs[self.n_users:self.n_users + len(self.mutated)])
             return tuple(outs[:self.n_users])
         kept = [self.local(p.name) for p in self.kept]
         apart = model.keeps_apart()
         result = _Node.apply(self, model, arguments, kept, seed, apart, *self.leaves(tensors, apart))
         return result if isinstance(result, tuple) else (result,)
+
+    @cached_property
+    def _hands_on_states(self) -> bool:
+        """Whether what a state was before the call is a result, or another state's new value (`self.last, self.now = self.now, h`)."""
+        ends = [(op, passed_on(self.graph, op.args[0])[-1].op) for role in (Role.USER, Role.MUTATION) for op in self.graph.outputs(role).values()]
+        return any(source in states(self.graph) and op.target.name != self.graph.op(source).target for op, source in ends)
+
+    def _off_states(self, outs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the forward gives, with copies of what lies in the memory of a state that is about to be written."""
+        if not self._hands_on_states:
+            return outs
+        owner = {self.local(name).untyped_storage().data_ptr(): name for name in self.states}
+        names = (*(None,) * self.n_users, *self.mutated)
+        return [t.clone() if owner.get(t.untyped_storage().data_ptr(), name) != name else t for t, name in zip(outs, names, strict=False)]
 
     # --- backward ---
 

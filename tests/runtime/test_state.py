@@ -66,3 +66,38 @@ def test_any_state_is_carried_split_over_ranks():
         report = autoshard.verify(Recurrent().double(), "tp=2", (torch.randn(4, 6).double(),), training=False, cluster="cpu-gloo",
                                   seeds=dict.fromkeys(("hidden", "total", "last"), spec))
         assert report.ok, str(report)
+
+
+class HandsOn(nn.Module):
+    """What one state was is another's new value, and a result."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(6, 6)
+        self.register_buffer("now", torch.zeros(4, 6))
+        self.register_buffer("last", torch.ones(4, 6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h, before = self.linear(x), self.now
+        if self.way == "shifted":
+            self.last, self.now = self.now, h
+        elif self.way == "swapped":
+            self.last, self.now = self.now, self.last + h
+        else:
+            self.now = h
+        return h * self.last, before, before[1:], self.last
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["shifted", "swapped", "returned"])
+def test_a_state_that_is_handed_on_is_read_before_it_is_written(way):
+    torch.manual_seed(0)
+    alone = HandsOn(way).double()
+    model, given = autoshard.compile(copy.deepcopy(alone), "d=1", cluster="cpu-gloo", cache=False), []
+    for _ in range(3):
+        x = torch.randn(4, 6, dtype=torch.float64)
+        given += zip(model(x), alone(x), strict=True)
+        for name, b in alone.named_buffers():
+            torch.testing.assert_close(model.get_buffer(name), b, rtol=1e-12, atol=1e-12)
+    for mine, theirs in given:  # also those of calls before
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
