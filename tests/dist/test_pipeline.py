@@ -86,9 +86,10 @@ def test_a_training_loop(tmp_path):
 
 
 def _clipped_beside_a_frozen_stage() -> list[float]:
-    """Differences of norms to one process: the first rank has no gradient, then gradients of another dtype than the second one's."""
+    """Differences of norms to one process: the first rank has no gradient, then gradients of another dtype than the second one's, then none again,
+    while the pipelines before are let go, and at last kept."""
     off = []
-    for frozen in (True, False):
+    for frozen in (True, False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8, dtype=torch.float64 if frozen else torch.float32).requires_grad_(not frozen), Wide(),
                               nn.Linear(8, 8).double(), nn.Linear(8, 3).double())
@@ -103,7 +104,24 @@ def _clipped_beside_a_frozen_stage() -> list[float]:
             off.append(abs(got.item() - wanted.item()))
         expected = dict(model.named_parameters())
         off += [float((p.grad - expected[n].grad).norm()) for n, p in compiled.named_parameters() if p.grad is not None]
+        compiled.circle = [compiled]  # only the garbage collector finds it
+    _refused_norms(compiled, nn.Linear(2, 2).double())
     return off
+
+
+def _refused_norms(first: nn.Module, other: nn.Module) -> None:
+    """Without a gradient here and beside another pipeline that trains, and of gradients that are not all of the pipeline."""
+    model, x, target = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), torch.randn(4, 6), torch.randint(3, (4,))
+    second = autoshard.compile(model, "pp=2", (x, target), loss_fn=F.cross_entropy, cache=False, pipeline=Pipeline(microbatches=2, cuts=["1"]))
+    second(x, target).backward()
+    beside = nn.functional.mse_loss(other(torch.zeros(1, 2).double()), torch.ones(1, 2).double())
+    beside.backward()
+    with pytest.raises(UsageError, match="clip each model's parameters in a call of its own"):
+        torch.nn.utils.clip_grad_norm_([*second.parameters(), *other.parameters()], 0.1)
+    if dist.get_rank() == 0:
+        with pytest.raises(UsageError, match="2 pipelines that train are alive"):
+            torch.nn.utils.clip_grad_norm_(first.parameters(), 0.1)
+    assert torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1) > 0
 
 
 def _unfrozen() -> str:

@@ -4,6 +4,7 @@
 told of pipelines (`pipelines`)."""
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from math import inf, prod
@@ -48,11 +49,11 @@ def _total_norm(alive: Collection[Any], theirs: Callable[..., torch.Tensor], ten
                 foreach: bool | None = None) -> torch.Tensor:
     """In place of torch's function `theirs`, of the same arguments."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    found = [model for model in alive if _has(model, grads)]
-    if len(found) != 1:
+    model = _owner(alive, grads) if grads else _only_one(alive)
+    if model is None:
         return theirs(grads, norm_type, error_if_nonfinite, foreach)
     with torch.no_grad():
-        norm = _norm(found[0], grads, norm_type)
+        norm = _norm(model, grads, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients of all stages is {norm.item()}, so they cannot be clipped; to clip with "
                            "it all the same set error_if_nonfinite=False")
@@ -60,10 +61,27 @@ def _total_norm(alive: Collection[Any], theirs: Callable[..., torch.Tensor], ten
     return norm if mesh is None else DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _has(model: Any, grads: Sequence[torch.Tensor]) -> bool:
-    """Whether all of these are gradients of a pipeline's parameters, or none are there on this rank."""
-    own = {id(p.grad) for p in model.parameters()}
-    return all(id(g) in own for g in grads)
+def _owner(alive: Collection[Any], grads: Sequence[torch.Tensor]) -> Any | None:
+    """The pipeline whose gradients these are; None where they are of none. Raises UsageError where some are of a pipeline and some are not."""
+    given = {id(g) for g in grads}
+    own = {model: given & {id(p.grad) for p in model.parameters()} for model in alive}
+    found = [model for model, ids in own.items() if ids]
+    if found and own[found[0]] != given:
+        raise UsageError("clip_grad_norm_ got gradients of a pipeline's parameters beside others, and a pipeline takes its norm over all of its "
+                         "stages; clip each model's parameters in a call of its own")
+    return found[0] if found else None
+
+
+def _only_one(alive: Collection[Any]) -> Any | None:
+    """The pipeline that trains, to whose norm a rank without gradients adds nothing; None if there is none. Raises UsageError for several."""
+    if sum(model.trains for model in alive) > 1:
+        gc.collect()  # those that the program has let go do not count
+    found = [model for model in alive if model.trains]
+    if len(found) > 1:
+        raise UsageError(f"clip_grad_norm_ got no gradient on this rank, and {len(found)} pipelines that train are alive, so it is not known whose "
+                         "norm the other ranks take; call autoshard.clip_grad_norm_(model, max_norm), or delete the pipelines that are done, and "
+                         "freeze those that only evaluate (requires_grad_(False) before compile)")
+    return found[0] if found else None
 
 
 def _norm(model: Any, grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -43,6 +43,11 @@ class PipelineModule(CompiledModule):
     def _program(self) -> nn.Module:
         return self._skeleton
 
+    @property
+    def trains(self) -> bool:
+        """Whether it ran, and any stage has a parameter to train."""
+        return bool(self._settled.placements) and any(self._trains.values())
+
     def is_first_holder(self, name: str) -> bool:
         """Of a parameter that several stages have, the first one's rank counts it."""
         return self._settled.first_rank.get(name) == self.place.coordinates[0]
