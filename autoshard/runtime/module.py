@@ -271,13 +271,16 @@ class CompiledModule(Guidance, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave gradients unreduced, kept aside; the next one outside adds them in and
-        reduces once. `.grad` is complete only after that one."""
+        """Backward passes inside leave gradients unreduced, kept aside; the next outside adds them in and reduces once, and `.grad` is complete."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
             self._accumulating = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._kept.clear()
 
     @property
     def _deferring(self) -> bool:
@@ -375,8 +378,7 @@ class CompiledModule(Guidance, nn.Module):
             setattr(root, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledModule":
-        """A compiled model with tensors of its own, and the variants and plans of this one, as `swa_utils.AveragedModel` makes it. Hooks on
-        parameters stay behind, as torch leaves them."""
+        """With tensors of its own and this one's variants and plans, for `swa_utils.AveragedModel`. Parameters' hooks stay behind, as torch's do."""
         twin = object.__new__(type(self))
         nn.Module.__init__(twin)
         for name in ("place", "settings", "options", "passing", "_binding"):

@@ -151,6 +151,23 @@ def accumulation() -> None:
     same_weights(pair)
 
 
+def accumulation_given_up() -> None:
+    """What `no_sync` keeps goes with `zero_grad`, of all parameters or of some, and no optimizer steps without it."""
+    for zeroed in ("optimizer", "model", "some"):
+        pair = both(2)
+        some = [torch.optim.SGD([p for n, p in m.named_parameters() if n.endswith("bias")], lr=0.1) for m in pair]
+        every = [adamw(m) for m in pair]
+        with pair[0].no_sync():
+            for m in pair:
+                loss(m, 0).backward()
+        with pytest.raises(UsageError, match=r"would leave out the gradient of .* that backward\(\) kept inside no_sync"):
+            every[0].step()
+        for m, o, s in zip(pair, every, some, strict=True):
+            {"optimizer": o, "model": m, "some": s}[zeroed].zero_grad()
+            loss(m, 1).backward()
+        same_gradients(*pair, EXACT)
+
+
 def optimizers() -> None:
     """Plain, foreach and fused, as they are and with `local_update`; a random plan places parameters in different ways."""
     def sgd(m: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
@@ -476,8 +493,8 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-LOOPS = (new_shapes, clipping, accumulation, optimizers, groups_by_name, schedulers, scaler, autocast, freezing, changed_attributes,
-         weights_that_change_before_backward, closures, averages, a_copy_is_another_model)
+LOOPS = (new_shapes, clipping, accumulation, accumulation_given_up, optimizers, groups_by_name, schedulers, scaler, autocast, freezing,
+         changed_attributes, weights_that_change_before_backward, closures, averages, a_copy_is_another_model)
 IN_FOLDERS = (async_save, whole_state_dicts, resuming)
 
 
