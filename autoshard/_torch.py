@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _functional_collectives, _state_dict_utils
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE  # noqa: F401  (where fully_shard() keeps its state)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -40,10 +41,9 @@ depends on the note, and a graph of shapes and dtypes does not have it: so the w
 class Recorder(FakeTensorMode):
     """Fake tensors that report every functional aten op: `on_op(target, args, kwargs, result)`.
 
-    Sits below functionalization and autograd, so it sees what a device would run and nothing in place.
-    Ops that fake tensors run internally to find a shape are not reported. `answer(op, args)` may make up the result of
-    an op that has none without data; `on_check(info)` hears of a check that raises unless all of `info` are 0; `on_higher_order(name)`
-    of ops that take functions."""
+    Sits below functionalization and autograd, so it sees what a device would run and nothing in place. Ops that fake tensors run internally
+    to find a shape are not reported. `answer(op, args)` may make up the result of an op that has none without data; `on_check(info)` hears of
+    a check that raises unless all of `info` are 0; `on_higher_order(name)` of ops that take functions."""
 
     def __init__(self, on_op: Callable[..., None], shape_env: Any = None) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
@@ -109,8 +109,7 @@ MEMORY_MATTERS = {torch.ops.aten.as_strided.default: Recorder._as_in_memory, tor
 
 @contextlib.contextmanager
 def functional_tracing(recorder: Recorder, mode: str) -> Iterator[None]:
-    """Run under fake tensors and functionalization, with torch's Python dispatcher (which makes dropout one
-    op). All undone on exit.
+    """Run under fake tensors and functionalization, with torch's Python dispatcher (which makes dropout one op). All undone on exit.
 
     `mode`: what library code is told when it asks: "eager", "compiling" or "exporting". It leaves out checks of data in the
     later ones; some models compute something else there than in eager mode."""
@@ -297,14 +296,18 @@ def on_total_norm(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = changed(clip_grad._get_total_norm)
 
 
+def on_flat_optimizer_states(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have optimizer states by name (`flatten_optimizer_state_dict`) be put into groups by what `changed` makes of torch's function for it."""
+    state_dict._unflatten_optim_state_dict = changed(state_dict._unflatten_optim_state_dict)
+
+
 def on_whole_tensors(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Have state dicts of whole tensors, which the first rank sends, be cut by what `changed` makes of torch's function for it."""
     _state_dict_utils._distribute_tensors = changed(_state_dict_utils._distribute_tensors)
 
 
 def take_strided_shards_in_turn() -> None:
-    """Have every DTensor with strided shards that no order of mesh axes means be cut and put together axis by axis. torch looks for an
-    order unless it is told not to, and without one puts together wrong what two axes split of one dim."""
+    """Have DTensors with strided shards that no order of mesh axes means be cut and joined axis by axis; torch joins them wrong."""
     settle = DTensorSpec.__post_init__
 
     def settled(self: Any) -> None:
@@ -326,8 +329,7 @@ def process_group(name: str) -> Any:
 
 
 def transport(group: Any, device_type: str) -> str:
-    """What a process group moves tensors of a device type with: "gloo", "nccl", ...; "" where it cannot. Asks the group, because the
-    name it was made with may be of several ("cpu:gloo,cuda:nccl") or none ("undefined")."""
+    """What a process group moves tensors of a device type with: "gloo", "nccl", ...; "" where it cannot. Its name may be of several or none."""
     try:
         return group._get_backend(torch.device(device_type)).name()
     except RuntimeError:  # no backend for that device
@@ -362,10 +364,8 @@ def has_sharding_rule(op: Any) -> bool:
 
 
 def sharding_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[tuple[str, int]]]:
-    """DTensor's rows for one mesh axis, `[*outputs, *tensor inputs]`, each placement as ("shard", dim),
-    ("replicate", 0) or ("sum" | "max" | "min" | "other", 0). Tensors in `args` are meta tensors.
-
-    Raises what DTensor's own functions raise for calls they do not foresee."""
+    """DTensor's rows for one mesh axis, `[*outputs, *tensor inputs]`, each placement as ("shard", dim), ("replicate", 0) or
+    ("sum" | "max" | "min" | "other", 0). Tensors in `args` are meta tensors. Raises what DTensor's functions raise for calls they do not foresee."""
     def described(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return TensorMeta(value.shape, value.stride(), value.dtype)

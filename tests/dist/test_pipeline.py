@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from harness import on_ranks, whole
 from pipeline_cases import Case, run_cases, subject
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import functional as F
 
 import autoshard
@@ -51,6 +52,23 @@ def test_local_inputs():
     assert max(on_ranks(4, _local_inputs)) < 1e-9
 
 
+def _resumed_groups(model: nn.Module, folder: str) -> list[float]:
+    """Learning rates of two groups after states by name were loaded; the last rank has no parameter of the first group."""
+    def grouped(lr: float) -> torch.optim.Optimizer:
+        apart = [[p for n, p in model.named_parameters() if ("wpe" in n) == first] for first in (True, False)]
+        assert bool(apart[0]) == (dist.get_rank() == 0) and apart[1]
+        return torch.optim.AdamW([{"params": apart[0], "lr": 2 * lr}, {"params": apart[1]}], lr=lr)
+
+    model.zero_grad()
+    saved, fresh = grouped(1e-3), grouped(1.0)
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    dcp.save(get_optimizer_state_dict(model, saved, options=by_name), checkpoint_id=folder)
+    state = get_optimizer_state_dict(model, fresh, options=by_name)
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, fresh, state, options=by_name)
+    return [group["lr"] for group in fresh.param_groups]
+
+
 def _training_loop(folder: str) -> dict[str, float]:
     """Differences to one process."""
     case = Case("gpt", "pp=2", 4)
@@ -77,6 +95,7 @@ def _training_loop(folder: str) -> dict[str, float]:
     names: list[list[str]] = [[], []]
     dist.all_gather_object(names, sorted(dict(other.named_parameters())))
     assert len(names[1]) == 1 and "wte.weight" in names[0], names  # the other cut
+    assert _resumed_groups(compiled, f"{folder}-groups") == [2e-3 if dist.get_rank() == 0 else 2.0, 1e-3]
     return {"norm": abs(got.item() - want.item()), "evaluated": abs(evaluated.item() - expected.item()), "loaded": abs(loaded.item() - expected.item())}
 
 
