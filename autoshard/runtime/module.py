@@ -29,7 +29,7 @@ from autoshard.runtime.loss_numbers import numbers_read
 from autoshard.runtime.microbatches import check_pieces
 from autoshard.runtime.params.module_shells import Seen, has_attribute, shell
 from autoshard.runtime.params.stored import Stored
-from autoshard.runtime.params.update import watch_fused
+from autoshard.runtime.params.update import watch_steps
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.agreement_facts import call_facts, in_words, inputs_in_words
 from autoshard.runtime.ranks.place import Place
@@ -50,7 +50,7 @@ class CompiledModule(Guidance, nn.Module):
     def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
         super().__init__()
         self.place, self.settings, self.options, self.passing = place, settings, settings.options, settings.options.passing
-        watch_fused()
+        watch_steps()
         self._binding = Binding.of(model, settings.loss_fn)
         self._hold(Stored(model, self._stores_at, settings.options.precision), model.training)
 

@@ -410,6 +410,32 @@ def whole_state_dicts(_: str) -> None:
     assert_near("loaded whole", loss(plain).detach(), loss(pair[1]).detach(), EXACT)
 
 
+def optimizer_states_of_one_device(_: str) -> None:
+    """Whole, as `torch.save` wrote them; loaded before the first call and behind it, for steps as they are and with `local_update`."""
+    def momentum(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    for make in (adamw, momentum, lambda m: local_update(momentum(m))):
+        for called in (False, True):
+            model, plain = both(8)
+            theirs = momentum(plain) if make is not adamw else adamw(plain)
+            loss(plain, 0).backward()
+            theirs.step()
+            theirs.zero_grad()
+            if called:
+                loss(model, 0).backward()
+                model.zero_grad()
+            ours = make(model)
+            model.load_state_dict(plain.state_dict())
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            for i in (1, 2):
+                for m, o in ((model, ours), (plain, theirs)):
+                    loss(m, i).backward()
+                    o.step()
+                    o.zero_grad()
+            same_weights((model, plain))
+
+
 def resuming(folder: str) -> None:
     """With dropout and momentum: from the checkpoint on, the same to the bit as going on, also under another seed of the process."""
     def made() -> tuple[CompiledModule, Any, Any]:
@@ -495,7 +521,7 @@ class Lines(logging.Handler):
 
 LOOPS = (new_shapes, clipping, accumulation, accumulation_given_up, optimizers, groups_by_name, schedulers, scaler, autocast, freezing,
          changed_attributes, weights_that_change_before_backward, closures, averages, a_copy_is_another_model)
-IN_FOLDERS = (async_save, whole_state_dicts, resuming)
+IN_FOLDERS = (async_save, whole_state_dicts, optimizer_states_of_one_device, resuming)
 
 
 def all_loops(folder: str) -> list[str]:

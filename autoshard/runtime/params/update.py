@@ -19,6 +19,7 @@ from autoshard import _torch
 from autoshard.cost.optimizers import elementwise_classes
 from autoshard.errors import UsageError
 from autoshard.runtime.params import host_state
+from autoshard.runtime.params.strided import cut
 
 ELEMENTWISE = tuple(getattr(optim, name) for name in elementwise_classes())
 FUSED = {optim.SGD: torch.ops.aten._fused_sgd_.default, optim.Adagrad: torch.ops.aten._fused_adagrad_.default}
@@ -46,9 +47,10 @@ def local_update(optimizer: optim.Optimizer) -> optim.Optimizer:
 
 
 @cache
-def watch_fused() -> None:
-    """Once per process: a fused step that torch cannot do with DTensors says what to do instead."""
+def watch_steps() -> None:
+    """Once per process: a fused step that torch cannot do with DTensors says what to do instead, and state of whole parameters is cut as they are."""
     register_optimizer_step_pre_hook(_refuse_fused)
+    register_optimizer_step_pre_hook(_cut_whole_state)
 
 
 def _refuse_fused(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -59,6 +61,17 @@ def _refuse_fused(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         name = type(optimizer).__name__
         raise UsageError(f"{name}(fused=True) updates all parameters by an op that torch has not for DTensors; use optimizer = "
                          f"autoshard.local_update(optimizer), which runs it on every rank's own pieces, or {name} without fused")
+
+
+def _cut_whole_state(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """As `load_state_dict` leaves that of a training on one device."""
+    for p, state in optimizer.state.items():
+        if not isinstance(p, DTensor):
+            continue
+        mesh = p.device_mesh
+        for name, value in state.items():
+            if type(value) is Tensor and value.ndim and value.shape == p.shape:
+                state[name] = _torch.dtensor_like(cut(value, p.placements, mesh.shape, mesh.get_coordinate()).clone(), p)
 
 
 class _Swap:
