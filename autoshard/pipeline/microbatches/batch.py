@@ -174,7 +174,8 @@ def _batch_dims(whole: Traced, tensors: Sequence[torch.Tensor], pipeline: Pipeli
                              f"it whole, say so: Pipeline(microbatches={count}, batch_dims={{'input:{i}': None}})")
         dims[i] = d % t.ndim
     if not batch or batch % count:
-        raise UsageError(f"a batch of {batch} rows does not divide into {count} micro-batches; choose a divisor of {batch}" if batch
+        raise UsageError(f"a batch of {batch} rows does not divide into {count} micro-batches; choose a divisor of {batch}, or leave out a last "
+                         "batch of another size (drop_last=True of a DataLoader)" if batch
                          else f"no input has a batch dim, so there is nothing to cut into {count} micro-batches")
     return dims
 
