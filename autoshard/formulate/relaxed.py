@@ -52,13 +52,20 @@ class _Read:
     def seconds(self) -> np.ndarray:
         return self.edge.table
 
+    def moved(self, choice: np.ndarray) -> tuple[int, float]:
+        """Which of `specs` a choice reads, and the seconds of redistributions to it in a step."""
+        at = int(self.edge.cols[choice[self.edge.v]])
+        return at, self.runs * float(self.seconds[self.edge.rows[choice[self.edge.u]], at])
+
 
 @dataclass(frozen=True)
 class Floor:
-    """`seconds` of a step that no plan over decision units is below, whatever memory there is. `choice`: of the relaxed problem, close to it."""
+    """`seconds` of a step that no plan over decision units is below, whatever memory there is. `choice`: of the relaxed problem, close to it; `paid`:
+    seconds of it where every redistribution is paid in full, about what it takes as a plan."""
 
     seconds: float
     choice: np.ndarray
+    paid: float = np.inf
 
 
 def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> Floor:
@@ -85,7 +92,7 @@ def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> Floo
         now = sweeps.choice()
         idle = 0 if sweeps.bound > best.seconds + GAIN * abs(best.seconds) else idle + 1
         best = max(best, Floor(sweeps.bound, now), key=lambda floor: floor.seconds)
-    return replace(best, seconds=best.seconds - ROUNDING * abs(best.seconds))
+    return replace(best, seconds=best.seconds - ROUNDING * abs(best.seconds), paid=relaxed.paid(best.choice))
 
 
 def _settle(sweeps: Sweeps, over: Callable[[], bool]) -> None:
@@ -198,15 +205,30 @@ class Relaxed:
 
     def not_full(self, prices: Sequence[float], shares: Shares, choice: np.ndarray) -> set[int]:
         """The windows in which a choice hides less than compute could."""
-        load = np.zeros(self.windows)
-        for (_, heavy), kept, s in zip(self._costs, self.kept, choice.tolist(), strict=True):
-            load -= heavy[:, kept[s]]
+        load = -self._heavy(choice)
         for reads, parts in zip(self.values, shares, strict=True):
             for read, share in zip(reads, parts, strict=True):
                 if read.priced:
-                    at = read.edge.cols[choice[read.edge.v]]
-                    load[read.window] += read.runs * share[at] * read.seconds[read.edge.rows[choice[read.edge.u]], at]
+                    at, seconds = read.moved(choice)
+                    load[read.window] += share[at] * seconds
         return {w for w in range(self.windows) if prices[w] > 0.0 and load[w] < 0.0}
+
+    def paid(self, choice: np.ndarray) -> float:
+        """Seconds of a choice where one of those who read a value in a layout pays for its redistribution."""
+        spent, load = sum(cost[kept[s]] for (cost, _), kept, s in zip(self._costs, self.kept, choice.tolist(), strict=True)), -self._heavy(choice)
+        for reads in self.values:
+            once = {read.specs[at]: (read, seconds) for read in reads for at, seconds in [read.moved(choice)]}
+            for read, seconds in once.values():
+                spent += seconds * (self._builder.kappa if read.priced else 1.0)
+                load[read.window] += seconds if read.priced else 0.0
+        return float(spent + self.most * np.maximum(load, 0.0).sum())
+
+    def _heavy(self, choice: np.ndarray) -> np.ndarray:
+        """Seconds of heavy ops, per window."""
+        found = np.zeros(self.windows)
+        for (_, heavy), kept, s in zip(self._costs, self.kept, choice.tolist(), strict=True):
+            found += heavy[:, kept[s]]
+        return found
 
     def layouts(self, choice: np.ndarray) -> dict[str, OpPlan]:
         """How every op is laid out in a choice."""

@@ -56,7 +56,9 @@ class Descent:
     stopped: bool = False
 
     def from_layouts(self, ops: Mapping[str, OpPlan]) -> Found | None:
-        """The best of what is near them, step by step; None where nothing near them fits."""
+        """The best of what is near them, step by step; None where nothing near them fits, and where there are none."""
+        if not ops:
+            return None
         self.say("axes", f"strategies that differ from layouts close to that bound on one axis of {self.table.mesh}")
         try:
             found = self._down(Layouts(ops, self.table.graph.hash, self.table.mesh), np.inf, self._same, ONE, SHARE)

@@ -16,6 +16,7 @@ from autoshard.decide.options import PROPAGATE, Options
 from autoshard.decide.passed_inputs import as_passed
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Program, formulate_within, with_starts
+from autoshard.decide.refine import may_refine
 from autoshard.decide.walks.lift import Layouts, lifts
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.formulate.relaxed import floor_of
@@ -35,6 +36,8 @@ COARSE = 0.8
 """Share of the time left for a plan for fewer axes, where there are many: what is near it is cheaper by tenths of a percent."""
 WHOLE = 0.6
 """Share of the time limit for a search of all strategies, where it may end before the best is found."""
+LIKELY = 0.01
+"""Of the bound of all plans, within which layouts close to it are as a plan where a plan near them is likely to be as cheap as it."""
 FAR = 0.05
 """Of the bound of all plans, above which a plan on many axes is looked for in another way too."""
 
@@ -117,33 +120,40 @@ def _searched_whole(table: CostTable, options: Options, program: Program | None 
 
 def _searched_both(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
                    **how: Any) -> Found:
-    """`searched`, of all strategies; where the time is up before the best is found, of those near layouts that are close to the bound of all too."""
-    left = Left(clock, options.time_limit)
-    found = _searched_whole(table, replace(options, time_limit=WHOLE * options.time_limit), program, clock=clock, finer=finer, coarser=coarser, **how)
-    if found.solution.status is not Status.TIME_LIMIT or found.solution.gap <= max(CLOSE, how["enough"]):
+    """`searched`, of strategies near layouts that are close to the bound of all plans, where one of them is likely to be as cheap as that; of all
+    strategies; and where the time is up before the best of these is found, of those near the layouts."""
+    left, enough = Left(clock, options.time_limit), max(CLOSE, how["enough"])
+    steps, layouts, likely = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
+    near = steps.from_layouts(layouts) if likely or steps.stopped else None
+    if near is not None and (steps.stopped or near.solution.cost <= (1.0 + enough) * steps.bound):
+        return as_near(near, steps.bound, None, steps.stopped)
+    starts = (*coarser, *([near.plan(table, {}, {})] if near else []))
+    found = _searched_whole(table, replace(options, time_limit=WHOLE * left.seconds), program, clock=clock, finer=finer, coarser=starts, **how)
+    if found.solution.status is not Status.TIME_LIMIT or found.solution.gap <= enough:
         return found
-    steps, layouts = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
-    other = steps.from_layouts(layouts) if layouts else None
+    near = near or steps.from_layouts(layouts)
     bound = max(steps.bound, found.solution.bound)
-    if other is not None and other.solution.cost < found.solution.cost:
-        return as_near(other, bound, None, steps.stopped)
+    if near is not None and near.solution.cost < found.solution.cost:
+        return as_near(near, bound, None, steps.stopped)
     return replace(found, solution=replace(found.solution, bound=min(bound, found.solution.cost)))
 
 
 def _searched_near(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, **how: Any) -> Found:
     """`searched`, of strategies near layouts that are close to the bound of all plans; where that leads nowhere, of those near a plan for fewer
     axes. `program`: what is known of it by hand may be cheaper."""
-    steps, layouts = _near_bound(table, options, Left(clock, options.time_limit), clock=clock, **how)
-    found = steps.from_layouts(layouts) if layouts else None
+    steps, layouts, _ = _near_bound(table, options, Left(clock, options.time_limit), clock=clock, **how)
+    found = steps.from_layouts(layouts)
     if found is None or not steps.stopped and found.solution.cost > (1.0 + FAR) * steps.bound:
         found = min(filter(None, (_near_fewer_axes(steps, options, found, clock=clock, **how), found)), key=lambda f: f.solution.cost)
     return as_near(found, steps.bound, program and program.within(options.memory_limit(table.cluster)), steps.stopped)
 
 
 def _near_bound(table: CostTable, options: Options, left: Left, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
-                **how: Any) -> tuple[Descent, Mapping[str, OpPlan]]:
-    """What searches near known layouts, below which no plan is, and layouts that cost little more but for memory: none where nothing goes together,
-    of which the search says why."""
+                **how: Any) -> tuple[Descent, Mapping[str, OpPlan], bool]:
+    """What searches near known layouts, with the bound of all plans; layouts that cost little more but for memory, none where nothing goes together,
+    of which the search says why; and whether a plan near them is likely to be as cheap as the bound."""
+    finer = finer and may_refine(table)  # also where strategies near layouts are few
+
     def search(near: CostTable, seconds: float, starts: Sequence[Plan | Layouts]) -> Found:
         return _searched_whole(near, replace(options, time_limit=seconds), clock=clock, finer=finer, coarser=(*coarser, *starts),
                                **{**how, "enough": max(how["enough"], CLOSE)})
@@ -152,11 +162,12 @@ def _near_bound(table: CostTable, options: Options, left: Left, *, clock: PhaseT
     with clock("formulate"):
         found = relaxed(table)
     if found is None:
-        return Descent(table, least(table), search, left, clock.say), {}
+        return Descent(table, least(table), search, left, clock.say), {}, False
     limit = Clock(left.seconds)
     with stopping(limit, how["interruptible"]), clock("search"):
         floor = floor_of(found, limit.expired)
-    return Descent(table, max(least(table), floor.seconds), search, left, clock.say, limit.stopped), found.layouts(floor.choice)
+    steps = Descent(table, max(least(table), floor.seconds), search, left, clock.say, limit.stopped)
+    return steps, found.layouts(floor.choice), floor.paid <= (1.0 + LIKELY) * floor.seconds
 
 
 def _near_fewer_axes(steps: Descent, options: Options, other: Found | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
