@@ -321,7 +321,7 @@ class _Node(torch.autograd.Function):
             tangents = as_zeros(tangents, {i: ctx.forms[i] for i in missing})
         function = model.gradient_function(step)
         arguments = step.backward_arguments(function, ctx.saved_tensors, tangents, ctx.seed)
-        given = {plain_tangent(t).data_ptr() for t in tangents} if step.shares else ()
+        given = {t.data_ptr() for t in arguments if isinstance(t, torch.Tensor)} if step.shares else ()
         del tangents
         _torch.drop_saved(ctx)
         try:

@@ -74,6 +74,17 @@ def test_what_is_near_layouts_close_to_the_bound_is_little_dearer_than_the_best(
     assert whole.bound_s * (1 - 1e-9) <= found.objective_s <= 1.05 * whole.objective_s and found.status.endswith(AROUND)
 
 
+def test_layouts_that_cost_no_more_than_the_bound_are_proven_without_a_search_of_all():
+    mesh = "a=2,b=2,c=2"
+    options = replace(OPTIONS, cluster="h100-dgx")
+    table = prices(traced("gpt", mesh), parse_mesh(mesh), options)
+    whole, real, asked = searched(table, options, clock=PhaseTimer(), finer=False), one_stage._searched_whole, []
+    with patch.object(many_axes, "MANY_PAIRS", 0), patch.object(one_stage, "_searched_whole", side_effect=lambda t, *a, **k: (asked.append(t), real(t, *a, **k))[1]):
+        found = searched(table, options, clock=PhaseTimer(), finer=False)
+    assert asked and all(t is not table for t in asked) and found.solution.gap < 1e-3
+    assert found.solution.cost == pytest.approx(whole.solution.cost, rel=1e-3)
+
+
 def test_where_the_time_is_up_strategies_near_the_bound_are_searched_too():
     mesh = "a=2,b=2,c=2"
     table = prices(traced("gpt", mesh), parse_mesh(mesh), OPTIONS)
