@@ -98,7 +98,7 @@ def searched(table: CostTable, options: Options, *, clock: PhaseTimer, has_loss:
     budget, where it was made already. `coarser`: plans, of which those of the same program on meshes that this one refines are starts. Raises
     InfeasibleError, and Interrupted where there is no plan yet.
 
-    On many mesh axes strategies near a plan for fewer axes are searched: see many_axes.py."""
+    On many mesh axes strategies near layouts that are close to a bound of all plans are searched, alone or beside all of them: see many_axes.py."""
     how = {"clock": clock, "has_loss": has_loss, "interruptible": interruptible, "enough": enough, "known": known}
     if options.search != PROPAGATE and has_many(table):
         return _searched_near(table, options, program, finer=finer, coarser=coarser, **how)
