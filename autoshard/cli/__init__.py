@@ -1,6 +1,9 @@
 """The command line: one file per command. torch is imported only by commands that need it, when they run."""
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -67,9 +70,17 @@ def options(
 def main() -> None:
     """Entry point: a user's mistake is one message on standard error and exit code 2, never a traceback."""
     try:
-        app(prog_name="autoshard")  # however it was started
+        try:
+            app(prog_name="autoshard")  # however it was started
+        finally:
+            sys.stdout.flush()  # here an error has a message, at the end of the process it has none
     except AutoshardError as error:
         _fail(str(error))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of the output
+        _fail("cannot write the output: the disk is full; make room on it, or write elsewhere with -o or a pipe")
     except ModuleNotFoundError as error:
         if (error.name or "autoshard").startswith("autoshard"):
             raise

@@ -315,6 +315,13 @@ def test_module_entry_point_exits_with_2():
     assert done.returncode == 2 and done.stderr.startswith("error: ")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
+def test_a_full_disk_is_a_message():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "autoshard", "clusters", "show", "h100-dgx"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "disk is full" in done.stderr and "Traceback" not in done.stderr and "ignored" not in done.stderr
+
+
 def test_memory_sweeps_budgets(run):
     code, out, err = run("memory", "mlp:tiny", "--mesh", "dp=4", "--steps", "3", "--json", "--quiet")
     points = json.loads(out)

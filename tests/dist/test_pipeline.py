@@ -251,6 +251,9 @@ def _keeps_what_evaluation_reads(folder: str) -> dict[str, float]:
     again.load_state_dict({name: t.clone() for name, t in reference.state_dict().items()})
     off["loaded whole"] = evaluated(again)
     expected = reference.state_dict()
+    of_a_stage = next(name for name in ("layers.0.weight", "layers.1.weight") if name not in again.state_dict())
+    with pytest.raises(RuntimeError, match=f"size mismatch for {of_a_stage}, which another stage has"):
+        again.load_state_dict({**expected, of_a_stage: torch.zeros(3, 3)})
     return off | {name: float((whole(t) - expected[name]).abs().max()) for name, t in again.state_dict().items()}
 
 
