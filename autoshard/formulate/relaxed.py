@@ -68,8 +68,9 @@ class Floor:
     paid: float = np.inf
 
 
-def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> Floor:
-    """What messages prove. `over`: whether to end soon, with what is proven."""
+def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False, within: float = np.inf) -> Floor:
+    """What messages prove. `over`: whether to end soon, with what is proven. `within`: share of it, by which the choice may be above it as a plan for
+    shares to move: no more is proven of others."""
     shares, begun = relaxed.equal_shares(), []
     for price in {relaxed.most: None, 0.0: None}:  # rows that are full, and rows that never are
         sweeps = Sweeps(relaxed.problem([price] * relaxed.windows, shares))
@@ -82,8 +83,9 @@ def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> Floo
         other = Sweeps(relaxed.problem(fewer, shares))
         _settle(other, over)
         prices, sweeps = (fewer, other) if other.bound > sweeps.bound else (prices, sweeps)
-    best, now, idle = Floor(sweeps.bound, sweeps.choice()), sweeps.choice(), 0
-    for turn in range(ROUNDS if _is_close(sweeps) else 0):
+    now, idle = sweeps.choice(), 0
+    best = Floor(sweeps.bound, now, relaxed.paid(now))
+    for turn in range(ROUNDS if _is_close(sweeps) and best.paid <= (1.0 + within) * best.seconds else 0):
         if over() or idle == IDLE:
             break
         shares = relaxed.moved(shares, now, STEP / (1.0 + SLOWER * turn))

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
@@ -123,7 +125,7 @@ def _searched_both(table: CostTable, options: Options, program: Program | None, 
     """`searched`, of strategies near layouts that are close to the bound of all plans, where one of them is likely to be as cheap as that; of all
     strategies; and where the time is up before the best of these is found, of those near the layouts."""
     left, enough = Left(clock, options.time_limit), max(CLOSE, how["enough"])
-    steps, layouts, likely = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
+    steps, layouts, likely = _near_bound(table, options, left, LIKELY, clock=clock, finer=finer, coarser=coarser, **how)
     near = steps.from_layouts(layouts) if likely or steps.stopped else None
     if near is not None and (steps.stopped or near.solution.cost <= (1.0 + enough) * steps.bound):
         return as_near(near, steps.bound, None, steps.stopped)
@@ -131,7 +133,9 @@ def _searched_both(table: CostTable, options: Options, program: Program | None, 
     found = _searched_whole(table, replace(options, time_limit=WHOLE * left.seconds), program, clock=clock, finer=finer, coarser=starts, **how)
     if found.solution.status is not Status.TIME_LIMIT or found.solution.gap <= enough:
         return found
-    near = near or steps.from_layouts(layouts)
+    if near is None:
+        steps, layouts, _ = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
+        near = steps.from_layouts(layouts)
     bound = max(steps.bound, found.solution.bound)
     if near is not None and near.solution.cost < found.solution.cost:
         return as_near(near, bound, None, steps.stopped)
@@ -148,8 +152,8 @@ def _searched_near(table: CostTable, options: Options, program: Program | None, 
     return as_near(found, steps.bound, program and program.within(options.memory_limit(table.cluster)), steps.stopped)
 
 
-def _near_bound(table: CostTable, options: Options, left: Left, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
-                **how: Any) -> tuple[Descent, Mapping[str, OpPlan], bool]:
+def _near_bound(table: CostTable, options: Options, left: Left, within: float = np.inf, *, clock: PhaseTimer, finer: bool,
+                coarser: Sequence[Plan | Layouts], **how: Any) -> tuple[Descent, Mapping[str, OpPlan], bool]:
     """What searches near known layouts, with the bound of all plans; layouts that cost little more but for memory, none where nothing goes together,
     of which the search says why; and whether a plan near them is likely to be as cheap as the bound."""
     finer = finer and may_refine(table)  # also where strategies near layouts are few
@@ -165,7 +169,7 @@ def _near_bound(table: CostTable, options: Options, left: Left, *, clock: PhaseT
         return Descent(table, least(table), search, left, clock.say), {}, False
     limit = Clock(left.seconds)
     with stopping(limit, how["interruptible"]), clock("search"):
-        floor = floor_of(found, limit.expired)
+        floor = floor_of(found, limit.expired, within)
     steps = Descent(table, max(least(table), floor.seconds), search, left, clock.say, limit.stopped)
     return steps, found.layouts(floor.choice), floor.paid <= (1.0 + LIKELY) * floor.seconds
 

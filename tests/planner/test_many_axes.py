@@ -192,7 +192,7 @@ def test_four_axes_compute_what_one_device_does():
 
 
 def test_who_ends_the_search_while_all_plans_are_bounded_gets_the_plan_so_far():
-    def ended(relaxed, over):
+    def ended(relaxed, over, within):
         over.__self__.stop = True
         return Floor(0.0, np.zeros(len(relaxed.kept), dtype=np.int64))
 
