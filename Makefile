@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo      plan models/gpt.py for two local processes and train it beside one process"
 	@echo "make lint      look for errors of style and of types, without running anything"
-	@echo "make test      the same, and run the tests (25 to 45 minutes on 2 cores)"
+	@echo "make test      the same, and run the tests (35 to 45 minutes on 2 cores)"
 	@echo "make test-all  run the slow tests too"
 	@echo "make install   make .venv and install autoshard into it"
 	@echo "make docs      build the documentation as a site into site/"
