@@ -27,10 +27,10 @@ OPTIMAL_REFINED = f"optimal over decision units{REFINED}"
 """The status where no plan over decision units is cheaper: proven."""
 NEARBY = ", near a plan for mesh "
 """Before a mesh, at the end of the status of a plan that was searched near one for fewer axes (planner/many_axes.py). Its bound is one of all."""
-RECOMPUTE_SUFFIX = "_again"
-"""Suffix of the name of a recomputed op, in backward."""
 AROUND = ", of the plans near it"
 """At the end of the status of a plan near which others were searched, of all strategies of a program with many (planner/descent.py), likewise."""
+RECOMPUTE_SUFFIX = "_again"
+"""Suffix of the name of a recomputed op, in backward."""
 Window = str
 """Name of a window: see `base.graph.Window`."""
 LATE_REDUCTION = {"reduce_gradients": "at the end"}

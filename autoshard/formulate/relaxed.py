@@ -65,7 +65,7 @@ class Floor:
 
     seconds: float
     choice: np.ndarray
-    paid: float = np.inf
+    paid: float
 
 
 def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False, within: float = np.inf) -> Floor:
@@ -93,8 +93,9 @@ def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False, within:
         sweeps.run(SWEEPS)
         now = sweeps.choice()
         idle = 0 if sweeps.bound > best.seconds + GAIN * abs(best.seconds) else idle + 1
-        best = max(best, Floor(sweeps.bound, now), key=lambda floor: floor.seconds)
-    return replace(best, seconds=best.seconds - ROUNDING * abs(best.seconds), paid=relaxed.paid(best.choice))
+        if sweeps.bound > best.seconds:
+            best = Floor(sweeps.bound, now, relaxed.paid(now))
+    return replace(best, seconds=best.seconds - ROUNDING * abs(best.seconds))
 
 
 def _settle(sweeps: Sweeps, over: Callable[[], bool]) -> None:
@@ -252,8 +253,8 @@ class Relaxed:
     def _moved(reads: Sequence[_Read], parts: list[np.ndarray], choice: np.ndarray, step: float) -> list[np.ndarray]:
         paid: dict[Spec, list[int]] = {}
         for j, read in enumerate(reads):
-            at = read.edge.cols[choice[read.edge.v]]
-            if read.seconds[read.edge.rows[choice[read.edge.u]], at] > 0.0:
+            at, seconds = read.moved(choice)
+            if seconds > 0.0:
                 paid.setdefault(read.specs[at], []).append(j)
         out = parts
         for spec, who in paid.items():

@@ -1,4 +1,4 @@
-"""Programs on so many mesh axes that not all of their strategies can be searched together: those near a plan for fewer axes are.
+"""Programs on so many mesh axes that not all of their strategies can be searched together, or not soon: those near known layouts are.
 
 Strategies multiply with axes: an op of a small model has up to ten thousand on four, and a search looks at pairs of them. But axes are nearly
 independent. So every op keeps the strategies that differ from known layouts on one axis or two, each op on its own. The best of these is found and
@@ -30,7 +30,7 @@ from autoshard.space.strategies import SpecIndex, StrategySet, enumerate_strateg
 
 FEW_AXES = 3
 MANY_PAIRS = 2e6
-"""Pairs of strategies, of distinct ops, from which programs on more than `FEW_AXES` axes are not searched whole."""
+"""Pairs of strategies, of distinct ops, from which there are many: on more than `FEW_AXES` axes not all of them are searched."""
 
 
 @dataclass(frozen=True)

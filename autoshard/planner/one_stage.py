@@ -155,7 +155,7 @@ def _searched_near(table: CostTable, options: Options, program: Program | None, 
 def _near_bound(table: CostTable, options: Options, left: Left, within: float = np.inf, *, clock: PhaseTimer, finer: bool,
                 coarser: Sequence[Plan | Layouts], **how: Any) -> tuple[Descent, Mapping[str, OpPlan], bool]:
     """What searches near known layouts, with the bound of all plans; layouts that cost little more but for memory, none where nothing goes together,
-    of which the search says why; and whether a plan near them is likely to be as cheap as the bound."""
+    of which the search says why; and whether a plan near them is likely to be as cheap as the bound. `within`: as of `floor_of`."""
     finer = finer and may_refine(table)  # also where strategies near layouts are few
 
     def search(near: CostTable, seconds: float, starts: Sequence[Plan | Layouts]) -> Found:
@@ -174,15 +174,14 @@ def _near_bound(table: CostTable, options: Options, left: Left, within: float = 
     return steps, found.layouts(floor.choice), floor.paid <= (1.0 + LIKELY) * floor.seconds
 
 
-def _near_fewer_axes(steps: Descent, options: Options, other: Found | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
-                     **how: Any) -> Found | None:
+def _near_fewer_axes(steps: Descent, options: Options, other: Found | None, *, clock: PhaseTimer, **how: Any) -> Found | None:
     """The best strategies near a plan for fewer axes. Where none fits: None where there is an `other` plan, else raises InfeasibleError."""
     table, coarse = steps.table, coarse_of(steps.table)
     clock.say("axes", f"a plan for mesh {coarse.mesh}")
     seconds = LEAST if steps.stopped else COARSE * steps.left.seconds
     try:
         there = on_fewer_axes(table, coarse, options.passing.outputs)
-        found = searched(there, replace(options, time_limit=seconds), clock=clock, finer=False, **how)
+        found = searched(there, replace(options, time_limit=seconds), clock=clock, **{**how, "finer": False, "coarser": ()})
         return steps.from_plan(found.plan(there, {}, {}), coarse)
     except InfeasibleError as e:
         if other is not None:

@@ -194,7 +194,7 @@ def test_four_axes_compute_what_one_device_does():
 def test_who_ends_the_search_while_all_plans_are_bounded_gets_the_plan_so_far():
     def ended(relaxed, over, within):
         over.__self__.stop = True
-        return Floor(0.0, np.zeros(len(relaxed.kept), dtype=np.int64))
+        return Floor(0.0, np.zeros(len(relaxed.kept), dtype=np.int64), np.inf)
 
     with patch.object(one_stage, "floor_of", ended):
         found = planned("mlp", "a=2,b=2,c=2", few=2)
