@@ -90,6 +90,13 @@ def call_seconds(call: Call, inputs: Sequence[Sequence[Any]], outputs: Sequence[
     return _with_local(rule, call, ins, outs, device, seconds)
 
 
+def started_seconds(call: Call, device: Device, kept: Fused = NOTHING) -> float:
+    """Seconds of one call however small its tensors are: what its kernel costs at least. `kept`: as of `call_seconds`."""
+    if inside := getattr(call.target, "inside", ()):
+        return sum(started_seconds(c, device) for c in inside)
+    return float(op_seconds(rule_of(call.target).family, 0.0, 0.0, compute_dtype(call), device, op_name(call.target), 0.0 if kept.unread else None))
+
+
 def _with_local(rule: Rule, call: Call, ins: Sequence[Any], outs: Sequence[Any], device: Device, seconds: Any) -> Any:
     """`seconds` and those of what the rule says that its local kernels do besides."""
     if rule.moved is not None:

@@ -12,8 +12,10 @@ import autoshard
 from autoshard import Pipeline
 from autoshard.base.mesh import AnyMesh, Mesh, mesh_or_any, parse_mesh
 from autoshard.base.plan import Plan
-from autoshard.base.windows import is_accumulator
+from autoshard.base.windows import ONCE, is_accumulator
 from autoshard.cost.cluster import load_cluster
+from autoshard.cost.compute import started_seconds
+from autoshard.cost.fusion import NOTHING, untouched
 from autoshard.decide.options import Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.errors import ClusterError, InfeasibleError, MeshError, UsageError
@@ -27,6 +29,7 @@ from autoshard.pipeline.shapes.least_play import least_played
 from autoshard.pipeline.shapes.mesh_prices import MeshPricer, Sizes, traced_count
 from autoshard.pipeline.shapes.meshes import Slot
 from autoshard.pipeline.shapes.partitions import course_of
+from autoshard.planner.one_stage import prices
 from autoshard.planner.open_mesh import searches
 from autoshard.search.partition.feasible import Stages
 from models import gpt, llama
@@ -100,6 +103,25 @@ def test_bounds_hold_for_plans():
             assert all(step.sum() <= made.objective_s * (1 + 1e-6) for step in floor.steps)
             assert (floor.forward <= floor.whole).all()
         assert 0.3 * made.objective_s < max(step.sum() for step in floor.steps)
+
+
+@pytest.mark.parametrize("cluster", ["h100-dgx", "cpu-gloo"])
+def test_starting_kernels_bounds_small_micro_batches(cluster):
+    """No strategy of an op is faster than its kernel starts. So shapes with many micro-batches of a small model need no search to be ruled out."""
+    model, inputs = small()
+    profile, options = load_cluster(cluster), replace(OPTIONS, cluster=cluster)
+    batch = Batch(model, inputs, {}, {"loss_fn": llama.loss, "training": True})
+    pricer = MeshPricer(Sizes(batch, options.pipeline, 4, 2), 4, Asked(4, None, options.pipeline, profile, 1e15).mesh_of, profile, 1e15,
+                        replace(searches(batch.whole, options, PhaseTimer(), profile), run=None, step=None, plan=None))
+    table = prices(batch.on(parse_mesh("dp=2,tp=2"), Pipeline(microbatches=2)), parse_mesh("dp=2,tp=2"), options)
+    kept = untouched(table.graph, profile.device)
+    started = {op.name: 2 * started_seconds(table.graph.calls[op.name], profile.device, kept.get(op.name, NOTHING))
+               for op in table.graph.of_kind("call") if op.phase not in ONCE}
+    assert all(seconds <= table.ops[name].compute.min() for name, seconds in started.items())
+    floor, made = pricer.floor(Slot(2, 2, 2), 1), plan("dp=2,tp=2", pipeline=Pipeline(microbatches=2), cluster=cluster)
+    assert 0.3 * sum(started.values()) < 2 * floor.whole.sum() <= made.objective_s * (1 + 1e-6)
+    whole = plan("dp=2,tp=2", cluster=cluster)
+    assert cluster == "cpu-gloo" or 2 * floor.whole.sum() > whole.objective_s, "the search would have to look at it more closely"
 
 
 def test_bounds_count_what_adds_up_gradients():

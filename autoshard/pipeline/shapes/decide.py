@@ -38,7 +38,7 @@ FAR = 1.1
 """Where the tolerance is larger than that, a shape is not searched either whose bound, times what its schedule waits, is this factor above the best
 price: bounds have a part of the waiting in them."""
 FAR_OFF = "it is not near the best"
-LOOKS, OWN = 6, 5
+LOOKS, OWN = 7, 6
 """Bounds of a shape that are looked at before it is searched, besides that of all its ops, each dearer than the one before; and the first of them for
 which its schedule is played."""
 FIRST, LATER, LAST = range(3)

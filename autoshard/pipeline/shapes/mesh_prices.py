@@ -15,9 +15,10 @@ from autoshard import collectives
 from autoshard.base.graph import BACKWARD, FORWARD, Graph, Op, Ref
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import Plan
-from autoshard.base.windows import is_accumulator
+from autoshard.base.windows import ONCE, is_accumulator
 from autoshard.cost.budget import Budget
 from autoshard.cost.cluster import AxisLink, Cluster
+from autoshard.cost.compute import started_seconds
 from autoshard.cost.fusion import NOTHING, untouched
 from autoshard.decide.least_seconds import Held, Prices
 from autoshard.decide.pipeline_options import Pipeline
@@ -124,6 +125,7 @@ class MeshPricer:
         self._first_of: dict[tuple[Hashable, ...], int] = {}
         self._ample, self._at_rate = cache(self._price), cache(self._price_at_rate)
         self._run, self._step, self._least_step = cache(self._run_of), cache(self._step_of), cache(self._least_step_of)
+        self._started = cache(self._started_in)
 
     @cached_property
     def kinds(self) -> dict[Hashable, int]:
@@ -145,25 +147,37 @@ class MeshPricer:
 
     def floor(self, slot: Slot, look: int) -> Floor:
         """Every block is by itself, with free transfers at its ends. What a micro-batch takes is that of the batch as one, scaled to the slot's rows:
-        many small ones are never faster than a large one. Looks: 1 micro-batches of the main kind; 2 its step with the batch as one; 3 both of all
-        kinds; 4 steps of this slot; 5 its own micro-batches, what makes gradients of theirs, and what travels; 6 its memory. So slots with equal
-        submeshes share all looks but the last three."""
+        many small ones are never faster than a large one; and no less than its kernels take to start. Looks: 1 ops divided by the ranks; 2
+        micro-batches of the main kind; 3 its step with the batch as one; 4 both of all kinds; 5 steps of this slot; 6 its own micro-batches, what
+        makes gradients of theirs, and what travels; 7 its memory. The first takes no search; slots with equal submeshes share those up to the
+        fourth."""
         share, all_rows = slot.rows / self.sizes.rows, replace(slot, rows=self.sizes.rows)
         forward, whole = np.array(self._seconds)[::-1] / slot.ranks
         once = np.zeros_like(whole)
-        steps = {at: np.zeros_like(whole) for at in ((), (all_rows,), (all_rows,), *3 * [(all_rows, slot)])[look - 1]}
-        for label in self.kinds if look > 2 else (self.main,):
+        steps = {at: np.zeros_like(whole) for at in ((), (), (all_rows,), (all_rows,), *3 * [(all_rows, slot)])[look - 1]}
+        for label in self.kinds if look > 3 else (self.main,) if look > 1 else ():
             here = [k for k, other in enumerate(self.labels) if other == label]
             whole[here], once[here] = self._run(all_rows, label)
             for at, step in steps.items():
                 step[here] = self._step(at, label)[0]
         hides = [1.0 - self.cluster.overlap.eta * self._step(at, self.main)[1][1] if at else 0.0 for at in steps]
-        made = Floor(np.minimum(forward, whole) * share, whole * share, once, tuple(steps.values()), tuple(hides), self._needs(slot))
+        started = np.array([self._started(slot.rows, label) for label in self.labels]).T
+        forward, whole = np.maximum(np.stack([np.minimum(forward, whole), whole]) * share, started)
+        made = Floor(forward, whole, once, tuple(steps.values()), tuple(hides), self._needs(slot))
         if look < OWN:
             return made
         own = np.array([self._run(slot, label)[0] for label in self.labels])
         made = replace(made, whole=np.maximum(made.whole, own), back=self._back * slot.rows / self.sizes.rows / slot.ranks, hops=self._hops(slot))
         return made if look == OWN else replace(made, priced=self._priced(slot))
+
+    def _started_in(self, rows: int, label: Hashable) -> tuple[float, float]:
+        """Seconds of forward, and of a micro-batch of so many rows, however small the pieces of it are: of starting the kernels of a block that are
+        its own. No plan has fewer."""
+        graph = self._stage(self.kinds[label], self.kinds[label] + 1, Slot(self.devices, 1, rows)).graph
+        kept, shared, device = untouched(graph, self.cluster.device, open_ends=True), self._shared(graph), self.cluster.device
+        own = [op for op in graph.of_kind("call") if op.phase not in ONCE and op.name not in shared]
+        seconds = {op.name: started_seconds(graph.calls[op.name], device, kept.get(op.name, NOTHING)) for op in own}
+        return sum(seconds[op.name] for op in own if op.phase == FORWARD), sum(seconds.values())
 
     @cached_property
     def _inner(self) -> dict[Hashable, int]:
