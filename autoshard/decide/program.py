@@ -26,12 +26,13 @@ NOTHING = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
 @dataclass(eq=False)
 class Learned:
     """What searches of a program within one budget leave for those within another: its `variants` with recomputation, by name; `choices` that
-    are plans, which may fit there too; choices `near` the best prices of its rows, from which these are guessed; and budgets with plans whose
-    neighbourhoods have no cheaper one, `best_around`."""
+    are plans, which may fit there too; choices `near` the best prices of its rows, from which these are guessed; moments that needed floor rows,
+    `floored`, each with the choice near which its row is exact; and budgets with plans whose neighbourhoods have no cheaper one, `best_around`."""
 
     variants: dict[str, Program] = field(default_factory=dict)
     choices: list[np.ndarray] = field(default_factory=list)
     near: tuple[np.ndarray, ...] = ()
+    floored: list[tuple[str, np.ndarray]] = field(default_factory=list)
     best_around: set[tuple[float, bytes]] = field(default_factory=set)
 
     def keep(self, found: Solution) -> None:

@@ -131,6 +131,11 @@ def _search_tight(program: Program, how: How) -> Solution:
     return search_offloading(program, how) if offload else search_within(program, how)
 
 
+def _search_briefly(program: Program, how: How) -> Solution:
+    """With fewer gradients waiting there is more to try, and this program comes again."""
+    return search_offloading(program, how) if program.formulation.table.training.offload else search_within(program, how, brief=True)
+
+
 def _cheapest_start(program: Program, how: How) -> Solution:
     best = program.cheapest_fitting(program.starts)
     return settled(NOTHING, *best) if best else NOTHING
@@ -168,6 +173,15 @@ def _time_is_left(variants: Variants, so_far: Outcome) -> bool:
     return not variants.how.clock.expired()
 
 
+def _only_full(variants: Variants, so_far: Outcome) -> bool:
+    return variants.little is None and _time_is_left(variants, so_far)
+
+
+def _full_first(variants: Variants, so_far: Outcome) -> bool:
+    """Where fewer gradients may wait, too."""
+    return variants.little is not None and _time_is_left(variants, so_far)
+
+
 def _may_be_cheaper(variants: Variants, so_far: Outcome) -> bool:
     """Time was kept for the case that nothing is found, and something was."""
     return so_far.found and so_far.solution.cost - so_far.bound > CLOSED * so_far.solution.cost and _time_is_left(variants, so_far)
@@ -200,7 +214,8 @@ START = Attempt(lambda v: v.plain, _cheapest_start)
 LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
 TRAINING = (
     Attempt(lambda v: v.plain, search_ample, _ample_share, covers=EVERY, enough=True, ample=True),
-    Attempt(lambda v: v.open, _search_tight, _open_share, due=_time_is_left, covers=(FULL,)),
+    Attempt(lambda v: v.open, _search_tight, _open_share, due=_only_full, covers=(FULL,)),
+    Attempt(lambda v: v.open, _search_briefly, _open_share, due=_full_first, covers=(FULL,)),
     Attempt(lambda v: v.light, _search_tight, _light_share, due=_less_may_wait, covers=(FEW,)),
     Attempt(lambda v: v.open, _search_tight, _unrefined_share, due=_less_may_wait, covers=(FULL,)),
     Attempt(lambda v: v.light, search_on, due=_as_light),

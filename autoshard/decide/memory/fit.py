@@ -42,15 +42,17 @@ FILLED, FILLING, AROUND = 8, 0.5, 0.5  # searches that use what a plan leaves fr
 FULL = 0.9  # of the limit; a moment as full may be too full in a plan that keeps more
 MIXED = 2  # choices that fit, for a mixture
 MET = 40  # choices that are kept for the next search
+HOPELESS = 0.1  # of the limit, by which a choice within the rows takes more: limits lowered by as much lead to dear plans, more floor rows to others
 LITTLE = 1e-4  # of the step: a search that gains less is the last one
 
 
-def search_within(program: Program, how: How) -> Solution:
-    """The cheapest plan found whose timeline stays within the budget."""
-    problem, learned = program.formulation.problem, program.learned
-    program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
-    table, whole = program.formulation.table, program.settings.get("inputs", "global") == "global"
+def search_within(program: Program, how: How, brief: bool = False) -> Solution:
+    """The cheapest plan found whose timeline stays within the budget. `brief`: only a bound where what rows allow is far from a plan that fits."""
+    learned, table, whole = program.learned, program.formulation.table, program.settings.get("inputs", "global") == "global"
     floors = Floors(program.formulation, Footprints(table.mesh, table.cluster), whole)
+    program = _with_floors(program, floors, learned.floored)
+    problem = program.formulation.problem
+    program = replace(program, starts=tuple(possible(problem, (*program.starts, *learned.choices))))
     about = ABOUT if problem.is_large else ROUGHLY
     begin = how.part(BEFORE, about) if floors.possible else how.part(FIRST)
     answer = _solved(problem, program.starts, possible(problem, learned.near), begin)
@@ -59,6 +61,9 @@ def search_within(program: Program, how: How) -> Solution:
         program, answer = _floored(program, floors, answer, how.part(_as_long(problem, answer, SEEN, LONGEST, how), about))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
+    if brief and answer.choice is not None and program.timelines(answer.choice).peak > (1.0 + HOPELESS) * program.formulation.budget.peak:
+        learned.keep(answer)
+        return replace(answer, choice=None, cost=np.inf, status=Status.UNKNOWN)
     found = answer if answer.choice is None else _filled(program, _corrected(program, answer, how), how.part(FILLING))
     if floors.possible and how.proves:
         found = _bounded(program, answer, _filled(program, found, how.part(FILLING)), how)
@@ -110,19 +115,19 @@ def _bounded(program: Program, seen: Solution, found: Solution, how: How) -> Sol
 def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tuple[Program, Solution]:
     """The program with floor rows at moments of backward at which the plan found certainly needs too much, until there is no such
     moment, and what a search finds under them. Its bound holds for every plan."""
-    found = first
-    if program.formulation.problem.is_large and how.clock.left < SHORT * first.seconds:
+    found, problem = first, program.formulation.problem
+    if problem.is_large and how.clock.left < SHORT * first.seconds:
         return program, first  # it would be cut short
     for n in range(FLOORED):
         full = _overfull(floors, program.timelines(found.choice), found.choice)
         if not full or how.clock.expired():
             break
-        grown = program.formulation
-        for moment in full:
-            grown = with_floor(grown, floors, moment, found.choice)
-        share = FIRST if n else _as_long(grown.problem, first, ROUND, 1.0, how)
-        answer = _solved(grown.problem, program.starts, possible(grown.problem, found.near), how.part(share))
-        program, bound = replace(program, formulation=grown), max(found.bound, answer.bound)
+        needed = [(moment, found.choice) for moment in full]
+        program, share = _with_floors(program, floors, needed), FIRST if n else _as_long(problem, first, ROUND, 1.0, how)
+        program.learned.floored += needed
+        problem = program.formulation.problem
+        answer = _solved(problem, program.starts, possible(problem, found.near), how.part(share))
+        bound = max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer
         if answer.choice is None or answer.status is Status.TIME_LIMIT and answer.gap > max(FAR, 2 * found.gap):
@@ -130,6 +135,14 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
             return program, replace(found, bound=min(bound, found.cost))
         found = settled(replace(answer, bound=bound, near=_met(answer.near, found.near)), answer.choice, answer.cost)
     return program, found
+
+
+def _with_floors(program: Program, floors: Floors, needed: Sequence[tuple[str, np.ndarray]]) -> Program:
+    """The program with a floor row for each moment, exact near its choice."""
+    grown = program.formulation
+    for moment, choice in needed if floors.possible else ():
+        grown = with_floor(grown, floors, moment, choice)
+    return replace(program, formulation=grown)
 
 
 def _as_long(problem: Problem, first: Solution, least: float, most: float, how: How) -> float:
