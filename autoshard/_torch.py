@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _functional_collectives, _state_dict_utils
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE  # noqa: F401  (where fully_shard() keeps its state)
-from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -296,9 +296,9 @@ def on_total_norm(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = changed(clip_grad._get_total_norm)
 
 
-def on_flat_optimizer_states(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have optimizer states by name (`flatten_optimizer_state_dict`) be put into groups by what `changed` makes of torch's function for it."""
-    state_dict._unflatten_optim_state_dict = changed(state_dict._unflatten_optim_state_dict)
+def on_flat_optimizer_states(asked: Callable[..., Any], grouped: Callable[..., Any]) -> None:
+    """Have optimizer states by name (`flatten_optimizer_state_dict`) be asked for, and put into groups, by what these make of torch's functions."""
+    states._verify_options, states._unflatten_optim_state_dict = asked(states._verify_options), grouped(states._unflatten_optim_state_dict)
 
 
 def on_whole_tensors(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

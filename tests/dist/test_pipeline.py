@@ -106,7 +106,7 @@ def test_a_training_loop(tmp_path):
 
 def _clipped_beside_a_frozen_stage() -> list[float]:
     """Differences of norms to one process: the first rank has no gradient, then gradients of another dtype than the second one's, then none again,
-    while the pipelines before are let go, and at last kept."""
+    while the pipelines before are let go, and at last kept. Of weights after a step of an optimizer of what is trained, of which the first rank has none."""
     off = []
     for frozen in (True, False, True):
         torch.manual_seed(0)
@@ -123,6 +123,14 @@ def _clipped_beside_a_frozen_stage() -> list[float]:
             off.append(abs(got.item() - wanted.item()))
         expected = dict(model.named_parameters())
         off += [float((p.grad - expected[n].grad).norm()) for n, p in compiled.named_parameters() if p.grad is not None]
+        steps = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9) for m in (compiled, model)]
+        for optimizer in steps:
+            optimizer.step()
+        by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+        state = get_optimizer_state_dict(compiled, steps[0], options=by_name)
+        assert bool(state) == any(p.requires_grad for p in compiled.parameters())
+        set_optimizer_state_dict(compiled, steps[0], state, options=by_name)
+        off += [float((p - expected[n]).norm()) for n, p in compiled.named_parameters()]
         compiled.circle = [compiled]  # only the garbage collector finds it
     _refused_norms(compiled, nn.Linear(2, 2).double())
     return off
@@ -169,7 +177,7 @@ class Wide(nn.Module):
         return x.double()
 
 
-def test_clipping_where_a_rank_has_no_gradient():
+def test_clipping_and_steps_where_a_rank_has_no_gradient():
     assert max(max(off) for off in on_ranks(2, _clipped_beside_a_frozen_stage)) < 1e-6
 
 

@@ -16,7 +16,7 @@ from autoshard.program.tracing.twin import copy_tree, kept_results
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.params.clip import pipelines
-from autoshard.runtime.pipeline.empty_groups import load_empty_groups
+from autoshard.runtime.pipeline.empty_groups import load_empty_groups, make_empty_optimizers
 from autoshard.runtime.pipeline.stage_place import stage_place, stage_spec
 from autoshard.runtime.pipeline.variant import PipelineVariant, Settled
 from autoshard.runtime.ranks.place import Place
@@ -31,6 +31,7 @@ class PipelineModule(CompiledModule):
         super().__init__(model, place, settings)
         pipelines().add(self)
         load_empty_groups()
+        make_empty_optimizers()
         self.__dict__["_skeleton"] = _without_memory(model)
         self.__dict__["_settled"] = Settled()
         self.__dict__["_trains"] = {name: p.requires_grad for name, p in model.named_parameters()}
