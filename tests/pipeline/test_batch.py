@@ -112,7 +112,12 @@ def dissimilar(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return 1 - F.cosine_similarity(out, F.one_hot(target.clamp(min=0), 5).to(out.dtype)).mean()
 
 
-LOSSES = [F.cross_entropy, summed, per_row, masked, counted, weighted, regularised, smoothed, with_z_loss, dissimilar]
+def counted_by_ones(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Divided by the sum of a new tensor with one number per row."""
+    return F.cross_entropy(out, target, reduction="sum") / target.new_ones(target.shape[0]).sum()
+
+
+LOSSES = [F.cross_entropy, counted_by_ones, summed, per_row, masked, counted, weighted, regularised, smoothed, with_z_loss, dissimilar]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 12])
@@ -222,6 +227,17 @@ def test_dims_of_inputs() -> None:
         both(Square(), square, F.cross_entropy, 3)
 
 
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Written into a new tensor, as T5 and BART make what their decoders read of the labels."""
+    out = x.new_zeros(x.shape)
+    out[..., 1:] = x[..., :-1].clone()
+    return out
+
+
+def test_samples_may_be_written_into_a_new_tensor() -> None:
+    assert_same(Net(shifted), (features(), classes()), F.cross_entropy, 3)
+
+
 # --- what is not exact ---
 
 def contrast(x: torch.Tensor) -> torch.Tensor:
@@ -258,7 +274,11 @@ def balanced(x: torch.Tensor) -> torch.Tensor:
     return x * x.mean(0)
 
 
-INEXACT = {contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "numbers of the samples",
+def by_square(x: torch.Tensor) -> torch.Tensor:
+    return x * x.new_ones(x.shape[0], x.shape[0]).sum()
+
+
+INEXACT = {by_square: "its results are (12, 12) for the batch and (4, 4) for a micro-batch", contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "numbers of the samples",
            by_size: "its argument", balanced: "not linear in a sum over samples"}
 
 

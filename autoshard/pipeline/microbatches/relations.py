@@ -5,9 +5,10 @@ say what an op makes of that where each micro-batch runs it by itself. Where onl
 is another one than that of the batch, micro-batches compute something else than the batch."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import prod
 from typing import Any
 
 import torch
@@ -98,9 +99,13 @@ def relations_of(pair: Pair) -> tuple[Relation, ...]:
 
 def _by_rule(pair: Pair, added: Added) -> tuple[Relation, ...]:
     call, rule = _of_floats(pair.graph.calls[pair.whole.name]), registry.rule_of(pair.whole.target)
-    found = next((row for row in registry.rows(call) if row.inputs == pair.placements), None)
-    if found is None:
+    rows = [row for row in registry.rows(call) if row.inputs == pair.placements]
+    if not rows:
         raise pair.refuse("it mixes samples" if not pair.added else "it is not linear in a sum over samples")
+    found = next((row for row in rows if _fits(pair, row.outputs)), None)
+    if found is None:  # x.new_zeros(n, n) has rows of any outputs: its numbers are not those of x
+        raise pair.refuse("its results are {} for the batch and {} for a micro-batch".format(*(
+            ", ".join(str(m.shape) for m in op.outputs if m is not None) for op in (pair.whole, pair.part))))
     if found.inner:
         raise pair.refuse("it needs numbers of the whole batch")
     read = [p for i, p in enumerate(found.outputs) if i not in rule.private]  # the others are the gradient's, of the same micro-batch
@@ -109,6 +114,20 @@ def _by_rule(pair: Pair, added: Added) -> tuple[Relation, ...]:
     if any(is_partial(p) and p != PSUM for p in found.outputs):
         raise pair.refuse("it takes the largest or smallest of the whole batch")
     return tuple(Same() if p == R else added if p == PSUM else Cut(p) for p in found.outputs)
+
+
+def _fits(pair: Pair, placements: Sequence[int]) -> bool:
+    """Whether the results of a micro-batch are as long as these placements say."""
+    return all(a is None or b is None or _is_piece(b, a, p, pair.pieces)
+               for a, b, p in zip(pair.whole.outputs, pair.part.outputs, placements, strict=True))
+
+
+def _is_piece(part: TensorMeta, whole: TensorMeta, placement: int, pieces: int) -> bool:
+    """Dims cannot be told apart where those of one program are merged and those of the other are not, as with one row in a micro-batch."""
+    a, b = whole.logical_shape, part.logical_shape
+    if len(a) != len(b):
+        return prod(a) == prod(b) * (pieces if placement >= 0 else 1)
+    return all(m == n * (pieces if d == placement else 1) for d, (m, n) in enumerate(zip(a, b, strict=True)))
 
 
 def _of_floats(call: Call) -> Call:
