@@ -278,8 +278,13 @@ def by_square(x: torch.Tensor) -> torch.Tensor:
     return x * x.new_ones(x.shape[0], x.shape[0]).sum()
 
 
-INEXACT = {by_square: "its results are (12, 12) for the batch and (4, 4) for a micro-batch", contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "numbers of the samples",
-           by_size: "its argument", balanced: "not linear in a sum over samples"}
+def by_constant(x: torch.Tensor) -> torch.Tensor:
+    return x / torch.tensor(len(x))
+
+
+INEXACT = {contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "numbers of the samples",
+           by_size: "its argument", balanced: "not linear in a sum over samples", by_constant: "a constant that is 12 for the batch and 4 for a micro-batch",
+           by_square: "its results are (12, 12) for the batch and (4, 4) for a micro-batch"}
 
 
 @pytest.mark.parametrize("middle", INEXACT, ids=lambda f: f.__name__)

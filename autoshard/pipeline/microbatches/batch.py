@@ -25,7 +25,7 @@ from autoshard.padding.padded import padded
 from autoshard.pipeline.microbatches.few_layers import made_from_one
 from autoshard.pipeline.microbatches.known_sizes import made_between
 from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same
-from autoshard.pipeline.microbatches.walk import by_shape, partners, walk
+from autoshard.pipeline.microbatches.walk import by_shape, only_checked, partners, walk
 from autoshard.program.accumulate import accumulating
 from autoshard.program.calling import Calling, Traced
 from autoshard.program.trace import trace
@@ -204,6 +204,7 @@ def _microbatched(whole: Traced, part: Traced, dims: Sequence[int | None], pipel
     told = _Found(pipeline.inexact == "accept", pipeline.count, [])
     others = partners(whole.graph, part.graph, told)
     relations = {} if others is None else walk(whole.graph, others, dims, pipeline.count, told)
+    _check_constants(whole, part, others or {}, told)
     _check_mutations(whole.graph, told)
     joins, weights = [], None
     for a, b in zip(*(g.outputs(Role.USER).values() for g in (whole.graph, part.graph)), strict=True):
@@ -220,6 +221,23 @@ def _microbatched(whole: Traced, part: Traced, dims: Sequence[int | None], pipel
     if weights is not None and others is not None:
         weights = Ref(others[weights.op].name, weights.index)
     return replace(_with_weights(graph, weights, len(joins)), notes=tuple(told.notes))
+
+
+def _check_constants(whole: Traced, part: Traced, others: Mapping[str, Op], told: _Found) -> None:
+    """Relations take a constant for the same in all micro-batches, and code may make one of the number of rows."""
+    checks = only_checked(whole.graph)
+    for op in whole.graph.of_kind("buffer"):
+        reader = next((o for o in whole.graph.ops if op.name in {r.op for r in o.refs} and o.name not in checks), None)
+        a, b = (p.calling.constants.get(o.target) if o else None for p, o in ((whole, op), (part, others.get(op.name))))
+        if reader is None or a is None or b is None or a.is_meta or b.is_meta or _are_equal(a, b):
+            continue
+        found = [str(t.tolist()) if t.numel() == 1 else f"of shape {tuple(t.shape)}" for t in (a, b)]
+        told(Inexact(reader, f"it reads a constant that is {found[0]} for the batch and {found[1]} for a micro-batch; take a number of rows as it is "
+                             "(x.shape[0]), and make what has a number for every row of an input (x.new_ones(x.shape[0]))"))
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _check_mutations(graph: Graph, told: _Found) -> None:
