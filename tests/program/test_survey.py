@@ -106,6 +106,10 @@ def item(m, x):
     return m.linear(x) * x.max().item()
 
 
+def indexed(m, x):
+    return m.linear(x)[:, x.argmax()]
+
+
 def nonzero(m, x):
     return m.linear(x).sum() + x.nonzero().sum()
 
@@ -129,7 +133,7 @@ def compared(m, x):
 @pytest.mark.parametrize("body, what, way", [
     (conditional, "torch.cond is not supported", "choose by torch.where"), (looped, "while_loop is not supported", "fixed number of steps"),
     (item, r"read out of a tensor \(.item\(\)", "keep it a tensor"), (branch, "`if` or `while` on a tensor", "choose by torch.where"),
-    (to_numpy, "read out of a tensor", "keep it a tensor"), (drops_rows, "boolean mask", "masked_fill"), (nonzero, "torch.nonzero", "torch.topk"),
+    (to_numpy, "read out of a tensor", "keep it a tensor"), (indexed, "an index i without dims", "x[:, i[None]]"), (drops_rows, "boolean mask", "masked_fill"), (nonzero, "torch.nonzero", "torch.topk"),
     (unique, "torch.unique", "scatter_add"), (counted, "torch.bincount", "scatter_add"), (repeated, "repeat_interleave", "output_size"),
     (compared, "torch.equal", "tolerance"),
 ], ids=lambda v: getattr(v, "__name__", ""))

@@ -9,9 +9,10 @@ import torch
 
 aten = torch.ops.aten
 
-READS = ("a number or truth value is read out of a tensor (.item(), .tolist(), float(), int(), `if` or `while` on a tensor)",
-         "keep it a tensor (h * h.max() instead of h * h.max().item()), compute both branches and choose by torch.where, or compute it "
-         "outside of the model and pass it as an input")
+READS = ("a number or truth value is read out of a tensor (.item(), .tolist(), float(), int(), `if` or `while` on a tensor, an index i without "
+         "dims in x[:, i])",
+         "keep it a tensor (h * h.max() instead of h * h.max().item(), x[:, i[None]] instead of x[:, i]), compute both branches and choose by "
+         "torch.where, or compute it outside of the model and pass it as an input")
 SELECTS = ("a selection whose length depends on data (indexing by a boolean mask, torch.nonzero, torch.where(condition), "
            "torch.masked_select)",
            "keep all elements and choose by torch.where(mask, x, 0) or x.masked_fill(~mask, 0); for a fixed number of the largest "
