@@ -134,6 +134,9 @@ def _find(reference: str | None, hf: str | Path | None) -> _Source:
     path = _models().get(name.lower())
     if path is not None:
         return _named(name.lower(), path, rest)
+    if reference.endswith(".json"):
+        raise ModelError(f"{reference} is no model. A saved plan is shown by `autoshard report {reference}`, and checked by `autoshard verify MODEL "
+                         f"--plan {reference}`; a Hugging Face config goes as --hf {reference}")
     if name.endswith(".py") or name.startswith(".") or "/" in name or os.sep in name:
         raise _path_given(name, rest)
     if rest:

@@ -110,6 +110,7 @@ def test_a_models_folder_of_the_current_directory_comes_first(user):
     ("gtp:tiny", "unknown model 'gtp': did you mean gpt?"),
     ("zzz", "the models are bert, dlrm, gpt, llama"),
     ("llama:70", "did you mean 70B? its sizes are tiny, 1B, 8B, 70B"),
+    ("runs/plan.json", "autoshard report runs/plan.json"),
     ("gpt:huge", "its sizes are tiny, 124M"),
 ])
 def test_unknown_names_and_sizes_list_what_there_is(reference, message):
