@@ -34,9 +34,9 @@ def groups(graph: Graph, mesh: Mesh) -> list[Group]:
 
 def longer_on(mesh: Mesh, n: int, last: bool) -> int | None:
     """The length at which the last (first) axis divides a dim of `n`. None where one does, where layouts over another would be lost, or the pad
-    is too large."""
+    is too large; and of a dim of one, which has nothing to split, and would no longer broadcast over longer ones."""
     sizes = [size for size in mesh.sizes if size > 1]
-    if not sizes or n % (size := sizes[-1 if last else 0]) == 0:
+    if n == 1 or not sizes or n % (size := sizes[-1 if last else 0]) == 0:
         return None
     length = next_multiple(n, size, MOST_WASTE)
     keeps = length is not None and all(length % other == 0 for other in sizes if n % other == 0)
@@ -47,7 +47,7 @@ def _rows(graph: Graph, mesh: Mesh) -> Group:
     """Dim 0 of all inputs that have as many rows as the first one."""
     inputs = [(op.name, op.outputs[0].shape) for op in graph.of_kind("input") if op.outputs[0] is not None and op.outputs[0].shape]
     rows = inputs[0][1][0] if inputs else 1
-    length = longer_on(mesh, rows, last=False) if rows > 1 else None
+    length = longer_on(mesh, rows, last=False)
     return {} if length is None else {(name, 0): length for name, shape in inputs if shape[0] == rows}
 
 

@@ -136,6 +136,21 @@ def test_any_dim_of_a_weight_that_does_not_divide():
     assert all(torch.allclose(got.grads[n], want.grads[n], rtol=1e-9, atol=1e-12) for n in want.grads)
 
 
+def test_dims_of_one_still_broadcast():
+    """A head with one feature, and as long a factor: two would fit two features just as well, with other numbers."""
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.head = nn.Parameter(torch.full((1,), 0.5)), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.scale * x, self.head(x)
+
+    torch.manual_seed(0)
+    report = autoshard.verify(Scaled(), "d=2", (torch.randn(4, 2),), plans=("random:0",), pad=ALL)
+    assert report.ok, str(report)
+
+
 def test_runs_on_all_ranks_and_is_kept_by_the_plan():
     model, _, batch, _ = program(3)
     report = autoshard.verify(model, "tp=4", batch, pad=ALL, plans=("split", "searched"), cluster="cpu-gloo")
