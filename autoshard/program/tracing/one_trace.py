@@ -40,6 +40,7 @@ from autoshard.program.reads.data_reads import DataReads
 from autoshard.program.reads.masked_writes import MaskedWrites
 from autoshard.program.taken import check_dense
 from autoshard.program.tracing.any_size import AnySize
+from autoshard.program.tracing.assigned_data import AssignedData
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
 from autoshard.program.tracing.known_values import Constants, small_buffers
@@ -81,7 +82,8 @@ class OneTrace:
         if survey is not None:
             self.tape.on_problem = survey.add
             answers = Answers(note=self._note_data)
-        constants = Constants(self.tape, answers, small_buffers(model), lambda name: not _torch.was_mutated(self.stored[name]))
+        self.assigned = AssignedData(self.tape.refuse)
+        constants = Constants(self.tape, answers, small_buffers(model), lambda name: not self.assigned.is_written(self.stored[name]))
         self.recorder.answer = constants if any_size is None else None  # they are values at one size
         self.reads = DataReads(self.tape, constants)
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
@@ -98,7 +100,7 @@ class OneTrace:
               torch.autograd.set_detect_anomaly(False),  # it reads every gradient, and those of a trace have no numbers
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
               EqualHeads(), RMSNorms(), RecurrentDropout(), Losses(self.reads.note), MaskedWrites(),
-              OfConstants(self.tape.is_fresh), self.reads):
+              OfConstants(self.tape.is_fresh), self.assigned, self.reads):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
@@ -254,15 +256,15 @@ class OneTrace:
     def _mutations(self, twin: nn.Module, inputs: list[torch.Tensor]) -> None:
         """Buffers that the model wrote in place or assigned anew, in their stored dtype."""
         for i, t in enumerate(inputs):
-            if _torch.was_mutated(t):
+            if self.assigned.is_written(t):
                 self.tape.refuse(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone()), or make what is "
                                  "carried from call to call, such as a cache, a buffer of the model")
         for name in self.params:
-            if _torch.was_mutated(self.stored[name]):
+            if self.assigned.is_written(self.stored[name]):
                 self.tape.refuse(f"the model writes into its parameter {name!r} in place; make it a buffer")
         for name in self.buffers:
             stored, now = self.stored[name], twin.get_buffer(name)
-            if now is not self.placed[name] or _torch.was_mutated(now):
+            if now is not self.placed[name] or self.assigned.is_written(now):
                 if now.shape != stored.shape:
                     self.tape.refuse(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
                                      f"{tuple(now.shape)}; keep its shape")
