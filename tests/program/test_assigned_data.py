@@ -1,4 +1,4 @@
-"""`t.data = value`: torch does it without an op, so a trace did not see it and went on with the old data."""
+"""`t.data = value`: torch does it without an op, so a trace did not see it and went on with the old data. Memory that buffers come to share."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ class Body(nn.Module):
         super().__init__()
         self.body, self.l, self.k = body, nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", torch.zeros(4))
         self.steps = torch.ones(4)
 
     def forward(self, x):
@@ -77,16 +78,46 @@ def of_constant(m, x):
     return m.l(x) * m.mean
 
 
-@pytest.mark.parametrize("body", [average, written_later, rounded, transposed])
+def rotated(m, x):
+    """What was the mean is the last one; nothing is written in place, so that one memory for both is as good as two."""
+    y = m.l(x) * m.mean + m.last
+    m.last = m.mean
+    m.mean = y.detach().mean(0)
+    return y
+
+
+def shared_buffers(m, x):
+    m.mean.add_(1)
+    y = m.l(x) * m.last
+    m.last = m.mean
+    return y
+
+
+def shared_data(m, x):
+    m.mean.add_(1)
+    y = m.l(x) * m.last
+    m.last.data = m.mean
+    return y
+
+
+def shared_weight(m, x):
+    y = m.l(x) * m.last
+    m.last = m.l.weight.detach()[0]
+    return y
+
+
+@pytest.mark.parametrize("body", [average, written_later, rounded, transposed, rotated])
 def test_the_new_data_counts(body):
     torch.manual_seed(0)
-    report = autoshard.verify(Body(body), "d=2", (torch.randn(4, 4),), plans=("random:0",), steps=2)
+    report = autoshard.verify(Body(body), "d=2", (torch.randn(4, 4),), plans=("random:0",), steps=3)
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("body, says", [
     (momentum, r"(?s)writes into its parameter 'k.weight'.*'k.bias'"), (unit_weight, "writes into its parameter 'l.weight'"),
     (doubled_input, "writes into its input"), (other_shape, r"shape \(4,\).*shape \(3,\).* at .*test_assigned_data.py:\d+.*name of its own"),
+    (shared_buffers, "buffer 'last' share the memory of 'mean'.*clone"), (shared_data, "buffer 'last' share the memory of 'mean'"),
+    (shared_weight, "buffer 'last' share the memory of 'l.weight'"),
     (of_constant, r"memory of a constant.*test_assigned_data.py:\d+.*copy_")])
 def test_what_cannot_be_assigned_is_said(body, says):
     with pytest.raises(TraceError, match=says):

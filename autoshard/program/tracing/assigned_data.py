@@ -1,4 +1,6 @@
-"""`t.data = value`, as momentum encoders and clipped weights are written: torch does it without an op, so a trace would go on with the old data."""
+"""`t.data = value`, as momentum encoders and clipped weights are written: torch does it without an op, so a trace would go on with the old data.
+
+And memory that buffers share after such an assignment, or after `self.a = self.b`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +32,21 @@ class AssignedData(TorchFunctionMode):
 
     def is_written(self, t: torch.Tensor) -> bool:
         """Whether a traced tensor was written in place, or its data assigned."""
-        return id(t) in self._assigned or _torch.was_mutated(t)
+        return self.has(t) or _torch.was_mutated(t)
+
+    def has(self, t: torch.Tensor) -> bool:
+        """Whether the data of a traced tensor was assigned."""
+        return id(t) in self._assigned
+
+    def refuse_shared(self, name: str, now: Any, stored: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+        """A buffer that the model assigns must not become the memory of a trained parameter, nor of another buffer that is written in place: in eager
+        mode both are one from then on, and a compiled model keeps them apart. `stored`: parameters and buffers, as they were."""
+        in_place = {n: t for n, t in stored.items() if n not in buffers and t.requires_grad}
+        in_place |= {n: t for n, t in buffers.items() if n != name and (_torch.was_mutated(t) or _torch.was_mutated(now))}
+        other = next((n for n, t in in_place.items() if _torch.storage_key(t.elem) == _torch.storage_key(now.elem)), None)
+        if other is not None:
+            self.refuse(f"the model makes buffer {name!r} share the memory of {other!r}, so that what is written to one would change the other in "
+                        "later calls; give the buffer a copy of its own (.clone())")
 
     def _assign(self, t: Any, value: Any) -> None:
         if (value.shape, value.dtype) != (t.shape, t.dtype):

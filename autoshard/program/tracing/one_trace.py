@@ -271,6 +271,8 @@ class OneTrace:
                 if name in self.reads.constants.assumed:
                     self.tape.refuse(f"the model writes buffer {name!r}, whose value decides what it does, so it is not one graph; choose by "
                                      "torch.where, or keep that number outside of tensors", name.rpartition(".")[0])
+                if now is not self.placed[name] or self.assigned.has(now):
+                    self.assigned.refuse_shared(name, now, self.stored, {n: twin.get_buffer(n) for n in self.buffers})
                 with torch.no_grad():
                     self._output(Output(Role.MUTATION, name), now.to(stored.dtype))
 
