@@ -18,14 +18,16 @@ from autoshard.program.tracing.tape import is_random
 
 def in_order_of_use(graph: Graph) -> Graph:
     """A recorded graph in which neighbouring ops that depend on no weight are in the order in which the rest reads them, where a line was run
-    several times for them. What nothing reads of these is left out, and they share their names anew."""
+    several times for them; these share their names anew. Of all that depends on no weight, what nothing reads is left out."""
     free = _without_weights(graph)
     rank = _ranks(graph, free)
     ops: list[Op] = []
     names: dict[str, str] = {}
     for of_free, run in groupby(graph.ops, key=lambda op: op.name in free):
-        its = tuple(run)
-        ops += _ordered(its, rank, names) if of_free and _repeats(its) else its
+        its: Sequence[Op] = tuple(run)
+        if of_free:
+            its = _ordered(its, rank, names) if _repeats(its) else [op for op in its if op.name in rank]
+        ops += its
     return replace(graph, ops=tuple(_renamed(op, names) for op in ops))
 
 

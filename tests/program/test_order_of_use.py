@@ -56,6 +56,24 @@ def test_what_reads_weights_keeps_the_order_of_the_trace():
     assert made(KINDS, weighted=True)[1].graph.hash != made(KINDS[::-1], weighted=True)[1].graph.hash
 
 
+def test_what_nothing_reads_may_be_read_by_what_nothing_reads():
+    """A mask made in a loop, and a part of it that is taken behind the first layer; neither is used."""
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            masks = [x > i for i in range(2)]
+            y = self.layer(x)
+            masks[0][:, 2:]
+            return y
+
+    model, x = Unused().double(), torch.randn(6, 8, dtype=torch.float64)
+    traced = trace(model, (x,))
+    assert torch.equal(run(traced, dict(model.named_parameters()), (x,)).users[0], model(x))
+
+
 @pytest.mark.parametrize("family", ["Gemma3TextConfig", "ModernBertConfig"])
 def test_models_of_transformers_that_go_through_a_set(family, monkeypatch):
     """Their order, forwards and backwards."""
