@@ -48,7 +48,7 @@ def addressed(base: Rule, tensor: int, dim: Callable[[Call], Sequence[int]]) -> 
         minor = {i for d in dim(call) for i in [i for i in meta.logical_dims(d) if meta.logical_shape[i] > 1][1:]}
         return tuple(row for row in base.rows(call) if row.inputs[tensor] not in minor)
 
-    return replace(base, rows=rows)
+    return replace(base, rows=rows, looks_up=(tensor, dim))
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -121,6 +121,7 @@ class Rule:
     private  outputs that only mean something to the gradient of the op, on the rank that made them: they are never redistributed.
     grain    (call) -> per tensor input, {logical dim: n}: a piece of that dim has a multiple of n elements, where the kernel wants its
              rows so long. Applies to sharded dims only: whole ones are as the model has them. None: any size.
+    looks_up the tensor input in which the op finds positions by their numbers, and (call) -> the dims it counts them along; None: in none.
     takes    (call, specs of the inputs, mesh sizes) -> whether the op can run on inputs that are split so over all axes together; None: always.
     family   what kind of work the op does (see family.py).
     """
@@ -134,6 +135,7 @@ class Rule:
     kernels: Callable[[Call, Sequence[Any], Sequence[Any]], Any] | None = None
     grain: Callable[[Call], Sequence[Mapping[int, int]]] | None = None
     private: tuple[int, ...] = ()
+    looks_up: tuple[int, Callable[[Call], Sequence[int]]] | None = None
     takes: Callable[[Call, Sequence[Spec], tuple[int, ...]], bool] | None = None
     family: Family = Family.POINTWISE
     origin: Origin = "own"

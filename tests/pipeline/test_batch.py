@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_nets import ROWS, Net, assert_same, both, classes, features, made
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,53 +15,7 @@ from autoshard import Pipeline
 from autoshard.base.roles import Role
 from autoshard.errors import TraceError, UsageError
 from autoshard.pipeline.microbatches.batch import traced
-from models import bert, dlrm, gpt, llama, mlp, moe, resnet, t5, vit
-
-ROWS = 12
-
-
-class Net(nn.Module):
-    """Linear layers around `middle`."""
-
-    def __init__(self, middle: Callable[[torch.Tensor], torch.Tensor] = torch.relu, out: int = 5) -> None:
-        super().__init__()
-        self.a, self.b, self.middle = nn.Linear(6, 8), nn.Linear(8, out), middle
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.middle(self.a(x)))
-
-
-def made(model: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.5)
-    return model.double()
-
-
-def both(model: nn.Module, batch: tuple, loss_fn: Callable, count: int, **options: object) -> tuple[nn.Module, nn.Module, torch.Tensor, torch.Tensor]:
-    """The compiled model and the model, after backward of each, with their losses."""
-    whole = made(model)
-    compiled = autoshard.compile(copy.deepcopy(whole), "d=1", loss_fn=loss_fn, cluster="cpu-gloo", cache=False,
-                                 pipeline=Pipeline(count, **options))
-    got, want = compiled(*batch), loss_fn(whole(*batch[:-1]), batch[-1])
-    got.backward()
-    want.backward()
-    return compiled, whole, got, want
-
-
-def assert_same(model: nn.Module, batch: tuple, loss_fn: Callable, count: int, **options: object) -> None:
-    compiled, whole, got, want = both(model, batch, loss_fn, count, **options)
-    assert torch.allclose(got, want, rtol=1e-12, atol=0)
-    for (name, p), q in zip(whole.named_parameters(), compiled.parameters(), strict=True):
-        assert (p.grad - q.grad).norm() <= 1e-12 * max(p.grad.norm(), 1e-3), name
-
-
-def features(rows: int = ROWS) -> torch.Tensor:
-    return torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def classes(rows: int = ROWS) -> torch.Tensor:
-    return torch.randint(5, (rows,), generator=torch.Generator().manual_seed(2))
+from models import bert, dlrm, gpt, llama, mlp, moe, t5, vit
 
 
 def uneven() -> torch.Tensor:
@@ -236,74 +191,6 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 def test_samples_may_be_written_into_a_new_tensor() -> None:
     assert_same(Net(shifted), (features(), classes()), F.cross_entropy, 3)
-
-
-# --- what is not exact ---
-
-def contrast(x: torch.Tensor) -> torch.Tensor:
-    return x + (x @ x.t()).softmax(-1) @ x
-
-
-def normed(x: torch.Tensor) -> torch.Tensor:
-    return x / x.std(0)
-
-
-def largest(x: torch.Tensor) -> torch.Tensor:
-    return x / x.amax(0)
-
-
-def numbered(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.arange(x.shape[0], dtype=x.dtype)[:, None]
-
-
-def picked(x: torch.Tensor) -> torch.Tensor:
-    """Its own numbers of every sample: as many models pick the last token of each."""
-    return x.unflatten(1, (4, 2))[torch.arange(x.shape[0])[:, None], torch.arange(4)].flatten(1)
-
-
-def test_samples_may_be_picked_by_their_numbers() -> None:
-    for count in (2, 6):
-        assert_same(Net(picked), (features(), classes()), F.cross_entropy, count)
-
-
-def by_size(x: torch.Tensor) -> torch.Tensor:
-    return x * (1.0 / x.shape[0])
-
-
-def balanced(x: torch.Tensor) -> torch.Tensor:
-    return x * x.mean(0)
-
-
-def by_square(x: torch.Tensor) -> torch.Tensor:
-    return x * x.new_ones(x.shape[0], x.shape[0]).sum()
-
-
-def by_constant(x: torch.Tensor) -> torch.Tensor:
-    return x / torch.tensor(len(x))
-
-
-INEXACT = {contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "numbers of the samples",
-           by_size: "its argument", balanced: "not linear in a sum over samples", by_constant: "a constant that is 12 for the batch and 4 for a micro-batch",
-           by_square: "its results are (12, 12) for the batch and (4, 4) for a micro-batch"}
-
-
-@pytest.mark.parametrize("middle", INEXACT, ids=lambda f: f.__name__)
-def test_what_mixes_samples_is_named(middle: Callable) -> None:
-    with pytest.raises(UsageError) as refused:
-        both(Net(middle), (features(), classes()), F.cross_entropy, 3)
-    text = str(refused.value)
-    assert text.startswith("3 micro-batches compute something else than the batch: ") and "test_batch.py:" in text
-    assert INEXACT[middle] in text and 'inexact="accept"' in text
-
-
-def test_batch_norm_is_named_and_may_be_accepted() -> None:
-    model, batch = resnet.build(batch=4)
-    with pytest.raises(UsageError, match=r"batch_norm.* in stem.norm at .*resnet.py:\d+: it needs numbers of the whole batch"):
-        traced(model, batch, {}, Pipeline(2), loss_fn=resnet.loss)
-    graph = traced(model, batch, {}, Pipeline(2, inexact="accept"), loss_fn=resnet.loss).graph
-    assert graph.microbatches == 2 and any("buffer 'stem.norm.running_mean'" in note for note in graph.notes)
-    model.eval()
-    assert not traced(model, batch, {}, Pipeline(2), loss_fn=resnet.loss).graph.notes, "frozen statistics mix nothing"
 
 
 class Normed(nn.Module):

@@ -5,10 +5,9 @@ say what an op makes of that where each micro-batch runs it by itself. Where onl
 is another one than that of the batch, micro-batches compute something else than the batch."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from autoshard.base.graph import Call, Graph, Op, Ref, TensorMeta
 from autoshard.base.spec import PSUM, R, is_partial
 from autoshard.program.tracing.tape import is_random
 from autoshard.rules import registry
+from autoshard.rules.types import Row, Rule
 
 aten = torch.ops.aten
 MEAN, NONE = 1, 0
@@ -84,6 +84,28 @@ class Pair:
 
 def relations_of(pair: Pair) -> tuple[Relation, ...]:
     """The outputs of the op. Raises Inexact."""
+    found = _relations(pair)
+    for whole, part in _unlike(pair, found):
+        raise pair.refuse(f"its result is {whole.shape} for the batch and {part.shape} for a micro-batch, which is no part of it")
+    return found
+
+
+def _unlike(pair: Pair, found: Sequence[Relation]) -> Iterator[tuple[TensorMeta, TensorMeta]]:
+    """Outputs for the batch and for a micro-batch, where these are not as long as the relation says."""
+    private = registry.rule_of(pair.whole.target).private
+    for i, (relation, whole, part) in enumerate(zip(found, pair.whole.outputs, pair.part.outputs, strict=True)):
+        if whole is not None and part is not None and i not in private and part.shape != _shape_of_part(relation, whole, pair.pieces):
+            yield whole, part
+
+
+def _shape_of_part(relation: Relation, whole: TensorMeta, pieces: int) -> tuple[int, ...]:
+    """The shape that the value has in the program of a micro-batch."""
+    if not isinstance(relation, Cut | Rows):
+        return whole.shape
+    return tuple(n // pieces if relation.dim in whole.logical_dims(d) else n for d, n in enumerate(whole.shape))
+
+
+def _relations(pair: Pair) -> tuple[Relation, ...]:
     for op, handle in SPECIAL.items():
         if pair.whole.target is op and (found := handle(pair)) is not None:
             return found
@@ -102,10 +124,9 @@ def _by_rule(pair: Pair, added: Added) -> tuple[Relation, ...]:
     rows = [row for row in registry.rows(call) if row.inputs == pair.placements]
     if not rows:
         raise pair.refuse("it mixes samples" if not pair.added else "it is not linear in a sum over samples")
-    found = next((row for row in rows if _fits(pair, row.outputs)), None)
-    if found is None:  # x.new_zeros(n, n) has rows of any outputs: its numbers are not those of x
-        raise pair.refuse("its results are {} for the batch and {} for a micro-batch".format(*(
-            ", ".join(str(m.shape) for m in op.outputs if m is not None) for op in (pair.whole, pair.part))))
+    if _counts_samples(call, rule, pair.placements):
+        raise pair.refuse("it finds samples by their numbers in the batch")
+    found = next((row for row in rows if not any(_unlike(pair, _made(row, added)))), rows[0])  # x.new_zeros(n) has rows of any outputs
     if found.inner:
         raise pair.refuse("it needs numbers of the whole batch")
     read = [p for i, p in enumerate(found.outputs) if i not in rule.private]  # the others are the gradient's, of the same micro-batch
@@ -113,21 +134,19 @@ def _by_rule(pair: Pair, added: Added) -> tuple[Relation, ...]:
         raise pair.refuse("it adds samples up with other factors than one micro-batch does")
     if any(is_partial(p) and p != PSUM for p in found.outputs):
         raise pair.refuse("it takes the largest or smallest of the whole batch")
-    return tuple(Same() if p == R else added if p == PSUM else Cut(p) for p in found.outputs)
+    return _made(found, added)
 
 
-def _fits(pair: Pair, placements: Sequence[int]) -> bool:
-    """Whether the results of a micro-batch are as long as these placements say."""
-    return all(a is None or b is None or _is_piece(b, a, p, pair.pieces)
-               for a, b, p in zip(pair.whole.outputs, pair.part.outputs, placements, strict=True))
+def _made(row: Row, added: Added) -> tuple[Relation, ...]:
+    return tuple(Same() if p == R else added if p == PSUM else Cut(p) for p in row.outputs)
 
 
-def _is_piece(part: TensorMeta, whole: TensorMeta, placement: int, pieces: int) -> bool:
-    """Dims cannot be told apart where those of one program are merged and those of the other are not, as with one row in a micro-batch."""
-    a, b = whole.logical_shape, part.logical_shape
-    if len(a) != len(b):
-        return prod(a) == prod(b) * (pieces if placement >= 0 else 1)
-    return all(m == n * (pieces if d == placement else 1) for d, (m, n) in enumerate(zip(a, b, strict=True)))
+def _counts_samples(call: Call, rule: Rule, placements: Sequence[Any]) -> bool:
+    """Whether positions are counted along the dim that is cut: every micro-batch would find its own."""
+    if rule.looks_up is None:
+        return False
+    tensor, dims = rule.looks_up
+    return any(placements[tensor] in call.inputs[tensor].logical_dims(d) for d in dims(call))
 
 
 def _of_floats(call: Call) -> Call:
