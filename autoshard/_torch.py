@@ -30,11 +30,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autoshard.errors import TraceError
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-CHECKS_RESULT = torch.ops.aten._linalg_check_errors.default
+STRIDED_WRITE, CHECKS_RESULT = torch.ops.aten.as_strided_scatter.default, torch.ops.aten._linalg_check_errors.default
 AT_ONCE = {torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default, torch.ops.aten._neg_view.default: torch.ops.aten.neg.default}
-"""Views that only note on the tensor what a later op has to do. Who looks at memory (`view_as_real`, an op that writes in place)
-depends on the note, and a graph of shapes and dtypes does not have it: so the work is done where the view is made."""
-
+"""Views that only note on the tensor what a later op has to do. Who looks at memory (`view_as_real`, an op that writes in place) depends on it, and a
+graph of shapes and dtypes has no note: so the work is done where the view is made."""
 
 # --- tracing -----------------------------------------------------------------------------------------
 
@@ -55,6 +54,9 @@ class Recorder(FakeTensorMode):
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is STRIDED_WRITE and (order := sorted(range((t := args[0]).ndim), key=lambda d: -t.stride(d))) != sorted(order):
+            with self:  # written as the memory lies, which has other dims than the result
+                return func(t.permute(order), *args[1:], **kwargs or {}).permute([order.index(d) for d in range(len(order))])
         if (laid := MEMORY_MATTERS.get(func)) is not None and self.recording and self._depth == 0:
             args = (laid(self, args[0]), *args[1:])
         if func in AT_ONCE and isinstance(args[0], torch.Tensor):
@@ -71,9 +73,7 @@ class Recorder(FakeTensorMode):
                 raise
         finally:
             self._depth -= 1
-        if result is NotImplemented:
-            return result
-        if self.recording and self._depth == 0 and func is not torch.ops.prim.device.default:
+        if result is not NotImplemented and self.recording and self._depth == 0 and func is not torch.ops.prim.device.default:
             self.on_op(func, args, kwargs or {}, result)
         return result
 
@@ -102,8 +102,8 @@ class Recorder(FakeTensorMode):
 
 
 MEMORY_MATTERS = {torch.ops.aten.as_strided.default: Recorder._as_in_memory, torch.ops.aten.as_strided_copy.default: Recorder._as_in_memory,
-                  torch.ops.aten.as_strided_scatter.default: Recorder._as_in_memory,
-                  torch.ops.aten._linalg_det.default: Recorder._as_factored, torch.ops.aten._linalg_slogdet.default: Recorder._as_factored}
+                  STRIDED_WRITE: Recorder._as_in_memory, torch.ops.aten._linalg_det.default: Recorder._as_factored,
+                  torch.ops.aten._linalg_slogdet.default: Recorder._as_factored}
 """Ops whose results depend on the strides of their first argument, and what they get instead."""
 
 

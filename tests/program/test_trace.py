@@ -562,6 +562,20 @@ def test_as_strided_reads_a_copy_laid_out_as_in_the_model():
             assert read.target is torch.ops.aten.clone.default and dict(read.kwargs)["memory_format"] is torch.contiguous_format
 
 
+def test_as_strided_writes_where_the_memory_of_the_model_lies():
+    def body(y):
+        y = y.view(2, 4, 8).transpose(1, 2) * 2
+        y.as_strided((3, 8), (8, 1)).mul_(3)
+        return y.sin()
+
+    model, x = Strided(body), torch.randn(8, 8)
+    traced = trace(model, (x,))
+    got, want = run(traced, {n: p.detach() for n, p in model.named_parameters()}, (x,)), model(x)
+    want.sum().backward()
+    assert torch.equal(got.users[0], want)
+    assert torch.allclose(got.grads["linear.weight"], model.linear.weight.grad)
+
+
 @pytest.mark.parametrize("part", [lambda y: y[2:6], lambda y: y[:, :2], lambda y: y[0].expand(4, 8)])
 def test_as_strided_of_a_part_is_refused(part):
     with pytest.raises(TraceError, match=r"reads memory around it.*\.contiguous\(\)"):
