@@ -29,6 +29,8 @@ NUMBERS = {
     "finite": lambda p: float(torch.isfinite(p.log()).all()), "product": lambda p: (1 + p / 10).prod().item(),
     "norm of norms": lambda p: torch.stack([p.norm(), 2 * p.norm()]).norm().item(), "inf norm": lambda p: p.norm(math.inf).item(),
     "one column": lambda p: p[:, -1:].sum().item(), "power": lambda p: F.normalize(_vector(p) @ p.detach(), dim=0).max().item(),
+    "counts": lambda p: (1 + (p > 0).sum() + _like(p, 2) - (3 - (p > 1).sum())).item(), "of many": lambda p: ((p > 0).sum() + _like(p, 2 ** 24 + 1)).item(),
+    "a number behind a tensor": lambda p: (p.sum() + _like(p, 2.0).double()).item() - (p.sum() + 2.0).item() + (2.0 - p.sum()).item(),
     "a vector": lambda p: len(_vector(p) @ p.detach()), "squeezed": lambda p: len(p.detach().sum(0, keepdim=True).squeeze_(0)),
 }
 LOSSES = {name: getattr(F, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")}
@@ -59,8 +61,8 @@ WRITES = {
 }
 
 
-def _like(p: torch.Tensor, values: list) -> torch.Tensor:
-    """Whole numbers as `p` is: a tensor, or a DTensor that is whole on every rank."""
+def _like(p: torch.Tensor, values: object) -> torch.Tensor:
+    """Numbers as `p` is: a tensor, or a DTensor that is whole on every rank."""
     whole = torch.tensor(values)
     return DTensor.from_local(whole, p.device_mesh, [Replicate()] * p.device_mesh.ndim) if isinstance(p, DTensor) else whole
 

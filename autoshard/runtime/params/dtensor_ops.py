@@ -12,6 +12,9 @@ numbers than for plain tensors for
 * writes by index along a split dim (`index_add_`), `torch.eye(out=)` (`nn.init.eye_`): every rank's piece is called the whole;
 * `fill_` of a sum that is not added up: each rank's share becomes the number (in `cosine_embedding_loss`, too);
 * `squeeze_` (in `v @ p`): the dim stays;
+* `+` and `-` of a sum that is not added up (`(p == 0).sum()`) and a number, once such a sum of 64 bits met a whole DTensor: torch's cache takes
+  the two for the same, and every rank adds the number; where the number came first (`sum(... for p in parameters)` begins with 0), torch fails;
+* the same of a sum and a whole DTensor, both of integers: torch adds them in float32;
 
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all.
 
@@ -171,6 +174,15 @@ def _squeezed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x
 
 
+def _added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The sum that is not added up is added up before, where the other one is a number, or a whole tensor of integers."""
+    shares = [a for a in args if isinstance(a, DTensor) and any(p.is_partial() for p in a.placements)]
+    if len(shares) != 1 or any(a is not shares[0] and isinstance(a, torch.Tensor) and a.dtype.is_floating_point for a in args):
+        return NotImplemented
+    added = shares[0].redistribute(placements=[Replicate() if p.is_partial() else p for p in shares[0].placements])
+    return op(*(added if a is shares[0] else a for a in args), **kwargs)
+
+
 def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensors of a list, each placed as it was."""
     to, values, *how = args
@@ -190,6 +202,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _filled: (aten.fill_.Scalar, aten.fill_.Tensor),
     _identity: (aten.eye.out, aten.eye.m_out),
     _one_by_one: (aten._foreach_copy_.default,),
+    _added: (aten.add.Tensor, aten.sub.Tensor),
     _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
 }
 """What does which ops."""
