@@ -356,6 +356,31 @@ def averages() -> None:
         assert scheduled[0].get_last_lr() == scheduled[1].get_last_lr()
 
 
+def assigned_data() -> None:
+    """Weights put in place by `p.data = value`: old ones behind a step of SAM, an average for an evaluation, one vector, a whole tensor."""
+    pair = both(3)
+    for i in range(2):
+        for m in pair:
+            loss(m, i).backward()
+            old = [p.data for p in m.parameters()]
+            for p in m.parameters():
+                p.data = p.data + 0.1 * p.grad
+            m.zero_grad()
+            loss(m, i).backward()
+            for p, q in zip(m.parameters(), old, strict=True):
+                p.data = q
+        same_gradients(*pair, EXACT, i)
+        same_weights(pair)
+    for m in pair:
+        nn.utils.vector_to_parameters(torch.linspace(-1, 1, sum(p.numel() for p in m.parameters()), dtype=torch.float64), m.parameters())
+        m.mix.weight.data = torch.ones(24, 12, dtype=torch.float64)
+        m.words.weight.data, m.words.weight.grad.data = m.words.weight.grad.data, m.words.weight.data
+    same_gradients(*pair, EXACT)
+    steps(pair, adamw)
+    with pytest.raises(UsageError, match=r"\.data of a DTensor of \(24, 12\) torch.float64 cannot become \(12, 24\) torch.float64: its shape"):
+        pair[0].mix.weight.data = pair[0].mix.weight.data.T
+
+
 def a_copy_is_another_model() -> None:
     pair = both(2, p=0.5)
     loss(pair[0]).backward()
@@ -520,7 +545,7 @@ class Lines(logging.Handler):
 
 
 LOOPS = (new_shapes, clipping, accumulation, accumulation_given_up, optimizers, groups_by_name, schedulers, scaler, autocast, freezing,
-         changed_attributes, weights_that_change_before_backward, closures, averages, a_copy_is_another_model)
+         changed_attributes, weights_that_change_before_backward, closures, averages, assigned_data, a_copy_is_another_model)
 IN_FOLDERS = (async_save, whole_state_dicts, optimizer_states_of_one_device, resuming)
 
 

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard import _torch
 from autoshard.program.tracing.tape import describe, is_user_file
+from autoshard.runtime.params.assigned_data import take_assigned_data
 
 log = logging.getLogger("autoshard")
 LONG = 15.0
@@ -55,6 +56,7 @@ BACKWARDS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_lo
 @cache
 def mend_dtensors() -> None:
     """Once per process, for all DTensors."""
+    take_assigned_data()
     for run, ops in MENDED.items():
         for op in ops:
             mend(op, run)
