@@ -384,7 +384,7 @@ class CompiledModule(Guidance, nn.Module):
         for name in ("place", "settings", "options", "passing", "_binding"):
             setattr(twin, name, getattr(self, name))
         self._sync_modes()  # what is copied is what the user sees by now
-        twin._hold(self._stored.copied(), self.training)
+        twin._hold(self._stored.copied(memo), self.training)
         twin._seen.follow(self._seen)
         twin.__dict__.update({table: copy.copy(self.__dict__[table]) for table in HOOKS})
         memo[id(self)] = twin

@@ -398,6 +398,20 @@ def a_copy_is_another_model() -> None:
         copy.deepcopy(CompiledModule(virtual, locate("dp=2"), by_planner(random_planner(0))))
 
 
+def a_copy_with_its_optimizer() -> None:
+    """In either order: the copied optimizer steps the copied model, and the first two stay as they are."""
+    for turned in (False, True):
+        pair, twins = both(4), []
+        optimizers = steps(pair, adamw, 1)
+        for m, o in zip(pair, optimizers, strict=True):
+            m2, o2 = copy.deepcopy((o, m))[::-1] if turned else copy.deepcopy((m, o))
+            twins.append(m2)
+            loss(m2, 1).backward()
+            o2.step()
+        same_weights((twins[0], twins[1]))
+        same_weights(pair)
+
+
 # --- checkpoints ---
 
 def async_save(folder: str) -> None:
@@ -545,7 +559,8 @@ class Lines(logging.Handler):
 
 
 LOOPS = (new_shapes, clipping, accumulation, accumulation_given_up, optimizers, groups_by_name, schedulers, scaler, autocast, freezing,
-         changed_attributes, weights_that_change_before_backward, closures, averages, assigned_data, a_copy_is_another_model)
+         changed_attributes, weights_that_change_before_backward, closures, averages, assigned_data, a_copy_is_another_model,
+         a_copy_with_its_optimizer)
 IN_FOLDERS = (async_save, whole_state_dicts, optimizer_states_of_one_device, resuming)
 
 

@@ -96,17 +96,18 @@ class Stored:
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
         return nn.Parameter(value, requires_grad=t.requires_grad) if is_param else value
 
-    def copied(self) -> "Stored":
-        """The same with memory of its own. Raises UsageError where a tensor has none yet."""
+    def copied(self, known: dict[int, Any]) -> "Stored":
+        """The same with memory of its own. `known`: the memo of `copy.deepcopy`, so that an optimizer copied with the model has the copies of its
+        parameters. Raises UsageError where a tensor has none yet."""
         if self._meta:
             raise UsageError("a model built on the meta device has no memory to copy yet; call it once, or prepare(...), before")
         out = copy.copy(self)
         out.specs, out.rooms, out._meta = dict(self.specs), Rooms(), set()
-        memo: dict[int, Any] = {}
         for _, t in self._named():
-            value = t.detach().clone()
-            memo[id(t)] = nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
-        out._take(copy_tree(self.module, memo))
+            if id(t) not in known:
+                value = t.detach().clone()
+                known[id(t)] = nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
+        out._take(copy_tree(self.module, {id(t): known[id(t)] for _, t in self._named()}))
         return out
 
     def keep_only(self, names: Collection[str]) -> None:
