@@ -198,6 +198,30 @@ def optimizers() -> None:
     steps(both(3), partial(local, sgd, fused=True))
 
 
+def parts_outside() -> None:
+    """A head that was not compiled behind a model that was: one optimizer and one clipping for the parameters of both."""
+    makes = (lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-5, foreach=True), lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-5, fused=True),
+             lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True))
+    for seed, (make, foreach) in enumerate(zip(makes, (None, True, False), strict=True)):
+        pair, wholes, optimizers = both(seed), [], []
+        for m in pair:
+            torch.manual_seed(5)
+            wholes.append(nn.Sequential(m, nn.Tanh(), nn.Linear(6, 6, dtype=torch.float64)))
+            optimizers.append(make(wholes[-1].parameters()))
+        for i in range(2):
+            norms = []
+            for m, o in zip(wholes, optimizers, strict=True):
+                loss(m, i).backward()
+                norms.append(nn.utils.clip_grad_norm_(m.parameters(), 0.1, foreach=foreach))
+                nn.utils.clip_grad_value_(m.parameters(), 0.05, foreach=foreach)
+            assert number(norms[0]) == pytest.approx(number(norms[1]), rel=1e-9)
+            same_gradients(*wholes, EXACT, i)
+            for o in optimizers:
+                o.step()
+                o.zero_grad()
+            same_weights((wholes[0], wholes[1]))
+
+
 def groups_by_name() -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         named = dict(model.named_parameters())
@@ -558,8 +582,8 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-LOOPS = (new_shapes, clipping, accumulation, accumulation_given_up, optimizers, groups_by_name, schedulers, scaler, autocast, freezing,
-         changed_attributes, weights_that_change_before_backward, closures, averages, assigned_data, a_copy_is_another_model,
+LOOPS = (new_shapes, clipping, parts_outside, accumulation, accumulation_given_up, optimizers, groups_by_name, schedulers, scaler, autocast,
+         freezing, changed_attributes, weights_that_change_before_backward, closures, averages, assigned_data, a_copy_is_another_model,
          a_copy_with_its_optimizer)
 IN_FOLDERS = (async_save, whole_state_dicts, optimizer_states_of_one_device, resuming)
 

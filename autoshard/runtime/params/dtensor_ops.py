@@ -15,7 +15,6 @@ numbers than for plain tensors for
 * `+` and `-` of a sum that is not added up (`(p == 0).sum()`) and a number, once such a sum of 64 bits met a whole DTensor: torch's cache takes
   the two for the same, and every rank adds the number; where the number came first (`sum(... for p in parameters)` begins with 0), torch fails;
 * the same of a sum and a whole DTensor, both of integers: torch adds them in float32;
-
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all.
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
@@ -39,6 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from autoshard import _torch
 from autoshard.program.tracing.tape import describe, is_user_file
 from autoshard.runtime.params.assigned_data import take_assigned_data
+from autoshard.runtime.params.mixed_lists import OPS, apart, norm_of_both
 
 log = logging.getLogger("autoshard")
 LONG = 15.0
@@ -57,6 +57,7 @@ BACKWARDS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_lo
 def mend_dtensors() -> None:
     """Once per process, for all DTensors."""
     take_assigned_data()
+    _torch.on_total_norm(norm_of_both)
     for run, ops in MENDED.items():
         for op in ops:
             mend(op, run)
@@ -205,6 +206,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _identity: (aten.eye.out, aten.eye.m_out),
     _one_by_one: (aten._foreach_copy_.default,),
     _added: (aten.add.Tensor, aten.sub.Tensor),
+    apart: OPS,
     _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
 }
 """What does which ops."""
