@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
 
@@ -273,6 +273,26 @@ def scaler() -> None:
         same_weights(pair)
         assert scalers[0].get_scale() == scalers[1].get_scale()
     assert scalers[0].get_scale() == 1024.0, "one step overflowed (half), then two did not (twice)"
+
+
+def scaler_of_one_piece() -> None:
+    """An overflow in one element of a split gradient, behind gradients that are whole: all ranks leave the step out."""
+    model = autoshard.compile(Net().double(), "dp=2", (batch(0)[0],), seeds={"*.weight": "-,...", "head.weight": "-,dp"}, cluster="cpu-gloo", cache=False)
+    plain = nn.Linear(6, 6, dtype=torch.float64)
+    assert [p.placements[0].is_replicate() for p in model.parameters()].index(False) > 0
+    for last in (0, 11):
+        for params in (model.parameters(), (*plain.parameters(), *model.parameters())):
+            theirs, optimizer = torch.amp.GradScaler("cpu", init_scale=16.0), torch.optim.SGD(params, lr=0.1)
+            model.zero_grad()
+            theirs.scale(F.mse_loss(plain(model(batch(0)[0])), torch.zeros(10, 6, dtype=torch.float64))).backward()
+            spoilt = torch.zeros(6, 24, dtype=torch.float64)
+            spoilt[0, 12 + last] = inf
+            with torch.no_grad():
+                model.head.weight.grad.add_(DTensor.from_local(spoilt.chunk(2, 1)[dist.get_rank()], model.head.weight.device_mesh, [Shard(1)]))
+            before = [whole(p).clone() for p in model.parameters()]
+            theirs.step(optimizer)
+            theirs.update()
+            assert theirs.get_scale() == 8.0 and all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 def autocast() -> None:
@@ -582,8 +602,8 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-LOOPS = (new_shapes, clipping, parts_outside, accumulation, accumulation_given_up, optimizers, groups_by_name, schedulers, scaler, autocast,
-         freezing, changed_attributes, weights_that_change_before_backward, closures, averages, assigned_data, a_copy_is_another_model,
+LOOPS = (new_shapes, clipping, parts_outside, accumulation, accumulation_given_up, optimizers, groups_by_name, schedulers, scaler,
+         scaler_of_one_piece, autocast, freezing, changed_attributes, weights_that_change_before_backward, closures, averages, assigned_data, a_copy_is_another_model,
          a_copy_with_its_optimizer)
 IN_FOLDERS = (async_save, whole_state_dicts, optimizer_states_of_one_device, resuming)
 

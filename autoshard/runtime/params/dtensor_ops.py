@@ -15,6 +15,8 @@ numbers than for plain tensors for
 * `+` and `-` of a sum that is not added up (`(p == 0).sum()`) and a number, once such a sum of 64 bits met a whole DTensor: torch's cache takes
   the two for the same, and every rank adds the number; where the number came first (`sum(... for p in parameters)` begins with 0), torch fails;
 * the same of a sum and a whole DTensor, both of integers: torch adds them in float32;
+* what `GradScaler` looks for in gradients that lie in different ways: ranks hear of numbers that are not finite as the first gradient lies, so that
+  some leave out a step that others take;
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all.
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
@@ -58,6 +60,7 @@ def mend_dtensors() -> None:
     """Once per process, for all DTensors."""
     take_assigned_data()
     _torch.on_total_norm(norm_of_both)
+    _torch.functions_of_dtensors()[aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
     for run, ops in MENDED.items():
         for op in ops:
             mend(op, run)
@@ -175,6 +178,17 @@ def _squeezed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op(x, *dims)
     x._local_tensor, x._spec = squeezed._local_tensor, squeezed._spec
     return x
+
+
+def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """For all ranks of an axis a number is not finite where it is not on one of them and some gradient is split there."""
+    grads, found, scale = args
+    op([g._local_tensor if isinstance(g, DTensor) else g for g in grads], found, scale)
+    split = [g for g in grads if isinstance(g, DTensor)]
+    for mesh in {g.device_mesh: None for g in split}:
+        along = zip(*(g.placements for g in split if g.device_mesh == mesh), strict=True)
+        placed = [Replicate() if all(p.is_replicate() for p in ps) else Partial("max") for ps in along]
+        found.copy_(DTensor.from_local(found, mesh, placed, run_check=False).full_tensor())
 
 
 def _added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
