@@ -57,6 +57,8 @@ WRITES = {
     "_foreach_copy_": lambda p: torch._foreach_copy_([p, p], [p * 2, p.flip(0).contiguous()]),
     "index_add_": lambda p: p.index_add_(0, _like(p, [1, 6, 1]), p[:3] * 2), "index_copy_": lambda p: p.index_copy_(1, _like(p, [4, 0]), p[:, :2] + 1),
     "index_copy_ rows": lambda p: p.index_copy_(0, _like(p, [7, 0]), p[:2] + 1), "eye_": nn.init.eye_,
+    "copy_ of a whole": lambda p: p.copy_(torch.arange(float(p.numel())).view(p.shape)), "copy_ of a row": lambda p: p.copy_(torch.arange(6.0) - 2),
+    "copy_ into a whole": lambda p: p.copy_(torch.zeros(p.shape, dtype=p.dtype).copy_(p * 2)),
     "scatter_add_": lambda p: p.scatter_add_(0, _like(p, [[5] * 6, [0] * 6]), p[:2] * 3),
 }
 

@@ -17,7 +17,8 @@ numbers than for plain tensors for
 * the same of a sum and a whole DTensor, both of integers: torch adds them in float32;
 * what `GradScaler` looks for in gradients that lie in different ways: ranks hear of numbers that are not finite as the first gradient lies, so that
   some leave out a step that others take;
-and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all.
+and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all, nor for `copy_` between a DTensor and a plain tensor,
+which is the whole one here.
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
 somebody else, has a function like these already.
@@ -41,6 +42,7 @@ from autoshard import _torch
 from autoshard.program.tracing.tape import describe, is_user_file
 from autoshard.runtime.params.assigned_data import take_assigned_data
 from autoshard.runtime.params.mixed_lists import OPS, apart, norm_of_both
+from autoshard.runtime.params.strided import cut
 
 log = logging.getLogger("autoshard")
 LONG = 15.0
@@ -200,6 +202,18 @@ def _added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(*(added if a is shares[0] else a for a in args), **kwargs)
 
 
+def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor is the same whole on all ranks."""
+    x, value, *how = args
+    if not isinstance(x, DTensor):
+        return op(x, value.full_tensor(), *how, **kwargs)
+    if isinstance(value, DTensor) or any(p.is_partial() for p in x.placements):
+        return NotImplemented
+    mesh = x.device_mesh
+    op(x._local_tensor, cut(value.expand(x.shape), x.placements, mesh.shape, mesh.get_coordinate()), *how, **kwargs)
+    return x
+
+
 def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensors of a list, each placed as it was."""
     to, values, *how = args
@@ -218,6 +232,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _in_place: tuple(OUT_OF_PLACE),
     _filled: (aten.fill_.Scalar, aten.fill_.Tensor),
     _identity: (aten.eye.out, aten.eye.m_out),
+    _copied: (aten.copy_.default,),
     _one_by_one: (aten._foreach_copy_.default,),
     _added: (aten.add.Tensor, aten.sub.Tensor),
     apart: OPS,
