@@ -117,7 +117,7 @@ def attribute(compiled: CompiledModule, visible: nn.Module, name: str) -> Any:
         return visible.__dict__[name]
     kind = type(visible)
     try:
-        found = inspect.getattr_static(kind, name)
+        found = inspect.getattr_static(kind, name) if kind.__getattr__ is nn.Module.__getattr__ else getattr(visible, name)
     except AttributeError:
         raise AttributeError(f"{type(compiled).__name__!r} object has no attribute {name!r}, and neither has {kind.__name__}") from None
     method = getattr(found, "__func__", found)

@@ -94,6 +94,31 @@ def test_methods_of_the_users_own_model():
         model.half_way(x)
 
 
+def test_attributes_that_the_models_class_looks_up_itself():
+    """As peft's models do, in the model that they wrap."""
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4))
+            self.inner.zero = lambda: self.inner[0].bias.data.zero_()
+
+        def forward(self, x):
+            return self.inner(x)
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name == "inner":
+                    raise
+                return getattr(self.inner, name)
+
+    compiled = autoshard.compile(Wrapper(), "d=1", cluster="cpu-gloo", cache=False)
+    assert callable(compiled.zero)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing', and neither has Wrapper"):
+        _ = compiled.nothing
+
+
 def test_hooks_on_the_compiled_model_run():
     model, x, seen = compiled(Own()), torch.randn(3, 4), []
     model.register_forward_pre_hook(lambda m, args: seen.append("pre"))
