@@ -29,6 +29,7 @@ class Model(nn.Module):
         self.head, self.scaled = nn.Linear(8, 3), Scaled()
         self._hidden, self.shift, self.order = 1.0, torch.zeros(()), (0, 1, 2)
         self.act: Callable = torch.relu
+        self.merged: list[str] = []
 
     @property
     def strength(self) -> float:
@@ -42,7 +43,7 @@ class Model(nn.Module):
         self._hidden = value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.scaled(self.head(self.act(self.body(x)))) * self.scale * self.strength + self.shift
+        h = self.scaled(self.head(self.act(self.body(x)))) * self.scale * self.strength + self.shift + len(self.merged)
         return (h if self.kind is None else h.square())[:, list(self.order)]
 
 
@@ -56,6 +57,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "tensor": lambda m: setattr(m, "shift", torch.ones(())),
     "tuple": lambda m: setattr(m, "order", (2, 0)),
     "function": lambda m: setattr(m, "act", torch.tanh),
+    "names in a list": lambda m: m.merged.append("adapter"),
     "eps": lambda m: setattr(m.body[1], "eps", 0.5),
 }
 

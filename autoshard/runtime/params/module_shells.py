@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NoReturn
 
@@ -93,21 +93,29 @@ class Seen:
 
     def state(self) -> tuple[Any, ...]:
         """What a trace depends on, equal on ranks that assigned alike. Looked at in every call, so without a loop where nothing changed."""
-        if not all(map(is_, self._now(), self._values)):
+        if not all(map(is_, self._now(), self._values)) or not self._lists_stay():
             self._values = self._now()
             self._state = self._all_told()
         return self._state
+
+    def _lists_stay(self) -> bool:
+        return self._lengths == list(map(len, self._lists)) and all(map(is_, self._items, chain.from_iterable(self._lists)))
 
     def _now(self) -> list[Any]:
         return list(map(dict.get, self._tables, self._names, repeat(ABSENT)))
 
     def _all_told(self) -> tuple[Any, ...]:
+        self._lists = [value for value in self._values if type(value) is list]
+        self._lengths, self._items = list(map(len, self._lists)), list(chain.from_iterable(self._lists))
         return tuple(map(self._told, range(len(self._values)), self._values))
 
     def _told(self, slot: int, value: Any) -> Any:
-        """A value as it is, an object as which of those that were there so far."""
+        """A value as it is, names in a list too (adapters that are merged), an object as which of those that were there so far. Lists of other
+        things do not count: a program would be traced for every loss that a loop appends."""
         if isinstance(value, PLAIN):
             return value
+        if type(value) is list and value and all(isinstance(item, str) for item in value):
+            return "names", *value
         known = self._objects[slot]
         at = next((n for n, other in enumerate(known) if other is value), len(known))
         self._objects[slot] = known if at < len(known) else [*known, value]
