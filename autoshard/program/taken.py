@@ -15,6 +15,9 @@ def check_taken(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"{path or 'the model'} is a scripted module (torch.jit), whose Python is gone; use the module that it was made of")
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(f"{path or 'the model'} is a SyncBatchNorm, which talks to other processes by itself; leave out convert_sync_batchnorm: "
+                             "a BatchNorm of a compiled model is over the whole batch of all ranks")
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, UninitializedTensorMixin):
             raise UsageError(f"{name} has no shape yet (a lazy module of torch); call the model once with a small batch before")

@@ -41,6 +41,8 @@ def tied_by_data() -> nn.Module:
 
 ANY = {  # what plan, compile and verify refuse alike
     "scripted": (lambda: nn.Sequential(nn.Linear(12, 4), torch.jit.script(nn.Linear(4, 4))), (X,), UsageError, "1 is a scripted module"),
+    "synchronised": (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4))), (X,), UsageError,
+                     "1 is a SyncBatchNorm.*leave out convert_sync_batchnorm"),
     "lazy": (lambda: nn.LazyLinear(4), (X,), UsageError, "weight has no shape yet.*call the model once"),
     "buffer": (lambda: Graph(lambda m, x: torch.sparse.mm(m.links, m.own(x)), links=nn.Buffer(LINKS)), (X,), UsageError, r"links is no dense tensor"),
     "input": (lambda: Graph(lambda m, x, links: torch.sparse.mm(links, m.own(x))), (X, LINKS), UsageError, r"an input is no dense.*to_dense"),
