@@ -33,7 +33,7 @@ from autoshard.rules.types import Rule
 
 # Ops that read only as much of one input as they write: op -> position of that tensor input.
 PICKS_FROM = {
-    "aten::embedding": 0, "aten::index_select": 0, "aten::gather": 0, "aten::index.Tensor": 0,
+    "aten::embedding": 0, "autoshard::embedding_bag": 0, "aten::index_select": 0, "aten::gather": 0, "aten::index.Tensor": 0,
     "aten::_unsafe_index.Tensor": 0, "aten::take": 0, "aten::nll_loss_forward": 0, "aten::nll_loss2d_forward": 0,
     "aten::slice.Tensor": 0, "aten::slice_copy.Tensor": 0, "aten::select.int": 0, "aten::select_copy.int": 0,
     "aten::narrow_copy": 0,

@@ -9,6 +9,7 @@ import torch
 
 from autoshard.base.graph import Call, Op, Ref, TensorMeta
 from autoshard.padding.values import FINITE, LOWEST, Fill, Pad, Value, is_finite, joint
+from autoshard.rules.ops.embedding_bag import EMBEDDING_BAG_BACKWARD
 from autoshard.rules.registry import REPLICATE, rule_of
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 """They can be given what their last dim is filled with: their bias has it."""
-GROWS = {aten.embedding_dense_backward.default: ("num_weights", 0), aten.new_zeros.default: ("size", None), aten.zeros.default: ("size", None),
-         aten.expand.default: ("size", None)}
+GROWS = {aten.embedding_dense_backward.default: ("num_weights", 0), EMBEDDING_BAG_BACKWARD: ("num_weights", 0),
+         aten.new_zeros.default: ("size", None), aten.zeros.default: ("size", None), aten.expand.default: ("size", None)}
 """Ops that make zeros at positions nobody asks for, or the same again: the argument that says how many, and the dim (None: any)."""
 
 RESHAPES = {aten.view.default: "size", aten._unsafe_view.default: "size", aten.reshape.default: "shape", aten.view_copy.default: "size",

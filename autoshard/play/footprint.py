@@ -28,7 +28,7 @@ from autoshard.lower.lower import emit_op
 from autoshard.lower.overwrite_table import others, swaps, takers
 from autoshard.lower.schedule import Instruction
 from autoshard.program.opaque.opaque import opaque_of
-from autoshard.rules.ops import causal_rows, rms_norm
+from autoshard.rules.ops import causal_rows, embedding_bag, rms_norm
 
 Strides = tuple[int, ...]
 
@@ -151,7 +151,7 @@ def _inside(node: torch.fx.Node) -> int:
     if (whole := opaque_of(node)) is not None:
         return whole.workspace
     args = torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    return sum(ops.workspace(node.target, args) for ops in (causal_rows, experts, rms_norm))
+    return sum(ops.workspace(node.target, args) for ops in (causal_rows, embedding_bag, experts, rms_norm))
 
 
 def _over(node: torch.fx.Node, buffers: Mapping[int, int]) -> Iterator[int]:

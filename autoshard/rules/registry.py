@@ -22,6 +22,7 @@ from autoshard.rules.ops import (
     conv,
     distance,
     embedding,
+    embedding_bag,
     experts,
     factory,
     grouped,
@@ -39,7 +40,7 @@ from autoshard.rules.ops import (
 )
 from autoshard.rules.types import LocalContext, Origin, Row, Rule
 
-TABLES = (contraction, pointwise, reduction, view, factory, embedding, loss, attention, conv, norm, rms_norm, random, index,
+TABLES = (contraction, pointwise, reduction, view, factory, embedding, embedding_bag, loss, attention, conv, norm, rms_norm, random, index,
           grouped, experts, marker, images, distance, linalg)
 
 

@@ -1,11 +1,14 @@
 """Softmax over a padded dim, and losses and tables whose positions are classes: no class is behind the last one."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from autoshard.base.graph import Slot
 from autoshard.padding.site import Outcome, Site
 from autoshard.padding.values import ANY, BESIDE, FINITE, LOWEST, Fill, Pad, Value, is_finite
+from autoshard.rules.ops.embedding_bag import EMBEDDING_BAG, EMBEDDING_BAG_BACKWARD
 
 aten = torch.ops.aten
 IGNORED = "ignore_index"
@@ -110,6 +113,30 @@ def embedding_backward(site: Site) -> Outcome:
     return Outcome([grad, ids], [{1: grad.pads[last]} if last in grad.pads else {}])
 
 
+def embedding_bag(site: Site) -> Outcome:
+    """Rows of the table behind the last are not read. Bags of the pad have its first row."""
+    table, *others = site.values
+    rows, others = _bags(site, others)
+    pads = {} if rows is None else {0: rows.filled(FINITE if table.is_finite else ANY)}
+    return Outcome([table, *others], [pads | ({1: table.pads[1]} if 1 in table.pads else {})])
+
+
+def embedding_bag_backward(site: Site) -> Outcome:
+    """Rows of the pad add nothing: their gradient is zero."""
+    grad, *others = site.values
+    rows, others = _bags(site, others, grad.pads.get(0))
+    if rows is not None:
+        grad = site.filled(site.lengthened(grad, 0, rows), 0, 0.0)
+    return Outcome([grad, *others], [{1: grad.pads[1]} if 1 in grad.pads else {}])
+
+
+def _bags(site: Site, of_ids: Sequence[Value], rows: Pad | None = None) -> tuple[Pad | None, list[Value]]:
+    """The pad of the bags, and ids and what else there is of each, as many bags long."""
+    of_ids = [site.cut(v, [1]) if 1 in v.pads else v for v in of_ids]
+    rows = next((v.pads[0] for v in of_ids if 0 in v.pads), rows)
+    return rows, of_ids if rows is None else [site.filled(site.lengthened(v, 0, rows), 0, 0) for v in of_ids]
+
+
 def _dim(site: Site) -> int:
     dim: int = site.call.argument("dim") % max(len(site.values[0].shape), 1)
     return dim
@@ -122,4 +149,6 @@ TRAVELS = {
     **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_backward),
     aten.embedding.default: embedding,
     aten.embedding_dense_backward.default: embedding_backward,
+    EMBEDDING_BAG: embedding_bag,
+    EMBEDDING_BAG_BACKWARD: embedding_bag_backward,
 }

@@ -41,6 +41,7 @@ from autoshard.program.reads.masked_writes import MaskedWrites
 from autoshard.program.taken import check_dense
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.assigned_data import AssignedData
+from autoshard.program.tracing.embedding_bags import EmbeddingBags
 from autoshard.program.tracing.equal_heads import EqualHeads
 from autoshard.program.tracing.expert_layers import forward_as_op
 from autoshard.program.tracing.known_values import Constants, small_buffers
@@ -99,7 +100,7 @@ class OneTrace:
         with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
               torch.autograd.set_detect_anomaly(False),  # it reads every gradient, and those of a trace have no numbers
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
-              EqualHeads(), RMSNorms(), RecurrentDropout(), Losses(self.reads.note), MaskedWrites(),
+              EqualHeads(), RMSNorms(), EmbeddingBags(), RecurrentDropout(), Losses(self.reads.note), MaskedWrites(),
               OfConstants(self.tape.is_fresh), self.assigned, self.reads):
             self._stored_values()
             inputs = self._inputs()

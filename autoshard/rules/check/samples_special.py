@@ -7,6 +7,7 @@ import torch
 
 from autoshard.base.checked import CHECKED
 from autoshard.rules.check.samples import Fixed, Sample, T, sample
+from autoshard.rules.ops.embedding_bag import EMBEDDING_BAG, EMBEDDING_BAG_BACKWARD
 from autoshard.rules.ops.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
 
 aten = torch.ops.aten
@@ -56,6 +57,10 @@ EMBEDDING: tuple[Sample, ...] = (
     sample(aten.embedding_dense_backward.default, T(8, 6), _ids(8, high=4), 8, 1, True),
 )
 
+EMBEDDING += tuple(made for ids, scale in (
+    (_ids(4, 2, high=8), None), (_ids(4, 2, high=8), T(4, 2)), (_flat(_ids(8, 2, high=8), (2, 4), (2,)), None)) for skip in (None, 3)
+    for made in (sample(EMBEDDING_BAG, T(8, 6), ids, scale, skip),
+                 sample(EMBEDDING_BAG_BACKWARD, T(*ids.tensor.shape[:1], 6), ids, scale, 8, skip)))
 EMBEDDING += tuple(sample(aten._embedding_bag.default, T(8, 6), _ids(6, high=8), _BAGS, False, mode)
                    for mode in (0, 1, 2))
 EMBEDDING += tuple(sample(aten._embedding_bag_backward.default, T(4, 6), _ids(6, high=8), _BAGS, *_bag_facts(mode), 8,
