@@ -24,6 +24,7 @@ AMPLE = 0.5  # share of the time left for the search with ample memory, where me
 UNSURE = 0.5  # share of the time left for a search that may find nothing; the rest is for explaining why nothing fits
 SHORT, LIGHT = 0.6, 0.6  # of that share, where fewer gradients may wait, for the search in which as many do as where memory is ample, which may find
 # the best plan soon; of the share after it, for the search in which fewer do: with them a plan hardly takes more than what rows count
+MOST = 0.65  # of what is left, for the first of these two where it has shown that it finds something near its bound
 UNREFINED = 0.5  # share of the time left for searches whose plans are not refined op by op, where others are
 PLAIN = 0.5  # share of the time left for the search without recomputation, after the one that chooses it
 FULL, FEW = "as many gradients wait as with ample memory", "fewer wait"
@@ -182,6 +183,11 @@ def _full_first(variants: Variants, so_far: Outcome) -> bool:
     return variants.little is not None and _time_is_left(variants, so_far)
 
 
+def _full_again(variants: Variants, so_far: Outcome) -> bool:
+    """The search for a bound found that some choice is near it; what is lacking is time."""
+    return variants.little is not None and not so_far.found and np.isfinite(so_far.bounds[FULL]) and _time_is_left(variants, so_far)
+
+
 def _may_be_cheaper(variants: Variants, so_far: Outcome) -> bool:
     """Time was kept for the case that nothing is found, and something was."""
     return so_far.found and so_far.solution.cost - so_far.bound > CLOSED * so_far.solution.cost and _time_is_left(variants, so_far)
@@ -216,6 +222,7 @@ TRAINING = (
     Attempt(lambda v: v.plain, search_ample, _ample_share, covers=EVERY, enough=True, ample=True),
     Attempt(lambda v: v.open, _search_tight, _open_share, due=_only_full, covers=(FULL,)),
     Attempt(lambda v: v.open, _search_briefly, _open_share, due=_full_first, covers=(FULL,)),
+    Attempt(lambda v: v.open, _search_tight, lambda v: MOST * _unrefined_share(v), due=_full_again, covers=(FULL,)),
     Attempt(lambda v: v.light, _search_tight, _light_share, due=_less_may_wait, covers=(FEW,)),
     Attempt(lambda v: v.open, _search_tight, _unrefined_share, due=_less_may_wait, covers=(FULL,)),
     Attempt(lambda v: v.light, search_on, due=_as_light),

@@ -47,7 +47,8 @@ LITTLE = 1e-4  # of the step: a search that gains less is the last one
 
 
 def search_within(program: Program, how: How, brief: bool = False) -> Solution:
-    """The cheapest plan found whose timeline stays within the budget. `brief`: only a bound where what rows allow is far from a plan that fits."""
+    """The cheapest plan found whose timeline stays within the budget. `brief`: only a bound where what rows allow is near it, but far from a plan
+    that fits: more rows are to come."""
     learned, table, whole = program.learned, program.formulation.table, program.settings.get("inputs", "global") == "global"
     floors = Floors(program.formulation, Footprints(table.mesh, table.cluster), whole)
     program = _with_floors(program, floors, learned.floored)
@@ -61,7 +62,7 @@ def search_within(program: Program, how: How, brief: bool = False) -> Solution:
         program, answer = _floored(program, floors, answer, how.part(_as_long(problem, answer, SEEN, LONGEST, how), about))
     if answer.choice is None and answer.status is not Status.INFEASIBLE:
         answer = fit_memory(program.formulation, answer, how.part(FIRST))
-    if brief and answer.choice is not None and program.timelines(answer.choice).peak > (1.0 + HOPELESS) * program.formulation.budget.peak:
+    if brief and answer.choice is not None and answer.gap <= FAR and _is_far_over(program, answer.choice):
         learned.keep(answer)
         return replace(answer, choice=None, cost=np.inf, status=Status.UNKNOWN)
     found = answer if answer.choice is None else _filled(program, _corrected(program, answer, how), how.part(FILLING))
@@ -75,6 +76,10 @@ def search_on(program: Program, how: How) -> Solution:
     """The cheapest plan met that fits, made cheaper in the time left; it proves nothing."""
     best = program.cheapest_fitting((*possible(program.formulation.problem, program.learned.choices), *program.starts))
     return NOTHING if best is None else _filled(program, settled(NOTHING, *best), replace(how, enough=max(how.enough, TIGHT)))
+
+
+def _is_far_over(program: Program, choice: np.ndarray) -> bool:
+    return program.timelines(choice).peak > (1.0 + HOPELESS) * program.formulation.budget.peak
 
 
 def _solved(problem: Problem, starts: Sequence[np.ndarray], near: Sequence[np.ndarray], how: How) -> Solution:
@@ -177,18 +182,22 @@ def search_ample(program: Program, how: How) -> Solution:
 
 
 def _corrected(program: Program, first: Solution, how: How) -> Solution:
-    """`first` if its timeline fits; else the best of further rounds and of the starting plans. The bound stays that of `first`:
-    later limits are corrected by one plan and prove nothing."""
+    """`first` if its timeline fits; else the best of further rounds and of the starting plans. Limits are lowered at first; where that leads to
+    nothing, or to a plan far from the bound, moments get rows. The bound stays that of `first`: later limits are corrected by one plan and prove
+    nothing."""
     aim, timelines = program.formulation.budget.peak, program.timelines
     last, met, near, lowered, by_rows = first, list(program.starts), first.near, program.formulation, program.formulation
-    over, part = timelines(first.choice).peak - aim, 1.0
+    over, part, with_rows = timelines(first.choice).peak - aim, 1.0, 0
     for n in range(ROUNDS):
+        if over <= 0 and last is not first and not with_rows and last.cost > (1.0 + FAR) * first.bound:
+            last, over, with_rows = first, timelines(first.choice).peak - aim, 1
         if over <= 0 or how.clock.expired():
             break
-        if n < LOWERED:
+        with_rows += bool(with_rows) or n >= LOWERED
+        if not with_rows:
             grown = _lowered(lowered, timelines(last.choice), last.choice, aim, part)
         else:
-            grown = by_rows = _grown(by_rows, timelines(last.choice), last.choice, aim * (1.0 - STEP * (n - LOWERED)))
+            grown = by_rows = _grown(by_rows, timelines(last.choice), last.choice, aim * (1.0 - STEP * (with_rows - 1)))
         share = min(1.0, 2 / (ROUNDS - n))  # a search that is cut short is worth little: most end long before, and few rounds are needed
         rough = replace(how.part(share), enough=max(how.enough, ROUGH * over / aim))
         found = _again(grown.problem, program, first, last.choice, near, rough)
@@ -197,8 +206,8 @@ def _corrected(program: Program, first: Solution, how: How) -> Solution:
         if found.choice is not None:
             last, over = found, timelines(found.choice).peak - aim
             met.append(found.choice)
-            lowered = grown if n < LOWERED else lowered
-        elif n >= LOWERED:
+            lowered = lowered if with_rows else grown
+        elif with_rows:
             break
         else:
             part /= 2
