@@ -91,6 +91,12 @@ def test_rows_that_are_skipped_may_be_inf():
         EMBEDDING_BAG(table, torch.tensor([[0, 3]]), None, 1)
 
 
+def test_a_rank_may_have_no_id_of_its_own():
+    """All ids lie in the first half of the table."""
+    result = verify(Bags(12, mode="sum").double(), "d=2", inputs(6), cluster="cpu-gloo", seeds={"bag.weight": "d,-"}, plans=("searched",))
+    assert result.ok, result
+
+
 @pytest.mark.parametrize("skip", [None, 2])
 def test_a_gradient_has_a_gradient(skip):
     ids, scale = inputs(bags=3, each=2)

@@ -36,6 +36,8 @@ def _forward(table: Tensor, ids: Tensor, scale: Tensor | None, skip: int | None)
 
 def _backward(grad: Tensor, ids: Tensor, scale: Tensor | None, rows: int, skip: int | None) -> Tensor:
     flat, bags, scale = _kept(ids, scale, skip)
+    if not flat.numel() or not grad.numel():  # torch's kernel fails on an empty list, as of a rank without any of the ids
+        return grad.new_zeros(rows, grad.shape[1])
     unread = flat.new_empty(0)  # sizes of bags, for means, and which rows were the largest
     made: Tensor = aten._embedding_bag_dense_backward.default(grad, flat, bags, unread, unread, rows, False, 0, scale)
     return made
