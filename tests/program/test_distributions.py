@@ -9,6 +9,15 @@ import autoshard
 from autoshard.errors import CheckError
 
 
+@pytest.fixture(autouse=True)
+def checked():
+    """Whatever ran before in this process: torch.compile switches the checks off for good."""
+    before = dist.Distribution._validate_args
+    dist.Distribution.set_default_validate_args(True)
+    yield
+    dist.Distribution.set_default_validate_args(before)
+
+
 class Heads(nn.Module):
     def __init__(self, body):
         super().__init__()
