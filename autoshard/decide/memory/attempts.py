@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -127,14 +128,9 @@ def _with_status(so_far: Outcome, stopped: bool) -> Solution:
 
 # --- searches ---
 
-def _search_tight(program: Program, how: How) -> Solution:
+def _search_tight(program: Program, how: How, brief: bool = False) -> Solution:
     offload = program.formulation.table.training.offload
-    return search_offloading(program, how) if offload else search_within(program, how)
-
-
-def _search_briefly(program: Program, how: How) -> Solution:
-    """With fewer gradients waiting there is more to try, and this program comes again."""
-    return search_offloading(program, how) if program.formulation.table.training.offload else search_within(program, how, brief=True)
+    return search_offloading(program, how) if offload else search_within(program, how, brief)
 
 
 def _cheapest_start(program: Program, how: How) -> Solution:
@@ -179,7 +175,7 @@ def _only_full(variants: Variants, so_far: Outcome) -> bool:
 
 
 def _full_first(variants: Variants, so_far: Outcome) -> bool:
-    """Where fewer gradients may wait, too."""
+    """Where fewer gradients may wait, too: there is more to try, and this program comes again."""
     return variants.little is not None and _time_is_left(variants, so_far)
 
 
@@ -221,7 +217,7 @@ LEANEST = Attempt(lambda v: v.with_leanest, _cheapest_start, due=_no_start_fits)
 TRAINING = (
     Attempt(lambda v: v.plain, search_ample, _ample_share, covers=EVERY, enough=True, ample=True),
     Attempt(lambda v: v.open, _search_tight, _open_share, due=_only_full, covers=(FULL,)),
-    Attempt(lambda v: v.open, _search_briefly, _open_share, due=_full_first, covers=(FULL,)),
+    Attempt(lambda v: v.open, partial(_search_tight, brief=True), _open_share, due=_full_first, covers=(FULL,)),
     Attempt(lambda v: v.open, _search_tight, lambda v: MOST * _unrefined_share(v), due=_full_again, covers=(FULL,)),
     Attempt(lambda v: v.light, _search_tight, _light_share, due=_less_may_wait, covers=(FEW,)),
     Attempt(lambda v: v.open, _search_tight, _unrefined_share, due=_less_may_wait, covers=(FULL,)),

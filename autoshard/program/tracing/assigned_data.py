@@ -14,6 +14,7 @@ from autoshard.program.tracing.tape import user_line
 
 ASSIGN = torch.Tensor.data.__set__
 
+
 class AssignedData(TorchFunctionMode):
     """From then on a traced tensor has the memory of the value, with all that is written there later, as in eager mode. Views of the tensor that were
     made before keep the old memory, and so do gradients.

@@ -18,7 +18,7 @@ from autoshard.base.custom_op import custom_op, differentiable
 from autoshard.base.graph import Call
 from autoshard.rules.family import Family
 from autoshard.rules.notation import rule
-from autoshard.rules.parts import addressed, input_axes, output_axes, refuse_outside
+from autoshard.rules.parts import addressed, input_axes, local_ids, output_axes, refuse_outside
 from autoshard.rules.types import LocalContext
 
 aten = torch.ops.aten
@@ -116,11 +116,9 @@ def _local_backward(ctx: LocalContext, grad: Any, ids: Any, scale: Any, rows: in
 
 def _own_ids(ctx: LocalContext, ids: Any, axes: tuple[int, ...], size: int, whole: int, skip: int | None) -> Any:
     """Ids as those of this rank's rows of the table, of which there are `size`. What is no id of the whole table stays none of these."""
-    local = aten.sub.Tensor(ids, ctx.index(axes) * size)
-    foreign = aten.bitwise_or.Tensor(aten.lt.Scalar(local, 0), aten.ge.Scalar(local, size))
-    if skip is not None:
-        foreign = aten.bitwise_or.Tensor(foreign, aten.eq.Scalar(ids, skip))
-    return refuse_outside(aten.masked_fill.Scalar(local, foreign, ELSEWHERE), ids, whole, size)
+    local, mine = local_ids(ctx, ids, axes, size)
+    mine = mine if skip is None else aten.bitwise_and.Tensor(mine, aten.ne.Scalar(ids, skip))
+    return refuse_outside(aten.masked_fill.Scalar(local, aten.logical_not.default(mine), ELSEWHERE), ids, whole, size)
 
 
 def _moved(call: Call, inputs: Any, outputs: Any) -> Any:
