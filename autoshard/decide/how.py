@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard.search import Clock, improve, mix, solve
+from autoshard.search import Clock, improve, mix, prove, solve
 from autoshard.search.board import Board, Event, Progress
 from autoshard.search.problem import Problem, Solution, Status
 
@@ -46,6 +46,10 @@ class How:
     def improve(self, problem: Problem, start: np.ndarray, wide: bool, known: Neighbourhoods) -> tuple[np.ndarray, float] | None:
         """A choice at most as dear as `start`, by `search.improve`, with its cost; None where `start` is not feasible. `known`: of the problem."""
         return improve(problem, start, self.clock.part(), self.progress, wide, known)
+
+    def prove(self, problem: Problem, start: np.ndarray, enough: float) -> Solution:
+        """What `search.prove` says of a choice."""
+        return prove(problem, start, self.clock.part(), self.progress, enough)
 
     def mix(self, problem: Problem, choices: Sequence[np.ndarray]) -> tuple[np.ndarray, float] | None:
         """The cheapest mixture of choices, by `search.mix`, with its cost; None where none is feasible."""

@@ -58,17 +58,26 @@ def refine(program: Program, found: Solution, how: How) -> tuple[Program, Soluti
     if not may_refine(table):
         return program, _noting(found, f"not tried: {_size(table):,} strategies of ops, more than {MOST:,}")
     finer = formulate_within(table, program.formulation.budget.limit, singletons(table))
-    cheaper = sorted(_improved(program, finer, found, how), key=lambda plan: plan[1])
+    best = _proven(program, finer, found, how)
+    cheaper = [(best.choice, best.cost)] if best is not None else sorted(_improved(program, finer, found, how), key=lambda plan: plan[1])
     worth = [plan for plan in cheaper if plan[1] <= found.cost * (1.0 - WORTH)]
     refined = Program(finer, Timelines(finer, program.settings), (), program.settings, program.spread)
     choice, cost = next((plan for plan in worth if refined.fits(plan[0])), (None, math.inf))
     if choice is None:
-        none = "a cheaper plan was found, which does not fit in memory" if worth else "no plan more than 0.01 % cheaper found"
-        return program, _noting(found, none)
-    best = "the best plan" if found.status is Status.OPTIMAL else "the best plan found"
-    said = _noting(found, f"{100 * (found.cost / cost - 1):.2f} % cheaper than {best} over decision units")
+        none = "no plan is more than 0.01 % cheaper: proven" if best is not None else "no plan more than 0.01 % cheaper found"
+        return program, _noting(found, "a cheaper plan was found, which does not fit in memory" if worth else none)
+    over_units = "the best plan" if found.status is Status.OPTIMAL else "the best plan found"
+    closed = "; none is 0.01 % cheaper still: proven" if best is not None else ""
+    said = _noting(found, f"{100 * (found.cost / cost - 1):.2f} % cheaper than {over_units} over decision units{closed}")
     proven = settled(said, choice, cost)
     return refined, proven if proven.status is Status.OPTIMAL else replace(proven, status=found.status)
+
+
+def _proven(program: Program, finer: Formulation, found: Solution, how: How) -> Solution | None:
+    """The best choice of `finer`, or one within `WORTH` of it; None where that is not soon proven."""
+    start = lifted(program.formulation, found.choice, finer)
+    proof = how.prove(finer.problem, start, WORTH) if start is not None else None
+    return proof if proof is not None and proof.gap <= WORTH else None
 
 
 def starts(program: Program, found: Solution, finer: Formulation) -> list[np.ndarray]:

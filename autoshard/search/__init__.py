@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoshard.search.routes.neighbourhoods import Neighbourhoods
 
 __all__ = ["BACKENDS", "Board", "Clock", "Edge", "Intervals", "Items", "Problem", "Solution", "Status", "evaluate", "improve", "mix",
-           "neighbourhoods_of", "solve"]
+           "neighbourhoods_of", "prove", "solve"]
 
 BACKENDS: dict[str, Callable[..., None]] = {
     "auto": search_auto,
@@ -43,6 +43,19 @@ def improve(problem: Problem, start: np.ndarray, clock: Clock, progress: Progres
 
     nodes = neighbourhoods.WIDE if wide else neighbourhoods.NODES
     return _from([start], Board(problem, clock, progress), lambda board: neighbourhoods.improve(board, nodes, known))
+
+
+def prove(problem: Problem, start: np.ndarray, clock: Clock, progress: Progress | None = None, enough: float = 0.0) -> Solution:
+    """What is soon known of a small problem: the optimum, or that `start` is within the relative gap `enough` of it, or little. Nothing is known of a
+    large one. Raises ProblemError for a malformed problem."""
+    from autoshard.search.routes.as_given import is_worth_it, search_as_given  # loads what only this needs
+
+    board = Board(problem, clock, progress, enough=enough)
+    board.offer(np.asarray(start), "incumbent")
+    if is_worth_it(problem):
+        with settled_heap():
+            search_as_given(board)
+    return board.solution()
 
 
 def neighbourhoods_of(problem: Problem) -> Neighbourhoods:

@@ -94,14 +94,18 @@ class Problem:
         digest.update(_said(self.node_costs) + flat.u.tobytes() + flat.v.tobytes())
         for arrays in ([e.table for e in self.edges], [e.rows for e in self.edges], [e.cols for e in self.edges]):
             digest.update(_said(arrays))
-        size = np.bincount(self.items.row, np.maximum(self.items.amount, 0.0), minlength=len(self.row_limit))
-        binds = ~(np.isinf(self.row_price) & (size <= self.row_limit))
+        binds = ~np.isinf(self.row_price) | self.fillable
         kept = binds[self.items.row]
         rest = (np.where(binds, self.row_limit, np.inf), self.row_price, *(x[kept] for x in (self.items.node, self.items.strategy, self.items.row,
                                                                                             self.items.amount)))
         for array in rest:
             digest.update(array.tobytes())
         return digest.hexdigest() if self.intervals is None else f"{id(self)}"
+
+    @property
+    def fillable(self) -> np.ndarray:
+        """Per row, whether its items together are more than its limit."""
+        return np.bincount(self.items.row, np.maximum(self.items.amount, 0.0), minlength=len(self.row_limit)) > self.row_limit
 
     @property
     def flat_nodes(self) -> "FlatNodes":

@@ -279,8 +279,7 @@ def sum_messages(p: Packed, message: np.ndarray) -> np.ndarray:
 
 def grid_of(p: Packed) -> float:
     """A power of two: sums of costs and messages that are multiples of it are exact in 53 bits."""
-    finite = p.table[np.isfinite(p.table)]
-    largest = max(float(np.abs(finite).max(initial=0.0)), float(np.abs(p.cost).max(initial=0.0)), 1e-300)
+    largest = max(1e-300, *(float(np.abs(values[np.isfinite(values)]).max(initial=0.0)) for values in (p.table, p.cost)))
     return 2.0 ** (math.ceil(math.log2(largest)) - 44)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from autoshard.search.board import Board
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import Core, build, table_entries
+from autoshard.search.routes.as_given import is_worth_it, search_as_given
 from autoshard.search.routes.milp import solve_mip
 from autoshard.search.tie import tied_core
 
@@ -17,6 +18,14 @@ SMALL_MIP = 5_000  # table entries up to which the MIP takes the rows too, with 
 
 
 def search_auto(board: Board, seed: int, threads: int) -> None:
+    """As it is given where that is likely to do; else, and where it did not, reduced."""
+    if is_worth_it(board.problem) and not (np.isinf(board.problem.row_price) & board.problem.fillable).any():
+        search_as_given(board)
+    if not board.done:
+        search_reduced(board, seed, threads)
+
+
+def search_reduced(board: Board, seed: int, threads: int) -> None:
     """Rows forgotten first; then the exact route by prices, when the core is small; then the large route."""
     try:
         core, _ = build(board.problem)

@@ -16,7 +16,7 @@ import numpy as np
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.problem import Edge, Items, Problem, Solution, evaluate, row_loads
 from autoshard.search.reductions.core import Core, build
-from autoshard.search.routes.auto import search_auto
+from autoshard.search.routes.auto import search_reduced
 from autoshard.search.routes.min_sum import PAIRS, minimise
 from autoshard.search.tie import Tied, tie
 
@@ -128,7 +128,7 @@ class _Search:
         own = Board(part, clock)
         own.stats["improved"] = True  # else the search would look in neighbourhoods of this one, which is as large as they are, without end
         own.offer(known)
-        search_auto(own, 0, 1)
+        search_reduced(own, 0, 1)
         return own.solution()
 
     def _part(self, around: Sequence[int]) -> Problem:
