@@ -48,11 +48,11 @@ def improve(problem: Problem, start: np.ndarray, clock: Clock, progress: Progres
 def prove(problem: Problem, start: np.ndarray, clock: Clock, progress: Progress | None = None, enough: float = 0.0) -> Solution:
     """What is soon known of a small problem: the optimum, or that `start` is within the relative gap `enough` of it, or little. Nothing is known of a
     large one. Raises ProblemError for a malformed problem."""
-    from autoshard.search.routes.as_given import is_worth_it, search_as_given  # loads what only this needs
+    from autoshard.search.routes.as_given import is_small, search_as_given  # loads what only this needs
 
     board = Board(problem, clock, progress, enough=enough)
     board.offer(np.asarray(start), "incumbent")
-    if is_worth_it(problem):
+    if is_small(problem):
         with settled_heap():
             search_as_given(board)
     return board.solution()

@@ -60,11 +60,11 @@ def ring(n: int, seed: int, strategies: int = 8) -> Problem:
 
 def test_solve_takes_it_first_and_says_what_other_routes_say(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ring(150, 0)
-    assert as_given.is_worth_it(problem) and not as_given.is_worth_it(ring(20, 0)) and not as_given.is_worth_it(ring(9000, 0))
+    assert as_given.is_small(problem) and not as_given.is_small(ring(20, 0)) and not as_given.is_small(ring(9000, 0))
     with monkeypatch.context() as patch:
         patch.setattr(auto, "search_reduced", lambda *args: pytest.fail("the problem is solved before"))
         found = solve(problem)
-    monkeypatch.setattr(auto, "is_worth_it", lambda problem: False)
+    monkeypatch.setattr(auto, "is_small", lambda problem: False)
     other = solve(problem)
     assert found.status is other.status is Status.OPTIMAL and found.cost == pytest.approx(other.cost, rel=1e-12)
 

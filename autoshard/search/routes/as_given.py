@@ -16,16 +16,26 @@ from autoshard.search.routes.min_sum import minimise
 if TYPE_CHECKING:
     from autoshard.search.dual.factored import Sweeps
 
-FEW, MANY = 1_000, 60_000  # strategies of all nodes; below, what is left of the problem is a small MIP, above, messages take longer than other routes
+FEW, MANY, MIDDLING = 1_000, 60_000, 100_000  # strategies of all nodes; below, what is left of the problem is a small MIP; above the second, messages
+# take longer than other routes, and above the third so do answers at prices of rows (at_prices.py)
 SWEEPS, FLAT = 20, 3  # sweeps at a time, and how many times in a row they may gain little:
 GAIN, SLOW = 1e-5, 0.02  # of the bound, and of what the best choice is above it
 FAR, NEAR = 0.1, 1e-2  # of the bound: the best choice is so much above it where the bound is too loose; and where all that is cheaper may be searched
 GUESS = 1e-5  # of the bound, by which the optimum is assumed to be above it: what is found then is near the optimum at least
 
 
-def is_worth_it(problem: Problem) -> bool:
+def is_small(problem: Problem) -> bool:
     """Whether `search_as_given` takes less time than it is likely to save."""
-    return problem.intervals is None and FEW <= int(problem.flat_nodes.size.sum()) <= MANY
+    return _size_is_within(problem, MANY)
+
+
+def is_middling(problem: Problem) -> bool:
+    """The same of `search_at_prices`."""
+    return _size_is_within(problem, MIDDLING)
+
+
+def _size_is_within(problem: Problem, most: int) -> bool:
+    return problem.intervals is None and FEW <= int(problem.flat_nodes.size.sum()) <= most
 
 
 def search_as_given(board: Board) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from autoshard.search.board import Board
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import Core, build, table_entries
-from autoshard.search.routes.as_given import is_worth_it, search_as_given
+from autoshard.search.routes.as_given import is_middling, is_small, search_as_given
 from autoshard.search.routes.milp import solve_mip
 from autoshard.search.tie import tied_core
 
@@ -18,9 +18,14 @@ SMALL_MIP = 5_000  # table entries up to which the MIP takes the rows too, with 
 
 
 def search_auto(board: Board, seed: int, threads: int) -> None:
-    """As it is given where that is likely to do; else, and where it did not, reduced."""
-    if is_worth_it(board.problem) and not (np.isinf(board.problem.row_price) & board.problem.fillable).any():
-        search_as_given(board)
+    """As it is given, then at a few prices, where that is likely to do; else, and where it did not, reduced."""
+    if not (np.isinf(board.problem.row_price) & board.problem.fillable).any():
+        if is_small(board.problem):
+            search_as_given(board)
+        if not board.done and is_middling(board.problem):
+            from autoshard.search.routes.at_prices import search_at_prices  # loads the compiled sweeps
+
+            search_at_prices(board, seed)
     if not board.done:
         search_reduced(board, seed, threads)
 

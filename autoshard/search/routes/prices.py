@@ -54,7 +54,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         if len(found) == (0 if doubtful and board.near else WHEN):
             kept = _keeping(board, core, [*board.near, *found], seed, order)
             found += kept
-            planes += [_plane(board, core, np.zeros(len(core.limit)), choice) for choice in kept]
+            planes += [plane(board, core, np.zeros(len(core.limit)), choice) for choice in kept]
         prices, promised = next_prices(core, planes, best if _in_steps(core, planes) else None) if planes else (_first_prices(core), math.inf)
         if best is None:
             prices = _within_sight(core, planes, prices)
@@ -77,7 +77,7 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         board.offer(priced.choice, "row prices")
         found.append(priced.choice)
         asked.append(priced.prices)
-        planes.append(_plane(board, core, priced.prices, priced.choice))
+        planes.append(plane(board, core, priced.prices, priced.choice))
     return best, planes, found
 
 
@@ -115,7 +115,7 @@ def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int
             return first[-1], planes, found
         board.offer(choice, "row prices")
         found.append(choice)
-        planes = [*planes, _plane(board, core, prices, choice)]
+        planes = [*planes, plane(board, core, prices, choice)]
     apart = Board(board.problem, board.clock, enough=board.enough)
     for choice in found:
         apart.offer(choice)
@@ -190,10 +190,11 @@ def scaled(planes: list[Plane], factor: float) -> list[Plane]:
 
 def planes_of(board: Board, core: Core) -> list[Plane]:
     """What choices near an optimum of a similar problem say about prices."""
-    return [_plane(board, core, np.zeros(len(core.limit)), choice) for choice in board.near]
+    return [plane(board, core, np.zeros(len(core.limit)), choice) for choice in board.near]
 
 
-def _plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> Plane:
+def plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> Plane:
+    """What a choice that was found at these prices says about the bound at others."""
     excess = row_loads(board.problem, choice) - board.problem.row_limit
     return prices, choice_value(board, core, prices, choice), np.where(core.price > 0, excess, 0.0)
 
