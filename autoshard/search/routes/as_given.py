@@ -50,6 +50,8 @@ def search_as_given(board: Board) -> None:
         _settle(board, sweeps)
     if board.cost <= sweeps.bound + NEAR * abs(sweeps.bound):
         _search_within(board, free, sweeps, board.cost - sweeps.bound)
+    if board.proven:
+        board.near = [*board.near, board.choice]
 
 
 def _search_within(board: Board, free: Problem, sweeps: Sweeps, room: float) -> None:
