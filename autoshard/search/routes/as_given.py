@@ -50,7 +50,7 @@ def search_as_given(board: Board) -> None:
         _settle(board, sweeps)
     if board.cost <= sweeps.bound + NEAR * abs(sweeps.bound):
         _search_within(board, free, sweeps, board.cost - sweeps.bound)
-    if board.proven:
+    if board.choice is not None and board.proven:
         board.near = [*board.near, board.choice]
 
 
