@@ -58,6 +58,7 @@ def refine(program: Program, found: Solution, how: How) -> tuple[Program, Soluti
     if not may_refine(table):
         return program, _noting(found, f"not tried: {_size(table):,} strategies of ops, more than {MOST:,}")
     finer = formulate_within(table, program.formulation.budget.limit, singletons(table))
+    how = _telling(how, found)
     best = _proven(program, finer, found, how)
     cheaper = [(best.choice, best.cost)] if best is not None else sorted(_improved(program, finer, found, how), key=lambda plan: plan[1])
     worth = [plan for plan in cheaper if plan[1] <= found.cost * (1.0 - WORTH)]
@@ -114,19 +115,25 @@ def _place(members: tuple[str, ...], picked: tuple[np.ndarray, ...], strategies:
     return int(np.flatnonzero(alike)[0])
 
 
-def _improved(program: Program, finer: Formulation, found: Solution, how: How) -> list[tuple[np.ndarray, float]]:
-    """Cheaper choices with their costs: what neighbourhoods make of every start, the best mixture of those, and what neighbourhoods make
-    of it; where the search over units did not close, what wide ones make of all these. What is told of progress is the least cost so far, with the
-    bound over units."""
-    least = found.cost
+def _telling(how: How, found: Solution) -> How:
+    """What is told of progress is the least cost so far, with the bound over units."""
+    progress, least = how.progress, found.cost
+    if progress is None:
+        return how
 
     def told(event: Event) -> None:
         nonlocal least
-        if event.cost <= least and how.progress is not None:
+        if event.cost <= least:
             least, bound = event.cost, min(found.bound, event.cost)
-            how.progress(replace(event, bound=bound, gap=max(0.0, event.cost - bound) / max(abs(event.cost), 1e-300)))
+            progress(replace(event, bound=bound, gap=max(0.0, event.cost - bound) / max(abs(event.cost), 1e-300)))
 
-    ends = _Ends(finer.problem, replace(how, progress=told if how.progress else None), starts(program, found, finer))
+    return replace(how, progress=told)
+
+
+def _improved(program: Program, finer: Formulation, found: Solution, how: How) -> list[tuple[np.ndarray, float]]:
+    """Cheaper choices with their costs: what neighbourhoods make of every start, the best mixture of those, and what neighbourhoods make
+    of it; where the search over units did not close, what wide ones make of all these."""
+    ends = _Ends(finer.problem, how, starts(program, found, finer))
     for start in ends.starts:
         if not ends.agree:
             ends.improve(start)

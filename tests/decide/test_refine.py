@@ -97,6 +97,18 @@ def test_a_mixture_is_kept_where_later_ones_are_not_solved(program, monkeypatch)
     assert len(mixed) > 2 and found.cost == mixed[0][1] < 0.999 * min(evaluate(program.formulation.problem, choice) for choice in program.starts)
 
 
+@pytest.mark.parametrize("proves", [True, False], ids=["proven", "improved"])
+def test_what_is_told_is_the_least_cost_with_the_bound_over_units(program, over_units, proves, monkeypatch):
+    """Whether a proof is looked for or a cheaper plan: a start that is dearer is no news, and neither is a bound of plans op by op."""
+    told = []
+    if not proves:
+        monkeypatch.setattr(refine, "_proven", lambda *args: None)
+    refine.refine(program, over_units.solution, How(Clock(60.0), progress=told.append))
+    costs = [event.cost for event in told]
+    assert told and costs == sorted(costs, reverse=True) and costs[0] <= over_units.solution.cost
+    assert all(event.bound == min(over_units.solution.bound, event.cost) and event.gap < 1e-9 for event in told)
+
+
 @pytest.fixture
 def looked(program, monkeypatch) -> list[tuple[bool, float]]:
     """Whether neighbourhoods were wide, and the cost of the start, of every search by neighbourhoods; each gains 0.01 % of its start."""

@@ -191,10 +191,8 @@ class Dual:
 
     def possible(self, upper: float) -> dict[int, np.ndarray]:
         """Without rows: masks of the strategies, by core node, that a choice of cost at most `upper` may take."""
-        p, theta = self.packed, np.empty_like(self.packed.cost)
-        messages.sweep(p, p.cost, self.message, theta, False)
-        bound = float(messages.sweep(p, p.cost, self.message, theta, True)) + self.core.constant
-        alive = theta <= upper - bound + 1e-9 * max(abs(upper), abs(bound))
+        p = self.packed
+        alive = affordable(p, self.message, upper, self.core.constant)
         return {int(v): alive[p.start[i]:p.start[i + 1]] for i, v in enumerate(self.nodes)}
 
     def reduce(self, upper: float) -> tuple[Core, float]:
@@ -266,6 +264,14 @@ def _adapt(guess: float, gained: float, aimed: float) -> float:
     if gained > 0.1 * aimed:
         return min(8.0, 2.0 * guess)
     return guess if gained > 0.0 else max(0.002, 0.5 * guess)
+
+
+def affordable(p: Packed, message: np.ndarray, upper: float, constant: float = 0.0) -> np.ndarray:
+    """Without rows: whether a choice of cost at most `upper`, with `constant` in it, may take a strategy; those of all nodes one after the other."""
+    theta = np.empty_like(p.cost)
+    messages.sweep(p, p.cost, message, theta, False)
+    bound = float(messages.sweep(p, p.cost, message, theta, True)) + constant
+    return theta <= upper - bound + 1e-9 * max(abs(upper), abs(bound))
 
 
 def sum_messages(p: Packed, message: np.ndarray) -> np.ndarray:

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.search.dual import messages
-from autoshard.search.dual.dual import grid_of
+from autoshard.search.dual.dual import affordable, grid_of
 from autoshard.search.dual.packed import Packed
 from autoshard.search.problem import Edge, Problem, one_after_other
 from autoshard.search.reductions import Infeasible
-
-ROUNDING = 1e-9
-"""Relative, well above what sums of costs are off by."""
 
 
 def with_partners(costs: Sequence[np.ndarray], edges: Sequence[Edge]) -> list[np.ndarray]:
@@ -52,6 +49,7 @@ class Sweeps:
         size = int(np.dot(np.diff(p.start), np.diff(p.adj_ptr)))
         self.message: np.ndarray = np.zeros(size) if start is None else start.message
         self._before, self._pace = np.zeros(size), np.array([0.0, -np.inf])  # of `sweep_ahead`
+        self._grid = grid_of(p)
         self.bound = -np.inf
 
     def run(self, count: int) -> None:
@@ -59,15 +57,12 @@ class Sweeps:
         p, theta = self.packed, np.empty_like(self.packed.cost)
         messages.sweep_ahead(p, self.message, self._before, self._pace, theta, count)
         messages.sweep(p, p.cost, self.message, theta, False)
-        self.bound = max(self.bound, float(messages.decouple(p, p.cost, self.message.copy(), grid_of(p))))
+        self.bound = max(self.bound, float(messages.decouple(p, p.cost, self.message.copy(), self._grid)))
 
     def possible(self, room: float) -> list[np.ndarray]:
         """Per node the strategies that a choice may take which costs at most `room` more than `bound`."""
-        p, theta = self.packed, np.empty_like(self.packed.cost)
-        messages.sweep(p, p.cost, self.message, theta, False)
-        now = float(messages.sweep(p, p.cost, self.message, theta, True))
-        alive = theta <= self.bound + room - now + ROUNDING * abs(now)
-        return [np.flatnonzero(part) for part in np.split(alive, p.start[1:-1])]
+        p = self.packed
+        return [np.flatnonzero(part) for part in np.split(affordable(p, self.message, self.bound + room), p.start[1:-1])]
 
     def choice(self) -> np.ndarray:
         out = np.zeros(len(self.packed.start) - 1, dtype=np.int64)

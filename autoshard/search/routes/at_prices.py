@@ -24,12 +24,11 @@ def search_at_prices(board: Board, seed: int) -> None:
     soft = np.isfinite(core.price) & (core.price > 0)
     if not soft.any():
         return
-    like = build(Problem(board.problem.node_costs, board.problem.edges))[0]
     prices = np.where(soft, FIRST * core.price, 0.0)
     planes: list[Plane] = []
     found: list[np.ndarray] = []
     while not board.done and len(found) < ANSWERS and not any(np.allclose(prices, at, rtol=1e-6, atol=0.0) for at, *_ in planes):
-        choice = _answer(board, prices, found, like)
+        choice = _answer(board, prices, found, core)
         if choice is None:
             break
         found.append(choice)
