@@ -60,17 +60,14 @@ class _Read:
 
 @dataclass(frozen=True)
 class Floor:
-    """`seconds` of a step that no plan over decision units is below, whatever memory there is. `choice`: of the relaxed problem, close to it; `paid`:
-    seconds of it where every redistribution is paid in full, about what it takes as a plan."""
+    """`seconds` of a step that no plan over decision units is below, whatever memory there is. `choice`: of the relaxed problem, close to it."""
 
     seconds: float
     choice: np.ndarray
-    paid: float
 
 
-def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False, within: float = np.inf) -> Floor:
-    """What messages prove. `over`: whether to end soon, with what is proven. `within`: share of it, by which the choice may be above it as a plan for
-    shares to move: no more is proven of others."""
+def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False) -> Floor:
+    """What messages prove. `over`: whether to end soon, with what is proven."""
     shares, begun = relaxed.equal_shares(), []
     for price in {relaxed.most: None, 0.0: None}:  # rows that are full, and rows that never are
         sweeps = Sweeps(relaxed.problem([price] * relaxed.windows, shares))
@@ -84,8 +81,8 @@ def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False, within:
         _settle(other, over)
         prices, sweeps = (fewer, other) if other.bound > sweeps.bound else (prices, sweeps)
     now, idle = sweeps.choice(), 0
-    best = Floor(sweeps.bound, now, relaxed.paid(now))
-    for turn in range(ROUNDS if _is_close(sweeps) and best.paid <= (1.0 + within) * best.seconds else 0):
+    best = Floor(sweeps.bound, now)
+    for turn in range(ROUNDS if _is_close(sweeps) else 0):
         if over() or idle == IDLE:
             break
         shares = relaxed.moved(shares, now, STEP / (1.0 + SLOWER * turn))
@@ -94,7 +91,7 @@ def floor_of(relaxed: Relaxed, over: Callable[[], bool] = lambda: False, within:
         now = sweeps.choice()
         idle = 0 if sweeps.bound > best.seconds + GAIN * abs(best.seconds) else idle + 1
         if sweeps.bound > best.seconds:
-            best = Floor(sweeps.bound, now, relaxed.paid(now))
+            best = Floor(sweeps.bound, now)
     return replace(best, seconds=best.seconds - ROUNDING * abs(best.seconds))
 
 
@@ -215,16 +212,6 @@ class Relaxed:
                     at, seconds = read.moved(choice)
                     load[read.window] += share[at] * seconds
         return {w for w in range(self.windows) if prices[w] > 0.0 and load[w] < 0.0}
-
-    def paid(self, choice: np.ndarray) -> float:
-        """Seconds of a choice where one of those who read a value in a layout pays for its redistribution."""
-        spent, load = sum(cost[kept[s]] for (cost, _), kept, s in zip(self._costs, self.kept, choice.tolist(), strict=True)), -self._heavy(choice)
-        for reads in self.values:
-            once = {read.specs[at]: (read, seconds) for read in reads for at, seconds in [read.moved(choice)]}
-            for read, seconds in once.values():
-                spent += seconds * (self._builder.kappa if read.priced else 1.0)
-                load[read.window] += seconds if read.priced else 0.0
-        return float(spent + self.most * np.maximum(load, 0.0).sum())
 
     def _heavy(self, choice: np.ndarray) -> np.ndarray:
         """Seconds of heavy ops, per window."""

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from autoshard.base.graph import Graph
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import OpPlan, Plan
@@ -20,7 +18,7 @@ from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import Program, formulate_within, with_starts
 from autoshard.decide.refine import may_refine
 from autoshard.decide.walks.lift import Layouts, lifts
-from autoshard.errors import InfeasibleError, UsageError
+from autoshard.errors import InfeasibleError, Interrupted, UsageError
 from autoshard.formulate.relaxed import floor_of
 from autoshard.planner.descent import CLOSE, LEAST, Descent, Left
 from autoshard.planner.many_axes import as_near, coarse_of, has_many, has_some, least, on_fewer_axes, relaxed
@@ -36,10 +34,8 @@ from autoshard.space.strategies import enumerate_strategies
 
 COARSE = 0.8
 """Share of the time left for a plan for fewer axes, where there are many: what is near it is cheaper by tenths of a percent."""
-WHOLE = 0.6
-"""Share of the time limit for a search of all strategies, where it may end before the best is found."""
-LIKELY = 0.01
-"""Of the bound of all plans, within which layouts close to it are as a plan where a plan near them is likely to be as cheap as it."""
+FIRST = 0.4
+"""Share of the time limit for strategies near known layouts, where all strategies may be searched after them."""
 FAR = 0.05
 """Of the bound of all plans, above which a plan on many axes is looked for in another way too."""
 
@@ -122,40 +118,40 @@ def _searched_whole(table: CostTable, options: Options, program: Program | None 
 
 def _searched_both(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],
                    **how: Any) -> Found:
-    """`searched`, of strategies near layouts that are close to the bound of all plans, where one of them is likely to be as cheap as that; of all
-    strategies; and where the time is up before the best of these is found, of those near the layouts."""
+    """`searched`, of strategies near layouts that are close to the bound of all plans; and where the best of these costs more than that, of all
+    strategies from there on."""
     left, enough = Left(clock, options.time_limit), max(CLOSE, how["enough"])
-    steps, layouts, likely = _near_bound(table, options, left, LIKELY, clock=clock, finer=finer, coarser=coarser, **how)
-    near = steps.from_layouts(layouts) if likely or steps.stopped else None
+    steps, layouts = _near_bound(table, options, Left(clock, FIRST * options.time_limit), clock=clock, finer=finer, coarser=coarser, **how)
+    near = steps.from_layouts(layouts)
     if near is not None and (steps.stopped or near.solution.cost <= (1.0 + enough) * steps.bound):
         return as_near(near, steps.bound, None, steps.stopped)
     starts = (*coarser, *([near.plan(table, {}, {})] if near else []))
-    found = _searched_whole(table, replace(options, time_limit=WHOLE * left.seconds), program, clock=clock, finer=finer, coarser=starts, **how)
-    if found.solution.status is not Status.TIME_LIMIT or found.solution.gap <= enough:
-        return found
-    if near is None:
-        steps, layouts, _ = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
-        near = steps.from_layouts(layouts)
+    try:
+        found = _searched_whole(table, replace(options, time_limit=left.seconds), program, clock=clock, finer=finer, coarser=starts, **how)
+    except (InfeasibleError, Interrupted) as e:  # a plan that was refined op by op is no start over units
+        if near is None:
+            raise
+        return as_near(near, steps.bound, None, isinstance(e, Interrupted))
     bound = max(steps.bound, found.solution.bound)
     if near is not None and near.solution.cost < found.solution.cost:
-        return as_near(near, bound, None, steps.stopped)
+        return as_near(near, bound, None, found.solution.status is Status.INTERRUPTED)
     return replace(found, solution=replace(found.solution, bound=min(bound, found.solution.cost)))
 
 
 def _searched_near(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, **how: Any) -> Found:
     """`searched`, of strategies near layouts that are close to the bound of all plans; where that leads nowhere, of those near a plan for fewer
     axes. `program`: what is known of it by hand may be cheaper."""
-    steps, layouts, _ = _near_bound(table, options, Left(clock, options.time_limit), clock=clock, **how)
+    steps, layouts = _near_bound(table, options, Left(clock, options.time_limit), clock=clock, **how)
     found = steps.from_layouts(layouts)
     if found is None or not steps.stopped and found.solution.cost > (1.0 + FAR) * steps.bound:
         found = min(filter(None, (_near_fewer_axes(steps, options, found, clock=clock, **how), found)), key=lambda f: f.solution.cost)
     return as_near(found, steps.bound, program and program.within(options.memory_limit(table.cluster)), steps.stopped)
 
 
-def _near_bound(table: CostTable, options: Options, left: Left, within: float = np.inf, *, clock: PhaseTimer, finer: bool,
-                coarser: Sequence[Plan | Layouts], **how: Any) -> tuple[Descent, Mapping[str, OpPlan], bool]:
-    """What searches near known layouts, with the bound of all plans; layouts that cost little more but for memory, none where nothing goes together,
-    of which the search says why; and whether a plan near them is likely to be as cheap as the bound. `within`: as of `floor_of`."""
+def _near_bound(table: CostTable, options: Options, left: Left, *, clock: PhaseTimer, finer: bool,
+                coarser: Sequence[Plan | Layouts], **how: Any) -> tuple[Descent, Mapping[str, OpPlan]]:
+    """What searches near known layouts, with the bound of all plans; and layouts that cost little more but for memory, none where nothing goes
+    together, of which the search says why."""
     finer = finer and may_refine(table)  # also where strategies near layouts are few
 
     def search(near: CostTable, seconds: float, starts: Sequence[Plan | Layouts]) -> Found:
@@ -166,12 +162,12 @@ def _near_bound(table: CostTable, options: Options, left: Left, within: float = 
     with clock("formulate"):
         found = relaxed(table)
     if found is None:
-        return Descent(table, least(table), search, left, clock.say), {}, False
+        return Descent(table, least(table), search, left, clock.say), {}
     limit = Clock(left.seconds)
     with stopping(limit, how["interruptible"]), clock("search"):
-        floor = floor_of(found, limit.expired, within)
+        floor = floor_of(found, limit.expired)
     steps = Descent(table, max(least(table), floor.seconds), search, left, clock.say, limit.stopped)
-    return steps, found.layouts(floor.choice), floor.paid <= (1.0 + LIKELY) * floor.seconds
+    return steps, found.layouts(floor.choice)
 
 
 def _near_fewer_axes(steps: Descent, options: Options, other: Found | None, *, clock: PhaseTimer, **how: Any) -> Found | None:

@@ -18,7 +18,7 @@ from autoshard.base.plan import AROUND, NEARBY, Plan
 from autoshard.decide.options import PROPAGATE, Options
 from autoshard.decide.phase_timer import PhaseTimer
 from autoshard.decide.program import NOTHING
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, Interrupted
 from autoshard.formulate.relaxed import Floor
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.planner import descent, many_axes, one_stage
@@ -164,6 +164,23 @@ def test_a_plan_by_hand_that_is_cheaper_is_taken():
     assert taken.solution.cost == pytest.approx(best.objective_s) and taken.solution.status is Status.GAP and taken.program is known
 
 
+@pytest.mark.parametrize("ends", [InfeasibleError("time is up"), Interrupted("no plan yet")])
+def test_the_best_near_layouts_is_the_plan_where_all_strategies_lead_to_none(ends: Exception) -> None:
+    """As a plan refined op by op is no start over units, a search of all strategies may begin with nothing."""
+    table = prices(traced("gpt"), parse_mesh("a=2,b=2,c=2"), OPTIONS)
+    search = one_stage._searched_whole
+
+    def fails_on_all(of, *args, **how):
+        if of is table:
+            raise ends
+        return search(of, *args, **how)
+
+    with patch.object(many_axes, "MANY_PAIRS", 0), patch.object(one_stage, "CLOSE", -0.5), patch.object(one_stage, "_searched_whole", fails_on_all):
+        plan = decide(table, OPTIONS, has_loss=True, finer=False)
+    interrupted = isinstance(ends, Interrupted)
+    assert plan.interrupted == interrupted and (AROUND in plan.status) != interrupted and 0 < plan.bound_s <= plan.objective_s
+
+
 def test_an_interrupted_search_near_says_so():
     mesh = parse_mesh("a=2,b=2,c=2")
     table = prices(traced("mlp"), mesh, OPTIONS)
@@ -192,9 +209,9 @@ def test_four_axes_compute_what_one_device_does():
 
 
 def test_who_ends_the_search_while_all_plans_are_bounded_gets_the_plan_so_far():
-    def ended(relaxed, over, within):
+    def ended(relaxed, over):
         over.__self__.stop = True
-        return Floor(0.0, np.zeros(len(relaxed.kept), dtype=np.int64), np.inf)
+        return Floor(0.0, np.zeros(len(relaxed.kept), dtype=np.int64))
 
     with patch.object(one_stage, "floor_of", ended):
         found = planned("mlp", "a=2,b=2,c=2", few=2)

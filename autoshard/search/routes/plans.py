@@ -56,6 +56,7 @@ CLOSE = 1e-3  # relative gap at which a search on large tables ends: prices of a
 # again
 FINE = 5e-5  # relative gap to which the best prices of a large problem are answered where the bound has to rise
 ENOUGH = 0.8  # of the table entries left: another round is not worth it
+AT_ONCE = 3  # times the table entries of a small assumed gap: with no more than that, all that is cheaper than the best choice is solved instead
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +248,7 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
         if board.cost < upper + room * unit:
             upper = board.cost
         try:
-            small = _narrowed(board, core, best, upper, seed, place)
+            small, upper = _assumed(board, core, best, upper, seed, place)
             if not _fits_mip(small, upper - max(best.bound, board.bound) <= NEARBY * unit, board.clock.left if hard else math.inf):
                 return
             answer = solve_left(board, small, seed, nodes)
@@ -259,6 +260,16 @@ def close(board: Board, core: Core, best: Priced | None, seed: int, nodes: int =
         board.raise_bound(min(upper, answer.bound), "few strategies left")
         if not answer.proven:
             return
+
+
+def _assumed(board: Board, core: Core, best: Priced, upper: float, seed: int, place: np.ndarray | None) -> tuple[Core, float]:
+    """What `_narrowed` leaves below `upper`; or below the best choice known where that is hardly more, since a MIP that finds nothing below
+    `upper` takes as long as one that ends the search. With the cost below which it is."""
+    small = _narrowed(board, core, best, upper, seed, place)
+    if not upper < board.cost < math.inf or stored_entries(core) > TABLES:
+        return small, upper
+    all_cheaper = _narrowed(board, core, best, board.cost, seed, place)
+    return (all_cheaper, board.cost) if table_entries(all_cheaper) <= AT_ONCE * table_entries(small) else (small, upper)
 
 
 def _fits_mip(core: Core, near: bool, seconds: float) -> bool:
