@@ -38,7 +38,7 @@ from autoshard.runtime.pipeline.variant import PipelineVariant
 from autoshard.runtime.ranks.heartbeat import JOIN
 from autoshard.runtime.ranks.place import cluster_here, locate
 from autoshard.runtime.step import Step
-from autoshard.seeds.seeds import with_held
+from autoshard.seeds.seeds import names_in, present, with_held
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None, *,
@@ -128,10 +128,10 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] | None = 
     if example_inputs is not None:
         check_called(model, example_inputs, example_kwargs)
     options.check_offload(profile, True)  # variants for inference have no state, and need none
-    mesh, options, chosen = closed(mesh, options, profile, given)
+    (mesh, options, chosen), known = closed(mesh, options, profile, given), names_in(model)
 
     def planner(traced: Traced, mesh: Mesh, *, stored: Mapping[str, Spec], inputs: Mapping[str, Spec], pipeline: Pipeline | None = None) -> Plan:
-        asked = replace(options, pipeline=pipeline or options.pipeline)
+        asked = replace(options, pipeline=pipeline or options.pipeline, seeds=present(options.seeds, traced.graph, known, bool(stored)))
         return plan_traced(traced, mesh, asked, clock=PhaseTimer(progress), has_loss=loss_fn is not None, fixed={**stored, **inputs},
                            profile=profile, interruptible=False)  # who stops a training script wants it to end
 

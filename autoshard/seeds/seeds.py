@@ -13,7 +13,7 @@ Inside a model, `autoshard.annotate(x, "dp,-,tp")` fixes an activation, and its 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -70,6 +70,21 @@ def with_held(model: torch.nn.Module, seeds: Mapping[str, Any] | None) -> dict[s
             raise SeedError(f"seed {name!r} = {seed_text(seeds[name])!r} is on {held[name].where}, as {seed_text(held[name])!r}; "
                             "leave the seed out, or move the parameter there before")
     return {**held, **(seeds or {})}
+
+
+def names_in(model: torch.nn.Module) -> tuple[str, ...]:
+    """Names of parameters, buffers and modules that a key may be about."""
+    return tuple(name for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers(), model.named_modules()))
+
+
+def present(seeds: Mapping[str, Any], graph: Graph, known: Sequence[str], settled: bool) -> dict[str, Any]:
+    """The seeds but those about what this form of the call does without, as evaluation does without an auxiliary head: keys that match
+    nothing in `graph`, and either one of the `known` names of the model, or anything once an earlier form `settled` the placements."""
+    def here(key: str, text: str) -> bool:
+        return key in graph.by_name or bool(next(iter(matching(graph, key)), None) or _marked_modules(graph, key, text))
+
+    return {key: value for key, value in seeds.items()
+            if here(key, seed_text(value)) or not (settled or any(fnmatchcase(name, key) for name in known))}
 
 
 def resolve_seeds(graph: Graph, mesh: Mesh, seeds: Mapping[str, Any] | None, stage: bool = False) -> Seeds:

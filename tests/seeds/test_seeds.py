@@ -327,3 +327,28 @@ def test_bad_ties_and_buffers(seeds, words):
         stateful(seeds, outputs="dtensor")
     for word in words:
         assert word in str(e.value)
+
+
+class WithAuxiliaryHead(nn.Module):
+    """In training a second head reads the hidden activation, and the loss takes targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.body(x)
+        return self.head(h) if y is None else ((self.head(h) + self.aux(h) - y) ** 2).sum()
+
+
+@pytest.mark.parametrize("evaluated_first", [False, True])
+def test_seeds_may_be_about_what_another_form_of_the_call_has(evaluated_first: bool) -> None:
+    x, y = torch.randn(4, 8), torch.randn(4, 4)
+    seeds = {"aux.weight": ("d", None), "aux": ("d", None)} | ({} if evaluated_first else {"input:1": ("d", None)})
+    model = autoshard.compile(WithAuxiliaryHead(), "d=1", seeds=seeds, cache=False)
+    for training in (False, True) if evaluated_first else (True, False):
+        with torch.set_grad_enabled(training):
+            model.train(training)
+            model(*((x, y) if training else (x,)))
+    with pytest.raises(SeedError, match="'ax.weight' = 'd,-' matches nothing"):
+        autoshard.compile(WithAuxiliaryHead(), "d=1", (x, y), seeds={"ax.weight": ("d", None)}, cache=False)
