@@ -12,7 +12,7 @@ from torch import nn
 from autoshard import _torch
 from autoshard._torch import pytree
 from autoshard.errors import UsageError
-from autoshard.program.tracing.twin import kept_results
+from autoshard.program.tracing.twin import kept_results, own_functions
 
 
 def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -24,7 +24,7 @@ def own_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
                          "build the model outside torch.device('meta')")
     kept = {key: t.clone() for key, t in kept_results(model).items()}
     try:
-        twin = copy.deepcopy(model, kept)
+        twin = own_functions(copy.deepcopy(model, kept), kept)
     except Exception as e:
         raise UsageError(f"the model cannot be copied ({type(e).__name__}: {str(e).strip()[:120]}); keep objects that cannot be copied out of "
                          "module attributes") from None

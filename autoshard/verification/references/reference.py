@@ -1,7 +1,6 @@
 """The results of the unsharded model: run by torch or, with random ops, its graph run with the random numbers of the ranks."""
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from autoshard.program.calling import Traced
 from autoshard.program.interpret import results_of, values
 from autoshard.program.tracing.no_cache import without_decoding_cache
 from autoshard.program.tracing.tape import is_random
+from autoshard.program.tracing.twin import copy_tree
 from autoshard.program.tracing.user_collectives import alone
 from autoshard.verification.one_process.program import MakeOptimizer
 from autoshard.verification.references.microbatches import OnOneDevice, key_of
@@ -52,7 +52,7 @@ class Eager:
 
     def __init__(self, model: nn.Module, traced: Traced, loss_fn: Callable[..., Any] | None, precision: Precision | None = None,
                  casting: Callable[[], Any] = nullcontext) -> None:
-        self.model, self.loss_fn, self.graph, self.binding = copy.deepcopy(model), loss_fn, traced.graph, traced.calling.binding
+        self.model, self.loss_fn, self.graph, self.binding = copy_tree(model, {}), loss_fn, traced.graph, traced.calling.binding
         self.precision, self.casting = precision, casting
         self.tangents = [op.target for op in traced.graph.of_kind("tangent")]
         self._optimizer: torch.optim.Optimizer | None = None
