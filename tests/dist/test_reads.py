@@ -40,3 +40,21 @@ def test_every_rank_raises_and_chooses_alike():
     for found in on_ranks(2, steps):
         assert found[:2] == [True, True] and found[3] is True
         assert "does not hold" in found[2] and "test_reads.py:" in found[2] and "values must be below" in found[2]
+
+
+def by_a_setting(m, x):
+    return m.linear(x) * m.kept.sum() if (m.kept > 0.7).any() else x
+
+
+def settings():
+    """Whether a form of the call gives what the model gives: while every rank has the whole buffer, and once each has a part."""
+    torch.manual_seed(0)
+    model, x = models.Body(by_a_setting), torch.rand(8, 8)
+    compiled = autoshard.compile(model, "d=2", cluster="cpu-gloo", cache=False, seeds={"kept": ("d",)})
+    same = [torch.allclose(compiled(x), model(x))]
+    with torch.no_grad():
+        return [*same, torch.allclose(compiled.eval()(x), model(x)), compiled.get_buffer("kept").to_local().numel() == 1]
+
+
+def test_small_buffers_are_read_on_several_ranks():
+    assert on_ranks(2, settings) == [[True, True, True]] * 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.base.graph import Op, Ref, map_args
@@ -105,5 +106,7 @@ class Constants:
 
 
 def small_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that may be settings (the stride of a convolution, a probability), not data: few numbers, and they are at hand."""
-    return {name: b.detach() for name, b in model.named_buffers() if type(b) in (torch.Tensor, nn.Buffer) and not b.is_meta and b.numel() <= SMALL}
+    """Buffers that may be settings (the stride of a convolution, a probability), not data: few numbers, and they are at hand. Those that lie on
+    several ranks are gathered, before a trace has its own meaning of collectives; every rank traces."""
+    small = {name: b.detach() for name, b in model.named_buffers() if type(b) in (torch.Tensor, nn.Buffer, DTensor) and b.numel() <= SMALL}
+    return {name: b.full_tensor() if isinstance(b, DTensor) else b for name, b in small.items() if not b.is_meta}
