@@ -114,3 +114,15 @@ def test_every_row_of_the_check_knows_its_truths_whole():
     graph = trace(models.Body(models.asserts_both), (torch.rand(4, 8),)).graph
     rows = registry.rows(graph.calls[next(op.name for op in graph.ops if op.target is CHECKED)])
     assert len(rows) > 1 and all(set(row.inputs[1:]) == {R} and row.inputs[0] == row.outputs[0] for row in rows)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_masks_of_torchs_transformer_may_be_inputs(causal, training):
+    torch.manual_seed(0)
+    model = torch.nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(6) if causal else torch.randn(6, 6)
+    inputs = {"src": torch.randn(4, 5, 16), "tgt": torch.randn(4, 6, 16), "src_mask": torch.randn(5, 5), "tgt_mask": mask}
+    report = autoshard.verify(model, "d=2", (), inputs, training=training, plans=("split", "random:0"))
+    assert report.ok, str(report)
+
