@@ -506,9 +506,11 @@ def test_gradient_hooks_are_refused():
 
 
 def test_parameter_reached_from_outside_the_tree():
-    weight = nn.Parameter(torch.randn(8))
-    body = Weighted(lambda m, x: x * weight)
-    body.w = weight
+    class Elsewhere:
+        weight = nn.Parameter(torch.randn(8))
+
+    body = Weighted(lambda m, x: x * Elsewhere.weight)
+    body.w = Elsewhere.weight
     with pytest.raises(TraceError, match="'w' is used through a reference outside the module tree"):
         trace(body, (x48(),))
 
