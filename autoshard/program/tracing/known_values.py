@@ -4,7 +4,7 @@ Example: a model that makes a mask of ones and calls `mask.all()` takes the same
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,15 +41,31 @@ class Constants:
 
     def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
         """The number or truth value that `op` reads, or NotImplemented."""
-        refs = [self.tape.find(a) for a in args]
-        self._look_at_new_ops()
-        known = op in ASKED and all(ref is not None and ref.op in self._makers for ref in refs)
-        wanted = self._needed({r.op for r in refs}) if known else set()
-        if not known or not all(self._may_read(name) for name in self._of_model(wanted)):
+        values = self._values_of([self.tape.find(a) for a in args]) if op in ASKED else None
+        if values is None:
             return NotImplemented if self.otherwise is None else self.otherwise(op, args)
         with _torch.no_modes(), torch.no_grad():
+            return op(*values)
+
+    def value_of(self, t: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor in the model's code, where they are known."""
+        held = _torch.from_fun(t)
+        if not isinstance(held, _torch.FakeTensor):
+            return None if held.is_meta else held
+        values = self._values_of([self.tape.find(held)])
+        return None if values is None else values[0]
+
+    def _values_of(self, refs: Sequence[Ref | None]) -> list[Any] | None:
+        self._look_at_new_ops()
+        if not all(ref is not None and ref.op in self._makers for ref in refs):
+            return None
+        known = [ref for ref in refs if ref is not None]
+        wanted = self._needed({r.op for r in known})
+        if not all(self._may_read(name) for name in self._of_model(wanted)):
+            return None
+        with _torch.no_modes(), torch.no_grad():
             self._compute(wanted)
-            return op(*(self._values[r.op][r.index] for r in refs))
+        return [self._values[r.op][r.index] for r in known]
 
     @contextmanager
     def strictly(self) -> Iterator[None]:

@@ -37,6 +37,7 @@ from autoshard.program.binding import Binding
 from autoshard.program.calling import Calling, TensorLeaf, Traced
 from autoshard.program.opaque.opaque_probe import Runner, is_plain
 from autoshard.program.reads.data_reads import DataReads
+from autoshard.program.reads.known_masks import KnownMasks
 from autoshard.program.reads.masked_writes import MaskedWrites
 from autoshard.program.taken import check_dense
 from autoshard.program.tracing.any_size import AnySize
@@ -85,8 +86,9 @@ class OneTrace:
             answers = Answers(note=self._note_data)
         self.assigned = AssignedData(self.tape.refuse)
         constants = Constants(self.tape, answers, small_buffers(model), lambda name: not self.assigned.is_written(self.stored[name]))
-        self.recorder.answer = constants if any_size is None else None  # they are values at one size
+        self.recorder.answer = constants if any_size is None else None
         self.reads = DataReads(self.tape, constants)
+        self.known_masks = nullcontext() if any_size else KnownMasks(constants)  # they are values at one size
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, copy_tree)
         self.without = tuple(f"{path}." for path in without)
@@ -101,7 +103,7 @@ class OneTrace:
               torch.autograd.set_detect_anomaly(False),  # it reads every gradient, and those of a trace have no numbers
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
               EqualHeads(), RMSNorms(), EmbeddingBags(), RecurrentDropout(), Losses(self.reads.note), MaskedWrites(),
-              OfConstants(self.tape.is_fresh), self.assigned, self.reads):
+              OfConstants(self.tape.is_fresh), self.assigned, self.known_masks, self.reads):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
