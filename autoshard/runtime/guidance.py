@@ -86,6 +86,19 @@ class Guidance:
                                  "device= or precision=autoshard.Precision(\"bf16\") to it")
         return self
 
+    def train(self, mode: bool = True) -> Any:
+        """As the model's class has it, which may keep modules in evaluation (frozen batch norms) or change weights (merged adapters)."""
+        root = self.__dict__["_visible"]["root"]
+        root.train(mode)
+        self.training = root.training
+        return self
+
+    def eval(self) -> Any:
+        root = self.__dict__["_visible"]["root"]
+        root.eval()
+        self.training = root.training
+        return self
+
     def __getitem__(self, at: Any) -> Any:
         """A layer of a model that has its layers by number or key (`nn.Sequential`)."""
         return self.__dict__["_visible"]["root"][at]

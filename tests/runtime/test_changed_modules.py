@@ -123,3 +123,31 @@ def test_other_modules_raise(change: Callable, said: str, called: bool) -> None:
     change(compiled)
     with pytest.raises(UsageError, match=f"{said}.*compile the changed model"):
         compiled(x)
+
+
+class FrozenNorm(nn.Module):
+    """Keeps its batch norm in evaluation, as detection models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_train_and_eval_are_those_of_the_models_class(wrapped: bool) -> None:
+    model = nn.Sequential(FrozenNorm()) if wrapped else FrozenNorm()
+    compiled, x = autoshard.compile(copy.deepcopy(model).train(), "one=1", cache=False), torch.randn(5, 6)
+    for mode in ("eval", "train", "train"):
+        assert getattr(compiled, mode)() is compiled and compiled.training is (mode == "train")
+        getattr(model, mode)()
+        torch.testing.assert_close(compiled(x), model(x))
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(compiled.get_buffer(name), buffer)
