@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from autoshard.errors import UsageError
@@ -18,6 +19,20 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     handle, tmp = _beside(path)
     os.close(handle)
     os.unlink(tmp)
+
+
+def check_outputs(outputs: Mapping[str, str | os.PathLike[str] | None], inputs: Iterable[str | os.PathLike[str] | None] = ()) -> None:
+    """`check_writable` for the files that the options of a command name. Raises UsageError also where one would be written over another, or over
+    one of the `inputs`, which are read."""
+    taken = {Path(path).resolve(): "a file that this command reads" for path in inputs if path and Path(path).is_file()}
+    for option, given in outputs.items():
+        if given is None:
+            continue
+        check_writable(given)
+        path = Path(given).resolve()
+        if path in taken and not _is_device(path):
+            raise UsageError(f"{option} {given} would be written over {taken[path]}; give another file")
+        taken[path] = f"the file of {option}"
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:

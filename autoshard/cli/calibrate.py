@@ -40,7 +40,7 @@ def calibrate(
     quiet: QuietAloneOption = False,
 ) -> None:
     """Measure collectives and ops on this machine, and write the cluster profile that repeats them. Start it with torchrun."""
-    check_output(output)
+    check_output(output, plot)
     first = int(os.environ.get("RANK", "0")) == 0
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what c10d logs on a timeout is in our message; read when torch loads
     with progress_shown(first and not quiet) as progress:
@@ -55,12 +55,14 @@ def calibrate(
         _write(found, output, plot or output.with_suffix(".html"), quiet)
 
 
-def check_output(output: Path) -> None:
+def check_output(output: Path, plot: Path | None = None) -> None:
     """A minute of measuring should not end at a mistyped path. Raises UsageError."""
     if output.suffix != ".toml":
         raise UsageError(f"a profile is a .toml file, got {output}; write for example -o {output.with_suffix('.toml')}")
     if not output.parent.is_dir():
         raise UsageError(f"there is no folder {output.parent} to write {output.name} into")
+    if plot is not None and plot.resolve() == output.resolve():
+        raise UsageError(f"--plot {plot} would be written over the profile; give another file, {output.with_suffix('.html')}")
 
 
 def _write(found: Calibration, output: Path, plot: Path, quiet: bool) -> None:

@@ -31,12 +31,11 @@ def compare(request: Request,
             save_dir: Annotated[Path | None, typer.Option(help="Save every plan as JSON in this folder.")] = None,
             html: HtmlOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Price DDP, ZeRO, FSDP and tensor parallelism beside the plan that the search chooses for MODEL."""
-    from autoshard.base.files import check_folder, check_writable
+    from autoshard.base.files import check_folder, check_outputs
 
     if save_dir is not None:
         check_folder(save_dir)
-    if html is not None:
-        check_writable(html)
+    check_outputs({"--html": html}, request.files)
     with progress_shown(not quiet) as progress:
         found = (_of_pipelines if request.has_stages else _of_layouts)(request, progress)
     if save_dir is not None:

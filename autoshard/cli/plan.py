@@ -61,7 +61,7 @@ def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
              "--worth", help="Search also within a GiB more and less (of small budgets a sixteenth): the report says what memory is worth.")] = False,
          as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Search the cheapest plan for MODEL on a mesh, and print what was chosen and why it costs what it costs."""
-    from autoshard.base.files import check_writable
+    from autoshard.base.files import check_outputs
 
     if with_baselines and html is None:
         raise UsageError("--with-baselines is a part of the HTML report; give --html report.html too, or use `autoshard compare`")
@@ -71,8 +71,7 @@ def plan(request: Request, output: OutputOption = None, html: HtmlOption = None,
         raise UsageError("--with-baselines needs --mesh and a number of micro-batches; plan again with those that were chosen")
     if what_if and (html or worth):
         raise UsageError(f"--what-if prints a table of its own; plan without it for {'--html' if html else '--worth'}")
-    for path in filter(None, (output, html)):
-        check_writable(path)
+    check_outputs({"-o": output, "--html": html}, request.files)
     if what_if:
         _print_what_if(request, what_if, output, as_json, quiet)
         return
@@ -146,8 +145,10 @@ def report(
     quiet: QuietOption = False,
 ) -> None:
     """Show a saved plan again: in the terminal, as JSON, or as an HTML file."""
+    from autoshard.base.files import check_outputs
     from autoshard.base.plan import Plan
 
+    check_outputs({"--html": html}, [path])
     found = Plan.load(path)
     if html is not None:
         from autoshard.report.html import write

@@ -113,6 +113,11 @@ class Request:
     def what(self) -> str:
         return self.model or str(self.hf or "")
 
+    @property
+    def files(self) -> tuple[str | Path | None, ...]:
+        """What may be a file that is read."""
+        return self.hf, self.seeds, self.cluster, self.schedule
+
     @cached_property
     def options(self) -> Options:
         """Raises UsageError."""

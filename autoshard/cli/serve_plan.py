@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +61,7 @@ def serve_plan(
     from autoshard.serve.workload import Slo
 
     levels = Slo.parse(slo) if slo else Slo()
-    _check_paths(save_dir, html)
+    _check_paths(save_dir, html, (hf, cluster))
     given = {"cluster": cluster, "memory_budget": memory, "time_limit": time_limit}
     try:
         found = _swept(model, hf, dtype, mesh, (prompt, new, context), batches, given, seed or [], quiet)
@@ -84,14 +85,13 @@ def serve_plan(
     end_with([plan.status for p in found.planned if p.phases for plan in (p.phases.prompt, p.phases.token)], quiet)
 
 
-def _check_paths(folder: Path | None, html: Path | None) -> None:
+def _check_paths(folder: Path | None, html: Path | None, read: Iterable[str | Path | None]) -> None:
     """Before the work. Raises UsageError."""
-    from autoshard.base.files import check_folder, check_writable
+    from autoshard.base.files import check_folder, check_outputs
 
     if folder is not None:
         check_folder(folder)
-    if html is not None:
-        check_writable(html)
+    check_outputs({"--html": html}, read)
 
 
 def _write_page(path: Path, found: Serving, picked: Point | None, quiet: bool) -> None:

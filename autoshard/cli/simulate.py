@@ -70,10 +70,9 @@ def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = N
              seed: SeedOption = 0, executed: ExecutedOption = False, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Play the step of a PLAN event by event on all its ranks: idle time by cause, the critical path, bytes and utilisation of the
     links, sizes of transfers, MFU. The model is loaded and traced again, on no device; nothing is searched and no rank is started."""
-    from autoshard.base.files import check_writable
+    from autoshard.base.files import check_outputs
 
-    for path in filter(None, (trace, html)):
-        check_writable(path)
+    check_outputs({"--trace": trace, "--html": html}, [plan, cluster])
     slow_ranks = {int(name): value for name, value in parse_amounts("--slow-rank", slow_rank or [], "5=1.3", whole=True).items()}
     loads = {int(name): value for name, value in parse_amounts("--expert-load", expert_load or [], "3=1.5", whole=True).items()}
     slow_links = parse_amounts("--slow-link", slow_link or [], "nvlink=0.5")

@@ -246,6 +246,23 @@ def test_output_that_is_a_folder(run, tmp_path):
     assert_refused(run(*MLP, "-o", tmp_path), "cannot write", "folder")
 
 
+def test_no_result_is_written_over_another_file_of_the_command(run, tmp_path):
+    """The report would have been lost under the plan, and the plan, the seeds or the problem under a result."""
+    plan, seeds, problem = tmp_path / "plan.json", tmp_path / "seeds.yaml", tmp_path / "problem.json"
+    assert_refused(run(*MLP, "-o", plan, "--html", tmp_path / "." / "plan.json"), "--html", "plan.json", "over the file of -o")
+    assert list(tmp_path.iterdir()) == []
+    for path in (plan, seeds, problem):
+        path.write_text("kept")
+    assert_refused(run("report", plan, "--html", plan), "--html", "reads")
+    assert_refused(run("simulate", plan, "--trace", plan), "--trace", "reads")
+    assert_refused(run("simulate", plan, "--trace", tmp_path / "x", "--html", tmp_path / "x"), "--html", "over the file of --trace")
+    assert_refused(run(*MLP, "--seeds", seeds, "-o", seeds), "-o", "reads")
+    assert_refused(run("solve", problem, "-o", problem), "over the problem")
+    assert_refused(run("calibrate", "-o", tmp_path / "my.toml", "--plot", tmp_path / "my.toml"), "--plot", "over the profile")
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"kept"}
+    assert run(*MLP, "-q", "-o", "/dev/null", "--html", "/dev/null") == (0, "", "")
+
+
 def test_solve_of_a_missing_file(run, tmp_path):
     assert_refused(run("solve", tmp_path / "none.json"), "none.json")
 

@@ -36,7 +36,7 @@ def solve_command(path: str, time_limit: float = 60.0, threads: int = 2, seed: i
     if not time_limit > 0 or threads < 1:
         raise ProblemError("--time-limit must be above 0 and --threads at least 1")
     if output is not None:
-        _check_writable(output)
+        _check_writable(output, path)
     signals = _Signals()
     with signals:
         problem = read_problem(path)
@@ -122,7 +122,9 @@ def _check_time_is_left(path: str, time_limit: float, passed: float) -> None:
                            f"allow at least {2 * passed + RESERVE:.0f} s")
 
 
-def _check_writable(output: str) -> None:
+def _check_writable(output: str, problem: str) -> None:
+    if Path(output).resolve() == Path(problem).resolve():
+        raise ProblemError(f"the answer would be written over the problem, {problem}; give another file with -o")
     folder = Path(output).absolute().parent
     if not folder.is_dir():
         raise ProblemError(f"{output} cannot be written: there is no folder {folder}")
