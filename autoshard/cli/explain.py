@@ -30,6 +30,10 @@ MODEL may be a plan file: then its model, mesh and options are used, and nothing
 Names are parameters, module paths or ops; a layout is AXIS,... per dim (dp,-) or a placement per mesh axis (S(0),R).
 """
 
+SAID_BY_PLANS = ("mesh", "devices", "hf", "batch", "seq", "dtype", "inference", "optimizer", "precision", "inputs", "outputs", "seed", "seeds",
+                 "fallback", "offload", "expert_capacity", "pad", "refine_axes", "microbatches", "schedule", "cut", "layout")
+"""Of the options of a request, those that a plan file answers."""
+
 
 def explain(request: Request,
             edge: Annotated[str | None, typer.Option(help="PRODUCER->CONSUMER: prices of every change of layout in between.")] = None,
@@ -47,6 +51,8 @@ def explain(request: Request,
     if target is not None and (source is None or edge is None):
         raise UsageError("--target is one end of a pair; give --edge and --source too, for example --edge 'relu_0->mm_1' --source dp,tp "
                          "--target tp,dp")
+    if source is not None and edge is None:
+        raise UsageError("--source is a layout of the producer of an edge; give --edge too, for example --edge 'relu_0->mm_1' --source dp,tp")
     with progress_shown(not quiet) as progress:
         asked, plan = _asked(request, progress)
         found, statuses = (_edge(asked, plan, edge, (source, target), rows, progress) if edge else _op(asked, plan, op, rows, progress) if op
@@ -78,7 +84,11 @@ def _source(request: Request, plan: Any) -> Request:
     """The request for the model of a plan. Raises PlanError for a plan of a model that has no reference."""
     from autoshard.cost.cluster import Cluster
 
-    model = plan.model
+    model, none = plan.model, Request()
+    given = [name for name in SAID_BY_PLANS if getattr(request, name) not in (getattr(none, name), "", [])]
+    if given:
+        raise UsageError(f"--{given[0].replace('_', '-')}: {request.model} says for which model, mesh and options it was made, and these are used; "
+                         "leave it out, or give the model instead of the plan")
     if not model.get("reference"):
         raise PlanError(f"{request.model} does not say which model it is for (it was made in Python); give the model and --mesh")
     hf = model.get("hf")

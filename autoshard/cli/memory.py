@@ -10,6 +10,7 @@ import typer
 from autoshard.cli.common import JsonOption, QuietOption, end_with
 from autoshard.cli.progress import progress_shown
 from autoshard.cli.request import Request
+from autoshard.errors import UsageError
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -29,6 +30,8 @@ def memory(request: Request,
     from autoshard.base.fine_mesh import NEVER
     from autoshard.decide.options import parse_bytes
 
+    if request.memory is not None:
+        raise UsageError(f"--memory {request.memory}: budgets are what is swept here; give --budget {request.memory}, or use `autoshard plan`")
     wanted = [parse_bytes(text) for text in budget or []]
     with progress_shown(not quiet) as progress:
         asked = request.traced(progress)

@@ -104,6 +104,12 @@ def test_explain_mistakes(run, arguments, words):  # noqa: F811
         assert word in err
 
 
+@pytest.mark.parametrize("given", [("--mesh", "tp=4"), ("--batch", "4"), ("--inference",), ("--seed", "layers.0.weight=d,-"), ("--hf", "x.json")])
+def test_what_a_plan_file_says_is_not_asked_again(run, saved, given):  # noqa: F811
+    """Such options were read and left aside."""
+    assert_refused(run("explain", saved, "--op", "layers.1", *given), given[0], "plan.json", "leave it out")
+
+
 def test_diff_exit_codes(run, saved, tmp_path):  # noqa: F811
     other = tmp_path / "other.json"
     assert run("plan", *MLP, "-q", "-o", other, "--seed", "layers.0.weight=d,-")[0] == 0
@@ -162,6 +168,6 @@ def test_offload(run, tmp_path):  # noqa: F811
     code, out, err = run("explain", path, "--op", f"param:{plan.offload[0]}", "--json", "-q")
     assert code == 0 and "optimizer state on the host" in json.loads(out)["rows"][0]["outputs"], err
     assert_refused(run("plan", *asked, "--cluster", "cpu-gloo"), "no link to its host", "device.host_link")
-    assert_refused(run("memory", *asked, "--inference"), "inference has no optimizer state")
+    assert_refused(run("memory", *asked[:3], *asked[5:], "--inference"), "inference has no optimizer state")
     assert_refused(run("compare", *asked, "--optimizer", "sgd"), "sgd keeps no state")
     assert_refused(run("verify", *asked), "numbers are the same wherever state lies")
