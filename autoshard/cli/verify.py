@@ -84,8 +84,8 @@ def _verified(request: Request, path: Path | None, plans: str | None, steps: int
                     steps=steps, training=not request.inference, optimizer=request.optimizer, tolerance=tolerance,
                     memory_budget=options.memory_budget, inputs=request.inputs, outputs=request.outputs,
                     fallback=options.fallback, expert_capacity=options.expert_capacity, pad=options.pad, seeds=options.seeds,
-                    refine_axes=options.refine_axes, cluster=options.cluster, time_limit=options.time_limit, precision=options.precision,
-                    pipeline=options.pipeline, elsewhere=elsewhere, progress=progress)
+                    refine_axes=options.refine_axes, cluster=options.cluster, time_limit=options.time_limit, search=options.search,
+                    precision=options.precision, pipeline=options.pipeline, elsewhere=elsewhere, progress=progress)
     where = f"as {mesh.size} gloo processes" if processes else f"all {mesh.size} ranks in one process"
     return replace(report, notes=(*report.notes, *notes)), where
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from autoshard.experts.capacity import EXPERT_CAPACITY
 from autoshard.pipeline.pipelined import submesh
 from autoshard.planner.finer import finer_meshes
 from autoshard.planner.one_stage import prices
+from autoshard.runtime.check_plan import check_asked
 from autoshard.verification.models.copies import default_dtype
 from autoshard.verification.models.subject import Call, Subject, subject_of
 from autoshard.verification.optimizers import optimizer_of
@@ -38,7 +40,7 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
            plans: Sequence[str] = DEFAULT_PLANS, steps: int = 1, training: bool | None = None, optimizer: Any = "momentum",
            tolerance: float | None = None, seeds: Mapping[str, Any] | None = None, cluster: str | None = None,
            memory_budget: str | float | None = None, inputs: str = "global", outputs: str = "auto", fallback: str = "error",
-           expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", refine_axes: str = NEVER, time_limit: float = 60.0,
+           expert_capacity: float = EXPERT_CAPACITY, pad: str = "weights", refine_axes: str = NEVER, time_limit: float = 60.0, search: str = "auto",
            precision: Precision | None = None, pipeline: Pipeline | None = None, dtype: torch.dtype | None = None, elsewhere: Elsewhere | None = None,
            progress: Callable[[str, str], None] = lambda phase, detail: None) -> VerifyReport:
     """Run plans of `model` with real numbers, all ranks in this process, and compare with the model itself: user outputs,
@@ -57,7 +59,8 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     dtype        what to compute in: by default float64, else (ops without it, a plan that fits no float64 twin) float32
     tolerance    largest error of a tensor over its norm (or, for gradients, over 1e-6 of the norm of all of them); by default
                  1e-9 in float64, and where the program has less precise floats, the rounding measured (see verify/run.py)
-    seeds, cluster, memory_budget, fallback, expert_capacity, pad, time_limit   as for `autoshard.plan`
+    seeds, cluster, memory_budget, fallback, expert_capacity, pad, time_limit, search   as for `autoshard.plan`; a plan that is given is checked
+                 against seeds and memory_budget
     refine_axes  plans are made on the mesh with these parts of axes, whether they are cheaper there or not; of "auto" the first that are tried
     inputs       "local": plans are made for inputs that come in split along dim 0 over the first mesh axis
     outputs      as for `autoshard.plan`; numbers are compared whole in any case
@@ -72,6 +75,8 @@ def verify(model: nn.Module, mesh: Any, example_inputs: Sequence[Any] = (), exam
     check_called(model, example_inputs, example_kwargs)
     if steps < 1:
         raise UsageError(f"steps={steps}: give at least 1")
+    if tolerance is not None and not 0 < tolerance < inf:
+        raise UsageError(f"tolerance={tolerance!r}: give a positive part of a tensor's norm, such as 1e-6, or leave it out")
     names, mesh, given = check_names(plans), mesh_of(mesh), loaded(plan)
     options = Options.of(arguments, optimizer=Options.optimizer, seeds=seeds or {}, cluster=cluster or "cpu-gloo")
     options = options.filled(given, "seeds", "fallback", "expert_capacity", "pad", "precision", "pipeline")
@@ -99,6 +104,7 @@ def _dtypes(subject: Subject) -> str:
 def _chosen(subject: Subject, given: Plan | None, names: Sequence[str], mesh: Mesh, options: Options,
             progress: Callable[[str, str], None]) -> Iterator[tuple[str, Plan]]:
     if given is not None:
+        check_asked(given, subject.traced.graph, options)
         yield "the given plan", replace(given, graph_hash=subject.traced.graph.hash)
         return
     if options.pipeline.stages(mesh) > 1:

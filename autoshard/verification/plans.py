@@ -21,7 +21,7 @@ from autoshard.base.plan import Plan
 from autoshard.base.spec import Spec
 from autoshard.cost.cluster import Cluster
 from autoshard.decide.make_plan import make_plan
-from autoshard.decide.options import Options
+from autoshard.decide.options import PROPAGATE, Options
 from autoshard.decide.walks.greedy import STORAGE, complete, greedy
 from autoshard.decide.walks.reads import Wiring
 from autoshard.errors import UsageError
@@ -68,7 +68,8 @@ class Plans:
         if name == "searched":
             return decide(self.table, self.options, has_loss=self.has_loss, interruptible=False)
         if name == "split":
-            return decide(self._dear, self.options, has_loss=self.has_loss, interruptible=False)
+            searching = replace(self.options, search="auto") if self.options.search == PROPAGATE else self.options
+            return decide(self._dear, searching, has_loss=self.has_loss, interruptible=False)
         if name == "tensor_parallel":
             return self._walked(self._without_batch, STORAGE["fully sharded"])
         if name in ("data_parallel", "fully_sharded"):

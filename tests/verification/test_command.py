@@ -44,12 +44,21 @@ def test_a_plan_file_is_run_as_it_was_made(tmp_path):
     assert made.exit_code == 0, made.output
     result = called("mlp:tiny", "--mesh", "tp=2", "--plan", path)
     assert result.exit_code == 0 and "the given plan" in result.output, result.output
+    for given, words in (("--memory", "1KiB"), "memory_budget is 1.00 KiB"), (("--seed", "layers.1.weight=tp,-"), "where seed 'layers.1.weight'"):
+        assert words in str(called("mlp:tiny", "--mesh", "tp=2", "--plan", path, *given).exception)
     other = called("mlp:tiny", "--mesh", "tp=2", "--plan", path, "--batch", "8")
     assert isinstance(other.exception, AutoshardError) and "another program" in str(other.exception)
     data = json.loads(open(path).read())
     data["model"]["batch"] = "../x"
     open(path, "w").write(json.dumps(data))
     assert isinstance(called("mlp:tiny", "--mesh", "tp=2", "--plan", path).exception, AutoshardError)
+
+
+def test_the_search_that_is_asked_for():
+    """It was left aside. The other kinds of plans are made as they always are."""
+    result = called("mlp:tiny", "--mesh", "tp=2", "--search", "propagate", "--seed", "layers.0.weight=tp,-", "--plans", "searched,split", "--json")
+    assert result.exit_code == 0 and len(json.loads(result.stdout)["plans"]) == 2
+    assert "spreads seeds" in str(called("mlp:tiny", "--mesh", "tp=2", "--search", "propagate").exception)
 
 
 @pytest.mark.dist
